@@ -1,0 +1,45 @@
+"""Compiled kernels and drop-in torchrl classes for LLM post-training.
+
+Every public name is importable from here and loads on first use: ``import fusedrl`` costs next to
+nothing, the ops load torch, the transforms load torchrl.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "token_log_probs": "fusedrl.ops",
+    "TokenLogProbs": "fusedrl.ops",
+    "token_kl": "fusedrl.ops",
+    "TokenKL": "fusedrl.ops",
+    "KLComputation": "fusedrl.transforms",
+    "RetrieveLogProb": "fusedrl.transforms",
+    "RetrieveKL": "fusedrl.transforms",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from fusedrl.ops import TokenKL as TokenKL
+    from fusedrl.ops import TokenLogProbs as TokenLogProbs
+    from fusedrl.ops import token_kl as token_kl
+    from fusedrl.ops import token_log_probs as token_log_probs
+    from fusedrl.transforms import KLComputation as KLComputation
+    from fusedrl.transforms import RetrieveKL as RetrieveKL
+    from fusedrl.transforms import RetrieveLogProb as RetrieveLogProb
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fusedrl' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

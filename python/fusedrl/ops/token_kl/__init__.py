@@ -1,0 +1,331 @@
+"""Per-token KL estimates between a policy and its reference, and the reward they penalise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl import ragged
+from fusedrl.ops import _dispatch
+from fusedrl.ops.token_kl import reference
+
+__all__ = ["ESTIMATORS", "PackedSamples", "TokenKL", "pack_samples", "token_kl"]
+
+ESTIMATORS = ("k1", "k2", "k3", "abs")
+_DTYPES = (*_dispatch.KERNEL_DTYPES, torch.float64)
+
+
+class TokenKL(NamedTuple):
+    """Per-token KL in nats and the penalised reward, in the representation of the input."""
+
+    kl: Any
+    reward: Any
+
+
+class PackedSamples(NamedTuple):
+    """Samples packed along the first dimension; ``lengths`` are the host-side sequence lengths."""
+
+    log_probs: Tensor
+    ref_log_probs: Tensor
+    mask: Tensor | None
+    reward: Tensor | None
+    lengths: list[int]
+
+
+def token_kl(
+    log_probs: Tensor | Sequence[Tensor],
+    ref_log_probs: Tensor | Sequence[Tensor],
+    mask: Tensor | Sequence[Tensor] | None = None,
+    *,
+    offsets: Tensor | None = None,
+    estimator: str = "k1",
+    reward: Tensor | Sequence[Tensor] | None = None,
+    coeff: float | Tensor = 1.0,
+    nan: str = "propagate",
+    impl: str = "auto",
+) -> Any:
+    r"""Per-token estimate of the KL divergence of the policy from the reference.
+
+    With ``d = ref_log_probs - log_probs`` the estimators are k1 :math:`-d`, k2 :math:`d^2/2`,
+    k3 :math:`e^d - 1 - d` and abs :math:`|d|` (Schulman, "Approximating KL divergence", 2020).
+    Given ``reward``, the same pass computes ``reward - coeff * kl``.
+
+    Args:
+        log_probs: float log-probs of the policy, of any one shape (``[N]``, ``[B, T]``), a jagged or
+            strided nested tensor, or a list of 1-D tensors, one a sample.
+        ref_log_probs: the reference's, in the same form.
+        mask: bool in the same form; ``None`` keeps all. A dropped token has KL exactly 0, keeps its
+            reward, and its log-probs are not read.
+        offsets: int64 ``[B + 1]`` of packed ``[N]`` values, needed to broadcast a ``[B]`` reward.
+        estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``.
+        reward: shaped like the log-probs, or ``[B]``, one value broadcast over each sequence. For a
+            list also a list of ``[T]``, ``[T, 1]``, ``[1]`` or ``[1, 1]`` tensors.
+        coeff: weight of the KL in the reward. Pass a 0-dim tensor to vary it under
+            ``torch.compile`` without a recompile. No gradient flows to it.
+        nan: ``"propagate"``, or ``"missing"``: where either log-prob is NaN, KL is 0.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+
+    Returns:
+        The KL in the form of ``log_probs`` and in its dtype; with ``reward``, :class:`TokenKL`.
+        The tensors of a returned list are views of one buffer.
+
+    Raises:
+        TypeError: a mask that is not bool, values that are not floating point.
+        ValueError: an unknown estimator, or shapes, devices and offsets that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import token_kl
+        >>> policy, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])
+        >>> token_kl(policy, ref)
+        tensor([ 0.5000, -1.0000,  0.0000])
+        >>> kl, reward = token_kl(
+        ...     policy, ref, offsets=torch.tensor([0, 2, 3]), reward=torch.tensor([1.0, 2.0]), coeff=0.1
+        ... )
+        >>> reward
+        tensor([0.9500, 1.1000, 2.0000])
+    """
+    options: dict[str, Any] = {"estimator": estimator, "coeff": coeff, "nan": nan, "impl": impl}
+    if isinstance(log_probs, (list, tuple)):
+        return _list(log_probs, ref_log_probs, mask, offsets, reward, options)
+    assert isinstance(log_probs, Tensor)
+    if log_probs.is_nested:
+        return _nested(log_probs, ref_log_probs, mask, offsets, reward, options)
+    for name, value in (("ref_log_probs", ref_log_probs), ("mask", mask), ("reward", reward)):
+        if value is not None and (not isinstance(value, Tensor) or value.is_nested):
+            raise TypeError(f"{name}: expected a dense tensor like log_probs, got {_kind(value)}")
+    kl, penalised = _dense(log_probs, ref_log_probs, mask, offsets, reward, options)  # pyright: ignore[reportArgumentType]
+    return kl if penalised is None else TokenKL(kl, penalised)
+
+
+def pack_samples(
+    log_probs: Sequence[Tensor],
+    ref_log_probs: Sequence[Tensor],
+    mask: Sequence[Tensor] | None = None,
+    reward: Sequence[Tensor] | Tensor | None = None,
+) -> PackedSamples:
+    """Pack lists of samples for :func:`token_kl`, one concatenation each.
+
+    Rewards are ``[T]``, ``[T, 1]``, or one value a sample (``[1]``, ``[1, 1]``, or a ``[B]`` tensor);
+    all of one value stay ``[B]``, otherwise they are broadcast to ``[N]``. Raises ``ValueError``
+    naming the first sample whose shapes disagree.
+    """
+    lengths = [len(x) for x in log_probs]
+    columns = {"ref_log_probs": ref_log_probs} | ({} if mask is None else {"mask": mask})
+    for name, column in columns.items():
+        if len(column) != len(lengths):
+            raise ValueError(f"{name}: expected {len(lengths)} samples, got {len(column)}")
+        for i, (x, y) in enumerate(zip(log_probs, column, strict=True)):
+            if x.shape != y.shape:
+                raise ValueError(
+                    f"{name}: sample {i}: expected shape {tuple(x.shape)} as in log_probs, "
+                    f"got {tuple(y.shape)}"
+                )
+    return PackedSamples(
+        torch.cat(tuple(log_probs)),
+        torch.cat(tuple(ref_log_probs)),
+        None if mask is None else torch.cat(tuple(mask)),
+        None if reward is None else _pack_rewards(reward, lengths),
+        lengths,
+    )
+
+
+def _pack_rewards(reward: Sequence[Tensor] | Tensor, lengths: list[int]) -> Tensor:
+    if isinstance(reward, Tensor):
+        return reward
+    sizes = [r.numel() for r in reward]
+    if sizes != lengths and any(size != 1 for size in sizes):
+        if len(sizes) != len(lengths):
+            raise ValueError(f"reward: expected {len(lengths)} samples, got {len(sizes)}")
+        for i, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
+            if size not in (1, length):
+                raise ValueError(
+                    f"reward: sample {i}: expected {length} elements or 1, got {size}"
+                )
+        reward = [r.reshape(-1).expand(n) for r, n in zip(reward, lengths, strict=True)]
+    return torch.cat(tuple(reward)).reshape(-1)
+
+
+def _list(log_probs, ref_log_probs, mask, offsets, reward, options):  # noqa: ANN001, ANN202
+    if offsets is not None:
+        raise ValueError("offsets: expected None with a list, whose samples carry their lengths")
+    if len(log_probs) == 0:
+        return [] if reward is None else TokenKL([], [])
+    packed = pack_samples(log_probs, ref_log_probs, mask, reward)
+    kl, penalised = _dense(
+        packed.log_probs,
+        packed.ref_log_probs,
+        packed.mask,
+        ragged.offsets_of(packed.lengths, packed.log_probs.device),
+        packed.reward,
+        options,
+    )
+    kl = list(kl.split(packed.lengths))
+    return kl if penalised is None else TokenKL(kl, list(penalised.split(packed.lengths)))
+
+
+def _nested(log_probs, ref_log_probs, mask, offsets, reward, options):  # noqa: ANN001, ANN202
+    if offsets is not None:
+        raise ValueError("offsets: expected None with nested log_probs, which carry their own")
+    packed = ragged.from_nested(log_probs)
+    values: list[Tensor | None] = []
+    for name, companion in (("ref_log_probs", ref_log_probs), ("mask", mask), ("reward", reward)):
+        if companion is None or (name == "reward" and not companion.is_nested):
+            values.append(companion)
+            continue
+        if not isinstance(companion, Tensor) or not companion.is_nested:
+            raise TypeError(f"{name}: expected a nested tensor, got {_kind(companion)}")
+        own = ragged.from_nested(companion)
+        if own.offsets is not packed.offsets and not torch.equal(own.offsets, packed.offsets):
+            raise ValueError(f"{name}: expected the sequence lengths of log_probs, got others")
+        values.append(own.values)
+    kl, penalised = _dense(
+        packed.values, values[0], values[1], packed.offsets, values[2], options
+    )
+
+    def rewrap(flat: Tensor) -> Tensor:
+        if log_probs.layout == torch.jagged:
+            return torch.nested.nested_tensor_from_jagged(flat, ragged.jagged_parts(log_probs)[1])
+        return ragged.to_strided(ragged.Ragged(flat, packed.offsets))
+
+    return rewrap(kl) if penalised is None else TokenKL(rewrap(kl), rewrap(penalised))
+
+
+def _dense(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    reward: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    _check(log_probs, ref_log_probs, mask, offsets, options)
+    dtype = torch.promote_types(log_probs.dtype, ref_log_probs.dtype)
+    work = dtype
+    if reward is not None:
+        reward = _broadcast_reward(reward, log_probs, offsets)
+        work = torch.promote_types(dtype, reward.dtype)
+        reward = reward.to(work)
+    log_probs, ref_log_probs = log_probs.to(work), ref_log_probs.to(work)
+    chosen = _dispatch.choose(options["impl"], "token_kl", log_probs.device, work, _DTYPES)
+    coeff = _dispatch.scalar_tensor("coeff", options["coeff"])
+    missing = options["nan"] == "missing"
+    if chosen == "reference":
+        kl, penalised = reference.token_kl(
+            log_probs, ref_log_probs, mask, offsets, reward, coeff, options["estimator"], missing
+        )
+        return kl.to(dtype), penalised
+    args = (
+        log_probs.contiguous(),
+        ref_log_probs.contiguous(),
+        None if mask is None else mask.contiguous(),
+        None if offsets is None else offsets.to(torch.int64).contiguous(),
+        None if reward is None else reward.contiguous(),
+        coeff,
+        ESTIMATORS.index(options["estimator"]),
+        missing,
+    )
+    needs_grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (log_probs, ref_log_probs, reward)
+    )
+    run = _Autograd.apply if needs_grad else torch.ops.fusedrl.token_kl
+    kl, penalised = run(*args)
+    return kl.to(dtype), None if reward is None else penalised
+
+
+def _broadcast_reward(reward: Tensor, log_probs: Tensor, offsets: Tensor | None) -> Tensor:
+    """``reward`` shaped like the log-probs, or still ``[B]`` where the kernel broadcasts it."""
+    if reward.device != log_probs.device:
+        raise ValueError(f"reward: expected device {log_probs.device}, got {reward.device}")
+    if not reward.dtype.is_floating_point:
+        raise TypeError(f"reward: expected a floating-point dtype, got {reward.dtype}")
+    if reward.shape == log_probs.shape:
+        return reward
+    if offsets is not None and reward.shape == (len(offsets) - 1,):
+        if reward.requires_grad:
+            return torch.repeat_interleave(reward, offsets.diff(), output_size=len(log_probs))
+        return reward
+    if log_probs.dim() == 2 and reward.shape == log_probs.shape[:1]:
+        return reward[:, None].expand(log_probs.shape)
+    sequences = "" if offsets is None else f" or [{len(offsets) - 1}], one a sequence"
+    raise ValueError(
+        f"reward: expected shape {tuple(log_probs.shape)}{sequences}, got {tuple(reward.shape)}"
+        + ("; pass offsets to broadcast one reward a sequence" if offsets is None else "")
+    )
+
+
+def _check(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    if options["estimator"] not in ESTIMATORS:
+        raise ValueError(
+            f"estimator: expected one of {', '.join(ESTIMATORS)}, got {options['estimator']!r}"
+        )
+    if options["nan"] not in ("propagate", "missing"):
+        raise ValueError(f"nan: expected 'propagate' or 'missing', got {options['nan']!r}")
+    for name, value in (("log_probs", log_probs), ("ref_log_probs", ref_log_probs)):
+        if not value.dtype.is_floating_point:
+            raise TypeError(f"{name}: expected a floating-point dtype, got {value.dtype}")
+    _dispatch.check_same("ref_log_probs", ref_log_probs, log_probs.shape, log_probs.device)
+    _dispatch.check_mask(mask, log_probs.shape, log_probs.device)
+    if offsets is not None and log_probs.dim() != 1:
+        raise ValueError(
+            f"offsets: expected packed 1-D log_probs beside them, got {tuple(log_probs.shape)}"
+        )
+    _dispatch.check_offsets(offsets, log_probs.numel(), log_probs.device)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "a nested tensor" if value.is_nested else "a dense tensor"
+    return type(value).__name__
+
+
+class _Autograd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        log_probs, ref_log_probs, mask, _, reward, coeff, estimator, missing = args
+        kl, penalised = torch.ops.fusedrl.token_kl(*args)
+        ctx.save_for_backward(log_probs, ref_log_probs, mask, coeff)
+        ctx.options = (estimator, missing)
+        ctx.penalised = reward is not None
+        if reward is None:
+            ctx.mark_non_differentiable(penalised)
+        return kl, penalised
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_kl, grad_reward = grads
+        log_probs, ref_log_probs, mask, coeff = ctx.saved_tensors
+        grad = torch.ops.fusedrl.token_kl_backward(
+            grad_kl.contiguous(),
+            grad_reward.contiguous() if ctx.penalised else None,
+            log_probs,
+            ref_log_probs,
+            mask,
+            coeff,
+            *ctx.options,
+        )
+        # Every estimator depends on ref - log_probs only, hence the opposite signs.
+        grad_ref = -grad if ctx.needs_input_grad[1] else None
+        return grad, grad_ref, None, None, grad_reward if ctx.penalised else None, None, None, None
+
+
+def _fake(log_probs, ref_log_probs, mask, offsets, reward, coeff, estimator, nan_missing):  # noqa: ANN001, ANN202
+    return log_probs.new_empty(log_probs.shape), log_probs.new_empty(
+        (0,) if reward is None else log_probs.shape
+    )
+
+
+def _fake_backward(grad_kl, grad_reward, log_probs, *rest):  # noqa: ANN001, ANN002, ANN202
+    return log_probs.new_empty(log_probs.shape)
+
+
+_dispatch.register_fakes({"token_kl": _fake, "token_kl_backward": _fake_backward})

@@ -1,0 +1,219 @@
+"""Log-probability of each token under its logits, in one pass and without a log_softmax."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl import ragged
+from fusedrl.ops import _dispatch
+from fusedrl.ops.token_log_probs import reference
+
+__all__ = ["TokenLogProbs", "token_log_probs"]
+
+
+class TokenLogProbs(NamedTuple):
+    """Per-token log-probabilities and entropies, both in nats, float32, shaped like the tokens."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+def token_log_probs(
+    logits: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None = None,
+    *,
+    offsets: Tensor | None = None,
+    shift: bool = False,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    impl: str = "auto",
+) -> Tensor | TokenLogProbs:
+    r"""Log-probability of each token, :math:`z_{y} - \log\sum_v e^{z_v}` with ``z = logits / temperature``.
+
+    Reads every kept row once, accumulates in float32 and keeps nothing of the size of the logits.
+    Gradients reach ``logits`` in its own dtype; the backward pass recomputes the softmax.
+
+    Args:
+        logits: ``[N, V]`` packed, ``[B, T, V]`` padded, or jagged ``[B, j, V]``; float32, bfloat16
+            or float16 (float64 runs through the reference). Dimension V must have stride 1,
+            otherwise it is copied; other strides are free.
+        tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged; values in ``[0, V)``
+            wherever they are read.
+        mask: bool, shaped like ``tokens``; ``None`` keeps all. A dropped token has log-prob exactly
+            0, and neither its logits nor its value are read.
+        offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
+        shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
+            first token of every sequence has log-prob 0. Packed logits then need ``offsets``.
+        temperature: positive divisor of the logits. Pass a 0-dim tensor to vary it under
+            ``torch.compile`` without a recompile. No gradient flows to it.
+        entropy: also return the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with gradient.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+
+    Returns:
+        float32 log-probs shaped like ``tokens`` (jagged for jagged input), or
+        :class:`TokenLogProbs` with ``entropy=True``.
+
+    Raises:
+        TypeError: a mask that is not bool, logits that are not floating point.
+        ValueError: shapes, devices or offsets that do not fit.
+        RuntimeError: a kept token outside ``[0, V)`` (CPU; a device-side assert on CUDA).
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import token_log_probs
+        >>> logits = torch.tensor([[0.0, 0.0], [0.0, 1.0986123]])
+        >>> token_log_probs(logits, torch.tensor([0, 1])).exp()
+        tensor([0.5000, 0.7500])
+        >>> # Two packed sequences of 1 and 1 tokens: with shift, each first token has no prediction.
+        >>> token_log_probs(logits, torch.tensor([0, 1]), offsets=torch.tensor([0, 1, 2]), shift=True)
+        tensor([0., 0.])
+    """
+    if logits.is_nested:
+        return _jagged(logits, tokens, mask, offsets, shift, temperature, entropy, impl)
+    _check(logits, tokens, mask, offsets, shift, temperature)
+    chosen = _dispatch.choose(
+        impl, "token_log_probs", logits.device, logits.dtype, _dispatch.KERNEL_DTYPES
+    )
+    scale = _dispatch.scalar_tensor("temperature", temperature)
+    if chosen == "reference":
+        log_probs, row_entropy = reference.token_log_probs(
+            logits, tokens, mask, offsets, shift, scale, entropy
+        )
+    else:
+        if logits.stride(-1) != 1:
+            logits = logits.contiguous()
+        tokens = tokens.to(torch.int64).contiguous()
+        mask = None if mask is None else mask.contiguous()
+        offsets = None if offsets is None else offsets.to(torch.int64).contiguous()
+        args = (logits, tokens, mask, offsets, shift, scale, entropy)
+        if torch.is_grad_enabled() and logits.requires_grad:
+            log_probs, row_entropy = _Autograd.apply(*args)
+        else:
+            log_probs, row_entropy, _ = torch.ops.fusedrl.token_log_probs(*args)
+    if not entropy:
+        return log_probs
+    assert row_entropy is not None
+    return TokenLogProbs(log_probs, row_entropy)
+
+
+def _jagged(
+    logits: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    shift: bool,
+    temperature: float | Tensor,
+    entropy: bool,
+    impl: str,
+) -> Tensor | TokenLogProbs:
+    if offsets is not None:
+        raise ValueError("offsets: expected None with nested logits, which carry their own")
+    packed = ragged.from_nested(logits)
+
+    def values_of(name: str, companion: Tensor) -> Tensor:
+        if not companion.is_nested:
+            raise ValueError(f"{name}: expected a nested tensor like the logits, got a dense one")
+        values, own = ragged.from_nested(companion)
+        if own is not packed.offsets and not torch.equal(own, packed.offsets):
+            raise ValueError(f"{name}: expected the sequence lengths of the logits, got others")
+        return values
+
+    result = token_log_probs(
+        packed.values,
+        values_of("tokens", tokens),
+        None if mask is None else values_of("mask", mask),
+        offsets=packed.offsets,
+        shift=shift,
+        temperature=temperature,
+        entropy=entropy,
+        impl=impl,
+    )
+    # Rewrapped over the tokens' own offsets, so that the answer composes with the tokens.
+    rewrap = (
+        (lambda v: torch.nested.nested_tensor_from_jagged(v, ragged.jagged_parts(tokens)[1]))
+        if tokens.layout == torch.jagged
+        else (lambda v: ragged.to_strided(ragged.Ragged(v, packed.offsets)))
+    )
+    if isinstance(result, TokenLogProbs):
+        return TokenLogProbs(rewrap(result.log_probs), rewrap(result.entropy))
+    return rewrap(result)
+
+
+def _check(
+    logits: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    shift: bool,
+    temperature: float | Tensor,
+) -> None:
+    if not logits.dtype.is_floating_point:
+        raise TypeError(f"logits: expected a floating-point dtype, got {logits.dtype}")
+    if logits.dim() not in (2, 3):
+        raise ValueError(
+            f"logits: expected [N, V] packed or [B, T, V] padded, got shape {tuple(logits.shape)}"
+        )
+    if logits.shape[-1] == 0:
+        raise ValueError(f"logits: expected at least one class, got shape {tuple(logits.shape)}")
+    if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"tokens: expected an integer dtype, got {tokens.dtype}")
+    _dispatch.check_same("tokens", tokens, logits.shape[:-1], logits.device)
+    _dispatch.check_mask(mask, tokens.shape, logits.device)
+    _dispatch.check_temperature(temperature)
+    if logits.dim() == 3 and offsets is not None:
+        raise ValueError("offsets: expected None with padded [B, T, V] logits (one sequence a row)")
+    if logits.dim() == 2 and shift and offsets is None:
+        raise ValueError(
+            "offsets: expected the sequence boundaries of packed [N, V] logits with shift=True, got "
+            "None; pass offsets=torch.tensor([0, N]) if all rows are one sequence"
+        )
+    _dispatch.check_offsets(offsets, tokens.numel(), logits.device)
+
+
+class _Autograd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        logits, tokens, mask, offsets, shift, temperature, entropy = args
+        log_probs, row_entropy, lse = torch.ops.fusedrl.token_log_probs(*args)
+        ctx.save_for_backward(logits, tokens, mask, offsets, temperature, lse, row_entropy)
+        ctx.shift = shift
+        ctx.entropy = entropy
+        if not entropy:
+            ctx.mark_non_differentiable(row_entropy)
+        return log_probs, row_entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_log_probs, grad_entropy = grads
+        logits, tokens, mask, offsets, temperature, lse, row_entropy = ctx.saved_tensors
+        grad = torch.ops.fusedrl.token_log_probs_backward(
+            grad_log_probs.contiguous(),
+            grad_entropy.contiguous() if ctx.entropy else None,
+            logits,
+            tokens,
+            mask,
+            offsets,
+            ctx.shift,
+            temperature,
+            lse,
+            row_entropy,
+        )
+        return grad, None, None, None, None, None, None
+
+
+def _fake(logits, tokens, mask, offsets, shift, temperature, entropy):  # noqa: ANN001, ANN202
+    def fresh(shape):  # noqa: ANN001, ANN202
+        return logits.new_empty(shape, dtype=torch.float32)
+
+    return fresh(tokens.shape), fresh(tokens.shape if entropy else (0,)), fresh(tokens.shape)
+
+
+def _fake_backward(grad_log_probs, grad_entropy, logits, *rest):  # noqa: ANN001, ANN002, ANN202
+    return logits.new_empty(logits.shape)
+
+
+_dispatch.register_fakes({"token_log_probs": _fake, "token_log_probs_backward": _fake_backward})

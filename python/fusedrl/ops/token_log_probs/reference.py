@@ -1,0 +1,56 @@
+"""The definition of ``token_log_probs`` in plain torch: what kernels are tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rows_of_tokens(tokens: Tensor, offsets: Tensor | None, shift: bool) -> tuple[Tensor, Tensor]:
+    """Flat logits row that predicts each flat token, and whether there is one.
+
+    Without ``shift`` token *n* reads row *n*. With it, token *n* reads row *n - 1*, and the first
+    token of every sequence (a row of ``tokens``, or a span of ``offsets``) has none.
+    """
+    rows = torch.arange(tokens.numel(), device=tokens.device)
+    present = torch.ones_like(rows, dtype=torch.bool)
+    if shift:
+        if offsets is not None:
+            first = offsets[:-1][offsets[:-1] < offsets[1:]]
+        else:
+            first = torch.arange(0, tokens.numel(), max(tokens.shape[-1], 1), device=tokens.device)
+        present[first] = False
+        rows = rows - 1
+    return rows, present
+
+
+def token_log_probs(
+    logits: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    shift: bool,
+    temperature: Tensor,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Gather from a ``log_softmax`` over the kept rows; 0 elsewhere.
+
+    Computes in float32 (float64 for float64 logits) and differentiates through torch's autograd.
+    """
+    rows, keep = rows_of_tokens(tokens, offsets, shift)
+    if mask is not None:
+        keep = keep & mask.flatten()
+    kept = keep.nonzero().squeeze(-1)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    z = logits.reshape(-1, logits.shape[-1])[rows[kept]].to(dtype)
+    log_softmax = torch.log_softmax(z / temperature.to(z), dim=-1)
+    targets = tokens.flatten()[kept]
+    zeros = torch.zeros(tokens.numel(), dtype=dtype, device=logits.device)
+    log_probs = zeros.index_put(
+        (kept,), log_softmax.gather(-1, targets[:, None].long()).squeeze(-1)
+    )
+    if not entropy:
+        return log_probs.view(tokens.shape), None
+    p = log_softmax.exp()
+    row_entropy = -(p * log_softmax.masked_fill(p == 0, 0)).sum(-1)
+    return log_probs.view(tokens.shape), zeros.index_put((kept,), row_entropy).view(tokens.shape)

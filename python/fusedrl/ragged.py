@@ -1,0 +1,117 @@
+"""Every ragged representation <-> packed values + offsets.
+
+A ragged batch of B sequences is ``values [N, ...]``, the sequences one after the other, and
+``offsets``, int64 ``[B + 1]``: sequence *b* is ``values[offsets[b]:offsets[b + 1]]``. Conversions
+share memory with their input where its layout allows; each function says when it copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
+
+
+class Ragged(NamedTuple):
+    """Packed ``values [N, ...]`` and their ``offsets``, int64 ``[B + 1]`` on the same device."""
+
+    values: Tensor
+    offsets: Tensor
+
+
+def offsets_of(lengths: Sequence[int] | Tensor, device: torch.device | None = None) -> Tensor:
+    """Offsets ``[B + 1]`` of sequences with these lengths."""
+    lengths = torch.as_tensor(lengths, dtype=torch.int64, device=device)
+    offsets = lengths.new_zeros(lengths.numel() + 1)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def from_list(tensors: Sequence[Tensor]) -> Ragged:
+    """Pack a list of ``[T_i, ...]`` tensors; copies once."""
+    if len(tensors) == 0:
+        raise ValueError("tensors: expected at least one tensor, got an empty list")
+    return Ragged(
+        torch.cat(tuple(tensors)), offsets_of([len(t) for t in tensors], tensors[0].device)
+    )
+
+
+def from_nested(nested: Tensor) -> Ragged:
+    """Pack a nested tensor of either layout, ragged in dimension 1.
+
+    Shares memory with a contiguous one; a view with holes (``narrow``, transposed) is copied.
+    """
+    if nested.layout == torch.jagged:
+        values, offsets = jagged_parts(nested)
+        return Ragged(values, offsets.to(torch.int64))
+    sizes = nested._nested_tensor_size()
+    contiguous = nested if nested.is_contiguous() else nested.contiguous()
+    trailing = sizes[0, 1:].tolist() if len(sizes) else []
+    if len(sizes) and not bool((sizes[:, 1:] == sizes[0, 1:]).all()):
+        raise ValueError(
+            f"nested: expected one ragged dimension (the first of each sequence), got sequence "
+            f"shapes {sizes.tolist()}; pass a list of packed tensors instead"
+        )
+    return Ragged(
+        contiguous.values().view(-1, *trailing), offsets_of(sizes[:, 0], contiguous.device)
+    )
+
+
+def jagged_parts(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and offsets of a jagged tensor without holes, as it stores them; traceable."""
+    assert isinstance(nested, NestedTensor)
+    if nested._lengths is not None:
+        nested = nested.contiguous()
+        assert isinstance(nested, NestedTensor)
+    return nested.values(), nested.offsets()
+
+
+def from_padded(padded: Tensor, mask: Tensor) -> Ragged:
+    """Pack the ``True`` positions of ``padded [B, T, ...]``; copies once."""
+    if mask.dtype != torch.bool or mask.shape != padded.shape[: mask.dim()] or mask.dim() != 2:
+        raise ValueError(
+            f"mask: expected bool {tuple(padded.shape[:2])}, got {mask.dtype} {tuple(mask.shape)}"
+        )
+    return Ragged(padded[mask], offsets_of(mask.sum(1)))
+
+
+def to_list(ragged: Ragged) -> list[Tensor]:
+    """The sequences as views of ``values``; reads the offsets on the host."""
+    return list(ragged.values.split(ragged.offsets.diff().tolist()))
+
+
+def to_jagged(ragged: Ragged) -> Tensor:
+    """A jagged nested tensor over the same memory."""
+    return torch.nested.nested_tensor_from_jagged(ragged.values, ragged.offsets)
+
+
+def to_strided(ragged: Ragged, lengths: Sequence[int] | None = None) -> Tensor:
+    """A strided nested tensor over the same memory.
+
+    ``lengths`` (the sequence lengths as host integers) saves reading the offsets back.
+    """
+    values = ragged.values.contiguous()
+    trailing = list(values.shape[1:])
+    rows = torch.as_tensor(
+        ragged.offsets.diff().tolist() if lengths is None else lengths, dtype=torch.int64
+    )
+    strides = [1]
+    for size in reversed(trailing):
+        strides.insert(0, strides[0] * size)
+    count = rows.numel()
+    sizes = torch.tensor([0, *trailing]).expand(count, -1).clone()
+    sizes[:, 0] = rows
+    starts = offsets_of(rows)[:-1] * strides[0]
+    return torch._nested_view_from_buffer(
+        values.view(-1), sizes, torch.tensor(strides).expand(count, -1).contiguous(), starts
+    )
+
+
+def to_padded(ragged: Ragged, padding_value: float = 0.0, padding_side: str = "right") -> Tensor:
+    """A dense ``[B, max T, ...]`` copy with the sequences flush to the other side of the padding."""
+    return torch.nn.utils.rnn.pad_sequence(
+        to_list(ragged), batch_first=True, padding_value=padding_value, padding_side=padding_side
+    )
