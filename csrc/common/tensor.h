@@ -1,0 +1,67 @@
+// What every op needs of the stable ABI: short names, optional pointers, dtype dispatch.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace fusedrl {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <typename T>
+const T* data(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+template <typename T>
+const T* data(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr;
+}
+
+template <typename T>
+T* mutable_data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+inline Tensor empty_like_sizes(const Tensor& like, const Tensor& sizes, ScalarType dtype) {
+  return torch::stable::new_empty(like, sizes.sizes(), dtype);
+}
+
+inline Tensor empty_vector(const Tensor& like, ScalarType dtype) {
+  return torch::stable::new_empty(like, std::vector<int64_t>{0}, dtype);
+}
+
+// Calls f.operator()<T>() with the element type of a floating-point tensor.
+template <typename F>
+void dispatch_half_or_float(const Tensor& tensor, const char* name, F&& f) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return f.template operator()<float>();
+    case ScalarType::BFloat16:
+      return f.template operator()<BFloat16>();
+    case ScalarType::Half:
+      return f.template operator()<Half>();
+    default:
+      STD_TORCH_CHECK(false, name, ": expected dtype float32, bfloat16 or float16");
+  }
+}
+
+template <typename F>
+void dispatch_floating(const Tensor& tensor, const char* name, F&& f) {
+  if (tensor.scalar_type() == ScalarType::Double) return f.template operator()<double>();
+  dispatch_half_or_float(tensor, name, std::forward<F>(f));
+}
+
+}  // namespace fusedrl

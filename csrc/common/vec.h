@@ -1,0 +1,156 @@
+// Float vectors of one CPU level, on the compiler's vector extensions.
+//
+// Compiled once a level: FUSEDRL_LEVEL names the namespace, FUSEDRL_VEC_BYTES the vector width. Elements
+// are processed in blocks of two vectors. The order of elements inside a block depends on the type (a
+// 32-bit word holds two bfloat16, split by a shift and an and), and load and store agree on it.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace fusedrl::FUSEDRL_LEVEL {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+
+using F = float __attribute__((vector_size(FUSEDRL_VEC_BYTES)));
+using U = uint32_t __attribute__((vector_size(FUSEDRL_VEC_BYTES)));
+
+constexpr int kLanes = FUSEDRL_VEC_BYTES / sizeof(float);
+constexpr int kBlock = 2 * kLanes;
+
+struct Block {
+  F a, b;
+};
+
+inline F splat(float x) { return F{} + x; }
+
+// The second operand when either is NaN.
+inline F max(F x, F y) { return x > y ? x : y; }
+
+inline float max_of(F x) {
+  float best = x[0];
+  for (int i = 1; i < kLanes; ++i) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+inline double sum_of(F x) {
+  double sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+}
+
+template <typename V>
+inline V load_raw(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline Block load(const float* p) { return {load_raw<F>(p), load_raw<F>(p + kLanes)}; }
+
+inline void store(float* p, Block x) { std::memcpy(p, &x, sizeof x); }
+
+inline Block load(const BFloat16* p) {
+  const U words = load_raw<U>(p);
+  return {(F)(words << 16), (F)(words & 0xffff0000u)};
+}
+
+// Round to nearest even; NaN keeps its top bits and stays NaN.
+inline U rounded_to_bfloat16(F x) {
+  const U bits = (U)x;
+  const U rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return x != x ? (bits | 0x400000u) : rounded;
+}
+
+inline void store(BFloat16* p, Block x) {
+  const U words = (rounded_to_bfloat16(x.a) >> 16) | (rounded_to_bfloat16(x.b) & 0xffff0000u);
+  std::memcpy(p, &words, sizeof words);
+}
+
+#if defined(__AVX512F__)
+inline F widen(const Half* p) { return (F)_mm512_maskz_cvtph_ps(0xffff, load_raw<__m256i>(p)); }
+
+inline __m256i narrow(F x) {
+  return _mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
+}
+
+inline Block load(const Half* p) { return {widen(p), widen(p + kLanes)}; }
+
+inline void store(Half* p, Block x) {
+  const __m256i halves[] = {narrow(x.a), narrow(x.b)};
+  std::memcpy(p, halves, sizeof halves);
+}
+#elif defined(__F16C__)
+inline F widen(const Half* p) { return (F)_mm256_cvtph_ps(load_raw<__m128i>(p)); }
+
+inline __m128i narrow(F x) { return _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
+
+inline Block load(const Half* p) { return {widen(p), widen(p + kLanes)}; }
+
+inline void store(Half* p, Block x) {
+  const __m128i halves[] = {narrow(x.a), narrow(x.b)};
+  std::memcpy(p, halves, sizeof halves);
+}
+#else
+inline Block load(const Half* p) {
+  Block x;
+  for (int i = 0; i < kLanes; ++i) {
+    x.a[i] = static_cast<float>(p[i]);
+    x.b[i] = static_cast<float>(p[i + kLanes]);
+  }
+  return x;
+}
+
+inline void store(Half* p, Block x) {
+  for (int i = 0; i < kLanes; ++i) {
+    p[i] = Half(x.a[i]);
+    p[i + kLanes] = Half(x.b[i]);
+  }
+}
+#endif
+
+// The first `count` elements of a block that may end outside the row; the rest are `fill`.
+template <typename T>
+inline Block load_part(const T* p, int64_t count, T fill) {
+  T buffer[kBlock];
+  for (int i = 0; i < kBlock; ++i) buffer[i] = i < count ? p[i] : fill;
+  return load(buffer);
+}
+
+template <typename T>
+inline void store_part(T* p, int64_t count, Block x) {
+  T buffer[kBlock];
+  store(buffer, x);
+  std::memcpy(p, buffer, count * sizeof(T));
+}
+
+constexpr float kExpMin = -87.0f;
+
+// x, or kExpMin below it; NaN stays NaN.
+inline F clamp_exponent(F x) { return max(splat(kExpMin), x); }
+
+// e^x for kExpMin <= x <= 0, within 2 ulp: 2^n * e^r with |r| <= ln2 / 2 and a degree-6 polynomial fitted
+// for the least relative error. NaN stays NaN.
+inline F exp_clamped(F x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const F shifted = x * 1.44269504f + kRound;
+  const F n = shifted - kRound;
+  const F r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  F q = splat(0.0013814539f);
+  q = q * r + 0.008368745f;
+  q = q * r + 0.04166839f;
+  q = q * r + 0.16666521f;
+  q = q * r + 0.49999994f;
+  const F e = r * r * q + r + 1.0f;
+  return (F)((U)e + ((U)shifted << 23));
+}
+
+}  // namespace fusedrl::FUSEDRL_LEVEL

@@ -1,0 +1,84 @@
+// Estimates of KL(policy || reference) from one sampled token, with d = ref_log_prob - log_prob.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace fusedrl {
+
+enum class Estimator : int64_t { k1, k2, k3, abs };  // in the order of ESTIMATORS in Python
+
+// e^d - 1 - d, by its series where expm1 and d cancel.
+template <typename A>
+FUSEDRL_HD A k3_of(A d) {
+  if (!(std::abs(d) < A(0.25))) return std::expm1(d) - d;
+  A tail = 1;
+  for (int k = sizeof(A) == 8 ? 14 : 8; k >= 3; --k) tail = 1 + tail * d / k;
+  return d * d / 2 * tail;
+}
+
+template <typename A>
+FUSEDRL_HD A kl_of(A d, Estimator estimator) {
+  switch (estimator) {
+    case Estimator::k1:
+      return -d;
+    case Estimator::k2:
+      return d * d / 2;
+    case Estimator::k3:
+      return k3_of(d);
+    default:
+      return std::abs(d);
+  }
+}
+
+// The derivative of kl_of; 0 at the kink of abs.
+template <typename A>
+FUSEDRL_HD A kl_slope_of(A d, Estimator estimator) {
+  switch (estimator) {
+    case Estimator::k1:
+      return -1;
+    case Estimator::k2:
+      return d;
+    case Estimator::k3:
+      return std::expm1(d);
+    default:
+      return A(d > 0) - A(d < 0);
+  }
+}
+
+// The type that a kernel computes in.
+template <typename T>
+struct Accumulate {
+  using type = float;
+};
+template <>
+struct Accumulate<double> {
+  using type = double;
+};
+
+// Both log-probs of every token. A dropped token (masked, or NaN taken as missing) has KL 0 and gradient
+// 0 and keeps its reward; the values under a mask are not read.
+template <typename T>
+struct TokenPairs {
+  using A = typename Accumulate<T>::type;
+
+  const T* log_probs;
+  const T* ref_log_probs;
+  const bool* mask;  // null keeps all
+  bool nan_missing;
+
+  FUSEDRL_HD bool dropped(int64_t n) const {
+    if (mask != nullptr && !mask[n]) return true;
+    if (!nan_missing) return false;
+    const A p = static_cast<A>(log_probs[n]), q = static_cast<A>(ref_log_probs[n]);
+    return p != p || q != q;
+  }
+
+  FUSEDRL_HD A difference(int64_t n) const {
+    return static_cast<A>(ref_log_probs[n]) - static_cast<A>(log_probs[n]);
+  }
+};
+
+}  // namespace fusedrl

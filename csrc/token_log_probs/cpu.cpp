@@ -1,0 +1,140 @@
+// CPU ops: rows are independent, kept rows are shared out among torch's threads, dropped rows cost nothing.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <tuple>
+
+#include "common/tensor.h"
+#include "token_log_probs/cpu_rows.h"
+
+namespace fusedrl {
+namespace {
+
+const CpuLevel kLevel = chosen_cpu_level();
+
+// Rows are handed to a thread in groups of about this many logits.
+constexpr int64_t kGrainElements = 32768;
+
+RowMap row_map(const Tensor& logits, const Tensor& tokens, const std::optional<Tensor>& offsets,
+               bool shift) {
+  const bool padded = logits.dim() == 3;
+  return {tokens.numel(),
+          std::max<int64_t>(padded ? logits.size(1) : logits.size(0), 1),
+          padded ? logits.stride(0) : 0,
+          logits.stride(logits.dim() - 2),
+          data<int64_t>(offsets),
+          offsets.has_value() ? offsets->numel() - 1 : 0,
+          shift};
+}
+
+float inverse_temperature(const Tensor& temperature) {
+  const double value = *data<double>(temperature);
+  STD_TORCH_CHECK(value > 0 && std::isfinite(value), "temperature: expected a finite number > 0, got ",
+                  value);
+  return static_cast<float>(1.0 / value);
+}
+
+int64_t grain_rows(int64_t classes) { return std::max<int64_t>(kGrainElements / classes, 1); }
+
+std::vector<int64_t> kept_tokens(const RowMap& map, const bool* mask) {
+  std::vector<int64_t> kept;
+  kept.reserve(map.tokens);
+  for (int64_t n = 0; n < map.tokens; ++n) {
+    if ((mask == nullptr || mask[n]) && map.has_row(n)) kept.push_back(n);
+  }
+  return kept;
+}
+
+void check_targets(const std::vector<int64_t>& kept, const int64_t* targets, int64_t classes) {
+  for (const int64_t n : kept) {
+    STD_TORCH_CHECK(targets[n] >= 0 && targets[n] < classes, "tokens: expected values in [0, ", classes,
+                    "), got ", targets[n], " at token ", n, "; mask it or clamp it");
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor tokens, std::optional<Tensor> mask,
+                                           std::optional<Tensor> offsets, bool shift,
+                                           Tensor temperature, bool entropy) {
+  Tensor log_probs = empty_like_sizes(logits, tokens, ScalarType::Float);
+  Tensor entropies = entropy ? empty_like_sizes(logits, tokens, ScalarType::Float)
+                             : empty_vector(logits, ScalarType::Float);
+  Tensor lse = empty_like_sizes(logits, tokens, ScalarType::Float);
+  const RowMap map = row_map(logits, tokens, offsets, shift);
+  const int64_t classes = logits.size(logits.dim() - 1);
+  const int64_t* targets = data<int64_t>(tokens);
+  const float inv_temperature = inverse_temperature(temperature);
+  const std::vector<int64_t> kept = kept_tokens(map, data<bool>(mask));
+  check_targets(kept, targets, classes);
+
+  float* out = mutable_data<float>(log_probs);
+  float* out_entropy = entropy ? mutable_data<float>(entropies) : nullptr;
+  float* out_lse = mutable_data<float>(lse);
+  for (float* p : {out, out_entropy, out_lse}) {
+    if (p != nullptr) std::fill_n(p, map.tokens, 0.0f);
+  }
+  dispatch_half_or_float(logits, "logits", [&]<typename T>() {
+    const RowKernels<T> kernels = row_kernels<T>(kLevel);
+    const auto run = entropy ? kernels.forward_entropy : kernels.forward;
+    const T* base = data<T>(logits);
+    torch::stable::parallel_for(
+        0, kept.size(), grain_rows(classes), [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) {
+            const int64_t n = kept[i];
+            const T* row = base + map.element_of_row(map.row_of(n));
+            const RowResult result = run(row, classes, targets[n], inv_temperature);
+            out[n] = result.log_prob;
+            out_lse[n] = result.lse;
+            if (entropy) out_entropy[n] = result.entropy;
+          }
+        });
+  });
+  return {log_probs, entropies, lse};
+}
+
+Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tensor logits, Tensor tokens,
+                std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift,
+                Tensor temperature, Tensor log_probs, Tensor entropy, Tensor lse) {
+  Tensor grad_logits = empty_like_sizes(logits, logits, logits.scalar_type());
+  const RowMap map = row_map(logits, tokens, offsets, shift);
+  const int64_t classes = logits.size(logits.dim() - 1);
+  const int64_t* targets = data<int64_t>(tokens);
+  const float inv_temperature = inverse_temperature(temperature);
+  const std::vector<int64_t> kept = kept_tokens(map, data<bool>(mask));
+  std::vector<char> written(map.tokens, 0);
+  for (const int64_t n : kept) written[map.row_of(n)] = 1;
+
+  const float* up = data<float>(grad_log_probs);
+  const float* up_entropy = data<float>(grad_entropy);
+  dispatch_half_or_float(logits, "logits", [&]<typename T>() {
+    const auto run = row_kernels<T>(kLevel).backward;
+    const T* base = data<T>(logits);
+    T* grad = mutable_data<T>(grad_logits);
+    torch::stable::parallel_for(
+        0, kept.size(), grain_rows(classes), [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) {
+            const int64_t n = kept[i], r = map.row_of(n);
+            const RowGradient gradient{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
+                                       up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
+                                       data<float>(lse)[n], inv_temperature};
+            run(base + map.element_of_row(r), grad + r * classes, classes, targets[n],
+                data<float>(log_probs)[n], gradient);
+          }
+        });
+    torch::stable::parallel_for(
+        0, map.tokens, grain_rows(classes), [&](int64_t begin, int64_t end) {
+          for (int64_t r = begin; r < end; ++r) {
+            if (!written[r]) std::memset(static_cast<void*>(grad + r * classes), 0, classes * sizeof(T));
+          }
+        });
+  });
+  return grad_logits;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusedrl, CPU, m) {
+  m.impl("token_log_probs", TORCH_BOX(&forward));
+  m.impl("token_log_probs_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace fusedrl

@@ -1,0 +1,99 @@
+// log p(y) = z_y - log sum_v e^{z_v} and H = -sum_v p_v log p_v, with z = x / temperature.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace fusedrl {
+
+// Softmax statistics of a part of a row, relative to its largest logit: d_v = (x_v - max) / temperature.
+template <typename Acc>
+struct SoftmaxPart {
+  float max = -INFINITY;
+  Acc sum = 0;  // sum_v e^{d_v}
+  Acc dot = 0;  // sum_v d_v e^{d_v}, for the entropy
+};
+
+// The union of two parts. A part of -inf only has sum 0, and contributes nothing.
+template <typename Acc>
+FUSEDRL_HD SoftmaxPart<Acc> merge(SoftmaxPart<Acc> x, SoftmaxPart<Acc> y, float inv_temperature) {
+  const SoftmaxPart<Acc>& high = x.max >= y.max ? x : y;
+  const SoftmaxPart<Acc>& low = x.max >= y.max ? y : x;
+  if (low.sum == Acc(0)) return high;
+  const float shift = low.max == high.max ? 0.0f : (low.max - high.max) * inv_temperature;
+  const Acc scale = std::exp(Acc(shift));
+  return {high.max, high.sum + scale * low.sum, high.dot + scale * (low.dot + low.sum * Acc(shift))};
+}
+
+struct RowResult {
+  float log_prob;
+  float entropy;
+  float lse;
+};
+
+template <typename Acc>
+FUSEDRL_HD RowResult finish(SoftmaxPart<Acc> row, float target_logit, float inv_temperature) {
+  const Acc log_sum = std::log(row.sum);
+  return {float(Acc(target_logit - row.max) * Acc(inv_temperature) - log_sum),
+          float(log_sum - row.dot / row.sum), float(Acc(row.max) * Acc(inv_temperature) + log_sum)};
+}
+
+// d log p(y) / dz_v = [v = y] - p_v and dH / dz_v = -p_v (log p_v + H), times the upstream gradients.
+struct RowGradient {
+  float grad_log_prob;
+  float grad_entropy;
+  float entropy;
+  float lse;
+  float inv_temperature;
+
+  // For v != y. `log_p` must be finite where p is 0.
+  template <typename V>
+  FUSEDRL_HD V other(V p, V log_p) const {
+    return -p * (grad_log_prob + grad_entropy * (log_p + entropy)) * inv_temperature;
+  }
+
+  // For v = y: 1 - p_y as -expm1(log p_y), exact where the model is sure.
+  FUSEDRL_HD float target(float log_p) const {
+    const float p = std::exp(log_p);
+    const float of_entropy = p == 0.0f ? 0.0f : p * (log_p + entropy);
+    return (-grad_log_prob * std::expm1(log_p) - grad_entropy * of_entropy) * inv_temperature;
+  }
+};
+
+// Which row of the logits predicts which token. Tokens and rows are numbered through the whole batch.
+struct RowMap {
+  int64_t tokens;            // in the batch
+  int64_t period;            // tokens in a padded row; `tokens` when packed
+  int64_t stride_sequence;   // elements between padded rows
+  int64_t stride_row;        // elements between logits rows
+  const int64_t* offsets;    // boundaries of packed sequences, or null
+  int64_t sequences;         // offsets holds one more
+  bool shift;                // token n reads row n - 1
+
+  // Whether a token starts its sequence: with shift, no row predicts it.
+  FUSEDRL_HD bool starts_sequence(int64_t token) const {
+    if (offsets == nullptr) return token % period == 0;
+    int64_t low = 0, high = sequences;  // the last boundary <= token lies in [low, high]
+    while (low < high) {
+      const int64_t middle = (low + high + 1) / 2;
+      if (offsets[middle] <= token) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return offsets[low] == token;
+  }
+
+  FUSEDRL_HD bool has_row(int64_t token) const { return !shift || !starts_sequence(token); }
+
+  FUSEDRL_HD int64_t row_of(int64_t token) const { return token - (shift ? 1 : 0); }
+
+  FUSEDRL_HD int64_t element_of_row(int64_t row) const {
+    return row / period * stride_sequence + row % period * stride_row;
+  }
+};
+
+}  // namespace fusedrl

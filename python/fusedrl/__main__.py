@@ -1,0 +1,5 @@
+"""``python -m fusedrl``."""
+
+from fusedrl.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,56 @@
+"""The command line: one module a command, imported only when its command is named.
+
+A command's module has ``add_arguments(parser)`` and ``run(args) -> exit code``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "score": "score chats under a policy and a reference: log-probs, KL, a heat map of the drift",
+    "demo": "make two tiny models on the spot and score the bundled chats with them",
+    "check": "compare every op with its reference on this machine",
+    "bench": "time every op against plain torch on this machine",
+    "info": "print versions, devices and compiled libraries, for a bug report",
+}
+
+# What `pip install "fusedrl[EXTRA]"` brings, by the name a failed import reports.
+EXTRAS = {
+    "transformers": "score",
+    "tokenizers": "score",
+    "pyarrow": "score",
+    "jinja2": "score",
+    "rich": "score",
+    "tensordict": "torchrl",
+    "torchrl": "torchrl",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 for a failed check, 2 for refused input."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    named = argv[0] if argv and argv[0] in COMMANDS else None
+    parser = argparse.ArgumentParser(prog="fusedrl", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    try:
+        for name, summary in COMMANDS.items():
+            command = commands.add_parser(name, help=summary, description=f"{summary}.")
+            if name == named:
+                module = importlib.import_module(f"fusedrl.cli.{name}")
+                module.add_arguments(command)
+                command.set_defaults(run=module.run)
+        args = parser.parse_args(argv)
+        return args.run(args)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        print(f'{named}: needs {error.name}: pip install "fusedrl[{extra}]"', file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{named}: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,10 @@
+"""Score conversations under a policy and a reference: the job behind ``fusedrl score``.
+
+``chats`` reads and checks the input, ``masks`` finds the assistant tokens, ``models`` loads the two
+models, ``batches`` runs them, ``tables`` and ``report`` write what comes out, ``job`` ties them.
+"""
+
+from fusedrl.scoring.chats import ChatError, ScoreError
+from fusedrl.scoring.job import Settings, Summary, score_chats
+
+__all__ = ["ChatError", "ScoreError", "Settings", "Summary", "score_chats"]

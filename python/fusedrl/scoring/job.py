@@ -1,0 +1,142 @@
+"""The scoring job: chats and two models in, two tables and a report out."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import batched
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+import fusedrl
+from fusedrl.scoring.batches import ScoredChat, batches, score_batch
+from fusedrl.scoring.chats import ChatError, ScoreError, parse_chat, read_records
+from fusedrl.scoring.masks import TokenizedChat, tokenize_chat
+from fusedrl.scoring.models import ModelPair, load_pair
+from fusedrl.scoring.report import MAX_TOKENS, Report, write_report
+from fusedrl.scoring.tables import Tables, chat_row
+
+# Chats read ahead to be batched by length; bounds the memory of a long input.
+WINDOW = 1024
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to score.
+
+    Args:
+        estimator: KL estimator behind ``kl`` and the ranking: ``k1``, ``k2``, ``k3`` or ``abs``.
+            k3, the default, is non-negative and has the expectation of k1.
+        temperature: divisor of both models' logits.
+        device: torch device, or ``"auto"``.
+        dtype: ``"auto"`` (float32 on the CPU, the checkpoint's own elsewhere) or a torch dtype.
+        max_tokens_per_batch: tokens, padding included, of one forward pass.
+        chat_template: file with a Jinja chat template that replaces the tokenizer's.
+        strict: stop at the first chat that cannot be scored, instead of skipping it.
+        report_chats: how many of the most-drifted chats the report shows.
+    """
+
+    estimator: str = "k3"
+    temperature: float = 1.0
+    device: str = "auto"
+    dtype: str = "auto"
+    max_tokens_per_batch: int = 2048
+    chat_template: Path | None = None
+    strict: bool = False
+    report_chats: int = 50
+
+
+@dataclass
+class Summary:
+    """What a job did: a row a chat (the columns of ``chats.parquet``) and the chats it skipped."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[ChatError] = field(default_factory=list)
+
+    def mean(self, column: str) -> float:
+        """Mean over all scored tokens of a per-chat mean such as ``"kl_mean"``."""
+        weights = [row["scored_tokens"] for row in self.rows]
+        return float(numpy.average([row[column] for row in self.rows], weights=weights))
+
+
+def score_chats(
+    chats: str | Path,
+    policy: str,
+    reference: str,
+    out: str | Path,
+    settings: Settings | None = None,
+    *,
+    on_skip: Callable[[ChatError], None] = lambda error: None,
+    on_progress: Callable[[int], None] = lambda count: None,
+) -> Summary:
+    """Score conversations under two models.
+
+    Writes ``tokens.parquet``, ``chats.parquet`` and ``report.html`` into ``out``. They are written
+    in a temporary directory inside it and moved when all three are complete: a job that fails or is
+    interrupted leaves the files of an earlier one as they were.
+
+    Args:
+        chats: JSONL, or Parquet by its suffix, of ``{"messages": [{"role", "content"}, ...]}``.
+        policy: directory or hub name of the model that was trained.
+        reference: the same for the model it is compared with.
+        out: directory to write into; made if absent.
+        settings: how to score; ``None`` for the defaults.
+        on_skip: called with every chat that is skipped.
+        on_progress: called with the number of chats done, scored or skipped.
+
+    Raises:
+        ScoreError: two vocabularies, a model or file that does not load, nothing left to score.
+        ChatError: with ``settings.strict``, the first chat that cannot be scored.
+
+    Example:
+        >>> from fusedrl.scoring import score_chats
+        >>> summary = score_chats("chats.jsonl", "policy", "reference", "out")  # doctest: +SKIP
+        >>> summary.mean("kl_mean")  # doctest: +SKIP
+        0.031
+    """
+    settings = settings or Settings()
+    chats, out = Path(chats), Path(out)
+    if not chats.is_file():
+        raise ScoreError(f"chats: expected a JSONL or Parquet file, found none at {chats}")
+    template = settings.chat_template and settings.chat_template.read_text(encoding="utf-8")
+    models = load_pair(policy, reference, settings.device, settings.dtype, template)
+    facts = {
+        "chats": str(chats),
+        "policy": policy,
+        "reference": reference,
+        "estimator": settings.estimator,
+        "temperature": f"{settings.temperature:g}",
+        "dtype": str(models.policy.dtype).removeprefix("torch."),
+        "device": str(models.device),
+        "fusedrl": fusedrl.__version__,
+    }
+    summary = Summary()
+
+    def skip(error: ChatError) -> None:
+        if settings.strict:
+            raise error
+        summary.skipped.append(error)
+        on_skip(error)
+        on_progress(1)
+
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".unfinished-") as unfinished:
+        tables = Tables(Path(unfinished), settings.estimator, facts)
+        report = Report(facts, settings.estimator, settings.report_chats)
+        tokenized = _tokenized(chats, models, template, skip)
+        for window in batched(tokenized, WINDOW):
+            for scored in _in_order(window, models, settings, on_progress):
+                tables.write(scored)
+                report.add(scored)
+        tables.close()
+        summary.rows = tables.chats
+        if not summary.rows:
+            raise ScoreError(f"{chats}: no chat to score, {len(summary.skipped)} skipped")
+        write_report(Path(unfinished) / "report.html", report, summary.rows, summary.skipped)
+        for name in ("tokens.parquet", "chats.parquet", "report.html"):
+            os.replace(Path(unfinished) / name, out / name)
+    return summary

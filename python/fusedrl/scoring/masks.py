@@ -1,0 +1,168 @@
+"""From a conversation to tokens, and which of them the assistant had to emit.
+
+A scored token is one that the model produces when it is given the conversation up to that turn and
+the generation prompt: the turn's content and the special token that ends it (``<|im_end|>``,
+``<|eot_id|>``, ...), without the line break that a template puts after that. A chat template with
+``{% generation %}`` markers decides itself; for any other, the spans follow from rendering the
+conversation turn by turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from fusedrl.scoring.chats import Chat, ChatError
+
+REMEDY = "pass --chat-template FILE, a copy of the template with {% generation %} markers"
+_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class TokenizedChat(NamedTuple):
+    """A chat as the models read it.
+
+    ``texts[i]`` is what token *i* adds to the rendered conversation: a character that several tokens
+    spell belongs to the first of them, the others have ``""``, so the texts always join to the whole.
+    ``turns[i]`` is the index of the message that token *i* is scored for, -1 where it is not.
+    """
+
+    chat: Chat
+    token_ids: list[int]
+    texts: list[str]
+    turns: list[int]
+
+
+def has_markers(tokenizer: PreTrainedTokenizerBase, template: str | None) -> bool:
+    """Whether the template that applies marks what the assistant generates."""
+    return _MARKER.search(tokenizer.get_chat_template(template)) is not None
+
+
+def tokenize_chat(
+    chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str | None = None
+) -> TokenizedChat:
+    """Render and tokenise a chat, and find the tokens to score.
+
+    Args:
+        chat: the conversation.
+        tokenizer: a fast tokenizer with a chat template.
+        template: a Jinja chat template that replaces the tokenizer's own.
+
+    Raises:
+        ChatError: the template refuses the chat, or its assistant turns cannot be told apart.
+    """
+    render = _renderer(chat, tokenizer, template)
+    text = render(chat.messages, tokenize=False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    tiles = _tiles(encoded["offset_mapping"])
+    ends = [0, *(end for _, end in tiles)]
+    texts = [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    if has_markers(tokenizer, template):
+        marked = render(chat.messages, return_dict=True, return_assistant_tokens_mask=True)
+        turns = _marked_turns(chat, marked["assistant_masks"], texts)
+    else:
+        turns = [-1] * len(tiles)
+        for turn, start, end in _derived_spans(chat, text, tokenizer, render):
+            for i, (first, last) in enumerate(tiles):
+                if first < end and last > start:
+                    turns[i] = turn
+    if turns:
+        turns[0] = -1  # Nothing comes before it that could predict it.
+    if all(turn < 0 for turn in turns):
+        raise ChatError(chat.where, "no token to score: the template renders no assistant text")
+    return TokenizedChat(chat, encoded["input_ids"], texts, turns)
+
+
+def _renderer(
+    chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str | None
+) -> Callable[..., Any]:
+    def render(messages: list[dict[str, Any]], **options: Any) -> Any:
+        try:
+            return tokenizer.apply_chat_template(
+                messages, tools=chat.tools, chat_template=template, **options
+            )
+        except Exception as error:  # A template is a program: it raises what it likes.
+            raise ChatError(
+                chat.where,
+                f"the chat template refuses the first {len(messages)} of {len(chat.messages)} "
+                f"messages: {error}; {REMEDY}",
+            ) from error
+
+    return render
+
+
+def _tiles(offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Offsets without gaps: some tokenizers report a token without its leading white space."""
+    tiles, reached = [], 0
+    for start, end in offsets:
+        tiles.append((min(start, reached), max(end, reached)))
+        reached = tiles[-1][1]
+    return tiles
+
+
+def _marked_turns(chat: Chat, mask: list[int], texts: list[str]) -> list[int]:
+    mask = list(mask)
+    for i in range(1, len(mask)):
+        if texts[i] == "":  # The rest of a character whose first token is marked.
+            mask[i] = mask[i - 1]
+    spoken = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    runs = [(marked, len(list(run))) for marked, run in groupby(mask)]
+    count = sum(marked for marked, _ in runs)
+    if count != len(spoken):
+        raise ChatError(
+            chat.where,
+            f"the chat template marks {count} generations for {len(spoken)} assistant turns; put "
+            "one {% generation %} ... {% endgeneration %} around what each turn generates",
+        )
+    numbers = iter(spoken)
+    return [t for marked, n in runs for t in [next(numbers) if marked else -1] * n]
+
+
+def _derived_spans(
+    chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase, render: Callable[..., Any]
+) -> list[tuple[int, int, int]]:
+    """``(message index, start, end)`` of each assistant turn in the rendered ``text``."""
+    specials = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
+    spans = []
+    for i, message in enumerate(chat.messages):
+        if message["role"] != "assistant":
+            continue
+        where = f"messages[{i}]"
+        if i == 0:
+            raise ChatError(chat.where, f"{where}: no message prompts the first turn; {REMEDY}")
+        prompt = render(chat.messages[:i], tokenize=False, add_generation_prompt=True)
+        turn = render(chat.messages[: i + 1], tokenize=False)
+        said = _said(prompt, turn, text, message.get("content", "").strip())
+        if said is None:
+            raise ChatError(
+                chat.where,
+                f"{where}: the chat template renders this turn differently once later messages "
+                f"follow, so its tokens cannot be found; {REMEDY}",
+            )
+        closing = max((said.rfind(s) + len(s) for s in specials if s in said), default=len(said))
+        if not said[closing:].strip():
+            said = said[:closing]
+        if any(said != s and said.startswith(s) for s in specials):
+            raise ChatError(
+                chat.where,
+                f"{where}: the chat template ignores add_generation_prompt, so where the turn's "
+                f"header ends is not known; {REMEDY}",
+            )
+        spans.append((i, len(prompt), len(prompt) + len(said)))
+    return spans
+
+
+def _said(prompt: str, turn: str, text: str, content: str) -> str | None:
+    """What ``turn`` adds to ``prompt``, as far as the whole ``text`` still has it there.
+
+    Templates may open only the last turn with an empty reasoning block; the rest of the turn is then
+    what was said. Anything else that is gone, or lost content, is ``None``.
+    """
+    if not (turn.startswith(prompt) and text.startswith(prompt)):
+        return None
+    said, rest = turn[len(prompt) :], text[len(prompt) :]
+    last = said.rfind(content) if content else 0
+    return next((said[k:] for k in range(last + 1) if rest.startswith(said[k:])), None)

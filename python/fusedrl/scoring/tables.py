@@ -1,0 +1,110 @@
+"""The two Parquet tables of a scoring job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pyarrow
+import pyarrow.parquet
+
+from fusedrl.scoring.batches import ScoredChat
+
+_TOKENS = [
+    ("chat", pyarrow.int64()),  # line of the input, from 1
+    ("turn", pyarrow.int32()),  # index into the chat's messages
+    ("position", pyarrow.int32()),  # index into the chat's tokens
+    ("token", pyarrow.int32()),
+    ("text", pyarrow.string()),
+    ("policy_log_prob", pyarrow.float32()),
+    ("reference_log_prob", pyarrow.float32()),
+    ("kl", pyarrow.float32()),  # the chosen estimator
+    ("kl_k1", pyarrow.float32()),
+    ("kl_k3", pyarrow.float32()),
+    ("entropy", pyarrow.float32()),
+]
+_CHATS = [
+    ("chat", pyarrow.int64()),
+    ("turns", pyarrow.int32()),
+    ("length", pyarrow.int32()),
+    ("scored_tokens", pyarrow.int32()),
+    ("policy_log_prob", pyarrow.float64()),
+    ("reference_log_prob", pyarrow.float64()),
+    ("kl_total", pyarrow.float64()),
+    ("kl_mean", pyarrow.float64()),
+    ("kl_k1_mean", pyarrow.float64()),
+    ("kl_k3_mean", pyarrow.float64()),
+    ("entropy_mean", pyarrow.float64()),
+]
+
+
+class Tables:
+    """Writes ``tokens.parquet`` as the chats come and ``chats.parquet`` on :meth:`close`.
+
+    Args:
+        folder: an existing directory.
+        estimator: the KL estimator behind ``kl``, ``kl_total`` and ``kl_mean``.
+        facts: the job's settings, kept in the metadata of both files.
+    """
+
+    def __init__(self, folder: Path, estimator: str, facts: dict[str, str]) -> None:
+        self._folder = folder
+        self._estimator = estimator
+        self._facts = facts
+        self._tokens = pyarrow.parquet.ParquetWriter(
+            folder / "tokens.parquet", pyarrow.schema(_TOKENS, metadata=facts)
+        )
+        self.chats: list[dict[str, Any]] = []
+
+    def write(self, scored: ScoredChat) -> None:
+        """Append one chat to both tables."""
+        self._tokens.write_table(_token_rows(scored, self._estimator, self._tokens.schema))
+        self.chats.append(chat_row(scored, self._estimator))
+
+    def close(self) -> None:
+        """Finish both files; what was written before it is no readable table."""
+        self._tokens.close()
+        schema = pyarrow.schema(_CHATS, metadata=self._facts)
+        table = pyarrow.Table.from_pylist(self.chats, schema=schema)
+        pyarrow.parquet.write_table(table, self._folder / "chats.parquet")
+
+
+def _token_rows(scored: ScoredChat, estimator: str, schema: pyarrow.Schema) -> pyarrow.Table:
+    tokenized = scored.tokenized
+    columns = {
+        "chat": numpy.full(len(scored.positions), tokenized.chat.line),
+        "turn": [tokenized.turns[i] for i in scored.positions],
+        "position": scored.positions,
+        "token": [tokenized.token_ids[i] for i in scored.positions],
+        "text": [tokenized.texts[i] for i in scored.positions],
+        "policy_log_prob": scored.policy,
+        "reference_log_prob": scored.reference,
+        "kl": scored.kl[estimator],
+        "kl_k1": scored.kl["k1"],
+        "kl_k3": scored.kl["k3"],
+        "entropy": scored.entropy,
+    }
+    return pyarrow.table(columns, schema=schema)
+
+
+def chat_row(scored: ScoredChat, estimator: str) -> dict[str, Any]:
+    """The row of ``chats.parquet`` for one chat; sums and means in float64."""
+
+    def mean(values: numpy.ndarray) -> float:
+        return float(values.mean(dtype=numpy.float64))
+
+    kl = scored.kl[estimator]
+    return {
+        "chat": scored.tokenized.chat.line,
+        "turns": len({scored.tokenized.turns[i] for i in scored.positions}),
+        "length": len(scored.tokenized.token_ids),
+        "scored_tokens": len(scored.positions),
+        "policy_log_prob": float(scored.policy.sum(dtype=numpy.float64)),
+        "reference_log_prob": float(scored.reference.sum(dtype=numpy.float64)),
+        "kl_total": float(kl.sum(dtype=numpy.float64)),
+        "kl_mean": mean(kl),
+        "kl_k1_mean": mean(scored.kl["k1"]),
+        "kl_k3_mean": mean(scored.kl["k3"]),
+        "entropy_mean": mean(scored.entropy),
+    }

@@ -1,0 +1,105 @@
+"""PEP 517 backend: scikit-build-core, against the torch that is already installed.
+
+Build isolation hides site-packages, and a plain ``requires = ["torch"]`` would download a second torch of
+several gigabytes to compile against. This backend looks for the installed one first, hands its folder to
+CMake as ``FUSEDRL_TORCH_DIR``, and requires torch for the build only when there is none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scikit_build_core import build as _skbuild
+
+MIN_TORCH = (2, 10)
+TORCH_REQUIREMENT = "torch>=" + ".".join(map(str, MIN_TORCH))
+
+
+def _candidates() -> Iterator[Path]:
+    """Folders that may hold the ``torch`` package, the most explicit first."""
+    if os.environ.get("FUSEDRL_TORCH_DIR"):
+        yield Path(os.environ["FUSEDRL_TORCH_DIR"])
+        return
+    spec = importlib.util.find_spec("torch")
+    if spec is not None and spec.submodule_search_locations:
+        yield Path(spec.submodule_search_locations[0])
+    # pip's isolated build still runs the target environment's interpreter.
+    for scheme in ("purelib", "platlib"):
+        yield Path(sysconfig.get_path(scheme)) / "torch"
+    yield Path(site.getusersitepackages()) / "torch"
+    # uv builds in an environment of its own; the target is the active one, or stands first on PATH.
+    prefixes = [os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX")]
+    prefixes += [str(Path(entry).parent) for entry in os.get_exec_path()]
+    tag = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for prefix in filter(None, prefixes):
+        yield Path(prefix) / "lib" / tag / "site-packages" / "torch"
+
+
+def _version(torch_dir: Path) -> tuple[int, ...]:
+    text = (torch_dir / "version.py").read_text()
+    match = re.search(r"__version__ = ['\"](\d+)\.(\d+)", text)
+    return tuple(map(int, match.groups())) if match else (0, 0)
+
+
+def find_torch() -> Path | None:
+    """Folder of an installed torch with headers, or ``None``; exits when it is too old."""
+    for torch_dir in _candidates():
+        if (torch_dir / "include" / "torch").is_dir() and (torch_dir / "version.py").is_file():
+            if _version(torch_dir) < MIN_TORCH:
+                found = ".".join(map(str, _version(torch_dir)))
+                sys.exit(
+                    f"fusedrl: expected {TORCH_REQUIREMENT}, found torch {found} in {torch_dir}; "
+                    f"run `pip install '{TORCH_REQUIREMENT}'` first"
+                )
+            return torch_dir
+    return None
+
+
+def _torch_requirement() -> list[str]:
+    return [] if find_torch() is not None else [TORCH_REQUIREMENT]
+
+
+def _point_cmake_at_torch() -> None:
+    torch_dir = find_torch()
+    if torch_dir is None:
+        sys.exit(
+            "fusedrl: expected an installed torch to compile against, found none; run "
+            f"`pip install '{TORCH_REQUIREMENT}'` first, or set FUSEDRL_TORCH_DIR to its folder"
+        )
+    os.environ["FUSEDRL_TORCH_DIR"] = str(torch_dir)
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    return _skbuild.get_requires_for_build_wheel(config_settings) + _torch_requirement()
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    return _skbuild.get_requires_for_build_editable(config_settings) + _torch_requirement()
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
+) -> str:
+    _point_cmake_at_torch()
+    return _skbuild.build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def build_editable(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
+) -> str:
+    _point_cmake_at_torch()
+    return _skbuild.build_editable(wheel_directory, config_settings, metadata_directory)
+
+
+get_requires_for_build_sdist = _skbuild.get_requires_for_build_sdist
+build_sdist = _skbuild.build_sdist
+prepare_metadata_for_build_wheel = _skbuild.prepare_metadata_for_build_wheel
+prepare_metadata_for_build_editable = _skbuild.prepare_metadata_for_build_editable
