@@ -1,4 +1,4 @@
-// Which vector instructions the CPU kernels use, chosen once when the library loads.
+// Which vector instructions the CPU kernels use, chosen once a process.
 #pragma once
 
 #include <cstdlib>

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#if defined(__F16C__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -32,8 +32,16 @@ struct Block {
 
 inline F splat(float x) { return F{} + x; }
 
-// The second operand when either is NaN.
-inline F max(F x, F y) { return x > y ? x : y; }
+// The second operand when either is NaN. One instruction, where compilers make two of the ternary.
+inline F max(F x, F y) {
+#if defined(__AVX512F__)
+  return (F)_mm512_maskz_max_ps(0xffff, (__m512)x, (__m512)y);
+#elif defined(__AVX2__)
+  return (F)_mm256_max_ps((__m256)x, (__m256)y);
+#else
+  return x > y ? x : y;
+#endif
+}
 
 inline float max_of(F x) {
   float best = x[0];
@@ -132,25 +140,34 @@ inline void store_part(T* p, int64_t count, Block x) {
   std::memcpy(p, buffer, count * sizeof(T));
 }
 
-constexpr float kExpMin = -87.0f;
+constexpr float kLog2E = 1.44269504f;
 
-// x, or kExpMin below it; NaN stays NaN.
-inline F clamp_exponent(F x) { return max(splat(kExpMin), x); }
+// 2^x in this range is a normal number.
+constexpr float kExp2Min = -125.0f;
+constexpr float kExp2Max = 125.0f;
 
-// e^x for kExpMin <= x <= 0, within 2 ulp: 2^n * e^r with |r| <= ln2 / 2 and a degree-6 polynomial fitted
-// for the least relative error. NaN stays NaN.
-inline F exp_clamped(F x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  const F shifted = x * 1.44269504f + kRound;
-  const F n = shifted - kRound;
-  const F r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  F q = splat(0.0013814539f);
-  q = q * r + 0.008368745f;
-  q = q * r + 0.04166839f;
-  q = q * r + 0.16666521f;
-  q = q * r + 0.49999994f;
-  const F e = r * r * q + r + 1.0f;
-  return (F)((U)e + ((U)shifted << 23));
+// x, or `low` below it; NaN stays NaN.
+inline F clamp_below(F x, float low) { return max(splat(low), x); }
+
+// A power of two as factor * scale, so that a sum of powers takes one fused multiply-add each.
+struct Power {
+  F factor, scale;
+};
+
+// 2^(x * c) for x * c in [kExp2Min, kExp2Max], within 2 ulp: 2^n * 2^r with |r| <= 1/2 and a degree-5
+// polynomial fitted for the least relative error (9e-8). NaN stays NaN.
+inline Power exp2_of_product(F x, float c) {
+  // Adding 1.5 * 2^23 + 127 rounds to an integer, and leaves n with the exponent's bias in the low bits.
+  constexpr float kRound = 12582912.0f + 127.0f;
+  const F shifted = x * c + kRound;
+  const F r = x * c - (shifted - kRound);
+  F p = splat(0.001326459f);
+  p = p * r + 0.00967162f;
+  p = p * r + 0.05550735f;
+  p = p * r + 0.24022241f;
+  p = p * r + 0.693147f;
+  p = p * r + 1.0f;
+  return {p, (F)((U)shifted << 23)};
 }
 
 }  // namespace fusedrl::FUSEDRL_LEVEL

@@ -10,7 +10,11 @@
 namespace fusedrl {
 namespace {
 
-const CpuLevel kLevel = chosen_cpu_level();
+// Chosen by the first call: an unusable FUSEDRL_CPU_LEVEL is that call's error.
+CpuLevel level() {
+  static const CpuLevel chosen = chosen_cpu_level();
+  return chosen;
+}
 
 // Rows are handed to a thread in groups of about this many logits.
 constexpr int64_t kGrainElements = 32768;
@@ -73,7 +77,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor tokens, std::op
     if (p != nullptr) std::fill_n(p, map.tokens, 0.0f);
   }
   dispatch_half_or_float(logits, "logits", [&]<typename T>() {
-    const RowKernels<T> kernels = row_kernels<T>(kLevel);
+    const RowKernels<T> kernels = row_kernels<T>(level());
     const auto run = entropy ? kernels.forward_entropy : kernels.forward;
     const T* base = data<T>(logits);
     torch::stable::parallel_for(
@@ -106,7 +110,7 @@ Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tenso
   const float* up = data<float>(grad_log_probs);
   const float* up_entropy = data<float>(grad_entropy);
   dispatch_half_or_float(logits, "logits", [&]<typename T>() {
-    const auto run = row_kernels<T>(kLevel).backward;
+    const auto run = row_kernels<T>(level()).backward;
     const T* base = data<T>(logits);
     T* grad = mutable_data<T>(grad_logits);
     torch::stable::parallel_for(

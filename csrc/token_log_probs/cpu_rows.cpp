@@ -1,6 +1,6 @@
-// One pass over a row from memory: chunks that stay in L1 are read twice, for their maximum and for the
-// exponentials relative to it. Compiled once a CPU level. The split into chunks depends on the number of
-// classes only, so a row's bits do not depend on its batch or on the number of threads.
+// One pass over a row, in chunks that stay in L1: the first finds its maximum before it exponentiates, the
+// others are relative to that one unless they rise far above it. Compiled once a CPU level. Every choice
+// depends on the row alone, so its bits do not depend on the batch around it or on the number of threads.
 #include "token_log_probs/cpu_rows.h"
 
 #include "common/vec.h"
@@ -8,7 +8,7 @@
 namespace fusedrl::FUSEDRL_LEVEL {
 namespace {
 
-constexpr int64_t kChunk = 2048;
+constexpr int64_t kChunk = 4096;
 
 // Calls f(block, start) for every block of `count` elements; the last one may be padded with `fill`.
 template <typename T, typename Body>
@@ -18,42 +18,56 @@ inline void for_each_block(const T* p, int64_t count, T fill, Body&& f) {
   if (i < count) f(load_part(p + i, count - i, fill), i);
 }
 
-template <bool kEntropy, typename T>
-SoftmaxPart<double> part_of(const T* p, int64_t count, float inv_temperature) {
-  const T fill(-INFINITY);
+template <typename T>
+float max_logit(const T* p, int64_t count) {
   F max_a = splat(-INFINITY), max_b = max_a;
-  for_each_block(p, count, fill, [&](Block x, int64_t) {
+  for_each_block(p, count, T(-INFINITY), [&](Block x, int64_t) {
     max_a = max(x.a, max_a);
     max_b = max(x.b, max_b);
   });
-  SoftmaxPart<double> part;
-  part.max = max_of(max(max_a, max_b));
-  const float base = part.max == -INFINITY ? 0.0f : part.max;
-  F sum_a{}, sum_b{}, dot_a{}, dot_b{};
-  for_each_block(p, count, fill, [&](Block x, int64_t) {
-    const F d_a = clamp_exponent((x.a - base) * inv_temperature);
-    const F d_b = clamp_exponent((x.b - base) * inv_temperature);
-    const F e_a = exp_clamped(d_a), e_b = exp_clamped(d_b);
-    sum_a += e_a;
-    sum_b += e_b;
-    if constexpr (kEntropy) {
-      dot_a += d_a * e_a;
-      dot_b += d_b * e_b;
-    }
+  return max_of(max(max_a, max_b));
+}
+
+// The part of these logits relative to the logit `base`. A logit so far above it that powers of two leave
+// the safe range spoils the part: then `overflow` is set.
+template <bool kEntropy, typename T>
+SoftmaxPart<double> part_of(const T* p, int64_t count, float scale, float base, bool& overflow) {
+  const float finite_base = base == -INFINITY ? 0.0f : base;
+  const float lowest = kExp2Min / scale;
+  F top_a = splat(-INFINITY), top_b = top_a, sum_a{}, sum_b{}, dot_a{}, dot_b{};
+  const auto add = [&](F x, F& top, F& sum, F& dot) {
+    const F d = x - finite_base;
+    top = max(d, top);
+    const F clamped = clamp_below(d, lowest);
+    const Power e = exp2_of_product(clamped, scale);
+    sum += e.factor * e.scale;
+    if constexpr (kEntropy) dot += clamped * (e.factor * e.scale);
+  };
+  for_each_block(p, count, T(-INFINITY), [&](Block x, int64_t) {
+    add(x.a, top_a, sum_a, dot_a);
+    add(x.b, top_b, sum_b, dot_b);
   });
-  part.sum = sum_of(sum_a) + sum_of(sum_b);
-  part.dot = sum_of(dot_a) + sum_of(dot_b);
-  // The clamp turned e^-inf into a tiny number; only a NaN may remain of a part without finite logits.
-  if (part.max == -INFINITY && part.sum == part.sum) part.sum = part.dot = 0;
+  overflow = max_of(max(top_a, top_b)) * scale > kExp2Max / 2;
+  SoftmaxPart<double> part{base, sum_of(sum_a) + sum_of(sum_b), sum_of(dot_a) + sum_of(dot_b)};
+  // The clamp turned 2^-inf into a tiny number; only a NaN may remain of logits that are all -inf.
+  if (base == -INFINITY && part.sum == part.sum) part.sum = part.dot = 0;
   return part;
 }
 
 template <bool kEntropy, typename T>
 RowResult forward(const T* row, int64_t classes, int64_t target, float inv_temperature) {
+  const float scale = inv_temperature * kLog2E;
   SoftmaxPart<double> all;
   for (int64_t start = 0; start < classes; start += kChunk) {
     const int64_t count = classes - start < kChunk ? classes - start : kChunk;
-    all = merge(all, part_of<kEntropy>(row + start, count, inv_temperature), inv_temperature);
+    const T* chunk = row + start;
+    SoftmaxPart<double> part;
+    // A chunk rarely exceeds what came before it by 2^62: relative to the same logit it is read once.
+    bool overflow = all.max == -INFINITY;
+    if (!overflow) part = part_of<kEntropy>(chunk, count, scale, all.max, overflow);
+    if (overflow) part = part_of<kEntropy>(chunk, count, scale, max_logit(chunk, count), overflow);
+    part.dot *= inv_temperature;
+    all = merge(all, part, inv_temperature);
   }
   return finish(all, static_cast<float>(row[target]), inv_temperature);
 }
@@ -61,10 +75,12 @@ RowResult forward(const T* row, int64_t classes, int64_t target, float inv_tempe
 template <typename T>
 void backward(const T* row, T* grad, int64_t classes, int64_t target, float log_prob,
               RowGradient gradient) {
+  constexpr float kMinLogP = -86.0f;  // e^x is taken as 0 below it
   const auto of_vector = [&](F x) {
     const F log_p = x * gradient.inv_temperature - gradient.lse;
-    const F clamped = clamp_exponent(log_p);
-    const F p = log_p < splat(kExpMin) ? F{} : exp_clamped(clamped);
+    const F clamped = clamp_below(log_p, kMinLogP);
+    const Power e = exp2_of_product(clamped, kLog2E);
+    const F p = log_p < splat(kMinLogP) ? F{} : e.factor * e.scale;
     return gradient.other(p, clamped);
   };
   for_each_block(row, classes, T(0.0f), [&](Block x, int64_t i) {

@@ -8,7 +8,8 @@
 
 namespace fusedrl {
 
-// Softmax statistics of a part of a row, relative to its largest logit: d_v = (x_v - max) / temperature.
+// Softmax statistics of a part of a row, relative to one logit: d_v = (x_v - max) / temperature. `max` is
+// the largest logit of the part, or one so near that no e^{d_v} overflows.
 template <typename Acc>
 struct SoftmaxPart {
   float max = -INFINITY;
@@ -22,7 +23,8 @@ FUSEDRL_HD SoftmaxPart<Acc> merge(SoftmaxPart<Acc> x, SoftmaxPart<Acc> y, float 
   const SoftmaxPart<Acc>& high = x.max >= y.max ? x : y;
   const SoftmaxPart<Acc>& low = x.max >= y.max ? y : x;
   if (low.sum == Acc(0)) return high;
-  const float shift = low.max == high.max ? 0.0f : (low.max - high.max) * inv_temperature;
+  if (low.max == high.max) return {high.max, high.sum + low.sum, high.dot + low.dot};
+  const float shift = (low.max - high.max) * inv_temperature;
   const Acc scale = std::exp(Acc(shift));
   return {high.max, high.sum + scale * low.sum, high.dot + scale * (low.dot + low.sum * Acc(shift))};
 }

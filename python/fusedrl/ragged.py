@@ -105,13 +105,13 @@ def to_strided(ragged: Ragged, lengths: Sequence[int] | None = None) -> Tensor:
     sizes = torch.tensor([0, *trailing]).expand(count, -1).clone()
     sizes[:, 0] = rows
     starts = offsets_of(rows)[:-1] * strides[0]
-    return torch._nested_view_from_buffer(
+    return torch._nested_view_from_buffer(  # pyright: ignore[reportPrivateImportUsage]
         values.view(-1), sizes, torch.tensor(strides).expand(count, -1).contiguous(), starts
     )
 
 
 def to_padded(ragged: Ragged, padding_value: float = 0.0, padding_side: str = "right") -> Tensor:
-    """A dense ``[B, max T, ...]`` copy with the sequences flush to the other side of the padding."""
+    """A dense ``[B, max T, ...]`` copy, the sequences flush with the side that is not padded."""
     return torch.nn.utils.rnn.pad_sequence(
         to_list(ragged), batch_first=True, padding_value=padding_value, padding_side=padding_side
     )

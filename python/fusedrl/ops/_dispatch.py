@@ -15,16 +15,16 @@ logger = logging.getLogger("fusedrl")
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IMPLS = ("auto", "cpu", "cuda", "triton", "reference")
-LIBRARY = {"cpu": "_C", "cuda": "_C_cuda"}
+# Why the kernels of a device cannot run, or None; known before any tracing starts.
+LOAD_ERRORS = {"cpu": native.load_error("_C"), "cuda": native.load_error("_C_cuda")}
 
 _warned: set[str] = set()
 
 
 def register_fakes(fakes: dict[str, Callable]) -> None:
-    """Register shape functions of the compiled ops; without the library there is nothing to fake."""
-    if native.load_error("_C") is not None:
+    """Register shape functions of the compiled ops; without the library there are no ops."""
+    if LOAD_ERRORS["cpu"] is not None:
         return
-    native.load_error("_C_cuda")
     for name, fake in fakes.items():
         torch.library.register_fake(f"fusedrl::{name}", fake)
 
@@ -49,16 +49,21 @@ def choose(impl: str, op: str, device: torch.device, dtype: torch.dtype, dtypes:
             raise ValueError(
                 f"impl: {impl!r} expects dtype {_names(dtypes)}, got {dtype}; use 'auto'"
             )
-        native.require(LIBRARY[impl])
-        return impl
-    if device.type not in LIBRARY:
+        return _loaded(impl)
+    if device.type not in LOAD_ERRORS:
         return _fall_back(f"{op}: no compiled kernel for {device.type}")
     if dtype not in dtypes:
         return _fall_back(f"{op}: no compiled kernel for {dtype}")
-    if device.type == "cuda" and native.load_error("_C_cuda") is not None:
-        return _fall_back(f"{op}: {native.load_error('_C_cuda')}")
-    native.require(LIBRARY[device.type])
-    return device.type
+    if device.type == "cuda" and LOAD_ERRORS["cuda"] is not None:
+        return _fall_back(f"{op}: {LOAD_ERRORS['cuda']}")
+    return _loaded(device.type)
+
+
+def _loaded(impl: str) -> str:
+    error = LOAD_ERRORS[impl]
+    if error is not None:
+        raise native.NativeLibraryError(error)
+    return impl
 
 
 def _names(dtypes: tuple) -> str:
@@ -101,7 +106,8 @@ def check_same(name: str, tensor: Tensor, shape: torch.Size, device: torch.devic
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(
-            f"{name}: expected device {device}, got {tensor.device}; move it with .to({str(device)!r})"
+            f"{name}: expected device {device}, got {tensor.device}; "
+            f"move it with .to({str(device)!r})"
         )
 
 
@@ -115,7 +121,7 @@ def check_mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> 
 
 
 def check_offsets(offsets: Tensor | None, count: int, device: torch.device) -> None:
-    """Refuse offsets that do not partition ``count`` packed tokens; the values are read on CPU only."""
+    """Refuse offsets that do not partition ``count`` packed tokens; values are read on CPU only."""
     if offsets is None:
         return
     if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or len(offsets) < 1:

@@ -54,8 +54,8 @@ def token_kl(
     Given ``reward``, the same pass computes ``reward - coeff * kl``.
 
     Args:
-        log_probs: float log-probs of the policy, of any one shape (``[N]``, ``[B, T]``), a jagged or
-            strided nested tensor, or a list of 1-D tensors, one a sample.
+        log_probs: float log-probs of the policy, of any one shape (``[N]``, ``[B, T]``), a jagged
+            or strided nested tensor, or a list of 1-D tensors, one a sample.
         ref_log_probs: the reference's, in the same form.
         mask: bool in the same form; ``None`` keeps all. A dropped token has KL exactly 0, keeps its
             reward, and its log-probs are not read.
@@ -82,9 +82,8 @@ def token_kl(
         >>> policy, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])
         >>> token_kl(policy, ref)
         tensor([ 0.5000, -1.0000,  0.0000])
-        >>> kl, reward = token_kl(
-        ...     policy, ref, offsets=torch.tensor([0, 2, 3]), reward=torch.tensor([1.0, 2.0]), coeff=0.1
-        ... )
+        >>> offsets, one_a_sequence = torch.tensor([0, 2, 3]), torch.tensor([1.0, 2.0])
+        >>> kl, reward = token_kl(policy, ref, offsets=offsets, reward=one_a_sequence, coeff=0.1)
         >>> reward
         tensor([0.9500, 1.1000, 2.0000])
     """
@@ -109,21 +108,25 @@ def pack_samples(
 ) -> PackedSamples:
     """Pack lists of samples for :func:`token_kl`, one concatenation each.
 
-    Rewards are ``[T]``, ``[T, 1]``, or one value a sample (``[1]``, ``[1, 1]``, or a ``[B]`` tensor);
-    all of one value stay ``[B]``, otherwise they are broadcast to ``[N]``. Raises ``ValueError``
-    naming the first sample whose shapes disagree.
+    Rewards are ``[T]``, ``[T, 1]``, or one value a sample (``[1]``, ``[1, 1]``, or a ``[B]``
+    tensor); all of one value stay ``[B]``, otherwise they are broadcast to ``[N]``. Raises
+    ``ValueError`` naming the first sample whose shapes disagree.
     """
-    lengths = [len(x) for x in log_probs]
+    # Hundreds of short samples spend their time here: one attribute a sample, compared as lists.
+    shapes = [x.shape for x in log_probs]
     columns = {"ref_log_probs": ref_log_probs} | ({} if mask is None else {"mask": mask})
     for name, column in columns.items():
-        if len(column) != len(lengths):
-            raise ValueError(f"{name}: expected {len(lengths)} samples, got {len(column)}")
-        for i, (x, y) in enumerate(zip(log_probs, column, strict=True)):
-            if x.shape != y.shape:
-                raise ValueError(
-                    f"{name}: sample {i}: expected shape {tuple(x.shape)} as in log_probs, "
-                    f"got {tuple(y.shape)}"
-                )
+        own = [x.shape for x in column]
+        if own == shapes:
+            continue
+        if len(own) != len(shapes):
+            raise ValueError(f"{name}: expected {len(shapes)} samples, got {len(own)}")
+        i = next(i for i, (x, y) in enumerate(zip(shapes, own, strict=True)) if x != y)
+        raise ValueError(
+            f"{name}: sample {i}: expected shape {tuple(shapes[i])} as in log_probs, "
+            f"got {tuple(own[i])}"
+        )
+    lengths = [shape[0] for shape in shapes]
     return PackedSamples(
         torch.cat(tuple(log_probs)),
         torch.cat(tuple(ref_log_probs)),
@@ -142,9 +145,7 @@ def _pack_rewards(reward: Sequence[Tensor] | Tensor, lengths: list[int]) -> Tens
             raise ValueError(f"reward: expected {len(lengths)} samples, got {len(sizes)}")
         for i, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
             if size not in (1, length):
-                raise ValueError(
-                    f"reward: sample {i}: expected {length} elements or 1, got {size}"
-                )
+                raise ValueError(f"reward: sample {i}: expected {length} elements or 1, got {size}")
         reward = [r.reshape(-1).expand(n) for r, n in zip(reward, lengths, strict=True)]
     return torch.cat(tuple(reward)).reshape(-1)
 
@@ -171,7 +172,7 @@ def _nested(log_probs, ref_log_probs, mask, offsets, reward, options):  # noqa: 
     if offsets is not None:
         raise ValueError("offsets: expected None with nested log_probs, which carry their own")
     packed = ragged.from_nested(log_probs)
-    values: list[Tensor | None] = []
+    values: list[Any] = []
     for name, companion in (("ref_log_probs", ref_log_probs), ("mask", mask), ("reward", reward)):
         if companion is None or (name == "reward" and not companion.is_nested):
             values.append(companion)
@@ -182,9 +183,7 @@ def _nested(log_probs, ref_log_probs, mask, offsets, reward, options):  # noqa: 
         if own.offsets is not packed.offsets and not torch.equal(own.offsets, packed.offsets):
             raise ValueError(f"{name}: expected the sequence lengths of log_probs, got others")
         values.append(own.values)
-    kl, penalised = _dense(
-        packed.values, values[0], values[1], packed.offsets, values[2], options
-    )
+    kl, penalised = _dense(packed.values, values[0], values[1], packed.offsets, values[2], options)
 
     def rewrap(flat: Tensor) -> Tensor:
         if log_probs.layout == torch.jagged:

@@ -39,7 +39,7 @@ def token_kl(
     drop = torch.zeros_like(p, dtype=torch.bool) if mask is None else ~mask
     if nan_missing:
         drop = drop | p.isnan() | q.isnan()
-    # Dropped values are replaced before the formula: a NaN there must reach neither result nor gradient.
+    # Replaced before the formula: a NaN dropped here must reach neither result nor gradient.
     kl = estimate(p.masked_fill(drop, 0), q.masked_fill(drop, 0), estimator)
     if reward is None:
         return kl.to(out_dtype), None

@@ -32,8 +32,9 @@ def token_log_probs(
     entropy: bool = False,
     impl: str = "auto",
 ) -> Tensor | TokenLogProbs:
-    r"""Log-probability of each token, :math:`z_{y} - \log\sum_v e^{z_v}` with ``z = logits / temperature``.
+    r"""Log-probability of each token under a softmax over its logits.
 
+    With ``z = logits / temperature`` it is :math:`z_{y} - \log\sum_v e^{z_v}`.
     Reads every kept row once, accumulates in float32 and keeps nothing of the size of the logits.
     Gradients reach ``logits`` in its own dtype; the backward pass recomputes the softmax.
 
@@ -50,7 +51,8 @@ def token_log_probs(
             first token of every sequence has log-prob 0. Packed logits then need ``offsets``.
         temperature: positive divisor of the logits. Pass a 0-dim tensor to vary it under
             ``torch.compile`` without a recompile. No gradient flows to it.
-        entropy: also return the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with gradient.
+        entropy: also return the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
+            gradient.
         impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
 
     Returns:
@@ -68,8 +70,9 @@ def token_log_probs(
         >>> logits = torch.tensor([[0.0, 0.0], [0.0, 1.0986123]])
         >>> token_log_probs(logits, torch.tensor([0, 1])).exp()
         tensor([0.5000, 0.7500])
-        >>> # Two packed sequences of 1 and 1 tokens: with shift, each first token has no prediction.
-        >>> token_log_probs(logits, torch.tensor([0, 1]), offsets=torch.tensor([0, 1, 2]), shift=True)
+        >>> # Two packed sequences of one token each: with shift, a first token has no prediction.
+        >>> offsets = torch.tensor([0, 1, 2])
+        >>> token_log_probs(logits, torch.tensor([0, 1]), offsets=offsets, shift=True)
         tensor([0., 0.])
     """
     if logits.is_nested:
@@ -168,8 +171,8 @@ def _check(
         raise ValueError("offsets: expected None with padded [B, T, V] logits (one sequence a row)")
     if logits.dim() == 2 and shift and offsets is None:
         raise ValueError(
-            "offsets: expected the sequence boundaries of packed [N, V] logits with shift=True, got "
-            "None; pass offsets=torch.tensor([0, N]) if all rows are one sequence"
+            "offsets: expected the sequence boundaries of packed [N, V] logits with shift=True, "
+            "got None; pass offsets=torch.tensor([0, N]) if all rows are one sequence"
         )
     _dispatch.check_offsets(offsets, tokens.numel(), logits.device)
 
@@ -179,7 +182,9 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         logits, tokens, mask, offsets, shift, temperature, entropy = args
         log_probs, row_entropy, lse = torch.ops.fusedrl.token_log_probs(*args)
-        ctx.save_for_backward(logits, tokens, mask, offsets, temperature, lse, row_entropy)
+        ctx.save_for_backward(
+            logits, tokens, mask, offsets, temperature, log_probs, row_entropy, lse
+        )
         ctx.shift = shift
         ctx.entropy = entropy
         if not entropy:
@@ -189,7 +194,7 @@ class _Autograd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
-        logits, tokens, mask, offsets, temperature, lse, row_entropy = ctx.saved_tensors
+        logits, tokens, mask, offsets, temperature, log_probs, row_entropy, lse = ctx.saved_tensors
         grad = torch.ops.fusedrl.token_log_probs_backward(
             grad_log_probs.contiguous(),
             grad_entropy.contiguous() if ctx.entropy else None,
@@ -199,8 +204,9 @@ class _Autograd(torch.autograd.Function):
             offsets,
             ctx.shift,
             temperature,
-            lse,
+            log_probs,
             row_entropy,
+            lse,
         )
         return grad, None, None, None, None, None, None
 

@@ -1,0 +1,55 @@
+// What every CUDA op needs on the host: its device and stream, launches that report errors, scalars.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "common/device.h"
+#include "common/tensor.h"
+
+namespace fusedrl {
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  STD_TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
+}
+
+// Makes a tensor's device the current one while it lives, and knows the device's current stream.
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+    const int32_t device = tensor.get_device_index();
+    // This library's own copy of the CUDA runtime has to learn the device too.
+    check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+
+  template <typename... Params, typename... Args>
+  void launch(void (*kernel)(Params...), int64_t blocks, int threads, Args&&... args) const {
+    constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
+    kernel<<<static_cast<unsigned>(std::min(blocks, kMaxBlocks)), threads, 0, stream_>>>(
+        std::forward<Args>(args)...);
+    check_cuda(cudaGetLastError(), "kernel launch");
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_ = nullptr;
+};
+
+// A 0-dim float64 tensor as a kernel argument: read here if it is on the CPU, left to the kernel if it is
+// on the device of `like`.
+inline Scalar scalar_argument(const char* name, const Tensor& tensor, const Tensor& like) {
+  if (tensor.is_cpu()) return {*data<double>(tensor), nullptr};
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == like.get_device_index(), name,
+                  ": expected a tensor on the CPU or on cuda:", like.get_device_index(),
+                  "; move it with .to()");
+  return {0, data<double>(tensor)};
+}
+
+}  // namespace fusedrl

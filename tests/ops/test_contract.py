@@ -1,0 +1,123 @@
+"""What torch asks of a custom op: a schema that tells the truth, shapes without data, one graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusedrl import token_kl, token_log_probs
+
+SAMPLES = {
+    "packed": ((9, 20), torch.tensor([0, 3, 3, 9])),
+    "padded": ((3, 3, 20), None),
+}
+
+
+def log_prob_args(kind, dtype, shift, entropy):
+    shape, offsets = SAMPLES[kind]
+    logits, tokens = torch.randn(shape).to(dtype), torch.randint(0, 20, shape[:-1])
+    mask = torch.rand(shape[:-1]) < 0.7
+    return logits, tokens, mask, offsets, shift, torch.tensor(0.9, dtype=torch.float64), entropy
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_opcheck_token_log_probs(kind, dtype, shift, entropy):
+    args = log_prob_args(kind, dtype, shift, entropy)
+    torch.library.opcheck(torch.ops.fusedrl.token_log_probs.default, args)
+    log_probs, row_entropy, lse = torch.ops.fusedrl.token_log_probs(*args)
+    logits, tokens, mask, offsets, _, temperature, _ = args
+    grads = (torch.randn_like(log_probs), torch.randn_like(log_probs) if entropy else None)
+    torch.library.opcheck(
+        torch.ops.fusedrl.token_log_probs_backward.default,
+        (*grads, logits, tokens, mask, offsets, shift, temperature, log_probs, row_entropy, lse),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("reward", [None, "token", "sequence"])
+def test_opcheck_token_kl(dtype, reward):
+    p, q, r = torch.randn(3, 9).to(dtype).unbind()
+    mask, offsets = torch.rand(9) < 0.7, torch.tensor([0, 3, 3, 9])
+    rewards = {None: None, "token": r, "sequence": torch.randn(3).to(dtype)}[reward]
+    coeff = torch.tensor(0.1, dtype=torch.float64)
+    args = (p, q, mask, offsets, rewards, coeff, 2, True)
+    torch.library.opcheck(torch.ops.fusedrl.token_kl.default, args)
+    grads = (torch.randn_like(p), None if reward is None else torch.randn_like(p))
+    torch.library.opcheck(
+        torch.ops.fusedrl.token_kl_backward.default, (*grads, p, q, mask, coeff, 2, True)
+    )
+
+
+@pytest.fixture
+def graphs():
+    """Counts the graphs that torch.compile makes."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    yield CompileCounter()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_one_graph_over_twenty_temperatures(graphs, kind):
+    logits, tokens, mask, offsets, *_ = log_prob_args(kind, torch.float32, True, True)
+    logits.requires_grad_()
+
+    def loss(logits, temperature):
+        out = token_log_probs(
+            logits, tokens, mask, offsets=offsets, shift=True, temperature=temperature, entropy=True
+        )
+        return (out.log_probs + out.entropy).sum()
+
+    compiled = torch.compile(loss, backend=graphs, fullgraph=True)
+    for temperature in torch.linspace(0.5, 2.0, 20).unbind():
+        expected = loss(logits, float(temperature))
+        torch.testing.assert_close(compiled(logits, temperature), expected)
+    assert graphs.frame_count == 1
+
+
+def test_one_graph_over_twenty_coefficients(graphs):
+    p, q, reward = torch.randn(3, 9).unbind()
+    offsets = torch.tensor([0, 3, 3, 9])
+
+    def penalised(p, coeff):
+        return token_kl(p, q, offsets=offsets, reward=reward, coeff=coeff, estimator="k3").reward
+
+    compiled = torch.compile(penalised, backend=graphs, fullgraph=True)
+    for coeff in torch.linspace(0.0, 1.0, 20).unbind():
+        torch.testing.assert_close(compiled(p, coeff), penalised(p, float(coeff)))
+    assert graphs.frame_count == 1
+
+
+def test_twenty_lengths_make_at_most_two_graphs(graphs):
+    """One for the first length, one with the length as a symbol."""
+
+    def loss(logits, tokens):
+        return token_log_probs(logits, tokens, shift=True).sum()
+
+    compiled = torch.compile(loss, backend=graphs, fullgraph=True)
+    for length in range(5, 25):
+        logits, tokens = torch.randn(2, length, 20), torch.randint(0, 20, (2, length))
+        torch.testing.assert_close(compiled(logits, tokens), loss(logits, tokens))
+    assert graphs.frame_count <= 2
+
+
+def test_backward_through_inductor():
+    torch._dynamo.reset()
+    logits, tokens, mask, offsets, *_ = log_prob_args("packed", torch.float32, True, True)
+    q, reward = torch.randn(9), torch.randn(3)
+
+    def loss(logits):
+        out = token_log_probs(logits * 2, tokens, mask, offsets=offsets, shift=True, entropy=True)
+        kl = token_kl(out.log_probs, q, mask, offsets=offsets, reward=reward, coeff=0.1)
+        return kl.reward.sum() + out.entropy.sum()
+
+    grads = []
+    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        x = logits.clone().requires_grad_()
+        function(x).backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)

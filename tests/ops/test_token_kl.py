@@ -1,0 +1,288 @@
+"""token_kl: estimators, the penalised reward, missing and masked values, every representation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accuracy import no_worse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedrl import TokenKL, token_kl
+from fusedrl.ops.token_kl import ESTIMATORS, pack_samples
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def textbook(p, q, estimator):
+    """The estimators as papers write them."""
+    d = q - p
+    return {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - 1 - d, "abs": d.abs()}[estimator]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_no_worse_than_torch_in_the_same_dtype(dtype, estimator):
+    p = (-torch.rand(20000) * 8).to(dtype)
+    q = (p.double() + torch.randn(20000).double() * torch.logspace(-6, 0.5, 20000)).to(dtype)
+    ours = token_kl(p, q, estimator=estimator)
+    assert ours.dtype == dtype
+    truth = textbook(p.double(), q.double(), estimator)
+    no_worse(ours, textbook(p, q, estimator), truth, 1e-12)
+
+
+def test_k3_is_right_where_its_terms_cancel():
+    """exp(d) - 1 - d in float32 is all rounding error below 1e-4; ours keeps its digits."""
+    d = torch.logspace(-12, 0.3, 2000, dtype=torch.float64)
+    d = torch.cat([d, -d]).float()
+    ours = token_kl(torch.zeros_like(d), d, estimator="k3")
+    exact = d.double()
+    truth = torch.where(
+        exact.abs() < 1e-3,
+        exact**2 / 2 * (1 + exact / 3 * (1 + exact / 4 * (1 + exact / 5))),
+        torch.expm1(exact) - exact,
+    )
+    torch.testing.assert_close(ours.double(), truth, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_infinite_log_probs(estimator):
+    inf = float("inf")
+    p = torch.tensor([-inf, -1.0, -inf, 0.0, -1.0])
+    q = torch.tensor([-1.0, -inf, -inf, -120.0, float("nan")])
+    truth = textbook(p.double(), q.double(), estimator).float()
+    torch.testing.assert_close(token_kl(p, q, estimator=estimator), truth, equal_nan=True)
+
+
+def test_nan_propagates_unless_it_means_missing():
+    nan = float("nan")
+    p, q = torch.tensor([nan, -1.0, -1.0]), torch.tensor([-1.0, nan, -2.0])
+    reward = torch.tensor([5.0, 6.0, 7.0])
+    kl, penalised = token_kl(p, q, reward=reward)
+    assert kl.isnan().tolist() == penalised.isnan().tolist() == [True, True, False]
+    kl, penalised = token_kl(p, q, reward=reward, nan="missing", coeff=0.5)
+    assert kl.tolist() == [0.0, 0.0, 1.0]
+    assert penalised.tolist() == [5.0, 6.0, 6.5]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("nan", ["propagate", "missing"])
+def test_gradient_equals_the_reference(estimator, nan):
+    base = torch.randn(3, 40, dtype=torch.float64)
+    mask = torch.rand(40) < 0.7
+    base[0, ~mask] = float("nan")
+    if nan == "missing":
+        base[1, 3] = float("nan")
+    upstream = torch.randn(2, 40, dtype=torch.float64)
+    grads = []
+    for impl in ("cpu", "reference"):
+        p, q, r = (x.clone().requires_grad_() for x in base)
+        out = token_kl(p, q, mask, reward=r, coeff=0.3, estimator=estimator, nan=nan, impl=impl)
+        torch.autograd.backward(list(out), list(upstream))
+        grads.append(torch.stack([p.grad, q.grad, r.grad]))
+    assert grads[0].isfinite().all()
+    torch.testing.assert_close(*grads)
+    assert (grads[0][:2, ~mask] == 0).all()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_gradcheck(estimator):
+    p, q, r = torch.randn(3, 9, dtype=torch.float64).unbind()
+    for x in (p, q, r):
+        x.requires_grad_()
+
+    def function(p, q, r):
+        return tuple(token_kl(p, q, reward=r, coeff=0.7, estimator=estimator))
+
+    assert torch.autograd.gradcheck(function, (p, q, r))
+
+
+def test_only_the_kl_differentiates_without_reward():
+    p, q = torch.randn(5, requires_grad=True), torch.randn(5)
+    token_kl(p, q, estimator="k2").sum().backward()
+    torch.testing.assert_close(p.grad, p.detach() - q)
+
+
+def test_masked_values_are_not_read():
+    p, q = torch.randn(2, 6).unbind()
+    mask = torch.tensor([True, False, True, True, False, False])
+    clean = token_kl(p, q, mask, reward=torch.ones(6))
+    p, q = p.masked_fill(~mask, float("nan")), q.masked_fill(~mask, float("inf"))
+    dirty = token_kl(p, q, mask, reward=torch.ones(6), coeff=1.0)
+    assert torch.equal(dirty.kl, clean.kl)
+    assert torch.equal(dirty.reward, clean.reward)
+    assert (clean.kl[~mask] == 0).all()
+    assert (clean.reward[~mask] == 1).all()
+
+
+def test_penalised_reward_broadcasts_one_value_a_sequence():
+    lengths = [3, 0, 1, 4]
+    p, q = torch.randn(2, 8).unbind()
+    offsets = torch.tensor([0, 3, 3, 4, 8])
+    rewards = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    kl, penalised = token_kl(p, q, offsets=offsets, reward=rewards, coeff=0.1)
+    spread = torch.repeat_interleave(rewards, torch.tensor(lengths))
+    torch.testing.assert_close(penalised, spread - 0.1 * kl)
+    padded = token_kl(p.view(2, 4), q.view(2, 4), reward=rewards[:2], coeff=0.1)
+    torch.testing.assert_close(padded.reward, rewards[:2, None] - 0.1 * kl.view(2, 4))
+    rewards.requires_grad_()
+    token_kl(p, q, offsets=offsets, reward=rewards).reward.sum().backward()
+    assert rewards.grad.tolist() == [3.0, 0.0, 1.0, 4.0]
+
+
+def test_broadcast_agrees_across_thread_splits():
+    """Sequences that straddle the ranges of the threads keep their own reward."""
+    lengths = torch.randint(0, 3000, (40,))
+    count = int(lengths.sum())
+    p, q = torch.randn(2, count).unbind()
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    rewards = torch.randn(40)
+    kl, penalised = token_kl(p, q, offsets=offsets, reward=rewards)
+    torch.testing.assert_close(penalised, torch.repeat_interleave(rewards, lengths) - kl)
+
+
+@pytest.mark.parametrize("shape", ["flat", "column", "scalar", "scalar_column", "batch", "mixed"])
+def test_list_of_samples(shape):
+    lengths = [3, 1, 5]
+    p, q = ([torch.randn(n) for n in lengths] for _ in range(2))
+    full = [torch.randn(n) for n in lengths]
+    one = [torch.randn(1) for _ in lengths]
+    reward, per_token = {
+        "flat": (full, full),
+        "column": ([r[:, None] for r in full], full),
+        "scalar": (one, one),
+        "scalar_column": ([r[:, None] for r in one], one),
+        "batch": (torch.cat(one), one),
+        "mixed": ([full[0], one[1], one[2]], [full[0], one[1], one[2]]),
+    }[shape]
+    kl, penalised = token_kl(p, q, reward=reward, coeff=0.2, estimator="abs")
+    for i in range(3):
+        torch.testing.assert_close(kl[i], (p[i] - q[i]).abs())
+        torch.testing.assert_close(penalised[i], per_token[i] - 0.2 * (p[i] - q[i]).abs())
+    assert kl[0].untyped_storage().data_ptr() == kl[2].untyped_storage().data_ptr()
+
+
+def test_list_gradient_and_mask():
+    p = [torch.randn(n, requires_grad=True) for n in (2, 4)]
+    q = [torch.randn(n) for n in (2, 4)]
+    mask = [torch.tensor([True, False]), torch.ones(4, dtype=torch.bool)]
+    sum(k.sum() for k in token_kl(p, q, mask)).backward()
+    assert p[0].grad.tolist() == [1.0, 0.0]
+    assert p[1].grad.tolist() == [1.0] * 4
+
+
+def test_empty_list_and_empty_tensor():
+    assert token_kl([], []) == []
+    assert token_kl([], [], reward=[]) == TokenKL([], [])
+    out = token_kl(torch.zeros(0), torch.zeros(0), reward=torch.zeros(0))
+    assert out.kl.shape == out.reward.shape == (0,)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_answers_nested(layout):
+    lengths = [2, 5]
+    p, q, r = ([torch.randn(n) for n in lengths] for _ in range(3))
+
+    def nest(x):
+        return torch.nested.nested_tensor(x, layout=layout)
+
+    nested_p = nest(p)
+    nested_q = nest(q)
+    if layout == torch.jagged:
+        nested_q = torch.nested.nested_tensor_from_jagged(nested_q.values(), nested_p.offsets())
+    kl, penalised = token_kl(nested_p, nested_q, reward=nest(r), coeff=2.0)
+    assert kl.layout == penalised.layout == layout
+    for i in range(2):
+        torch.testing.assert_close(kl.unbind()[i], p[i] - q[i])
+        torch.testing.assert_close(penalised.unbind()[i], r[i] - 2.0 * (p[i] - q[i]))
+    broadcast = token_kl(nested_p, nested_q, reward=torch.tensor([1.0, 2.0])).reward
+    torch.testing.assert_close(broadcast.unbind()[1], 2.0 - (p[1] - q[1]))
+
+
+def test_dtypes_promote_as_torch_promotes():
+    p, q = torch.randn(7).bfloat16(), torch.randn(7)
+    assert token_kl(p, q).dtype == torch.float32
+    out = token_kl(p, q.bfloat16(), reward=torch.randn(7))
+    assert out.kl.dtype == torch.bfloat16
+    assert out.reward.dtype == torch.float32
+
+
+def test_float64_coefficients_are_not_rounded():
+    p, q = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-2.0], dtype=torch.float64)
+    penalised = token_kl(p, q, reward=torch.zeros_like(p), coeff=0.1).reward
+    assert penalised.item() == -0.1
+
+
+GOOD = {"log_probs": torch.zeros(4), "ref_log_probs": torch.zeros(4)}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"ref_log_probs": torch.zeros(5)}, ValueError, r"ref_log_probs: expected shape \(4,\)"),
+        ({"ref_log_probs": [torch.zeros(4)]}, TypeError, "ref_log_probs: expected a dense tensor"),
+        ({"log_probs": torch.zeros(4).long()}, TypeError, "log_probs: expected a floating"),
+        ({"mask": torch.ones(4)}, TypeError, "mask: expected torch.bool"),
+        ({"estimator": "k4"}, ValueError, "estimator: expected one of k1, k2, k3, abs, got 'k4'"),
+        ({"nan": "zero"}, ValueError, "nan: expected 'propagate' or 'missing'"),
+        ({"reward": torch.zeros(2)}, ValueError, "pass offsets to broadcast"),
+        (
+            {"reward": torch.zeros(3), "offsets": torch.tensor([0, 1, 4])},
+            ValueError,
+            r"reward: expected shape \(4,\) or \[2\], one a sequence, got \(3,\)",
+        ),
+        ({"reward": torch.zeros(4).long()}, TypeError, "reward: expected a floating"),
+        ({"offsets": torch.tensor([1, 4])}, ValueError, "from 0 to 4"),
+        ({"coeff": torch.zeros(2), "reward": torch.zeros(4)}, ValueError, "coeff: expected a float"),
+        (
+            {"coeff": torch.zeros((), requires_grad=True), "reward": torch.zeros(4)},
+            ValueError,
+            "coeff.detach",
+        ),
+        ({"impl": "triton"}, ValueError, "no Triton kernel"),
+    ],
+)
+def test_bad_input_names_argument_expectation_and_remedy(change, error, match):
+    with pytest.raises(error, match=match):
+        token_kl(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize(
+    ("args", "match"),
+    [
+        (([torch.zeros(2)], []), "ref_log_probs: expected 1 samples, got 0"),
+        (([torch.zeros(2), torch.zeros(3)], [torch.zeros(2), torch.zeros(4)]), "sample 1"),
+        (([torch.zeros(2)], [torch.zeros(2)], None, [torch.zeros(3)]), "reward: sample 0"),
+        (([torch.zeros(2)], [torch.zeros(2)], None, [torch.zeros(2)] * 2), "reward: expected 1 samples"),
+    ],
+)
+def test_bad_lists_name_the_sample(args, match):
+    with pytest.raises(ValueError, match=match):
+        pack_samples(*args)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    estimator=st.sampled_from(ESTIMATORS),
+    dtype=st.sampled_from(DTYPES),
+    nan=st.sampled_from(["propagate", "missing"]),
+    broadcast=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_random_ragged_batches_equal_the_reference(lengths, estimator, dtype, nan, broadcast, seed):
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(lengths)
+    p, q, r = torch.randn(3, count, generator=generator).to(dtype).unbind()
+    p[torch.rand(count, generator=generator) < 0.2] = float("nan")
+    mask = torch.rand(count, generator=generator) < 0.8
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    reward = torch.randn(len(lengths), generator=generator).to(dtype) if broadcast else r
+    ours, reference = (
+        token_kl(
+            p, q, mask, offsets=offsets, reward=reward, estimator=estimator, nan=nan, impl=impl
+        )
+        for impl in ("cpu", "reference")
+    )
+    for mine, other in zip(ours, reference, strict=True):
+        torch.testing.assert_close(mine, other, equal_nan=True)

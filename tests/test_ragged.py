@@ -1,0 +1,68 @@
+"""ragged: every representation packs, unpacks, and shares memory where it says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedrl import ragged
+
+
+def samples(lengths, trailing=()):
+    return [torch.randn(n, *trailing) for n in lengths]
+
+
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6), trailing=st.sampled_from([(), (3,)]))
+def test_every_representation_round_trips(lengths, trailing):
+    tensors = samples(lengths, trailing)
+    packed = ragged.from_list(tensors)
+    assert packed.offsets.dtype == torch.int64
+    for nested in (
+        torch.nested.nested_tensor(tensors, layout=torch.strided),
+        ragged.to_jagged(packed),
+        ragged.to_strided(packed),
+        ragged.to_strided(packed, lengths),
+    ):
+        again = ragged.from_nested(nested)
+        assert torch.equal(again.offsets, packed.offsets)
+        assert torch.equal(again.values.reshape(packed.values.shape), packed.values)
+    for ours, theirs in zip(ragged.to_list(packed), tensors, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded(side):
+    packed = ragged.from_list(samples([2, 4, 1]))
+    padded = ragged.to_padded(packed, -1.0, side)
+    assert padded.shape == (3, 4)
+    again = ragged.from_padded(padded, padded != -1.0)
+    assert torch.equal(again.values, packed.values)
+    assert torch.equal(again.offsets, packed.offsets)
+
+
+def test_nested_conversions_share_memory():
+    packed = ragged.from_list(samples([2, 3]))
+    for nested in (ragged.to_jagged(packed), ragged.to_strided(packed)):
+        assert ragged.from_nested(nested).values.data_ptr() == packed.values.data_ptr()
+    assert ragged.to_list(packed)[0].data_ptr() == packed.values.data_ptr()
+
+
+def test_a_jagged_view_with_holes_is_compacted():
+    nested = torch.nested.nested_tensor(samples([4, 5]), layout=torch.jagged)
+    lengths = torch.tensor([2, 3])
+    holes = torch.nested.nested_tensor_from_jagged(nested.values(), nested.offsets(), lengths=lengths)
+    values, offsets = ragged.from_nested(holes)
+    assert offsets.tolist() == [0, 2, 5]
+    assert torch.equal(values, torch.cat([nested.values()[:2], nested.values()[4:7]]))
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="at least one tensor"):
+        ragged.from_list([])
+    with pytest.raises(ValueError, match="mask: expected bool"):
+        ragged.from_padded(torch.zeros(2, 3), torch.ones(2, 3))
+    uneven = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(2, 4)])
+    with pytest.raises(ValueError, match="one ragged dimension"):
+        ragged.from_nested(uneven)
