@@ -15,7 +15,7 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 enable_language(CUDA)
-set(FUSEDRL_CUDA_ARCHS_BUILT "${FUSEDRL_CUDA_ARCHS}")
+string(REPLACE ";" " " FUSEDRL_CUDA_ARCHS_BUILT "${FUSEDRL_CUDA_ARCHS}")
 
 # libtorch_cuda is not here, and one symbol of it is needed (the current stream): an empty library of the
 # same soname stands in for the linker, and the real one takes its place when torch is loaded.

@@ -1,8 +1,9 @@
 """PEP 517 backend: scikit-build-core, against the torch that is already installed.
 
-Build isolation hides site-packages, and a plain ``requires = ["torch"]`` would download a second torch of
-several gigabytes to compile against. This backend looks for the installed one first, hands its folder to
-CMake as ``FUSEDRL_TORCH_DIR``, and requires torch for the build only when there is none.
+Build isolation hides site-packages, and a plain ``requires = ["torch"]`` would download a second
+torch of several gigabytes to compile against. This backend looks for the installed one first, hands
+its folder to CMake as ``FUSEDRL_TORCH_DIR``, and requires torch for the build only when there is
+none.
 """
 
 from __future__ import annotations
@@ -23,24 +24,34 @@ MIN_TORCH = (2, 10)
 TORCH_REQUIREMENT = "torch>=" + ".".join(map(str, MIN_TORCH))
 
 
-def _candidates() -> Iterator[Path]:
-    """Folders that may hold the ``torch`` package, the most explicit first."""
-    if os.environ.get("FUSEDRL_TORCH_DIR"):
-        yield Path(os.environ["FUSEDRL_TORCH_DIR"])
-        return
+def _of_target() -> Iterator[Path]:
+    """Folders where the environment that fusedrl goes into keeps ``torch``, the surest first."""
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.submodule_search_locations:
         yield Path(spec.submodule_search_locations[0])
-    # pip's isolated build still runs the target environment's interpreter.
+    # pip's isolated build hides site-packages but still runs the target environment's interpreter.
     for scheme in ("purelib", "platlib"):
         yield Path(sysconfig.get_path(scheme)) / "torch"
     yield Path(site.getusersitepackages()) / "torch"
-    # uv builds in an environment of its own; the target is the active one, or stands first on PATH.
+
+
+def _nearby() -> Iterator[Path]:
+    """Folders of other environments in use, for frontends that build in one of their own.
+
+    uv builds with its own interpreter and its own ``VIRTUAL_ENV``: what is left of the target is
+    its place on PATH, or the ``.venv`` of this folder, which uv takes unasked.
+    """
     prefixes = [os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX")]
     prefixes += [str(Path(entry).parent) for entry in os.get_exec_path()]
+    prefixes += [str(Path.cwd() / ".venv"), sys.base_prefix]
     tag = f"python{sys.version_info.major}.{sys.version_info.minor}"
     for prefix in filter(None, prefixes):
-        yield Path(prefix) / "lib" / tag / "site-packages" / "torch"
+        for packages in ("site-packages", "dist-packages"):
+            yield Path(prefix) / "lib" / tag / packages / "torch"
+
+
+def _is_torch(folder: Path) -> bool:
+    return (folder / "include" / "torch").is_dir() and (folder / "version.py").is_file()
 
 
 def _version(torch_dir: Path) -> tuple[int, ...]:
@@ -50,17 +61,23 @@ def _version(torch_dir: Path) -> tuple[int, ...]:
 
 
 def find_torch() -> Path | None:
-    """Folder of an installed torch with headers, or ``None``; exits when it is too old."""
-    for torch_dir in _candidates():
-        if (torch_dir / "include" / "torch").is_dir() and (torch_dir / "version.py").is_file():
-            if _version(torch_dir) < MIN_TORCH:
-                found = ".".join(map(str, _version(torch_dir)))
-                sys.exit(
-                    f"fusedrl: expected {TORCH_REQUIREMENT}, found torch {found} in {torch_dir}; "
-                    f"run `pip install '{TORCH_REQUIREMENT}'` first"
-                )
-            return torch_dir
-    return None
+    """Folder of the installed torch, or ``None``; exits when the one to use is unfit."""
+    named = os.environ.get("FUSEDRL_TORCH_DIR")
+    if named and not _is_torch(Path(named)):
+        sys.exit(
+            f"fusedrl: FUSEDRL_TORCH_DIR: expected a torch package with include/ and version.py, "
+            f"got {named}; unset it, or name the folder of `import torch; torch.__path__`"
+        )
+    for torch_dir in [Path(named)] if named else filter(_is_torch, _of_target()):
+        if _version(torch_dir) < MIN_TORCH:
+            found = ".".join(map(str, _version(torch_dir)))
+            sys.exit(
+                f"fusedrl: expected {TORCH_REQUIREMENT}, found torch {found} in {torch_dir}; "
+                f"run `pip install '{TORCH_REQUIREMENT}'` first"
+            )
+        return torch_dir
+    fit = (path for path in _nearby() if _is_torch(path) and _version(path) >= MIN_TORCH)
+    return next(fit, None)
 
 
 def _torch_requirement() -> list[str]:

@@ -14,7 +14,10 @@ def samples(lengths, trailing=()):
     return [torch.randn(n, *trailing) for n in lengths]
 
 
-@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6), trailing=st.sampled_from([(), (3,)]))
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    trailing=st.sampled_from([(), (3,)]),
+)
 def test_every_representation_round_trips(lengths, trailing):
     tensors = samples(lengths, trailing)
     packed = ragged.from_list(tensors)
@@ -52,7 +55,9 @@ def test_nested_conversions_share_memory():
 def test_a_jagged_view_with_holes_is_compacted():
     nested = torch.nested.nested_tensor(samples([4, 5]), layout=torch.jagged)
     lengths = torch.tensor([2, 3])
-    holes = torch.nested.nested_tensor_from_jagged(nested.values(), nested.offsets(), lengths=lengths)
+    holes = torch.nested.nested_tensor_from_jagged(
+        nested.values(), nested.offsets(), lengths=lengths
+    )
     values, offsets = ragged.from_nested(holes)
     assert offsets.tolist() == [0, 2, 5]
     assert torch.equal(values, torch.cat([nested.values()[:2], nested.values()[4:7]]))

@@ -1,4 +1,5 @@
-// What every CUDA op needs on the host: its device and stream, launches that report errors, scalars.
+// What every CUDA op needs on the host: its device and stream, launches that report errors,
+// scalars.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -42,8 +43,8 @@ class OnDeviceOf {
   cudaStream_t stream_ = nullptr;
 };
 
-// A 0-dim float64 tensor as a kernel argument: read here if it is on the CPU, left to the kernel if it is
-// on the device of `like`.
+// A 0-dim float64 tensor as a kernel argument: read here if it is on the CPU, left to the kernel if
+// it is on the device of `like`.
 inline Scalar scalar_argument(const char* name, const Tensor& tensor, const Tensor& like) {
   if (tensor.is_cpu()) return {*data<double>(tensor), nullptr};
   STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == like.get_device_index(), name,

@@ -1,15 +1,16 @@
-// What CUDA kernels share: scalars on either side, 16-byte accesses, reduction over a block, asserts.
-// Nothing of torch's tensors in here, so that host tests can run kernels without a GPU.
+// What CUDA kernels share: scalars on either side, 16-byte accesses, reduction over a block,
+// asserts. Nothing of torch's tensors in here, so that host tests can run kernels without a GPU.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
 #include "common/host_device.h"
 
-// Stops the kernel with `message` unless `condition` holds, under NDEBUG too: what the host cannot check
-// without waiting for the device.
+// Stops the kernel with `message` unless `condition` holds, under NDEBUG too: what the host cannot
+// check without waiting for the device.
 #define FUSEDRL_DEVICE_CHECK(condition, message) \
   if (!(condition)) __assert_fail(message, "fusedrl", __LINE__, __func__)
 
@@ -23,8 +24,8 @@ struct Scalar {
   FUSEDRL_HD double get() const { return device == nullptr ? value : *device; }
 };
 
-// 2^x within 2 ulp in one instruction; 0 where the result is no normal number. exp2f spends three more on
-// denormals.
+// 2^x within 2 ulp in one instruction; 0 where the result is no normal number. exp2f spends three
+// more on denormals.
 FUSEDRL_HD float exp2_normal(float x) {
 #if defined(__CUDA_ARCH__)
   float result;
@@ -35,72 +36,83 @@ FUSEDRL_HD float exp2_normal(float x) {
 #endif
 }
 
-// Elements that one instruction loads or stores.
+// Elements that one instruction loads or stores, kept as it moves them: halves in registers of
+// their own would take twice as many.
 template <typename T>
-struct alignas(16) Pack {
+struct Pack {
   static constexpr int kSize = 16 / sizeof(T);
-  T at[kSize];
-};
 
-template <typename T>
-__device__ __forceinline__ void store(Pack<T>* p, const Pack<T>& pack) {
+  struct Elements {
+    T at[kSize];
+  };
+
   uint4 words;
-  std::memcpy(&words, &pack, sizeof words);
-  *reinterpret_cast<uint4*>(p) = words;
-}
+
+  FUSEDRL_HD static Pack filled(T value) {
+    Elements elements;
+#pragma unroll
+    for (T& x : elements.at) x = value;
+    return of(elements);
+  }
+
+  FUSEDRL_HD Elements elements() const {
+    Elements elements;
+    std::memcpy(&elements, &words, sizeof words);
+    return elements;
+  }
+
+  FUSEDRL_HD static Pack of(const Elements& elements) {
+    Pack pack;
+    std::memcpy(&pack.words, &elements, sizeof elements);
+    return pack;
+  }
+};
 
 FUSEDRL_HD unsigned bytes_past_boundary(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) % 16);
 }
 
-// Read-only elements in packs: pack i holds the elements from i * kSize on, wherever the first one lies.
-// Where that is no 16-byte boundary, a pack is put together from the two aligned words it lies in, so that
-// the split of a row among threads, and with it the rounding, does not depend on the row's address.
+// How many packs of `count` elements are read as such: any two words that hold one of these packs
+// end within the elements. What is left is less than two packs.
+template <typename T>
+FUSEDRL_HD int64_t packs_of(int64_t count) {
+  return count < Pack<T>::kSize ? 0 : count / Pack<T>::kSize - 1;
+}
+
+// Read-only elements in packs: pack i holds the elements from i * kSize on, wherever the first one
+// lies. Where that is no 16-byte boundary, a pack is put together from the two aligned words it
+// lies in, so that the split of a row among threads, and with it the rounding, does not depend on
+// the row's address.
 template <typename T, bool kAligned>
 class PackReader {
  public:
-  static constexpr int kSize = Pack<T>::kSize;
+  __device__ explicit PackReader(const T* first)
+      : past_(bytes_past_boundary(first)),
+        words_(reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(first) - past_)) {}
 
-  __device__ PackReader(const T* first, int64_t count)
-      : first_(first), count_(count), past_(bytes_past_boundary(first)) {
-    words_ = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(first) - past_);
-  }
-
-  // How many packs `load` may read: those whose words end inside the elements.
-  __device__ int64_t whole() const {
-    if constexpr (kAligned) return count_ / kSize;
-    const int64_t words = (count_ * sizeof(T) + past_) / 16;
-    return words > 0 ? words - 1 : 0;
-  }
-
-  __device__ __forceinline__ Pack<T> load(int64_t i) const {
-    uint32_t w[8];
-    const uint4 low = __ldg(words_ + i);
-    std::memcpy(w, &low, sizeof low);
-    if constexpr (!kAligned) {
-      const uint4 high = __ldg(words_ + i + 1);
-      std::memcpy(w + 4, &high, sizeof high);
-      shift_down(w);
-    }
-    Pack<T> pack;
-    std::memcpy(&pack, w, sizeof pack);
-    return pack;
-  }
-
-  // Any pack, element by element; `fill` past the end.
-  __device__ __forceinline__ Pack<T> load_guarded(int64_t i, T fill) const {
-    Pack<T> pack;
+  // The packs first, first + step, ... below `packs`, and `fill` in place of others. All loads are
+  // issued before the first one is waited for.
+  template <int kBatch>
+  __device__ __forceinline__ void load(Pack<T> (&batch)[kBatch], int64_t first, int64_t packs,
+                                       T fill) const {
+    uint4 high[kBatch];
+    const uint4 filling = Pack<T>::filled(fill).words;
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      const int64_t element = i * kSize + j;
-      pack.at[j] = element < count_ ? first_[element] : fill;
+    for (int u = 0; u < kBatch; ++u) {
+      const int64_t i = first + u * blockDim.x;
+      batch[u].words = i < packs ? __ldg(words_ + i) : filling;
+      if constexpr (!kAligned) high[u] = i < packs ? __ldg(words_ + i + 1) : filling;
     }
-    return pack;
+    if constexpr (!kAligned) {
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) batch[u].words = shifted(batch[u].words, high[u]);
+    }
   }
 
  private:
-  // Drops the first `past_` of 32 bytes, leaving 16.
-  __device__ __forceinline__ void shift_down(uint32_t (&w)[8]) const {
+  // 16 of the 32 bytes, from `past_` on.
+  __device__ __forceinline__ uint4 shifted(const uint4& low, const uint4& high) const {
+    uint32_t w[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     if (past_ & 8) {
 #pragma unroll
       for (int k = 0; k < 6; ++k) w[k] = w[k + 2];
@@ -116,10 +128,9 @@ class PackReader {
         w[k] = static_cast<uint32_t>(pair >> (past_ % 4 * 8));
       }
     }
+    return {w[0], w[1], w[2], w[3]};
   }
 
-  const T* first_;
-  int64_t count_;
   unsigned past_;  // bytes between the boundary and the first element
   const uint4* words_;
 };
@@ -138,12 +149,12 @@ __device__ __forceinline__ T from_lane_below(const T& x, int distance) {
   return result;
 }
 
-// Merges one value a thread, always in the same order; thread 0 gets the result. Every thread of the block
-// calls it, and there are whole warps of them.
+// Merges one value a thread, always in the same order; thread 0 gets the result. T() is the neutral
+// value. Every thread of the block calls it, and there are whole warps of them.
 template <typename T, typename Merge>
 __device__ __forceinline__ T reduce_block(T x, Merge merge) {
   __shared__ uint32_t of_warp[kWarp][sizeof(T) / 4];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const auto reduce_warp = [&] {
 #pragma unroll
     for (int distance = kWarp / 2; distance > 0; distance /= 2) {

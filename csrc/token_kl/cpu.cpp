@@ -8,7 +8,7 @@
 namespace fusedrl {
 namespace {
 
-constexpr int64_t kGrain = 16384;
+constexpr int64_t kGrain = 32768;
 
 std::tuple<Tensor, Tensor> forward(Tensor log_probs, Tensor ref_log_probs, std::optional<Tensor> mask,
                                    std::optional<Tensor> offsets, std::optional<Tensor> reward,

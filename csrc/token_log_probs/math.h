@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/host_device.h"
+#include "common/offsets.h"
 
 namespace fusedrl {
 
@@ -20,11 +21,13 @@ struct SoftmaxPart {
 // The union of two parts. A part of -inf only has sum 0, and contributes nothing.
 template <typename Acc>
 FUSEDRL_HD SoftmaxPart<Acc> merge(SoftmaxPart<Acc> x, SoftmaxPart<Acc> y, float inv_temperature) {
-  const SoftmaxPart<Acc>& high = x.max >= y.max ? x : y;
-  const SoftmaxPart<Acc>& low = x.max >= y.max ? y : x;
+  const bool ordered = x.max >= y.max;
+  const SoftmaxPart<Acc> high = ordered ? x : y, low = ordered ? y : x;
   if (low.sum == Acc(0)) return high;
   if (low.max == high.max) return {high.max, high.sum + low.sum, high.dot + low.dot};
-  const float shift = (low.max - high.max) * inv_temperature;
+  // No further down than where the scale is 0 in any float: logits may be masked with -3e38.
+  const float distance = (low.max - high.max) * inv_temperature;
+  const float shift = distance < -200.0f ? -200.0f : distance;
   const Acc scale = std::exp(Acc(shift));
   return {high.max, high.sum + scale * low.sum, high.dot + scale * (low.dot + low.sum * Acc(shift))};
 }
@@ -77,21 +80,14 @@ struct RowMap {
   // Whether a token starts its sequence: with shift, no row predicts it.
   FUSEDRL_HD bool starts_sequence(int64_t token) const {
     if (offsets == nullptr) return token % period == 0;
-    int64_t low = 0, high = sequences;  // the last boundary <= token lies in [low, high]
-    while (low < high) {
-      const int64_t middle = (low + high + 1) / 2;
-      if (offsets[middle] <= token) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    return offsets[low] == token;
+    return offsets[sequence_of(token, offsets, sequences)] == token;
   }
 
   FUSEDRL_HD bool has_row(int64_t token) const { return !shift || !starts_sequence(token); }
 
   FUSEDRL_HD int64_t row_of(int64_t token) const { return token - (shift ? 1 : 0); }
+
+  FUSEDRL_HD int64_t token_of(int64_t row) const { return row + (shift ? 1 : 0); }
 
   FUSEDRL_HD int64_t element_of_row(int64_t row) const {
     return row / period * stride_sequence + row % period * stride_row;

@@ -21,7 +21,7 @@ _HOME = {
     "RetrieveKL": "fusedrl.transforms",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from fusedrl.ops import TokenKL as TokenKL

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-REINSTALL = "pip install --force-reinstall --no-deps fusedrl"
+REMEDY = "reinstall it, `pip install --force-reinstall --no-deps` with its wheel or checkout"
 
 
 class NativeLibraryError(ImportError):
@@ -37,6 +37,19 @@ def built_for() -> str:
     return f"torch >= {facts['torch_target']} on {facts['system']} {facts['machine']}"
 
 
+def _cpu_level_error() -> str | None:
+    """Why ``_C`` would refuse FUSEDRL_CPU_LEVEL, which it can only do by aborting the process."""
+    try:
+        from fusedrl import _host  # pyright: ignore[reportAttributeAccessIssue]
+
+        _host.cpu_level()
+    except ImportError:
+        return None
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
 def _present() -> str:
     return f"torch {torch.__version__} on {platform.system()} {platform.machine()}"
 
@@ -49,11 +62,13 @@ def load_error(name: str) -> str | None:
             f"fusedrl.{name}: expected a CUDA build of torch, got torch {torch.__version__}; "
             "install a CUDA build of torch to run on the GPU"
         )
+    if name == "_C" and (level_error := _cpu_level_error()) is not None:
+        return f"fusedrl.{name}: {level_error}"
     path = find(name)
     if path is None:
         return (
             f"fusedrl.{name}: expected a compiled library beside {__file__}, found none "
-            f"(there is: {_present()}); reinstall with `{REINSTALL}`"
+            f"(built for: {built_for()}; there is: {_present()}); {REMEDY}"
             + (", with nvcc on PATH" if name == "_C_cuda" else "")
         )
     try:
@@ -61,7 +76,7 @@ def load_error(name: str) -> str | None:
     except OSError as error:
         return (
             f"fusedrl.{name}: {path} does not load: {error}. Built for: {built_for()}. "
-            f"There is: {_present()}. Reinstall with `{REINSTALL}`"
+            f"There is: {_present()}; {REMEDY}"
         )
     return None
 

@@ -18,15 +18,14 @@ COMMANDS = {
     "info": "print versions, devices and compiled libraries, for a bug report",
 }
 
-# What `pip install "fusedrl[EXTRA]"` brings, by the name a failed import reports.
+# Which `pip install "fusedrl[EXTRA]"` brings a module that a command could not import.
 EXTRAS = {
     "transformers": "score",
     "tokenizers": "score",
-    "pyarrow": "score",
     "jinja2": "score",
+    "pyarrow": "score",
     "rich": "score",
-    "tensordict": "torchrl",
-    "torchrl": "torchrl",
+    "matplotlib": "bench",
 }
 
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 for a failed check, 2 for refused input."""
     argv = list(sys.argv[1:] if argv is None else argv)
     named = argv[0] if argv and argv[0] in COMMANDS else None
-    parser = argparse.ArgumentParser(prog="fusedrl", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="fusedrl", description="LLM post-training kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     try:
         for name, summary in COMMANDS.items():

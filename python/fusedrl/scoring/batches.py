@@ -34,7 +34,7 @@ class ScoredChat(NamedTuple):
 def batches(
     chats: Sequence[TokenizedChat], max_tokens_per_batch: int
 ) -> Iterator[list[TokenizedChat]]:
-    """Chats of similar length together: longest first, padding counted; a longer chat goes alone."""
+    """Chats of similar length together: longest first; one beyond the limit goes alone."""
     batch: list[TokenizedChat] = []
     for chat in sorted(chats, key=lambda c: len(c.token_ids), reverse=True):
         if batch and (len(batch) + 1) * len(batch[0].token_ids) > max_tokens_per_batch:

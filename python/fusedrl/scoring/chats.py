@@ -19,6 +19,7 @@ class ChatError(ScoreError):
     """One chat that cannot be scored; the message starts with ``file:line``."""
 
     def __init__(self, where: str, problem: str) -> None:
+        """``where`` is ``file:line``."""
         super().__init__(f"{where}: {problem}")
 
 
@@ -36,7 +37,7 @@ class Chat(NamedTuple):
     where: str
     line: int
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
+    tools: list[Any] | None
 
 
 def count_records(path: Path) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import batched
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from fusedrl.scoring.batches import ScoredChat, batches, score_batch
 from fusedrl.scoring.chats import ChatError, ScoreError, parse_chat, read_records
 from fusedrl.scoring.masks import TokenizedChat, tokenize_chat
 from fusedrl.scoring.models import ModelPair, load_pair
-from fusedrl.scoring.report import MAX_TOKENS, Report, write_report
-from fusedrl.scoring.tables import Tables, chat_row
+from fusedrl.scoring.report import Report
+from fusedrl.scoring.tables import Tables
 
 # Chats read ahead to be batched by length; bounds the memory of a long input.
 WINDOW = 1024
@@ -30,7 +29,7 @@ class Settings:
 
     Args:
         estimator: KL estimator behind ``kl`` and the ranking: ``k1``, ``k2``, ``k3`` or ``abs``.
-            k3, the default, is non-negative and has the expectation of k1.
+            k3, the default, is never negative, token by token.
         temperature: divisor of both models' logits.
         device: torch device, or ``"auto"``.
         dtype: ``"auto"`` (float32 on the CPU, the checkpoint's own elsewhere) or a torch dtype.
@@ -99,10 +98,13 @@ def score_chats(
         0.031
     """
     settings = settings or Settings()
-    chats, out = Path(chats), Path(out)
-    if not chats.is_file():
-        raise ScoreError(f"chats: expected a JSONL or Parquet file, found none at {chats}")
-    template = settings.chat_template and settings.chat_template.read_text(encoding="utf-8")
+    chats, out, template = Path(chats), Path(out), settings.chat_template
+    for name, path in (("chats", chats), ("chat_template", template)):
+        if path is not None and not path.is_file():
+            raise ScoreError(f"{name}: expected a file, found none at {path}")
+    if out.exists() and not out.is_dir():
+        raise ScoreError(f"out: expected a directory or a new name, got the file {out}")
+    template = template and template.read_text(encoding="utf-8")
     models = load_pair(policy, reference, settings.device, settings.dtype, template)
     facts = {
         "chats": str(chats),
@@ -128,15 +130,49 @@ def score_chats(
         tables = Tables(Path(unfinished), settings.estimator, facts)
         report = Report(facts, settings.estimator, settings.report_chats)
         tokenized = _tokenized(chats, models, template, skip)
-        for window in batched(tokenized, WINDOW):
-            for scored in _in_order(window, models, settings, on_progress):
+        while window := list(islice(tokenized, WINDOW)):
+            for scored in _score(window, models, settings, on_progress):
                 tables.write(scored)
                 report.add(scored)
         tables.close()
         summary.rows = tables.chats
         if not summary.rows:
             raise ScoreError(f"{chats}: no chat to score, {len(summary.skipped)} skipped")
-        write_report(Path(unfinished) / "report.html", report, summary.rows, summary.skipped)
+        report.write(Path(unfinished) / "report.html", summary.rows, summary.skipped)
         for name in ("tokens.parquet", "chats.parquet", "report.html"):
-            os.replace(Path(unfinished) / name, out / name)
+            (Path(unfinished) / name).replace(out / name)
     return summary
+
+
+def _tokenized(
+    path: Path, models: ModelPair, template: str | None, skip: Callable[[ChatError], None]
+) -> Iterator[TokenizedChat]:
+    for record in read_records(path):
+        try:
+            tokenized = tokenize_chat(parse_chat(record), models.tokenizer, template)
+            length = len(tokenized.token_ids)
+            if models.context is not None and length > models.context:
+                raise ChatError(
+                    record.where,
+                    f"expected at most {models.context} tokens, the models' context, got {length}; "
+                    "shorten or split the chat",
+                )
+        except ChatError as error:
+            skip(error)
+        else:
+            yield tokenized
+
+
+def _score(
+    window: Sequence[TokenizedChat],
+    models: ModelPair,
+    settings: Settings,
+    on_progress: Callable[[int], None],
+) -> list[ScoredChat]:
+    """The window's chats scored, in the order of the input."""
+    estimators = sorted({"k1", "k3", settings.estimator})
+    scored: list[ScoredChat] = []
+    for batch in batches(window, settings.max_tokens_per_batch):
+        scored += score_batch(models, batch, estimators, settings.temperature)
+        on_progress(len(batch))
+    return sorted(scored, key=lambda chat: chat.tokenized.chat.line)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from itertools import groupby
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from fusedrl.scoring.chats import Chat, ChatError
 
@@ -25,8 +26,8 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class TokenizedChat(NamedTuple):
     """A chat as the models read it.
 
-    ``texts[i]`` is what token *i* adds to the rendered conversation: a character that several tokens
-    spell belongs to the first of them, the others have ``""``, so the texts always join to the whole.
+    ``texts[i]`` is what token *i* adds to the rendered conversation: a character that several
+    tokens spell belongs to the first, the others have ``""``, so the texts join to the whole.
     ``turns[i]`` is the index of the message that token *i* is scored for, -1 where it is not.
     """
 
@@ -36,9 +37,12 @@ class TokenizedChat(NamedTuple):
     turns: list[int]
 
 
-def has_markers(tokenizer: PreTrainedTokenizerBase, template: str | None) -> bool:
-    """Whether the template that applies marks what the assistant generates."""
-    return _MARKER.search(tokenizer.get_chat_template(template)) is not None
+class Span(NamedTuple):
+    """What the assistant said in message ``turn``: characters of the rendered conversation."""
+
+    turn: int
+    start: int
+    end: int
 
 
 def tokenize_chat(
@@ -55,20 +59,20 @@ def tokenize_chat(
         ChatError: the template refuses the chat, or its assistant turns cannot be told apart.
     """
     render = _renderer(chat, tokenizer, template)
-    text = render(chat.messages, tokenize=False)
+    text = render(chat.messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tiles = _tiles(encoded["offset_mapping"])
     ends = [0, *(end for _, end in tiles)]
-    texts = [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
-    if has_markers(tokenizer, template):
-        marked = render(chat.messages, return_dict=True, return_assistant_tokens_mask=True)
-        turns = _marked_turns(chat, marked["assistant_masks"], texts)
+    texts = [text[start:end] for start, end in pairwise(ends)]
+    if _MARKER.search(tokenizer.get_chat_template(template, chat.tools)):
+        spans = _marked_spans(chat, tokenizer, template)
     else:
-        turns = [-1] * len(tiles)
-        for turn, start, end in _derived_spans(chat, text, tokenizer, render):
-            for i, (first, last) in enumerate(tiles):
-                if first < end and last > start:
-                    turns[i] = turn
+        spans = _derived_spans(chat, text, tokenizer, render)
+    turns = [-1] * len(tiles)
+    for turn, start, end in spans:
+        for i, (first, last) in enumerate(tiles):
+            if first < end and last > start:
+                turns[i] = turn
     if turns:
         turns[0] = -1  # Nothing comes before it that could predict it.
     if all(turn < 0 for turn in turns):
@@ -78,11 +82,11 @@ def tokenize_chat(
 
 def _renderer(
     chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str | None
-) -> Callable[..., Any]:
-    def render(messages: list[dict[str, Any]], **options: Any) -> Any:
+) -> Callable[..., str]:
+    def render(messages: list[dict[str, Any]], **options: Any) -> str:
         try:
-            return tokenizer.apply_chat_template(
-                messages, tools=chat.tools, chat_template=template, **options
+            return tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
+                messages, tools=chat.tools, chat_template=template, tokenize=False, **options
             )
         except Exception as error:  # A template is a program: it raises what it likes.
             raise ChatError(
@@ -103,28 +107,36 @@ def _tiles(offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return tiles
 
 
-def _marked_turns(chat: Chat, mask: list[int], texts: list[str]) -> list[int]:
-    mask = list(mask)
-    for i in range(1, len(mask)):
-        if texts[i] == "":  # The rest of a character whose first token is marked.
-            mask[i] = mask[i - 1]
+def _marked_spans(
+    chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str | None
+) -> list[Span]:
+    special_tokens: dict[str, Any] = tokenizer.special_tokens_map
+    rendered: Any = render_jinja_template(
+        conversations=[chat.messages],
+        tools=chat.tools,
+        chat_template=tokenizer.get_chat_template(template, chat.tools),
+        return_assistant_tokens_mask=True,
+        **special_tokens,
+    )
+    blocks: list[list[int]] = []
+    for start, end in rendered[1][0]:
+        if blocks and blocks[-1][1] == start:  # A turn in two blocks, reasoning and answer.
+            blocks[-1][1] = end
+        else:
+            blocks.append([start, end])
     spoken = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    runs = [(marked, len(list(run))) for marked, run in groupby(mask)]
-    count = sum(marked for marked, _ in runs)
-    if count != len(spoken):
+    if len(blocks) != len(spoken):
         raise ChatError(
             chat.where,
-            f"the chat template marks {count} generations for {len(spoken)} assistant turns; put "
-            "one {% generation %} ... {% endgeneration %} around what each turn generates",
+            f"the chat template marks {len(blocks)} generations for {len(spoken)} assistant turns; "
+            "put one {% generation %} ... {% endgeneration %} around what each turn generates",
         )
-    numbers = iter(spoken)
-    return [t for marked, n in runs for t in [next(numbers) if marked else -1] * n]
+    return [Span(turn, *block) for turn, block in zip(spoken, blocks, strict=True)]
 
 
 def _derived_spans(
-    chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase, render: Callable[..., Any]
-) -> list[tuple[int, int, int]]:
-    """``(message index, start, end)`` of each assistant turn in the rendered ``text``."""
+    chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase, render: Callable[..., str]
+) -> list[Span]:
     specials = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
     spans = []
     for i, message in enumerate(chat.messages):
@@ -133,8 +145,8 @@ def _derived_spans(
         where = f"messages[{i}]"
         if i == 0:
             raise ChatError(chat.where, f"{where}: no message prompts the first turn; {REMEDY}")
-        prompt = render(chat.messages[:i], tokenize=False, add_generation_prompt=True)
-        turn = render(chat.messages[: i + 1], tokenize=False)
+        prompt = render(chat.messages[:i], add_generation_prompt=True)
+        turn = render(chat.messages[: i + 1])
         said = _said(prompt, turn, text, message.get("content", "").strip())
         if said is None:
             raise ChatError(
@@ -151,18 +163,18 @@ def _derived_spans(
                 f"{where}: the chat template ignores add_generation_prompt, so where the turn's "
                 f"header ends is not known; {REMEDY}",
             )
-        spans.append((i, len(prompt), len(prompt) + len(said)))
+        spans.append(Span(i, len(prompt), len(prompt) + len(said)))
     return spans
 
 
 def _said(prompt: str, turn: str, text: str, content: str) -> str | None:
     """What ``turn`` adds to ``prompt``, as far as the whole ``text`` still has it there.
 
-    Templates may open only the last turn with an empty reasoning block; the rest of the turn is then
-    what was said. Anything else that is gone, or lost content, is ``None``.
+    Some templates open only the last turn with an empty reasoning block; what was said is then the
+    turn without it. ``None`` where more than that differs.
     """
     if not (turn.startswith(prompt) and text.startswith(prompt)):
         return None
     said, rest = turn[len(prompt) :], text[len(prompt) :]
-    last = said.rfind(content) if content else 0
+    last = max(said.rfind(content), 0) if content else 0
     return next((said[k:] for k in range(last + 1) if rest.startswith(said[k:])), None)

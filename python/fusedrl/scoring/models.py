@@ -40,10 +40,15 @@ def load_pair(
         template: a chat template that replaces the tokenizer's own.
 
     Raises:
-        ScoreError: a model that does not load, two vocabularies, no chat template.
+        ScoreError: a model that does not load, two vocabularies, no chat template, no device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        why = str(error).splitlines()[0]
+        raise ScoreError(f"device: cannot compute on {device!r}: {why}") from error
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     tokenizer = _load(AutoTokenizer, "policy", policy)
@@ -68,8 +73,7 @@ def load_pair(
             )
         models.append(model)
     contexts = [
-        getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        for model in models
+        getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models
     ]
     context = min((c for c in contexts if c), default=None)
     return ModelPair(models[0], models[1], tokenizer, torch.device(device), context)
@@ -98,6 +102,6 @@ def _check_same_vocabulary(
     raise ScoreError(
         f"reference: expected the policy's vocabulary ({len(ours)} tokens), got another one "
         f"({len(theirs)} tokens): {token!r} is {ours.get(token)} in the policy's and "
-        f"{theirs.get(token)} in the reference's. Log-probs of different tokens cannot be compared; "
-        "use the model that the policy was tuned from as the reference"
+        f"{theirs.get(token)} in the reference's. Log-probs of different tokens cannot be "
+        "compared; use the model that the policy was tuned from as the reference"
     )

@@ -40,15 +40,16 @@ _CHATS = [
 
 
 class Tables:
-    """Writes ``tokens.parquet`` as the chats come and ``chats.parquet`` on :meth:`close`.
-
-    Args:
-        folder: an existing directory.
-        estimator: the KL estimator behind ``kl``, ``kl_total`` and ``kl_mean``.
-        facts: the job's settings, kept in the metadata of both files.
-    """
+    """Writes ``tokens.parquet`` as the chats come and ``chats.parquet`` on :meth:`close`."""
 
     def __init__(self, folder: Path, estimator: str, facts: dict[str, str]) -> None:
+        """Open both tables.
+
+        Args:
+            folder: an existing directory.
+            estimator: the KL estimator behind ``kl``, ``kl_total`` and ``kl_mean``.
+            facts: the job's settings, kept in the metadata of both files.
+        """
         self._folder = folder
         self._estimator = estimator
         self._facts = facts

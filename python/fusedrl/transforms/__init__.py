@@ -1,0 +1,7 @@
+"""Drop-in torchrl transforms over the fused ops."""
+
+from fusedrl.transforms.kl_computation import KLComputation
+from fusedrl.transforms.retrieve_kl import RetrieveKL
+from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
+
+__all__ = ["KLComputation", "RetrieveKL", "RetrieveLogProb"]

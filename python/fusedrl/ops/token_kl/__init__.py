@@ -79,13 +79,13 @@ def token_kl(
     Example:
         >>> import torch
         >>> from fusedrl import token_kl
-        >>> policy, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])
+        >>> policy, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.25])
         >>> token_kl(policy, ref)
-        tensor([ 0.5000, -1.0000,  0.0000])
+        tensor([ 0.5000, -1.0000, -0.2500])
         >>> offsets, one_a_sequence = torch.tensor([0, 2, 3]), torch.tensor([1.0, 2.0])
         >>> kl, reward = token_kl(policy, ref, offsets=offsets, reward=one_a_sequence, coeff=0.1)
         >>> reward
-        tensor([0.9500, 1.1000, 2.0000])
+        tensor([0.9500, 1.1000, 2.0250])
     """
     options: dict[str, Any] = {"estimator": estimator, "coeff": coeff, "nan": nan, "impl": impl}
     if isinstance(log_probs, (list, tuple)):
@@ -112,21 +112,21 @@ def pack_samples(
     tensor); all of one value stay ``[B]``, otherwise they are broadcast to ``[N]``. Raises
     ``ValueError`` naming the first sample whose shapes disagree.
     """
-    # Hundreds of short samples spend their time here: one attribute a sample, compared as lists.
-    shapes = [x.shape for x in log_probs]
+    # Hundreds of short samples spend their time in these loops, hence map over attribute access.
+    lengths = list(map(Tensor.numel, log_probs))
     columns = {"ref_log_probs": ref_log_probs} | ({} if mask is None else {"mask": mask})
     for name, column in columns.items():
-        own = [x.shape for x in column]
-        if own == shapes:
+        if len(column) != len(lengths):
+            raise ValueError(f"{name}: expected {len(lengths)} samples, got {len(column)}")
+        same_dims = list(map(Tensor.dim, log_probs)) == list(map(Tensor.dim, column))
+        if same_dims and list(map(Tensor.numel, column)) == lengths:
             continue
-        if len(own) != len(shapes):
-            raise ValueError(f"{name}: expected {len(shapes)} samples, got {len(own)}")
-        i = next(i for i, (x, y) in enumerate(zip(shapes, own, strict=True)) if x != y)
-        raise ValueError(
-            f"{name}: sample {i}: expected shape {tuple(shapes[i])} as in log_probs, "
-            f"got {tuple(own[i])}"
-        )
-    lengths = [shape[0] for shape in shapes]
+        for i, (x, y) in enumerate(zip(log_probs, column, strict=True)):
+            if x.shape != y.shape:
+                raise ValueError(
+                    f"{name}: sample {i}: expected shape {tuple(x.shape)} as in log_probs, "
+                    f"got {tuple(y.shape)}"
+                )
     return PackedSamples(
         torch.cat(tuple(log_probs)),
         torch.cat(tuple(ref_log_probs)),
@@ -139,7 +139,7 @@ def pack_samples(
 def _pack_rewards(reward: Sequence[Tensor] | Tensor, lengths: list[int]) -> Tensor:
     if isinstance(reward, Tensor):
         return reward
-    sizes = [r.numel() for r in reward]
+    sizes = list(map(Tensor.numel, reward))
     if sizes != lengths and any(size != 1 for size in sizes):
         if len(sizes) != len(lengths):
             raise ValueError(f"reward: expected {len(lengths)} samples, got {len(sizes)}")

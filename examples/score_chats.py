@@ -1,0 +1,24 @@
+"""Score conversations from Python and ask the tables which tokens moved most.
+
+Needs `pip install "fusedrl[score]"`; takes about half a minute, most of it to make the two models.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from pyarrow import parquet
+
+from fusedrl.demo import CHATS, make_models
+from fusedrl.scoring import Settings, score_chats
+
+with tempfile.TemporaryDirectory() as folder:
+    policy, reference, out = (Path(folder) / name for name in ("policy", "reference", "out"))
+    make_models(policy, reference)  # Any two chat models that share a tokenizer do.
+    summary = score_chats(CHATS, str(policy), str(reference), out, Settings(estimator="k3"))
+    print(f"{len(summary.rows)} chats, mean KL {summary.mean('kl_mean'):.3f} nats a token")
+
+    tokens = parquet.read_table(out / "tokens.parquet")
+    for row in tokens.sort_by([("kl", "descending")]).slice(length=5).to_pylist():
+        print(f"chat {row['chat']:>2}  turn {row['turn']}  {row['text']!r:>14}  {row['kl']:.3f}")

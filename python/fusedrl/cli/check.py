@@ -1,0 +1,210 @@
+"""``fusedrl check``: every op against its reference, on every device of this machine.
+
+A case runs three times on the same inputs: the compiled kernel and the reference in the dtype under
+test, and the reference in float64, which is taken as the truth. The kernel passes if its error is
+not above the reference's own by more than a few float32 roundings.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from fusedrl.native import NativeLibraryError
+from fusedrl.ops import token_kl, token_log_probs
+from fusedrl.ops.token_kl import ESTIMATORS
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = 16 * torch.finfo(torch.float32).eps
+
+
+class Case(NamedTuple):
+    """``call(*inputs, impl=...)`` returns tensors; ``inputs`` are float32 and take gradients."""
+
+    op: str
+    name: str
+    inputs: tuple[Tensor, ...]
+    call: Callable[..., tuple[Tensor, ...]]
+
+
+class Errors(NamedTuple):
+    """Largest error of the kernel and of the reference; of a value x, relative to ``1 + |x|``."""
+
+    kernel: float
+    reference: float
+
+
+class Result(NamedTuple):
+    """What came of one case in one dtype; ``failure`` says why a kernel did not run."""
+
+    case: Case
+    dtype: torch.dtype
+    forward: Errors | None
+    gradient: Errors | None
+    failure: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the kernel ran, and is as exact as the reference."""
+        return all(
+            errors is not None and errors.kernel <= errors.reference + TOLERANCE
+            for errors in (self.forward, self.gradient)
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--failed", action="store_true", help="list only what failed")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run every case and print a table an op; 1 if any failed."""
+    devices = [torch.device("cpu")]
+    devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    console = Console()
+    failed = 0
+    for device in devices:
+        results = list(check(device))
+        failures = [result for result in results if not result.passed]
+        shown = failures if args.failed else results
+        for op, group in groupby(shown, key=lambda result: result.case.op):
+            console.print(_table(f"{op} on {device}", list(group)))
+        for why in sorted({result.failure for result in failures if result.failure}):
+            console.print(why, markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"{device}: {len(results) - len(failures)} passed, {len(failures)} failed; errors are "
+            f"kernel / reference, against float64, tolerance {TOLERANCE:.1e}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        failed += len(failures)
+    return 1 if failed else 0
+
+
+def _table(title: str, results: list[Result]) -> Table:
+    columns = ("case", "dtype", "forward", "gradient", "")
+    table = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD)
+    for result in results:
+        table.add_row(
+            result.case.name,
+            str(result.dtype).removeprefix("torch."),
+            _shown(result.forward),
+            _shown(result.gradient),
+            "[green]pass" if result.passed else "[bold red]FAIL",
+        )
+    return table
+
+
+def _shown(errors: Errors | None) -> str:
+    return f"{errors.kernel:.1e} / {errors.reference:.1e}" if errors else "did not run"
+
+
+def check(device: torch.device) -> Iterator[Result]:
+    """Every case in every dtype on ``device``."""
+    for case in (*_token_log_probs(device), *_token_kl(device)):
+        for dtype in DTYPES:
+            yield _compare(case, dtype, device)
+
+
+def _compare(case: Case, dtype: torch.dtype, device: torch.device) -> Result:
+    inputs = [x.to(dtype) for x in case.inputs]
+    truth = _evaluate(case, [x.double() for x in inputs], "reference")
+    reference = _evaluate(case, inputs, "reference")
+    try:
+        kernel = _evaluate(case, inputs, device.type)
+    except (NativeLibraryError, RuntimeError) as error:
+        return Result(case, dtype, None, None, str(error))
+    forward, gradient = (
+        Errors(
+            max(map(_error, kernel[what], truth[what])),
+            max(map(_error, reference[what], truth[what])),
+        )
+        for what in ("forward", "gradient")
+    )
+    return Result(case, dtype, forward, gradient)
+
+
+def _evaluate(case: Case, inputs: list[Tensor], impl: str) -> dict[str, tuple[Tensor, ...]]:
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    outputs = case.call(*inputs, impl=impl)
+    # Upstream gradients that differ from token to token, as losses have them.
+    upstream = [torch.linspace(-1, 1, x.numel()).view_as(x).to(x) for x in outputs]
+    return {"forward": outputs, "gradient": torch.autograd.grad(outputs, inputs, upstream)}
+
+
+def _error(value: Tensor, truth: Tensor) -> float:
+    """Largest error; infinite where only one of the two is NaN or infinite."""
+    value, truth = value.detach().double(), truth.detach().double()
+    error = (value - truth).abs() / (1 + truth.abs())
+    error = torch.where(value == truth, 0.0, error)
+    return float(error.nan_to_num(nan=float("inf")).max()) if error.numel() else 0.0
+
+
+def _token_log_probs(device: torch.device) -> Iterator[Case]:
+    op = "token_log_probs"
+    generator = torch.Generator().manual_seed(0)
+    for classes in (2, 1001, 32768):
+        logits = 4 * torch.randn(3, 9, classes, generator=generator)
+        tokens = torch.randint(classes, (3, 9), generator=generator)
+        mask = torch.rand(3, 9, generator=generator) < 0.7
+        logits, tokens, mask = (x.to(device) for x in (logits, tokens, mask))
+
+        def plain(x: Tensor, impl: str, tokens: Tensor = tokens) -> tuple[Tensor, ...]:
+            return (token_log_probs(x, tokens, impl=impl),)  # pyright: ignore[reportReturnType]
+
+        def full(
+            x: Tensor, impl: str, tokens: Tensor = tokens, mask: Tensor = mask
+        ) -> tuple[Tensor, ...]:
+            return token_log_probs(
+                x, tokens, mask, shift=True, temperature=0.7, entropy=True, impl=impl
+            )  # pyright: ignore[reportReturnType]
+
+        def packed(
+            x: Tensor, impl: str, tokens: Tensor = tokens, mask: Tensor = mask
+        ) -> tuple[Tensor, ...]:
+            offsets = torch.tensor([0, 1, 1, 20, 27], device=x.device)
+            return token_log_probs(
+                x.flatten(0, 1),
+                tokens.flatten(),
+                mask.flatten(),
+                offsets=offsets,
+                shift=True,
+                entropy=True,
+                impl=impl,
+            )  # pyright: ignore[reportReturnType]
+
+        yield Case(op, f"V={classes}", (logits,), plain)
+        yield Case(op, f"V={classes} mask shift entropy", (logits,), full)
+        yield Case(op, f"V={classes} packed mask shift entropy", (logits,), packed)
+
+
+def _token_kl(device: torch.device) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    log_probs = -3 * torch.rand(257, generator=generator)
+    # Differences from 1e-5 to 1, where k3 cancels and where it does not.
+    size = 10 ** (-5 * torch.rand(257, generator=generator))
+    ref_log_probs = log_probs + size * torch.randn(257, generator=generator).sign()
+    mask = torch.rand(257, generator=generator) < 0.7
+    reward = torch.randn(257, generator=generator)
+    inputs = tuple(x.to(device) for x in (log_probs, ref_log_probs, reward))
+    mask = mask.to(device)
+    for estimator in ESTIMATORS:
+
+        def kl(p: Tensor, q: Tensor, impl: str, estimator: str = estimator) -> tuple[Tensor, ...]:
+            return (token_kl(p, q, estimator=estimator, impl=impl),)
+
+        def penalised(
+            p: Tensor, q: Tensor, reward: Tensor, impl: str, estimator: str = estimator
+        ) -> tuple[Tensor, ...]:
+            return token_kl(p, q, mask, estimator=estimator, reward=reward, coeff=0.1, impl=impl)
+
+        yield Case("token_kl", estimator, inputs[:2], kl)
+        yield Case("token_kl", f"{estimator} mask reward", inputs, penalised)

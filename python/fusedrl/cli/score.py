@@ -1,0 +1,137 @@
+"""``fusedrl score``: chats and two models in, two tables and a heat map out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
+
+from fusedrl.scoring import ChatError, ScoreError, Settings, Summary, score_chats
+from fusedrl.scoring.chats import count_records
+
+_ESTIMATORS = ("k1", "k2", "k3", "abs")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    defaults = Settings()
+    parser.add_argument("chats", type=Path, help="JSONL or .parquet with a 'messages' column")
+    parser.add_argument("--policy", required=True, help="model directory or hub name")
+    parser.add_argument("--reference", required=True, help="model directory or hub name")
+    parser.add_argument("--out", required=True, type=Path, help="directory for what comes out")
+    parser.add_argument(
+        "--estimator",
+        choices=_ESTIMATORS,
+        default=defaults.estimator,
+        help="KL estimator of the column 'kl' and of the report (default: %(default)s, >= 0)",
+    )
+    parser.add_argument("--temperature", type=_positive, default=defaults.temperature)
+    parser.add_argument("--device", default=defaults.device, help="default: cuda if there is one")
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        default=defaults.dtype,
+        help="default: float32 on the CPU, the checkpoint's own elsewhere",
+    )
+    parser.add_argument(
+        "--max-tokens-per-batch",
+        type=_count,
+        default=defaults.max_tokens_per_batch,
+        metavar="N",
+        help="tokens of one forward pass, padding included (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's template"
+    )
+    parser.add_argument(
+        "--report-chats",
+        type=_count,
+        default=defaults.report_chats,
+        metavar="N",
+        help="most-drifted chats shown in report.html (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="stop at the first chat that cannot be scored"
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a finite number > 0, got {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score, with progress on stderr and the summary on stdout; 2 if the input is refused."""
+    settings = Settings(
+        **{name: getattr(args, name) for name in Settings.__dataclass_fields__ if name in args}
+    )
+    return score_and_print(args.chats, args.policy, args.reference, args.out, settings)
+
+
+def score_and_print(chats: Path, policy: str, reference: str, out: Path, settings: Settings) -> int:
+    """Run the job as the command does; returns the exit code."""
+    disable_progress_bar()  # transformers' own, which would break up ours.
+    errors = Console(stderr=True)
+    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        total = count_records(chats) if chats.is_file() else None
+        with Progress(*columns, console=errors, transient=True) as progress:
+            task = progress.add_task("scoring", total=total)
+
+            def on_skip(error: ChatError) -> None:
+                errors.print(f"{error}; skipped", markup=False, highlight=False, soft_wrap=True)
+
+            summary = score_chats(
+                chats,
+                policy,
+                reference,
+                out,
+                settings,
+                on_skip=on_skip,
+                on_progress=lambda count: progress.advance(task, count),
+            )
+    except ScoreError as error:
+        print(f"score: {error}", file=sys.stderr)
+        return 2
+    _print_summary(summary, out, settings)
+    return 0
+
+
+def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
+    console = Console()
+    table = Table(title="most-drifted chats", title_justify="left")
+    for heading in ("chat (line)", "scored tokens", "total KL", "mean KL", "mean entropy"):
+        table.add_column(heading, justify="right")
+    for row in sorted(summary.rows, key=lambda row: abs(row["kl_mean"]), reverse=True)[:10]:
+        table.add_row(
+            str(row["chat"]),
+            str(row["scored_tokens"]),
+            f"{row['kl_total']:.3f}",
+            f"{row['kl_mean']:.4f}",
+            f"{row['entropy_mean']:.3f}",
+        )
+    console.print(table)
+    tokens = sum(row["scored_tokens"] for row in summary.rows)
+    for line in (
+        f"{len(summary.rows)} chats scored, {len(summary.skipped)} skipped, {tokens} tokens",
+        f"mean KL {summary.mean('kl_mean'):.4f} nats a token ({settings.estimator}; "
+        f"k1 {summary.mean('kl_k1_mean'):.4f}, k3 {summary.mean('kl_k3_mean'):.4f}), "
+        f"mean entropy {summary.mean('entropy_mean'):.3f} nats",
+        f"{out / 'report.html'}, {out / 'chats.parquet'}, {out / 'tokens.parquet'}",
+    ):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

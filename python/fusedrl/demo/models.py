@@ -1,0 +1,128 @@
+"""A reference that learns the bundled chats and a policy that is tuned a little further."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from fusedrl.ops import token_log_probs
+from fusedrl.scoring.chats import parse_chat, read_records
+from fusedrl.scoring.masks import TokenizedChat, tokenize_chat
+
+CHATS = Path(__file__).parent / "chats.jsonl"
+CONTEXT = 1024
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_models(
+    policy: Path, reference: Path, *, pretrain_steps: int = 200, tune_steps: int = 30, seed: int = 0
+) -> None:
+    """Train and save two models with their tokenizer, for ``from_pretrained``.
+
+    The reference learns all bundled chats. The policy starts from it and is tuned on every second
+    chat only: it moves there, and elsewhere as far as the two share weights.
+
+    Args:
+        policy: directory to write, made if absent.
+        reference: the same for the reference.
+        pretrain_steps: optimiser steps of the reference, of 8 chats each.
+        tune_steps: further steps of the policy.
+        seed: of the initial weights and the order of the chats.
+    """
+    conversations = [parse_chat(record) for record in read_records(CHATS)]
+    texts = [message["content"] for chat in conversations for message in chat.messages]
+    tokenizer = make_tokenizer(texts)
+    chats = [tokenize_chat(chat, tokenizer) for chat in conversations]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = make_model(len(tokenizer))
+        shuffle = random.Random(seed)
+        _train(model, chats, pretrain_steps, 5e-3, shuffle)
+        model.save_pretrained(reference)
+        _train(model, chats[::2], tune_steps, 5e-4, shuffle)
+        model.save_pretrained(policy)
+    for folder in (policy, reference):
+        tokenizer.save_pretrained(folder)
+
+
+def make_tokenizer(texts: list[str], size: int = 1500) -> PreTrainedTokenizerFast:
+    """A byte-level BPE trained on ``texts``, with a chat template and no generation markers."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=_TEMPLATE,
+        model_max_length=CONTEXT,
+    )
+
+
+def make_model(vocabulary: int) -> Qwen2ForCausalLM:
+    """An untrained Qwen2 of about 370,000 parameters."""
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=vocabulary,
+            hidden_size=96,
+            intermediate_size=288,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=_SPECIAL.index("<|im_end|>"),
+            pad_token_id=_SPECIAL.index("<|endoftext|>"),
+        )
+    )
+
+
+def _train(
+    model: Qwen2ForCausalLM,
+    chats: list[TokenizedChat],
+    steps: int,
+    rate: float,
+    shuffle: random.Random,
+) -> None:
+    """Maximise the log-probs of the assistant tokens."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    # Ten steps up, then down to 0: a fresh optimiser at full rate would throw the policy about.
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / steps)
+    )
+    model.train()
+    for _ in range(steps):
+        batch = shuffle.sample(chats, 8)
+        tokens = pad_sequence([torch.tensor(c.token_ids) for c in batch], batch_first=True)
+        mask = pad_sequence([torch.tensor(c.turns) >= 0 for c in batch], batch_first=True)
+        # Causal attention and padding on the right: no kept token sees the padding.
+        logits = model(input_ids=tokens, use_cache=False).logits
+        log_probs = token_log_probs(logits, tokens, mask, shift=True)
+        assert isinstance(log_probs, torch.Tensor)
+        loss = -log_probs.sum() / mask.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    model.eval()

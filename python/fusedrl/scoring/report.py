@@ -1,0 +1,193 @@
+"""``report.html``: one self-contained page that shows where the policy drifted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+from jinja2 import Environment
+
+from fusedrl.scoring.batches import ScoredChat
+from fusedrl.scoring.chats import ChatError
+from fusedrl.scoring.tables import chat_row
+
+# Token cells on the page, some 250 bytes each; browsers stay quick up to a few tens of thousands.
+MAX_TOKENS = 30_000
+
+
+class View(NamedTuple):
+    """A quantity that colours the tokens; ``scale`` is where its colour saturates, in nats."""
+
+    key: str
+    label: str
+    scale: float
+
+
+class Report:
+    """Collects scored chats, keeps the most-drifted ones, and renders them."""
+
+    def __init__(self, facts: dict[str, str], estimator: str, chats: int) -> None:
+        """Start empty.
+
+        Args:
+            facts: the job's settings, by name.
+            estimator: the KL estimator that ranks chats and colours tokens at first.
+            chats: how many chats to show.
+        """
+        self._facts = facts
+        self._estimator = estimator
+        self._limit = chats
+        self._kept: list[tuple[dict[str, Any], ScoredChat]] = []
+        self._kl: list[numpy.ndarray] = []
+
+    def add(self, scored: ScoredChat) -> None:
+        """Take note of one chat."""
+        self._kl.append(scored.kl[self._estimator])
+        self._kept.append((chat_row(scored, self._estimator), scored))
+        if len(self._kept) > 2 * self._limit:
+            self._prune()
+
+    def _prune(self) -> None:
+        self._kept.sort(key=lambda kept: _drift(kept[0]), reverse=True)
+        del self._kept[self._limit :]
+
+    def write(
+        self, path: Path, rows: Sequence[dict[str, Any]], skipped: Sequence[ChatError]
+    ) -> None:
+        """Render the page. ``rows`` are all chats' rows, shown or not."""
+        self._prune()
+        views = self._views()
+        budget = MAX_TOKENS
+        chats = []
+        for row, scored in self._kept:
+            if budget <= 0:
+                break
+            chats.append(row | _conversation(scored, views, budget))
+            budget -= len(scored.positions)
+        kl = numpy.concatenate(self._kl)
+        page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+            Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+        )
+        html = page.render(
+            facts=self._facts,
+            estimator=self._estimator,
+            views=views,
+            chats=chats,
+            data=_plain({"views": [view._asdict() for view in views], "chats": chats}),
+            rows=rows,
+            skipped=[str(error) for error in skipped],
+            tokens=len(kl),
+            kl_mean=float(kl.mean(dtype=numpy.float64)),
+            entropy_mean=numpy.average(
+                [row["entropy_mean"] for row in rows],
+                weights=[row["scored_tokens"] for row in rows],
+            ),
+            plots=[
+                histogram(kl, f"KL of a token, {self._estimator}, nats", "tokens"),
+                histogram(
+                    numpy.array([row["kl_mean"] for row in rows]),
+                    f"mean KL of a chat, {self._estimator}, nats",
+                    "chats",
+                ),
+            ],
+        )
+        path.write_text(html, encoding="utf-8")
+
+    def _views(self) -> list[View]:
+        labels = {"k3": "KL (k3)", "k1": "log-ratio (k1)", "k2": "KL (k2)", "abs": "|log-ratio|"}
+        names = [self._estimator, *(e for e in ("k3", "k1") if e != self._estimator)]
+        values = [(e, labels[e], [scored.kl[e] for _, scored in self._kept]) for e in names]
+        values.append(("entropy", "entropy", [scored.entropy for _, scored in self._kept]))
+        return [View(key, label, _saturation(numpy.concatenate(v))) for key, label, v in values]
+
+
+def _plain(value: Any) -> Any:
+    """``value`` for JSON, which has neither NaN nor infinities, with five digits, enough to see."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value
+
+
+def _drift(row: dict[str, Any]) -> float:
+    """Sort key of a chat: its mean KL; one that is not a number comes first, to be looked at."""
+    return math.inf if math.isnan(row["kl_mean"]) else abs(row["kl_mean"])
+
+
+def _saturation(values: numpy.ndarray) -> float:
+    finite = numpy.abs(values[numpy.isfinite(values)])
+    return max(float(numpy.quantile(finite, 0.95)) if finite.size else 0.0, 1e-6)
+
+
+def _conversation(scored: ScoredChat, views: Sequence[View], budget: int) -> dict[str, Any]:
+    """The chat's messages in order, a scored one as cells and any other as text."""
+    cells: dict[int, list[dict[str, Any]]] = {}
+    tokenized = scored.tokenized
+    for i, position in enumerate(scored.positions[:budget]):
+        values = {view.key: float(scored.kl.get(view.key, scored.entropy)[i]) for view in views}
+        cell = {
+            "text": tokenized.texts[position],
+            "policy": float(scored.policy[i]),
+            "reference": float(scored.reference[i]),
+            "values": values,
+            "tokens": 1,
+        }
+        cells.setdefault(tokenized.turns[position], []).append(cell)
+    messages = []
+    for turn, message in enumerate(tokenized.chat.messages):
+        text = message.get("content") or json.dumps(
+            message.get("tool_calls", ""), ensure_ascii=False
+        )
+        shown = _merged(cells[turn]) if turn in cells else None
+        messages.append({"role": message["role"], "text": text, "cells": shown})
+    return {
+        "where": tokenized.chat.where,
+        "messages": messages,
+        "cut": max(len(scored.positions) - budget, 0),
+    }
+
+
+def _merged(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One cell for a character that several tokens spell; log-probs and values add up."""
+    starts = numpy.cumsum([cell["text"] != "" for cell in cells])
+    merged = []
+    for _, group in groupby(zip(starts, cells, strict=True), key=lambda pair: pair[0]):
+        parts = [cell for _, cell in group]
+        merged.append(
+            {
+                "text": parts[0]["text"],
+                "policy": sum(part["policy"] for part in parts),
+                "reference": sum(part["reference"] for part in parts),
+                "values": {
+                    key: sum(part["values"][key] for part in parts) for key in parts[0]["values"]
+                },
+                "tokens": len(parts),
+            }
+        )
+    return merged
+
+
+def histogram(values: numpy.ndarray, label: str, unit: str, bins: int = 48) -> dict[str, Any]:
+    """Bars of a histogram between the 1% and 99% quantiles, heights on a log scale in [0, 1].
+
+    Values beyond the quantiles count in the outermost bars.
+    """
+    finite = values[numpy.isfinite(values)]
+    low, high = numpy.quantile(finite, [0.01, 0.99]) if finite.size else (0.0, 1.0)
+    if high - low < 1e-9:
+        low, high = low - 0.5e-3, high + 0.5e-3
+    counts, edges = numpy.histogram(numpy.clip(finite, low, high), bins=bins, range=(low, high))
+    top = math.log1p(counts.max(initial=1))
+    bars = [
+        {"x": i / bins, "height": math.log1p(n) / top, "count": int(n), "low": a, "high": b}
+        for i, (n, a, b) in enumerate(zip(counts, edges, edges[1:], strict=False))
+    ]
+    return {"label": label, "unit": unit, "bars": bars, "most": int(counts.max(initial=0))}

@@ -1,0 +1,172 @@
+"""Columns of a tensordict: read as rows, dense or nested tensors, written back in kind.
+
+torchrl delivers a batch of dialogs as a ``LazyStackedTensorDict``, one ``TensorDict`` a sample. Its
+public ``get`` and ``set`` cost microseconds a sample and key, more than the arithmetic. Where every
+type involved is exactly the known one and nothing is locked, :class:`Rows` reads and writes the
+samples' own dicts; everywhere else :class:`Columns` goes through the public interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
+from torchrl.data import Composite, Unbounded
+from torchrl.modules.llm.policies import LogProbs
+
+from fusedrl import ragged
+
+Column = Tensor | Sequence[Tensor]
+
+
+def is_nested(column: Any) -> bool:
+    """Whether a column is a nested tensor; a jagged one is told by its type.
+
+    Every attribute of a jagged tensor, even ``is_nested``, costs microseconds of dispatch.
+    """
+    return isinstance(column, NestedTensor) or (isinstance(column, Tensor) and column.is_nested)
+
+
+class Columns:
+    """Columns of any tensordict, through its public interface."""
+
+    def __init__(self, td: TensorDictBase) -> None:
+        self.td = td
+
+    def get(self, key: NestedKey) -> Column | None:
+        """The column: a list of rows from a stack of samples, else the tensor as stored."""
+        return self.td.get(key, as_list=True)  # pyright: ignore[reportCallIssue]
+
+    def set(self, key: NestedKey, value: Column) -> None:
+        """Store a dense or nested column, or rows."""
+        if not isinstance(value, Tensor):
+            value = torch.nested.as_nested_tensor(list(value), layout=torch.strided)
+        self.td.set(key, value)
+
+    def set_packed(
+        self, key: NestedKey, values: Tensor, lengths: list[int], jagged: Tensor | None = None
+    ) -> None:
+        """Store packed ``values [N, ...]`` as a nested column, which a stack unbinds into rows.
+
+        It is strided, or jagged over the offsets ``jagged``, ``[B + 1]``.
+        """
+        if jagged is not None:
+            self.td.set(key, torch.nested.nested_tensor_from_jagged(values, jagged))
+            return
+        offsets = ragged.offsets_of(lengths, values.device)
+        self.td.set(key, ragged.to_strided(ragged.Ragged(values, offsets), lengths))
+
+
+class Rows:
+    """Columns of samples whose dicts are reached directly."""
+
+    def __init__(self, samples: list[TensorDict]) -> None:
+        self.samples = samples
+        self._dicts: list[dict[str, Any]] = [sample._tensordict for sample in samples]
+
+    def get(self, key: NestedKey) -> list[Tensor] | None:
+        """One tensor a sample, or ``None`` where a sample has no tensor of this name."""
+        *parents, leaf = (key,) if isinstance(key, str) else cast(tuple[str, ...], key)
+        dicts = self._dicts
+        for parent in parents:
+            dicts = _children(dicts, parent)
+        rows = [entries.get(leaf) for entries in dicts]
+        if set(map(type, rows)) == {Tensor}:
+            return rows  # pyright: ignore[reportReturnType]
+        rows = [sample.get(key) for sample in self.samples]
+        return rows if all(isinstance(row, Tensor) for row in rows) else None
+
+    def set(self, key: NestedKey, value: Column) -> None:
+        """Store one row a sample."""
+        rows = value.unbind(0) if isinstance(value, Tensor) else value
+        if isinstance(key, str):
+            for entries, row in zip(self._dicts, rows, strict=True):
+                entries[key] = row
+        else:
+            for sample, row in zip(self.samples, rows, strict=True):
+                sample.set(key, row)
+
+    def set_packed(
+        self, key: NestedKey, values: Tensor, lengths: list[int], jagged: Tensor | None = None
+    ) -> None:
+        """Store views of packed ``values [N, ...]``, one a sample."""
+        self.set(key, values.split_with_sizes(lengths))
+
+
+def _children(dicts: list[dict[str, Any]], parent: str) -> list[dict[str, Any]]:
+    """The entries under ``parent``, empty where they are not stored in a known way."""
+    children = []
+    for entries in dicts:
+        child = entries.get(parent)
+        if type(child) is LogProbs:
+            child = child.__dict__["_tensordict"]
+        children.append(child._tensordict if type(child) is TensorDict else {})
+    return children
+
+
+def rows_of(td: TensorDictBase) -> list[TensorDict] | None:
+    """The samples of an unlocked stack, or stack of stacks, of plain unlocked tensordicts.
+
+    ``None`` for anything else: a locked one, a subclass, one inside ``vmap``.
+    """
+    if type(td) is not LazyStackedTensorDict or td.is_locked:
+        return None
+    if td.hook_out is not None or td.hook_in is not None:
+        return None
+    if td.batch_dims == 1:
+        return _plain(td.tensordicts)
+    samples: list[TensorDict] = []
+    for inner in td.tensordicts:
+        rows = rows_of(inner)
+        if rows is None:
+            return None
+        samples += rows
+    return samples
+
+
+def target_rows_of(td: TensorDictBase) -> list[TensorDict] | None:
+    """As :func:`rows_of`, for the ``"next"`` entries where the samples have them."""
+    samples = rows_of(td)
+    if samples is None:
+        return None
+    following = [sample._tensordict.get("next") for sample in samples]
+    return samples if all(td is None for td in following) else _plain(following)
+
+
+def _plain(samples: Sequence[Any]) -> list[TensorDict] | None:
+    for sample in samples:
+        if type(sample) is not TensorDict or sample._is_locked:
+            return None
+    return list(samples)
+
+
+def columns_of(td: TensorDictBase) -> Rows | Columns:
+    """The fastest way into ``td`` that its type allows."""
+    samples = rows_of(td)
+    return Columns(td) if samples is None else Rows(samples)
+
+
+def write_rows(
+    td: TensorDictBase, key: NestedKey, rows: Sequence[Tensor], layout: torch.layout
+) -> None:
+    """Store one row a sample under ``key``.
+
+    A stack stores it in its samples. A plain tensordict holds it as a stack of its own under a
+    nested key, readable with ``get(key, as_list=True)``, and under a plain name as a nested tensor.
+    """
+    if isinstance(key, str):
+        td.set(key, torch.nested.as_nested_tensor(list(rows), layout=layout))
+    else:
+        td.update(lazy_stack([TensorDict({key: row}) for row in rows]), keys_to_update=(key,))
+
+
+def declare_tokens(
+    spec: Composite, key: NestedKey, *trailing: int, dtype: torch.dtype = torch.float32
+) -> None:
+    """Declare ``key`` as one row of unknown length a sample, shaped ``[*batch, -1, *trailing]``."""
+    shape = torch.Size((*spec.shape, -1, *trailing))
+    spec[key] = Unbounded(shape=shape, device=spec.device, dtype=dtype)

@@ -1,0 +1,256 @@
+"""Per-token KL between two columns of log-probs, and the reward that it penalises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
+from torchrl.data import Composite
+from torchrl.envs.llm.transforms import KLComputation as _KLComputation
+
+from fusedrl import ragged
+from fusedrl.ops.token_kl import PackedSamples, pack_samples, token_kl
+from fusedrl.transforms import columns
+from fusedrl.transforms.columns import Column, Columns, Rows
+
+Data = Rows | Columns
+
+RENAMED = {
+    "coef": "coeff",
+    "gen_log_probs_key": "gen_log_probs_full_key",
+    "ref_log_probs_key": "ref_log_probs_full_key",
+}
+
+
+class KLComputation(_KLComputation):
+    """Write the per-token KL ``log_probs - ref_log_probs``, and subtract it from the reward.
+
+    A drop-in for :class:`torchrl.envs.llm.transforms.KLComputation` that runs one op over the whole
+    batch. It reads and writes the ``"next"`` entry where there is one. The KL of a stack of samples
+    is one row a sample, views of one buffer; of nested columns a strided nested tensor; of dense
+    ``[B, T]`` columns dense (torchrl answers nested, or raises with a reward). The reward keeps its
+    own layout, broadcast to the tokens.
+
+    Args:
+        gen_log_probs_full_key: the policy's log-probs in nats, a row ``[T]`` a sample. NaN means
+            that a token has no score: its KL is 0.
+        ref_log_probs_full_key: the reference's, with the same shapes.
+        kl_key: where the KL goes, float, shaped like the log-probs.
+        add_to_reward: replace ``"reward"`` by ``reward - coeff * kl``. A reward is ``[T, 1]`` a
+            sample, or ``[1, 1]``, which is broadcast over the tokens. Nothing happens without one.
+        coeff: weight of the KL, a float or a 0-dim tensor.
+        padding_side: kept for torchrl's signature; nothing is padded here.
+
+    Raises:
+        TypeError: an unknown argument; the message names the one that was meant.
+        ValueError: missing or mismatching columns. The tensordict is then unchanged.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> from fusedrl import KLComputation
+        >>> samples = [
+        ...     TensorDict({
+        ...         ("log_probs", "full"): -torch.ones(n),
+        ...         ("ref_log_probs", "full"): -2 * torch.ones(n),
+        ...         "reward": torch.zeros(n, 1),
+        ...     })
+        ...     for n in (2, 3)
+        ... ]
+        >>> data = KLComputation(coeff=0.1)(lazy_stack(samples))
+        >>> data.get("kl_penalty", as_list=True)
+        [tensor([1., 1.]), tensor([1., 1., 1.])]
+        >>> data.get("reward", as_list=True)[0].squeeze(-1)
+        tensor([-0.1000, -0.1000])
+    """
+
+    def __init__(
+        self,
+        gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
+        ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
+        *,
+        kl_key: NestedKey = "kl_penalty",
+        add_to_reward: bool = True,
+        coeff: float | Tensor = 1.0,
+        padding_side: str = "left",
+        **unknown: Any,
+    ) -> None:
+        refuse(unknown)
+        super().__init__(
+            gen_log_probs_full_key,
+            ref_log_probs_full_key,
+            kl_key=kl_key,
+            add_to_reward=add_to_reward,
+            coeff=coeff,  # pyright: ignore[reportArgumentType]
+            padding_side=padding_side,
+        )
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        samples = columns.target_rows_of(tensordict)
+        if samples is not None:
+            self._penalise(Rows(samples))
+            return tensordict
+        following = tensordict.get("next")
+        if following is None:
+            return self._step(tensordict, tensordict)
+        return tensordict.set("next", self._step(tensordict, following))
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        self._penalise(columns.columns_of(next_tensordict))
+        return next_tensordict
+
+    def _penalise(self, data: Data) -> None:
+        log_probs = data.get(self.gen_log_probs_full_key)
+        ref_log_probs = data.get(self.ref_log_probs_full_key)
+        for key, value in (
+            (self.gen_log_probs_full_key, log_probs),
+            (self.ref_log_probs_full_key, ref_log_probs),
+        ):
+            if value is None:
+                raise ValueError(
+                    f"tensordict: expected log-probs under {self.gen_log_probs_full_key!r} and "
+                    f"{self.ref_log_probs_full_key!r}, found none under {key!r}; "
+                    "run RetrieveLogProb before, or name the keys where they are"
+                )
+        assert log_probs is not None and ref_log_probs is not None
+        reward = data.get("reward") if self.add_to_reward else None
+        given = (log_probs, ref_log_probs) if reward is None else (log_probs, ref_log_probs, reward)
+        if all(isinstance(column, Tensor) and not columns.is_nested(column) for column in given):
+            self._dense(data, *given)  # pyright: ignore[reportArgumentType]
+        else:
+            self._ragged(data, *given)
+
+    def _dense(
+        self, data: Data, log_probs: Tensor, ref_log_probs: Tensor, reward: Tensor | None = None
+    ) -> None:
+        if reward is None:
+            data.set(self.kl_key, token_kl(log_probs, ref_log_probs, nan="missing"))
+            return
+        _check_reward_dims([log_probs], [reward])
+        if reward.shape == (*log_probs.shape, 1):
+            kl, penalised = token_kl(
+                log_probs, ref_log_probs, reward=reward.squeeze(-1), coeff=self.coeff, nan="missing"
+            )
+            penalised = penalised.unsqueeze(-1)
+        else:
+            kl = token_kl(log_probs, ref_log_probs, nan="missing")
+            penalised = reward - self.coeff * kl.unsqueeze(-1)
+        data.set(self.kl_key, kl)
+        data.set("reward", penalised)
+
+    def _ragged(
+        self, data: Data, log_probs: Column, ref_log_probs: Column, reward: Column | None = None
+    ) -> None:
+        packed = _pack_nested(log_probs, ref_log_probs, reward)
+        if packed is None:
+            rows, ref_rows = _rows(log_probs), _rows(ref_log_probs)
+            rewards = None if reward is None else _rows(reward)
+            if rewards is not None:
+                _check_reward_dims(rows, rewards)
+            if not _are_token_rows(rows, rewards):
+                self._each(data, rows, ref_rows, rewards)
+                return
+            packed = pack_samples(rows, ref_rows, None, rewards)
+        lengths = packed.lengths
+        if packed.reward is None:
+            kl = token_kl(packed.log_probs, packed.ref_log_probs, nan="missing")
+            data.set_packed(self.kl_key, kl, lengths)
+            return
+        rewards = packed.reward
+        if not rewards.is_floating_point():
+            rewards = rewards.to(packed.log_probs.dtype)
+        broadcast = rewards.shape != packed.log_probs.shape
+        kl, penalised = token_kl(
+            packed.log_probs,
+            packed.ref_log_probs,
+            offsets=ragged.offsets_of(lengths, packed.log_probs.device) if broadcast else None,
+            reward=rewards,
+            coeff=self.coeff,
+            nan="missing",
+        )
+        data.set_packed(self.kl_key, kl, lengths)
+        jagged = ragged.jagged_parts(reward)[1] if isinstance(reward, NestedTensor) else None
+        data.set_packed("reward", penalised.unsqueeze(-1), lengths, jagged)
+
+    def _each(
+        self,
+        data: Data,
+        rows: Sequence[Tensor],
+        ref_rows: Sequence[Tensor],
+        rewards: Sequence[Tensor] | None,
+    ) -> None:
+        """Rows of several dimensions and rewards of several columns, one sample after the other."""
+        if len(rows) != len(ref_rows):
+            raise ValueError(f"ref_log_probs: expected {len(rows)} samples, got {len(ref_rows)}")
+        kl = [token_kl(x, y, nan="missing") for x, y in zip(rows, ref_rows, strict=True)]
+        if rewards is not None:
+            rewards = [
+                reward - self.coeff * row.unsqueeze(-1)
+                for reward, row in zip(rewards, kl, strict=True)
+            ]
+        data.set(self.kl_key, kl)
+        if rewards is not None:
+            data.set("reward", rewards)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        columns.declare_tokens(observation_spec, self.kl_key)
+        return observation_spec
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        before = reward_spec.get("reward", None) if self.add_to_reward else None
+        if before is not None:
+            columns.declare_tokens(reward_spec, "reward", 1, dtype=before.dtype)
+        return reward_spec
+
+
+def refuse(unknown: dict[str, Any]) -> None:
+    """Raise ``TypeError`` for an argument that does not exist, naming the one that was meant."""
+    for name in unknown:
+        remedy = f"; the argument is called {RENAMED[name]}" if name in RENAMED else ""
+        raise TypeError(f"{name}: expected a known argument, got an unknown one{remedy}")
+
+
+def _rows(column: Column) -> Sequence[Tensor]:
+    return column.unbind(0) if isinstance(column, Tensor) else column
+
+
+def _are_token_rows(rows: Sequence[Tensor], rewards: Sequence[Tensor] | None) -> bool:
+    """Whether every sample is one row of tokens, with a reward of one column."""
+    if set(map(Tensor.dim, rows)) != {1}:
+        return False
+    return rewards is None or {reward.shape[1] for reward in rewards} == {1}
+
+
+def _check_reward_dims(rows: Sequence[Tensor], rewards: Sequence[Tensor]) -> None:
+    if [dims + 1 for dims in map(Tensor.dim, rows)] == list(map(Tensor.dim, rewards)):
+        return
+    for i, (row, reward) in enumerate(zip(rows, rewards, strict=True)):
+        if reward.dim() != row.dim() + 1:
+            raise ValueError(
+                f"reward: sample {i}: expected one dimension more than the log-probs, "
+                f"{(*row.shape, 1)}, got {tuple(reward.shape)}; add it with .unsqueeze(-1)"
+            )
+
+
+def _pack_nested(
+    log_probs: Column, ref_log_probs: Column, reward: Column | None
+) -> PackedSamples | None:
+    """Nested columns as packed views, without unbinding; ``None`` unless their rows fit."""
+    given = [log_probs, ref_log_probs] + ([] if reward is None else [reward])
+    if not all(map(columns.is_nested, given)):
+        return None
+    packed = [ragged.from_nested(column) for column in given]  # pyright: ignore[reportArgumentType]
+    values, offsets = packed[0]
+    if values.dim() != 1 or not all(torch.equal(offsets, other) for _, other in packed[1:]):
+        return None
+    lengths = offsets.diff().tolist()
+    if reward is None:
+        return PackedSamples(values, packed[1].values, None, None, lengths)
+    rewards = packed[2].values
+    if rewards.shape != (len(values), 1):
+        return None
+    return PackedSamples(values, packed[1].values, None, rewards.squeeze(-1), lengths)

@@ -1,0 +1,74 @@
+"""Two tiny models on disk, made as the demo makes them but hardly trained, and a way to score."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from fusedrl.cli import main
+
+
+class Models(NamedTuple):
+    policy: str
+    reference: str
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Models this small run slower on several threads, the more so when tests run in parallel."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Models:
+    demo = pytest.importorskip("fusedrl.demo", reason='needs pip install "fusedrl[score]"')
+    folder = tmp_path_factory.mktemp("models")
+    demo.make_models(folder / "policy", folder / "reference", pretrain_steps=4, tune_steps=4)
+    return Models(str(folder / "policy"), str(folder / "reference"))
+
+
+@pytest.fixture
+def tokenizer(models):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(models.policy)
+
+
+@pytest.fixture
+def write_chats(tmp_path):
+    """Writes rows to a JSONL file; a ``str`` or ``bytes`` row goes in as it is."""
+
+    def write(*rows) -> Path:
+        path = tmp_path / "chats.jsonl"
+        lines = [row if isinstance(row, str | bytes) else json.dumps(row) for row in rows]
+        path.write_bytes(b"".join((x.encode() if isinstance(x, str) else x) + b"\n" for x in lines))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def score(models, tmp_path):
+    """Runs `fusedrl score` in this process; returns its exit code and the output directory."""
+
+    def run(chats, *options, policy=models.policy, reference=models.reference):
+        out = tmp_path / "out"
+        arguments = ["--policy", str(policy), "--reference", str(reference), "--out", str(out)]
+        return main(["score", str(chats), *arguments, *map(str, options)]), out
+
+    return run
+
+
+def chat(*turns: str, system: str | None = None) -> dict:
+    """A row from alternating user and assistant turns."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    roles = ("user", "assistant")
+    messages += [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return {"messages": messages}

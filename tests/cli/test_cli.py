@@ -1,0 +1,123 @@
+"""The command line itself, and the commands that need no model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fusedrl
+from fusedrl.cli import COMMANDS, check, main
+from fusedrl.ops import token_kl
+
+
+def python(*arguments):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_help_names_every_command_and_imports_none_of_them():
+    done = python("-X", "importtime", "-m", "fusedrl", "--help")
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in COMMANDS)
+    assert "| torch\n" not in done.stderr
+    assert "transformers" not in done.stderr
+
+
+def test_a_command_that_is_not_there_is_refused(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["scores"])
+    assert stopped.value.code == 2
+    assert "invalid choice: 'scores'" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_one_line_that_names_the_extra():
+    block = "import sys; sys.modules['pyarrow'] = None; from fusedrl.cli import main; "
+    done = python("-c", block + "sys.exit(main(['score', '--help']))")
+    assert done.returncode == 2
+    assert done.stderr == 'score: needs pyarrow: pip install "fusedrl[score]"\n'
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--temperature", value) for value in ("0", "-1", "nan", "inf", "warm")]
+    + [("--report-chats", "0"), ("--max-tokens-per-batch", "-5"), ("--estimator", "k4")],
+)
+def test_an_option_out_of_range_is_refused(option, value, capsys):
+    pytest.importorskip("transformers")
+    with pytest.raises(SystemExit) as stopped:
+        main(
+            [
+                "score",
+                "c",
+                "--policy",
+                "p",
+                "--reference",
+                "r",
+                "--out",
+                "o",
+                option,
+                value,
+            ]
+        )
+    assert stopped.value.code == 2
+    assert f"argument {option}" in capsys.readouterr().err
+
+
+def test_info_json_has_versions_machine_and_libraries(capsys):
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["fusedrl"] == fusedrl.__version__
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["machine"]["torch threads"] == torch.get_num_threads()
+    assert facts["libraries"]["_C"] == "loaded"
+
+
+def test_info_is_markdown_with_a_row_a_fact(capsys):
+    assert main(["info"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert all(line.startswith("| ") or line == "|---|---|" for line in lines)
+    assert f"| fusedrl | {fusedrl.__version__} |" in lines
+
+
+def test_check_passes_every_case_here(capsys):
+    assert main(["check"]) == 0
+    out = capsys.readouterr().out
+    assert "token_log_probs on cpu" in out
+    assert "token_kl on cpu" in out
+    assert " 0 failed" in out
+
+
+def test_check_fails_when_a_kernel_is_off(monkeypatch, capsys):
+    def slightly_wrong(*args, impl, **options):
+        kl = token_kl(*args, impl=impl, **options)
+        return kl if impl == "reference" or "reward" in options else kl + 0.1
+
+    monkeypatch.setattr(check, "token_kl", slightly_wrong)
+    assert main(["check", "--failed"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out
+    # Four estimators without a reward, in three dtypes.
+    assert " 12 failed" in out
+
+
+def test_check_says_why_a_kernel_does_not_run(monkeypatch, capsys):
+    def broken(*args, impl, **options):
+        if impl != "reference":
+            raise RuntimeError("no such kernel")
+        return token_kl(*args, impl=impl, **options)
+
+    monkeypatch.setattr(check, "token_kl", broken)
+    assert main(["check", "--failed"]) == 1
+    assert "no such kernel" in capsys.readouterr().out
+
+
+def test_check_needs_neither_transformers_nor_torchrl():
+    block = "import sys; sys.modules.update(transformers=None, torchrl=None, tensordict=None); "
+    run = "from fusedrl.cli import main; sys.exit(main(['check', '--failed']))"
+    done = python("-c", block + run)
+    assert done.returncode == 0, done.stderr

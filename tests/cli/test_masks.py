@@ -1,0 +1,249 @@
+"""Which tokens are scored: with generation markers, and derived from templates without them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers import models as bpe
+from transformers import PreTrainedTokenizerFast
+
+from fusedrl.demo import CHATS
+from fusedrl.scoring.chats import Chat, ChatError, parse_chat, read_records
+from fusedrl.scoring.masks import tokenize_chat
+
+CHATML = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\n' }}
+{%- if message.role == 'assistant' -%}
+GENERATION{{ message.content + '<|im_end|>' }}END
+{%- else -%}
+{{ message.content + '<|im_end|>' }}
+{%- endif -%}
+{{ '\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
+"""
+TRIMMED = """\
+{{- '<|endoftext|>' }}
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '<|im_start|>\n\n' }}
+{%- if message.role == 'assistant' -%}
+GENERATION{{ message.content | trim + '<|im_end|>' }}END
+{%- else -%}
+{{ message.content | trim + '<|im_end|>' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant<|im_start|>\n\n' }}{%- endif -%}
+"""
+# Brackets and no header: the prompt of an assistant turn is just what the user said.
+BRACKETS = """\
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+GENERATION{{ ' ' + message.content + '<|im_end|>' }}END
+{%- else -%}
+{{ '[INST] ' + message.content + ' [/INST]' }}
+{%- endif -%}
+{%- endfor -%}
+"""
+# Opens the last turn, and no earlier one, with an empty block for reasoning.
+REASONING = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\n' }}
+{%- if message.role == 'assistant' and loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}
+{%- set parts = message.content.split('</think>') -%}
+{{ (message.content if loop.last else parts[-1]) + '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
+"""
+HEADERLESS_PROMPT = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor -%}
+"""
+
+
+def without_markers(template):
+    return template.replace("GENERATION", "").replace("END", "")
+
+
+def with_markers(template):
+    return template.replace("GENERATION", "{%- generation -%}").replace(
+        "END", "{%- endgeneration -%}"
+    )
+
+
+def make_chat(*messages):
+    return Chat("chats.jsonl:7", 7, [{"role": r, "content": c} for r, c in messages], None)
+
+
+def bundled():
+    return [parse_chat(record) for record in read_records(CHATS)]
+
+
+def said(tokenized):
+    """The scored text of each turn."""
+    turns: dict[int, str] = {}
+    for turn, text in zip(tokenized.turns, tokenized.texts, strict=True):
+        if turn >= 0:
+            turns[turn] = turns.get(turn, "") + text
+    return turns
+
+
+def byte_level(texts, **options):
+    tokenizer = Tokenizer(bpe.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, **options)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return tokenizer, trainers.BpeTrainer(
+        vocab_size=700,
+        initial_alphabet=alphabet,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+
+
+@pytest.fixture(scope="module", params=["byte-level", "trimmed offsets", "byte fallback"])
+def tokenizer(request):
+    texts = [message["content"] for chat in bundled() for message in chat.messages]
+    if request.param == "byte fallback":
+        tokenizer = Tokenizer(bpe.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+        trainer = trainers.BpeTrainer(
+            vocab_size=800,
+            limit_alphabet=90,
+            special_tokens=["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))],
+            show_progress=False,
+        )
+    else:
+        tokenizer, trainer = byte_level(texts)
+    tokenizer.train_from_iterator(texts, trainer)
+    if request.param == "trimmed offsets":
+        from tokenizers import processors
+
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMMED, BRACKETS], ids=["chatml", "trim", "inst"])
+def test_markers_and_derivation_agree(tokenizer, template):
+    for chat in bundled():
+        if template is BRACKETS:
+            chat = chat._replace(messages=[m for m in chat.messages if m["role"] != "system"])
+        derived = tokenize_chat(chat, tokenizer, without_markers(template))
+        marked = tokenize_chat(chat, tokenizer, with_markers(template))
+        assert derived == marked
+        strip = str.strip if template is TRIMMED else str
+        lead = " " if template is BRACKETS else ""
+        assert said(derived) == {
+            turn: lead + strip(message["content"]) + "<|im_end|>"
+            for turn, message in enumerate(chat.messages)
+            if message["role"] == "assistant"
+        }
+
+
+def test_texts_join_to_the_rendered_conversation(tokenizer):
+    tokenizer.chat_template = without_markers(CHATML)
+    for chat in bundled():
+        tokenized = tokenize_chat(chat, tokenizer)
+        rendered = tokenizer.apply_chat_template(chat.messages, tokenize=False)
+        assert "".join(tokenized.texts) == rendered
+        assert tokenized.token_ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+
+def test_a_character_of_several_tokens_belongs_to_the_first(tokenizer):
+    chat = make_chat(("user", "Smile!"), ("assistant", "\U0001f9ff\U0001f9ff"))
+    tokenized = tokenize_chat(
+        chat, tokenizer, with_markers(CHATML).replace("+ '<|im_end|>' }}{%- e", "}}{%- e")
+    )
+    texts = [t for turn, t in zip(tokenized.turns, tokenized.texts, strict=True) if turn == 1]
+    assert "".join(texts) == "\U0001f9ff\U0001f9ff"
+    assert texts.count("") == len(texts) - 2 >= 2
+
+
+def test_the_line_break_after_the_end_of_turn_is_not_scored(tokenizer):
+    chat = make_chat(("user", "a"), ("assistant", "b\n\n"), ("user", "c"), ("assistant", "d"))
+    turns = said(tokenize_chat(chat, tokenizer, without_markers(CHATML)))
+    assert turns == {1: "b\n\n<|im_end|>", 3: "d<|im_end|>"}
+
+
+def test_an_empty_reasoning_block_in_the_last_turn_only(tokenizer):
+    chat = make_chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    turns = said(tokenize_chat(chat, tokenizer, REASONING))
+    assert turns == {1: "b<|im_end|>", 3: "<think>\n\n</think>\n\nd<|im_end|>"}
+
+
+def test_reasoning_that_the_template_drops_is_an_error(tokenizer):
+    chat = make_chat(
+        ("user", "a"), ("assistant", "<think>hm</think>b"), ("user", "c"), ("assistant", "d")
+    )
+    with pytest.raises(ChatError, match=r"chats.jsonl:7: messages\[1\].*--chat-template FILE"):
+        tokenize_chat(chat, tokenizer, REASONING)
+
+
+def test_a_template_that_ignores_the_generation_prompt_is_an_error(tokenizer):
+    chat = make_chat(("user", "a"), ("assistant", "b"))
+    with pytest.raises(ChatError, match=r"ignores add_generation_prompt.*--chat-template FILE"):
+        tokenize_chat(chat, tokenizer, HEADERLESS_PROMPT)
+
+
+def test_a_template_that_refuses_a_chat_is_an_error(tokenizer):
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ChatError, match=r"chats.jsonl:7: .*roles must alternate"):
+        tokenize_chat(make_chat(("user", "a"), ("assistant", "b")), tokenizer, template)
+
+
+def test_markers_around_the_wrong_number_of_turns_are_an_error(tokenizer):
+    template = with_markers(CHATML).replace("== 'assistant'", "== 'user'")
+    chat = make_chat(("user", "a"), ("user", "b"), ("assistant", "c"))
+    with pytest.raises(ChatError, match="marks 2 generations for 1 assistant turns"):
+        tokenize_chat(chat, tokenizer, template)
+
+
+def test_a_template_that_leaves_out_the_assistant_is_an_error(tokenizer):
+    template = "{%- for m in messages if m.role == 'user' -%}{{ m.content }}{%- endfor -%}"
+    with pytest.raises(ChatError, match="no token to score"):
+        tokenize_chat(make_chat(("user", "a"), ("assistant", "b")), tokenizer, template)
+
+
+def test_an_assistant_that_speaks_first_needs_markers(tokenizer):
+    chat = make_chat(("assistant", "Hi"), ("user", "Hi"), ("assistant", "Bye"))
+    with pytest.raises(ChatError, match=r"messages\[0\].*--chat-template FILE"):
+        tokenize_chat(chat, tokenizer, without_markers(CHATML))
+    turns = said(tokenize_chat(chat, tokenizer, with_markers(CHATML)))
+    assert turns == {0: "Hi<|im_end|>", 2: "Bye<|im_end|>"}
+
+
+def test_the_first_token_of_a_chat_is_never_scored(tokenizer):
+    template = (
+        "{%- for m in messages -%}"
+        "{%- generation -%}{{ m.content }}{%- endgeneration -%}"
+        "{%- endfor -%}"
+    )
+    tokenized = tokenize_chat(make_chat(("assistant", "one two three")), tokenizer, template)
+    assert tokenized.turns == [-1, *[0] * (len(tokenized.turns) - 1)]
+
+
+def test_tool_calls_are_scored_as_the_template_renders_them(tokenizer):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    messages = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    template = without_markers(CHATML).replace(
+        "{{ message.content + '<|im_end|>' }}",
+        "{{ (message.content or (message.tool_calls | tojson)) + '<|im_end|>' }}",
+    )
+    turns = said(tokenize_chat(Chat("chats.jsonl:1", 1, messages, None), tokenizer, template))
+    assert turns[1].startswith("[{") and '"add"' in turns[1] and turns[1].endswith("<|im_end|>")
+    assert turns[3] == "It is 3.<|im_end|>"

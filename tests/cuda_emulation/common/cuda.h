@@ -1,0 +1,117 @@
+// Stands in for csrc/common/cuda.h: the CUDA ops compiled by a host compiler and registered for CPU
+// tensors. Every CUDA thread is a host thread, so that sanitizers see races and what lies outside a
+// tensor. Blocks run one after the other, a few to a grid, so that kernels have to loop over the rest.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <deque>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __shared__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
+struct Index {
+  unsigned x = 0;
+};
+inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulation {
+
+struct Stopped {};  // leaves a kernel whose check failed
+
+// What the threads of a running kernel share.
+struct Block {
+  std::barrier<> all;
+  std::deque<std::barrier<>> warps;
+  std::vector<uint32_t> lanes;
+  std::atomic<const char*> failure = nullptr;
+
+  explicit Block(int threads) : all(threads), lanes(threads) {
+    for (int i = 0; i < threads; i += 32) warps.emplace_back(32);
+  }
+
+  std::barrier<>& warp() { return warps[threadIdx.x / 32]; }
+};
+inline Block* block = nullptr;
+
+[[noreturn]] inline void fail(const char* message) {
+  block->failure = message;
+  throw Stopped();
+}
+
+}  // namespace emulation
+
+inline void __syncthreads() { emulation::block->all.arrive_and_wait(); }
+
+inline uint32_t __shfl_down_sync(unsigned, uint32_t value, int distance) {
+  emulation::Block& block = *emulation::block;
+  const unsigned lane = threadIdx.x % 32;
+  block.lanes[threadIdx.x] = value;
+  block.warp().arrive_and_wait();
+  const uint32_t result = lane + distance < 32 ? block.lanes[threadIdx.x + distance] : value;
+  block.warp().arrive_and_wait();
+  return result;
+}
+
+template <typename T>
+T __ldg(const T* p) {
+  return *p;
+}
+
+#include "common/device.h"
+#include "common/tensor.h"
+
+namespace fusedrl {
+
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const Tensor&) {}
+
+  template <typename... Params, typename... Args>
+  void launch(void (*kernel)(Params...), int64_t blocks, int threads, Args... args) const {
+    constexpr int64_t kMaxBlocks = 3;
+    const unsigned grid = static_cast<unsigned>(std::min(blocks, kMaxBlocks));
+    emulation::Block block(threads);
+    emulation::block = &block;
+    std::vector<std::jthread> running;
+    for (unsigned t = 0; t < static_cast<unsigned>(threads); ++t) {
+      running.emplace_back([&, t] {
+        threadIdx.x = t;
+        blockDim.x = threads;
+        gridDim.x = grid;
+        try {
+          for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
+            kernel(args...);
+            __syncthreads();
+          }
+        } catch (const emulation::Stopped&) {
+          block.warp().arrive_and_drop();
+          block.all.arrive_and_drop();
+        }
+      });
+    }
+    running.clear();
+    STD_TORCH_CHECK(block.failure == nullptr, block.failure.load());
+  }
+};
+
+inline Scalar scalar_argument(const char*, const Tensor& tensor, const Tensor&) {
+  return {0, data<double>(tensor)};
+}
+
+}  // namespace fusedrl
+
+#define __assert_fail(message, ...) emulation::fail(message)
+#define CUDA CPU  // the key that the ops are registered for

@@ -1,0 +1,151 @@
+"""The in-tree build backend: which torch it finds, and what it says when it cannot go on."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("scikit_build_core")
+ROOT = Path(__file__).parents[1]
+PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def make_torch(folder: Path, version: str = "2.13.0+cpu") -> Path:
+    torch_dir = folder / "torch"
+    (torch_dir / "include" / "torch").mkdir(parents=True)
+    (torch_dir / "version.py").write_text(f"__version__ = '{version}'\n")
+    return torch_dir
+
+
+@pytest.fixture
+def backend(monkeypatch, tmp_path):
+    """The backend in an environment without any torch."""
+    spec = importlib.util.spec_from_file_location("backend", ROOT / "setup_helpers" / "backend.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda scheme: str(empty))
+    monkeypatch.setattr(module.site, "getusersitepackages", lambda: str(empty))
+    monkeypatch.setattr(module.sys, "base_prefix", str(empty))
+    monkeypatch.setenv("PATH", str(empty))
+    for name in ("FUSEDRL_TORCH_DIR", "VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(empty)
+    return module
+
+
+def test_named_folder_wins(backend, monkeypatch, tmp_path):
+    named = make_torch(tmp_path / "named")
+    purelib = make_torch(tmp_path / "purelib").parent
+    monkeypatch.setattr(backend.sysconfig, "get_path", lambda scheme: str(purelib))
+    monkeypatch.setenv("FUSEDRL_TORCH_DIR", str(named))
+    assert backend.find_torch() == named
+
+
+def test_named_folder_without_torch_is_refused(backend, monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEDRL_TORCH_DIR", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"FUSEDRL_TORCH_DIR: expected .*, got .*; unset it"):
+        backend.find_torch()
+
+
+@pytest.mark.parametrize("scheme", ["purelib", "platlib"])
+def test_target_of_an_isolated_pip_build(backend, monkeypatch, tmp_path, scheme):
+    found = make_torch(tmp_path / scheme)
+    monkeypatch.setattr(
+        backend.sysconfig, "get_path", lambda name: str(tmp_path / ("none", scheme)[name == scheme])
+    )
+    assert backend.find_torch() == found
+
+
+@pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])
+@pytest.mark.parametrize("where", ["VIRTUAL_ENV", "CONDA_PREFIX", "PATH", "cwd", "base"])
+def test_environments_in_use(backend, monkeypatch, tmp_path, where, packages):
+    prefix = tmp_path / ".venv"
+    found = make_torch(prefix / "lib" / PYTHON / packages)
+    if where == "PATH":
+        monkeypatch.setenv("PATH", str(prefix / "bin"))
+    elif where == "cwd":
+        monkeypatch.chdir(tmp_path)
+    elif where == "base":
+        monkeypatch.setattr(backend.sys, "base_prefix", str(prefix))
+    else:
+        monkeypatch.setenv(where, str(prefix))
+    assert backend.find_torch() == found
+
+
+def test_torch_without_headers_is_passed_over(backend, monkeypatch, tmp_path):
+    bare = tmp_path / "bare" / "torch"
+    bare.mkdir(parents=True)
+    (bare / "version.py").write_text("__version__ = '2.13.0'\n")
+    whole = make_torch(tmp_path / "venv" / "lib" / PYTHON / "site-packages")
+    monkeypatch.setattr(backend.sysconfig, "get_path", lambda scheme: str(bare.parent))
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "venv"))
+    assert backend.find_torch() == whole
+
+
+def test_old_torch_in_the_target_is_refused_in_one_line(backend, monkeypatch, tmp_path):
+    old = make_torch(tmp_path / "old", "2.9.1+cpu")
+    monkeypatch.setattr(backend.sysconfig, "get_path", lambda scheme: str(old.parent))
+    with pytest.raises(SystemExit) as refusal:
+        backend.find_torch()
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert "expected torch>=2.10, found torch 2.9" in message
+    assert "pip install 'torch>=2.10'" in message
+
+
+def test_old_torch_nearby_is_passed_over(backend, monkeypatch, tmp_path):
+    make_torch(tmp_path / "a" / "lib" / PYTHON / "site-packages", "2.9.1")
+    new = make_torch(tmp_path / "b" / "lib" / PYTHON / "site-packages", "2.10.0")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'a' / 'bin'}:{tmp_path / 'b' / 'bin'}")
+    assert backend.find_torch() == new
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_torch_is_required_only_when_there_is_none(backend, monkeypatch, tmp_path, kind):
+    requires = getattr(backend, f"get_requires_for_build_{kind}")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(backend.Path, "cwd", lambda: tmp_path)
+    without = requires()
+    monkeypatch.setenv("FUSEDRL_TORCH_DIR", str(make_torch(tmp_path)))
+    assert without == [*requires(), "torch>=2.10"]
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_build_without_torch_stops_in_one_line(backend, tmp_path, kind):
+    with pytest.raises(SystemExit) as refusal:
+        getattr(backend, f"build_{kind}")(str(tmp_path))
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert "expected an installed torch to compile against, found none" in message
+    assert "pip install 'torch>=2.10'" in message
+    assert "FUSEDRL_TORCH_DIR" in message
+
+
+def test_sdist_has_what_a_build_needs_and_nothing_else(backend, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    with tarfile.open(tmp_path / backend.build_sdist(str(tmp_path))) as sdist:
+        names = [name.partition("/")[2] for name in sdist.getnames()]
+    for path in (
+        "CMakeLists.txt",
+        "cmake/cuda.cmake",
+        "csrc/ops.cpp",
+        "setup_helpers/backend.py",
+        "python/fusedrl/native.py",
+        "python/fusedrl/py.typed",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+    ):
+        assert path in names
+    assert {name.partition("/")[0] for name in names} <= {
+        *("CMakeLists.txt", "cmake", "csrc", "setup_helpers", "python", "benchmarks", "tests"),
+        *("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO"),
+    }
+    assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]

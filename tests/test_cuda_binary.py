@@ -1,0 +1,59 @@
+"""What is inside the CUDA library: code for every architecture, and no torch symbol outside the C ABI."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fusedrl import native
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    path = native.find("_C_cuda")
+    if path is None:
+        pytest.skip("built without _C_cuda (no nvcc)")
+    return path
+
+
+def run(tool: str, *args: str | Path) -> str:
+    # Triton brings NVIDIA's tools where there is no CUDA toolkit.
+    spec = importlib.util.find_spec("triton")
+    bundled = Path(spec.origin).parent / "backends/nvidia/bin" if spec and spec.origin else None
+    found = shutil.which(tool) or (bundled and shutil.which(tool, path=str(bundled)))
+    if not found:
+        pytest.skip(f"there is no {tool}")
+    return subprocess.run([found, *args], check=True, capture_output=True, text=True).stdout
+
+
+def test_has_machine_code_and_ptx(library):
+    built = set(re.findall(r"sm_(\d+)", run("cuobjdump", "--list-elf", library)))
+    assert built >= {"80", "90", "100"}
+    ptx = {int(arch) for arch in re.findall(r"sm_(\d+)", run("cuobjdump", "--list-ptx", library))}
+    assert max(ptx) == max(int(arch) for arch in built)
+
+
+def test_kernels_keep_everything_in_registers(library):
+    usage = run("cuobjdump", "--dump-resource-usage", library)
+    stacks = [int(bytes_) for bytes_ in re.findall(r"STACK:(\d+)", usage)]
+    assert len(stacks) >= 3 * 17  # 9 kernels of token_log_probs and 8 of token_kl an architecture
+    assert max(stacks) == 0
+
+
+def test_needs_only_the_c_symbols_of_torch(library):
+    needed = run("nm", "--dynamic", "--undefined-only", library).split("\n")
+    names = {line.split()[-1].split("@")[0] for line in needed if line.strip()}
+    of_torch = {name for name in names if re.search("torch|c10|aten", name)}
+    assert "aoti_torch_get_current_cuda_stream" in of_torch
+    assert all(re.fullmatch(r"(aoti_)?torch_\w+", name) for name in of_torch), sorted(of_torch)
+
+
+def test_brings_its_own_cuda_runtime(library):
+    needed = re.findall(r"NEEDED.*\[(.*)\]", run("readelf", "--dynamic", library))
+    assert {"libtorch_cpu.so", "libtorch_cuda.so"} <= set(needed)
+    assert not [name for name in needed if "cudart" in name]

@@ -1,0 +1,56 @@
+"""What the documentation shows runs: docstring examples, the README's Python, the examples folder."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fusedrl
+
+ROOT = Path(__file__).parents[1]
+NAMES = [name for name in fusedrl.__all__ if name != "__version__"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_docstring_examples(name):
+    public = getattr(fusedrl, name)
+    assert public.__doc__
+    tests = doctest.DocTestFinder(recurse=False).find(public, name, globs={})
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for test in tests:
+        runner.run(test)
+    assert runner.summarize(verbose=False).failed == 0
+
+
+def test_every_function_and_transform_has_an_example():
+    named_tuples = {"TokenLogProbs", "TokenKL"}
+    missing = [n for n in NAMES if n not in named_tuples and ">>>" not in getattr(fusedrl, n).__doc__]
+    assert missing == []
+
+
+def test_readme_python_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    scope: dict = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), scope)
+
+
+def test_readme_commands_exist():
+    text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"`?make ([a-z]+)", text)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_examples_run(path, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

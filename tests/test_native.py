@@ -1,0 +1,147 @@
+"""Loading the compiled libraries, and what is said when one does not load."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fusedrl import _host, native
+
+FEATURES = {
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx512": ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
+}
+LEVELS = ("portable", "avx2", "avx512")
+
+
+@pytest.fixture
+def fresh_load():
+    """Libraries are looked for again, in the test and after it."""
+    native.load_error.cache_clear()
+    yield
+    native.load_error.cache_clear()
+
+
+def usable(level: str) -> bool:
+    features = _host.cpu_features()
+    return all(features.get(name, False) for name in FEATURES.get(level, ()))
+
+
+def run_at(level: str, script: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "FUSEDRL_CPU_LEVEL": level},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_corrupted_library_is_explained(monkeypatch, tmp_path, fresh_load):
+    broken = tmp_path / "_C.abi3.so"
+    broken.write_bytes(b"no library")
+    monkeypatch.setattr(native, "find", lambda name: broken)
+    with pytest.raises(native.NativeLibraryError) as refusal:
+        native.require("_C")
+    message = str(refusal.value)
+    assert f"fusedrl._C: {broken} does not load: " in message
+    machine = f"{platform.system()} {platform.machine()}"
+    assert f"Built for: torch >= {_host.build_info()['torch_target']} on {machine}" in message
+    assert f"There is: torch {torch.__version__} on {machine}" in message
+    assert "pip install --force-reinstall" in message
+
+
+def test_missing_library_is_explained(monkeypatch, fresh_load):
+    monkeypatch.setattr(native, "find", lambda name: None)
+    with pytest.raises(native.NativeLibraryError) as refusal:
+        native.require("_C")
+    message = str(refusal.value)
+    assert message.startswith("fusedrl._C: expected a compiled library beside ")
+    assert "found none" in message
+    assert f"torch {torch.__version__}" in message
+    assert "pip install --force-reinstall" in message
+
+
+def test_library_that_disappeared_is_explained(monkeypatch, tmp_path, fresh_load):
+    monkeypatch.setattr(native, "find", lambda name: tmp_path / "gone.abi3.so")
+    error = native.load_error("_C")
+    assert error is not None
+    assert "gone.abi3.so does not load" in error
+
+
+WITHOUT_LIBRARY = """
+import pytest
+import torch
+from fusedrl import native
+
+native.find = lambda name: None
+from fusedrl import token_kl, token_log_probs
+
+zeros, tokens = torch.zeros(2, 3), torch.tensor([0, 1])
+with pytest.raises(native.NativeLibraryError, match="expected a compiled library"):
+    token_log_probs(zeros, tokens)
+with pytest.raises(native.NativeLibraryError, match="expected a compiled library"):
+    token_kl(zeros[0], zeros[0])
+uniform = token_log_probs(zeros, tokens, impl="reference")
+torch.testing.assert_close(uniform.exp(), torch.full((2,), 1 / 3))
+"""
+
+
+def test_ops_without_the_library_refuse_instead_of_running_slowly():
+    done = run_at("", WITHOUT_LIBRARY)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is a CUDA build")
+def test_cuda_library_under_a_cpu_build_of_torch_is_explained():
+    with pytest.raises(native.NativeLibraryError, match="_C_cuda: expected a CUDA build of torch"):
+        native.require("_C_cuda")
+
+
+COMPARE = """
+import torch
+from fusedrl import _host, token_log_probs
+
+torch.set_num_threads(1)
+generator = torch.Generator().manual_seed(0)
+tokens = torch.randint(4099, (7,), generator=generator)
+draw = 4 * torch.randn(7, 4099, generator=generator)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    results = []
+    for impl, kind in (("cpu", dtype), ("reference", torch.float64)):
+        logits = draw.to(dtype).to(kind).detach().requires_grad_()
+        result = token_log_probs(logits, tokens, entropy=True, temperature=0.7, impl=impl)
+        (result.log_probs * torch.arange(7) + result.entropy).sum().backward()
+        results.append((*result, logits.grad))
+    for kernel, truth in zip(*results):
+        # Gradients are rounded to the dtype of the logits.
+        close = {"rtol": 1e-5, "atol": 1e-5} if kernel.dtype == torch.float32 else {}
+        torch.testing.assert_close(kernel.detach(), truth.detach().to(kernel.dtype), **close)
+print(_host.cpu_level())
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_usable_level_agrees_with_the_reference(level):
+    if not usable(level):
+        pytest.skip(f"this CPU has no {level}")
+    done = run_at(level, COMPARE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [level]
+
+
+@pytest.mark.parametrize("level", ["fastest", *LEVELS])
+def test_unusable_level_is_explained(level):
+    if level in LEVELS and usable(level):
+        pytest.skip(f"this CPU has {level}")
+    done = run_at(level, "import fusedrl.native as n; n.require('_C')")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("fusedrl.native.NativeLibraryError: fusedrl._C: FUSEDRL_CPU_LEVEL: ")
+    best = max((x for x in LEVELS if usable(x)), key=LEVELS.index)
+    assert f"up to {best}, the best of this CPU, got '{level}'; unset it" in last

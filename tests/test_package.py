@@ -1,0 +1,76 @@
+"""The package as a whole: what an import costs, what is public, what is shipped."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from importlib import metadata, resources
+
+import pytest
+
+import fusedrl
+
+PUBLIC = [name for name in fusedrl.__all__ if name != "__version__"]
+
+
+def modules_after(statement: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{statement}\nimport sys\nprint(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return set(done.stdout.split())
+
+
+def test_import_loads_nothing_heavy():
+    heavy = {"torch", "numpy", "tensordict", "torchrl", "transformers", "triton"}
+    assert not heavy & modules_after("import fusedrl")
+
+
+def test_ops_load_torch_alone():
+    loaded = modules_after("from fusedrl import token_kl, token_log_probs")
+    assert "torch" in loaded
+    assert not {"tensordict", "torchrl", "transformers"} & loaded
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_resolves(name):
+    value = getattr(fusedrl, name)
+    assert value.__name__ == name
+    assert name in dir(fusedrl)
+
+
+def test_unknown_name_is_refused():
+    with pytest.raises(AttributeError, match="module 'fusedrl' has no attribute 'token_lk'"):
+        _ = fusedrl.token_lk
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_has_a_docstring_of_its_own(name):
+    value = getattr(fusedrl, name)
+    doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    assert doc
+    assert doc.strip().splitlines()[0].endswith(".")
+
+
+def test_types_are_shipped():
+    assert (resources.files("fusedrl") / "py.typed").is_file()
+
+
+def test_version_has_one_source():
+    from fusedrl import _host
+
+    assert metadata.version("fusedrl") == fusedrl.__version__
+    assert _host.build_info()["version"] == fusedrl.__version__
+
+
+def test_requirements_have_lower_bounds_only():
+    requirements = [r for r in metadata.requires("fusedrl") or () if not r.startswith("fusedrl[")]
+    assert requirements
+    for requirement in requirements:
+        specifier = requirement.partition(";")[0].strip()
+        assert re.fullmatch(r"[\w.-]+(\[[\w,]+\])?>=[\d.]+", specifier), requirement

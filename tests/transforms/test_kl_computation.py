@@ -1,0 +1,313 @@
+"""``KLComputation``: every representation in, the same one out, one formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import Compose
+from torchrl.envs.llm.transforms import KLComputation as TorchrlKLComputation
+from torchrl.modules.llm.policies import LogProbs
+
+from fusedrl import KLComputation
+from fusedrl.transforms import columns
+
+LENGTHS = (3, 5, 2)
+GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
+
+
+@pytest.fixture
+def samples() -> list[dict]:
+    return [
+        {GEN: torch.randn(n), REF: torch.randn(n), "reward": torch.randn(n, 1)} for n in LENGTHS
+    ]
+
+
+def stack(samples: list[dict]) -> LazyStackedTensorDict:
+    return lazy_stack([TensorDict(sample) for sample in samples])
+
+
+def nested(samples: list[dict], key, layout=torch.strided) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([sample[key] for sample in samples], layout=layout)
+
+
+def check(samples: list[dict], kl, reward, coeff: float) -> None:
+    """``kl`` and ``reward``, rows, are what the definition gives."""
+    for sample, k, r in zip(samples, kl, reward, strict=True):
+        torch.testing.assert_close(k, sample[GEN] - sample[REF])
+        torch.testing.assert_close(r, sample["reward"] - coeff * k.unsqueeze(-1))
+
+
+@pytest.mark.parametrize("with_next", [False, True])
+def test_stack_of_samples(samples, with_next):
+    data = stack(samples)
+    if with_next:
+        data = lazy_stack([TensorDict(next=sample) for sample in data.tensordicts])
+    transform = KLComputation(coeff=0.1)
+    out = transform(data)
+    assert out is data
+    assert isinstance(transform, TorchrlKLComputation)
+    target = out["next"] if with_next else out
+    kl, reward = target.get("kl_penalty", as_list=True), target.get("reward", as_list=True)
+    check(samples, kl, reward, 0.1)
+    assert len({k.untyped_storage().data_ptr() for k in kl}) == 1, "views of one buffer"
+
+
+def test_stack_of_stacks(samples):
+    """A collector's batch, ``[envs, turns]``; torchrl raises ``AttributeError``."""
+    data = lazy_stack([stack(samples[:1]), stack(samples[1:2])])
+    KLComputation(coeff=0.5)(data)
+    leaves = [inner.tensordicts[0] for inner in data.tensordicts]
+    check(samples[:2], [x["kl_penalty"] for x in leaves], [x["reward"] for x in leaves], 0.5)
+
+
+def test_log_probs_object(samples):
+    """torchrl's policies write log-probs as a ``LogProbs``, not as a plain tensordict."""
+    data = lazy_stack(
+        [
+            TensorDict(
+                {"log_probs": LogProbs(full=s[GEN], batch_size=()), REF: s[REF]}
+                | {"reward": s["reward"]}
+            )
+            for s in samples
+        ]
+    )
+    KLComputation()(data)
+    check(samples, data.get("kl_penalty", as_list=True), data.get("reward", as_list=True), 1.0)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_columns(samples, layout):
+    """The KL is strided nested, as torchrl's; the reward keeps its layout."""
+    data = TensorDict(
+        {key: nested(samples, key, layout) for key in (GEN, REF, "reward")}, batch_size=(3,)
+    )
+    KLComputation(coeff=0.1)(data)
+    kl, reward = data["kl_penalty"], data["reward"]
+    assert kl.is_nested and kl.layout == torch.strided
+    assert reward.is_nested and reward.layout == layout
+    check(samples, kl.unbind(), reward.unbind(), 0.1)
+
+
+def test_nested_log_probs_with_one_reward_a_sample(samples):
+    reward = torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
+    data = TensorDict(
+        {GEN: nested(samples, GEN), REF: nested(samples, REF), "reward": reward}, batch_size=(3,)
+    )
+    KLComputation(coeff=0.1)(data)
+    expected = [{**s, "reward": r} for s, r in zip(samples, reward, strict=True)]
+    check(expected, data["kl_penalty"].unbind(), data["reward"].unbind(), 0.1)
+
+
+def test_dense_columns():
+    """torchrl answers nested here, and raises with a reward; its docstring promises ``[2, 10]``."""
+    gen, ref, reward = torch.randn(2, 10), torch.randn(2, 10), torch.randn(2, 10, 1)
+    data = TensorDict(next={GEN: gen, REF: ref, "reward": reward}, batch_size=(2,))
+    out = KLComputation(coeff=0.1)(data)["next"]
+    torch.testing.assert_close(out["kl_penalty"], gen - ref)
+    torch.testing.assert_close(out["reward"], reward - 0.1 * (gen - ref).unsqueeze(-1))
+
+
+def test_dense_columns_with_one_reward_a_sample():
+    gen, ref, reward = torch.randn(2, 10), torch.randn(2, 10), torch.randn(2, 1, 1)
+    out = KLComputation()(TensorDict({GEN: gen, REF: ref, "reward": reward}, batch_size=(2,)))
+    torch.testing.assert_close(out["reward"], reward - (gen - ref).unsqueeze(-1))
+
+
+def test_one_packed_sample(samples):
+    data = TensorDict(samples[0])
+    KLComputation(coeff=0.1)(data)
+    check(samples[:1], [data["kl_penalty"]], [data["reward"]], 0.1)
+
+
+def test_one_reward_a_sample_is_broadcast(samples):
+    for sample, value in zip(samples, (1.0, 2.0, 3.0), strict=True):
+        sample["reward"] = torch.full((1, 1), value)
+    data = KLComputation(coeff=0.1)(stack(samples))
+    check(samples, data.get("kl_penalty", as_list=True), data.get("reward", as_list=True), 0.1)
+    assert [r.shape for r in data.get("reward", as_list=True)] == [(n, 1) for n in LENGTHS]
+
+
+def test_rewards_of_several_columns(samples):
+    for sample, n in zip(samples, LENGTHS, strict=True):
+        sample["reward"] = torch.randn(n, 3)
+    data = KLComputation(coeff=0.1)(stack(samples))
+    check(samples, data.get("kl_penalty", as_list=True), data.get("reward", as_list=True), 0.1)
+
+
+def test_integer_rewards(samples):
+    for sample in samples:
+        sample["reward"] = torch.ones(1, 1, dtype=torch.int64)
+    data = KLComputation(coeff=0.5)(stack(samples))
+    for sample, reward in zip(samples, data.get("reward", as_list=True), strict=True):
+        torch.testing.assert_close(reward, 1 - 0.5 * (sample[GEN] - sample[REF]).unsqueeze(-1))
+
+
+def test_nan_is_a_missing_score_and_infinity_is_not(samples):
+    samples[0][GEN][1] = float("nan")
+    samples[1][REF][0] = float("nan")
+    samples[2][REF][1] = float("-inf")
+    data = KLComputation(coeff=0.1)(stack(samples))
+    kl, reward = data.get("kl_penalty", as_list=True), data.get("reward", as_list=True)
+    assert kl[0][1] == 0 and kl[1][0] == 0 and kl[2][1] == float("inf")
+    assert reward[0][1] == samples[0]["reward"][1]
+    assert reward[2][1] == float("-inf")
+
+
+@pytest.mark.parametrize(
+    "coeff", [0.25, torch.tensor(0.25), torch.tensor(0.25, dtype=torch.float64)]
+)
+def test_coeff_is_a_float_or_a_tensor(samples, coeff):
+    data = KLComputation(coeff=coeff)(stack(samples))
+    check(samples, data.get("kl_penalty", as_list=True), data.get("reward", as_list=True), 0.25)
+    assert data.tensordicts[0]["reward"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["stack", "nested", "dense"])
+def test_gradients_reach_both_models(samples, kind):
+    """d(kl)/d(gen) = 1 and d(kl)/d(ref) = -1, weighted by non-uniform upstream gradients."""
+    if kind == "dense":
+        samples = [samples[0], {key: torch.randn_like(x) for key, x in samples[0].items()}]
+    for sample in samples:
+        sample[GEN].requires_grad_()
+        sample[REF].requires_grad_()
+    if kind == "stack":
+        data = stack(samples)
+    else:
+        column = nested if kind == "nested" else (lambda s, key: torch.stack([x[key] for x in s]))
+        data = TensorDict(
+            {key: column(samples, key) for key in (GEN, REF, "reward")}, batch_size=len(samples)
+        )
+    KLComputation(coeff=0.1)(data)
+    kl, reward = ([td[key] for td in data.unbind(0)] for key in ("kl_penalty", "reward"))
+    up = [torch.randn_like(k) for k in kl]
+    loss = sum(
+        (u * k).sum() + (2 * u * r.squeeze(-1)).sum()
+        for u, k, r in zip(up, kl, reward, strict=True)
+    )
+    loss.backward()
+    for sample, u in zip(samples, up, strict=True):
+        torch.testing.assert_close(sample[GEN].grad, u - 0.2 * u)
+        torch.testing.assert_close(sample[REF].grad, 0.2 * u - u)
+
+
+def test_without_add_to_reward_the_reward_stays(samples):
+    data = stack(samples)
+    transform = KLComputation(add_to_reward=False)
+    transform(data)
+    for sample, row in zip(samples, data.tensordicts, strict=True):
+        assert row["reward"] is sample["reward"]
+    assert transform.in_keys == [GEN, REF] and transform.out_keys == ["kl_penalty"]
+
+
+def test_own_keys_and_compose(samples):
+    renamed = [
+        {("a", "full"): s[GEN], ("b", "c", "full"): s[REF], "reward": s["reward"]} for s in samples
+    ]
+    data = Compose(KLComputation(("a", "full"), ("b", "c", "full"), kl_key=("info", "kl")))(
+        stack(renamed)
+    )
+    check(samples, data.get(("info", "kl"), as_list=True), data.get("reward", as_list=True), 1.0)
+
+
+@pytest.mark.parametrize("missing", [GEN, REF])
+def test_missing_log_probs_are_named(samples, missing):
+    """torchrl means to raise ``ValueError``, but its message reads attributes that do not exist."""
+    for sample in samples:
+        del sample[missing]
+    with pytest.raises(ValueError, match=r"log_probs.*found none under"):
+        KLComputation()(stack(samples))
+
+
+BAD = {
+    "lengths": (lambda s: s[1].update({REF: torch.zeros(4)}), "ref_log_probs: sample 1"),
+    "reward dimensions": (lambda s: s[2].update(reward=torch.zeros(2)), "reward: sample 2"),
+    "reward length": (lambda s: s[0].update(reward=torch.zeros(2, 1)), "reward: sample 0"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_refused_before_anything_changes(samples, spoil, message):
+    spoil(samples)
+    data = stack(samples)
+    with pytest.raises(ValueError, match=message):
+        KLComputation()(data)
+    for sample, row in zip(samples, data.tensordicts, strict=True):
+        assert "kl_penalty" not in row and row["reward"] is sample["reward"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("coef", "coeff"), ("gen_log_probs_key", "gen_log_probs_full_key"), ("nonsense", "unknown")],
+)
+def test_unknown_arguments_are_refused(wrong, right):
+    with pytest.raises(TypeError, match=f"{wrong}: .*{right}"):
+        KLComputation(**{wrong: 1})
+
+
+def test_specs_are_the_shapes_of_the_data():
+    """torchrl declares the KL without a token dimension and the reward with one too many."""
+    data = TensorDict(
+        {GEN: torch.randn(2, 4), REF: torch.randn(2, 4), "reward": torch.zeros(2, 1, 1)}, [2]
+    )
+    transform = KLComputation()
+    out = transform(data)
+    observation = transform.transform_observation_spec(Composite(shape=(2,)))
+    reward = transform.transform_reward_spec(Composite(reward=Unbounded((2, 1, 1)), shape=(2,)))
+    assert observation["kl_penalty"].shape == (2, -1)
+    assert reward["reward"].shape == (2, -1, 1)
+    assert observation["kl_penalty"].is_in(out["kl_penalty"])
+    assert reward["reward"].is_in(out["reward"])
+
+
+class Untouchable(TensorDict):
+    """A subclass, which may store its entries in any way."""
+
+
+def _locked(samples):
+    return stack(samples).lock_()
+
+
+def _subclassed(samples):
+    return lazy_stack([Untouchable(sample) for sample in samples])
+
+
+class TestPrivateAccess:
+    """Samples' dicts are touched for exact, unlocked, known types only; this pins them."""
+
+    def test_exact_types_are_reached_directly(self, samples):
+        data = stack(samples)
+        reached = columns.columns_of(data)
+        assert isinstance(reached, columns.Rows)
+        assert all(type(td._tensordict) is dict for td in data.tensordicts)
+        assert reached.get(GEN)[0] is samples[0][GEN]
+        reached.set("x", [torch.ones(2)] * 3)
+        assert data.tensordicts[0].get("x").shape == (2,)
+
+    @pytest.mark.parametrize(
+        "build",
+        [
+            _locked,
+            _subclassed,
+            lambda s: stack(s).to_tensordict(retain_none=True),
+            lambda s: stack(s)[0],
+        ],
+        ids=["locked", "subclass", "unstacked", "one sample"],
+    )
+    def test_anything_else_goes_through_the_public_interface(self, samples, build):
+        uniform = [{key: x[:2] for key, x in sample.items()} for sample in samples]
+        assert isinstance(columns.columns_of(build(uniform)), columns.Columns)
+
+    def test_a_subclass_gives_the_same_numbers(self, samples):
+        data = KLComputation(coeff=0.1)(_subclassed(samples))
+        check(samples, data.get("kl_penalty", as_list=True), data.get("reward", as_list=True), 0.1)
+
+    def test_a_locked_stack_is_refused_by_tensordict(self, samples):
+        with pytest.raises(RuntimeError, match="locked"):
+            KLComputation()(_locked(samples))
+
+    def test_one_sample_with_a_tensor_subclass_reads_the_same(self, samples):
+        samples[1][GEN] = torch.nn.Parameter(samples[1][GEN])
+        data = KLComputation(coeff=0.1)(stack(samples))
+        check(samples, data.get("kl_penalty", as_list=True), data.get("reward", as_list=True), 0.1)

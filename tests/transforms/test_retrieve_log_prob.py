@@ -1,0 +1,371 @@
+"""``RetrieveLogProb``: the assistant's tokens scored in float32, in every mode of the wrapper."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict
+from torchrl.data import Composite
+from torchrl.envs.llm.transforms import RetrieveLogProb as TorchrlRetrieveLogProb
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.modules.llm.policies import LogProbs
+
+from fusedrl import RetrieveLogProb, token_log_probs
+from fusedrl.transforms import scoring
+from fusedrl.transforms.scoring import FusedScorer
+
+from .dialogs import CHATS, assert_rows_equal, conversations, rows
+
+KEY = ("gen_log_probs", "full")
+
+
+def definition(model, wrapper) -> list[torch.Tensor]:
+    """Log-probs of each conversation alone, through log_softmax, and 0 outside the assistant's."""
+    scored = wrapper(conversations())
+    expected = []
+    for tokens, mask in zip(
+        rows(scored, ("tokens", "full")), rows(scored, ("masks", "all_assistant_mask")), strict=True
+    ):
+        with torch.no_grad():
+            log_probs = model(tokens[None]).logits.float().log_softmax(-1)[0, :-1]
+        picked = log_probs.gather(-1, tokens[1:, None]).squeeze(-1)
+        expected.append(torch.cat((picked.new_zeros(1), picked)).masked_fill(~mask, 0))
+    return expected
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_log_probs_are_those_of_the_model(policy, policy_model, stacked):
+    transform = RetrieveLogProb(policy())
+    assert isinstance(transform, TorchrlRetrieveLogProb)
+    out = rows(transform(conversations(stacked=stacked)), KEY)
+    assert_rows_equal(out, definition(policy_model, policy()))
+    assert all((row != 0).any() for row in out)
+
+
+def test_writes_to_next(policy):
+    data = conversations(with_next=True)
+    out = RetrieveLogProb(policy())(data)
+    assert out is data
+    assert KEY in out["next"].keys(True) and KEY not in out.keys(True)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("key", [("other", "full"), ("deeply", "nested", "full")])
+def test_own_key(policy, stacked, pad_output, key):
+    """torchrl cannot rename unpadded log-probs in a plain tensordict."""
+    wrapper = policy(pad_output=pad_output)
+    expected = rows(RetrieveLogProb(wrapper)(conversations()), KEY)
+    out = RetrieveLogProb(wrapper, log_probs_full_key=key)(conversations(stacked=stacked))
+    assert_rows_equal(rows(out, key), expected)
+
+
+def test_padded_output_is_dense_and_on_the_side_asked_for(policy):
+    """``padding_side`` does nothing in torchrl, where the wrapper has padded already."""
+    unpadded = rows(RetrieveLogProb(policy())(conversations()), KEY)
+    left = RetrieveLogProb(policy(pad_output=True))(conversations()).get(KEY)
+    right = RetrieveLogProb(policy(pad_output=True), padding_side="right")(conversations()).get(KEY)
+    assert left.shape == right.shape == (len(CHATS), max(map(len, unpadded)))
+    for i, row in enumerate(unpadded):
+        torch.testing.assert_close(left[i, -len(row) :], row, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(right[i, : len(row)], row, rtol=1e-5, atol=1e-5)
+        assert not left[i, : -len(row) or None].any() or len(row) == left.shape[1]
+        assert not right[i, len(row) :].any()
+
+
+def test_log_probs_under_the_models_key_are_a_log_probs_object(policy):
+    out = RetrieveLogProb(policy())(conversations())
+    assert isinstance(out["gen_log_probs"], LogProbs)
+
+
+def test_bfloat16_models_give_float32_log_probs(wrap, policy_model):
+    """torchrl's are bfloat16, off by hundredths of a nat; ours are those of the logits."""
+    model = copy.deepcopy(policy_model).bfloat16()
+    seen: list[torch.Tensor] = []
+    model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
+    wrapper = wrap(model, "gen_log_probs")
+    out = rows(RetrieveLogProb(wrapper, assistant_only=False)(conversations()), KEY)
+    for row, tokens, logits in zip(out, _tokens(wrapper), seen[0], strict=True):
+        padded = logits[-len(tokens) :].float().log_softmax(-1)[:-1]
+        expected = padded.gather(-1, tokens[1:, None]).squeeze(-1)
+        torch.testing.assert_close(row[1:], expected, rtol=1e-5, atol=1e-5)
+
+
+def _tokens(wrapper) -> list[torch.Tensor]:
+    return rows(wrapper(conversations()), ("tokens", "full"))
+
+
+def test_end_of_sequence_keeps_its_log_prob_when_it_is_the_padding_token(
+    wrap, policy_model, tokenizer
+):
+    """Padding is told by the attention mask, never by the token."""
+    same = copy.deepcopy(tokenizer)
+    same.pad_token = same.eos_token
+    options = {"assistant_only": False}
+    expected = rows(
+        RetrieveLogProb(wrap(policy_model), **options)(conversations()), ("log_probs", "full")
+    )
+    wrapper = wrap(policy_model, tokenizer=same)
+    out = rows(RetrieveLogProb(wrapper, **options)(conversations()), ("log_probs", "full"))
+    assert_rows_equal(out, expected)
+    for row, tokens in zip(out, _tokens(wrapper), strict=True):
+        ends = (tokens == same.eos_token_id).nonzero().flatten()
+        assert len(ends) > 0 and (row[ends] < 0).all()
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_detach(wrap, policy_model, detach):
+    """torchrl keeps the graph in both cases."""
+    model = copy.deepcopy(policy_model)
+    transform = RetrieveLogProb(wrap(model, "gen_log_probs"), detach=detach)
+    out = rows(transform(conversations()), KEY)
+    assert {row.requires_grad for row in out} == {not detach}
+    if not detach:
+        sum(row.sum() for row in out).backward()
+        grad = model.lm_head.weight.grad
+        assert grad is not None and grad.isfinite().all() and grad.any()
+
+
+def test_logits_of_dropped_tokens_are_never_read(wrap, policy_model):
+    """A NaN before the assistant's first token must not leak, into the gradients neither."""
+    model = copy.deepcopy(policy_model)
+    wrapper = wrap(model, "gen_log_probs")
+    clean = rows(RetrieveLogProb(wrapper)(conversations()), KEY)
+    scored = wrapper(conversations())
+    masks = rows(scored, ("masks", "all_assistant_mask"))
+    width = max(map(len, masks))
+    # The logits of a token are those at the position before it, in left-padded rows.
+    read = torch.stack([torch.nn.functional.pad(m, (width - len(m), 0)) for m in masks]).roll(-1, 1)
+
+    def poison(module, args, output):
+        output.logits = output.logits.masked_fill(~read[..., None], float("nan"))
+
+    model.register_forward_hook(poison)
+    out = rows(RetrieveLogProb(wrapper, detach=False)(conversations()), KEY)
+    assert_rows_equal([row.detach() for row in out], clean)
+    sum(row.sum() for row in out).backward()
+    assert model.lm_head.weight.grad.isfinite().all()
+
+
+WHOLE_TURN = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endgeneration %}"
+    "{% else %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("source", ["tokenizer", "tokenizer_kwargs"])
+def test_the_mask_may_come_from_another_template(policy, tokenizer, pad_output, source):
+    """torchrl stores ``tokenizer`` and ``tokenizer_kwargs`` and never reads them."""
+    if source == "tokenizer":
+        options = {"tokenizer": copy.deepcopy(tokenizer)}
+        options["tokenizer"].chat_template = WHOLE_TURN
+    else:
+        options = {"tokenizer_kwargs": {"chat_template": WHOLE_TURN}}
+    wrapper = policy(pad_output=pad_output)
+    narrow = rows(RetrieveLogProb(wrapper)(conversations()), KEY)
+    wide = rows(RetrieveLogProb(wrapper, **options)(conversations()), KEY)
+    everything = rows(RetrieveLogProb(wrapper, assistant_only=False)(conversations()), KEY)
+    for few, more, whole in zip(narrow, wide, everything, strict=True):
+        assert (more[few != 0] == few[few != 0]).all()
+        assert (few != 0).sum() < (more != 0).sum() < (whole != 0).sum(), "the whole turn counts"
+        torch.testing.assert_close(more[more != 0], whole[more != 0])
+
+
+def test_tokenizer_kwargs_are_not_edited(policy):
+    """torchrl adds its defaults to the caller's dict."""
+    options = {"chat_template": WHOLE_TURN}
+    RetrieveLogProb(policy(), tokenizer_kwargs=options)
+    assert options == {"chat_template": WHOLE_TURN}
+
+
+def test_a_mask_over_other_tokens_is_refused(policy, tokenizer):
+    template = {"chat_template": WHOLE_TURN.replace("<|im_start|>", "")}
+    with pytest.raises(ValueError, match="tokenizer: sample 0: expected the model's"):
+        RetrieveLogProb(policy(), tokenizer_kwargs=template)(conversations())
+
+
+def test_a_mask_that_is_not_made_is_refused(policy):
+    options = {"return_assistant_tokens_mask": False}
+    with pytest.raises(ValueError, match=r"tokenizer_kwargs: .*assistant mask"):
+        RetrieveLogProb(policy(), tokenizer_kwargs=options)(conversations())
+
+
+class SelfScoring(TransformersWrapper):
+    """A user's subclass, whose own scoring must be respected."""
+
+    calls = 0
+
+    def _compute_log_probs_from_model_output(self, *args, **kwargs):
+        type(self).calls += 1
+        return super()._compute_log_probs_from_model_output(*args, **kwargs)
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_other_wrappers_score_by_themselves(
+    policy, policy_model, tokenizer, pad_output, with_tokenizer
+):
+    SelfScoring.calls = 0
+    wrapper = SelfScoring(
+        policy_model,
+        tokenizer=tokenizer,
+        generate=False,
+        return_log_probs=True,
+        pad_output=pad_output,
+        log_probs_key="gen_log_probs",
+    )
+    options = {"tokenizer": copy.deepcopy(tokenizer)} if with_tokenizer else {}
+    out = rows(RetrieveLogProb(wrapper, **options)(conversations()), KEY)
+    assert SelfScoring.calls == 1
+    assert_rows_equal(
+        out, rows(RetrieveLogProb(policy(pad_output=pad_output))(conversations()), KEY)
+    )
+
+
+class Maskless(SelfScoring):
+    """Gives no assistant mask but the length of the prompt, as a policy that generated does."""
+
+    prompt_length = 7
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out["masks"].all_assistant_mask = None
+        tokens = rows(out, ("tokens", "full"))
+        prompts = [row[: self.prompt_length] for row in tokens]
+        if self.prompt_length:
+            out.set(("tokens", "prompt"), torch.nested.as_nested_tensor(prompts))
+        return out
+
+
+def test_without_an_assistant_mask_the_prompt_is_dropped(policy_model, tokenizer, monkeypatch):
+    options = {"generate": False, "return_log_probs": True, "tokenizer": tokenizer}
+    wrapper = Maskless(policy_model, **options)
+    everything = rows(
+        RetrieveLogProb(wrapper, assistant_only=False)(conversations()), ("log_probs", "full")
+    )
+    out = rows(RetrieveLogProb(wrapper)(conversations()), ("log_probs", "full"))
+    for row, whole in zip(out, everything, strict=True):
+        assert not row[:7].any()
+        torch.testing.assert_close(row[7:], whole[7:])
+    monkeypatch.setattr(Maskless, "prompt_length", 0)
+    with pytest.raises(ValueError, match="model: expected an assistant mask"):
+        RetrieveLogProb(wrapper)(conversations())
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_other_input_modes(wrap, policy, policy_model, mode):
+    options = {"assistant_only": False}
+    scored = policy()(conversations())
+    data = TensorDict(batch_size=(len(CHATS),)).to_lazystack(0)
+    if mode == "tokens":
+        data.set(("tokens", "full"), torch.nested.as_nested_tensor(_tokens(policy())))
+    else:
+        data.set(("text", "full"), scored["text"].full)
+    wrapper = wrap(policy_model, "gen_log_probs", input_mode=mode)
+    out = rows(RetrieveLogProb(wrapper, **options)(data), KEY)
+    expected = rows(RetrieveLogProb(policy(), **options)(conversations()), KEY)
+    assert_rows_equal(out, expected)
+
+
+def test_the_wrapper_is_never_changed(policy):
+    wrapper = policy()
+    before = dict(wrapper.__dict__)
+    transform = RetrieveLogProb(wrapper)
+    transform(conversations())
+    wrong = conversations().exclude("history").set("other", torch.zeros(len(CHATS)))
+    with pytest.raises(ValueError, match="history"):
+        transform(wrong)
+    assert wrapper.__dict__ == before
+    assert transform.model is wrapper
+
+
+def test_only_the_assistants_logits_are_asked_for(policy, monkeypatch):
+    """The mask goes into the op, which skips the rest of the vocabulary-wide rows."""
+    asked: list[torch.Tensor] = []
+
+    def recording(logits, tokens, mask, **options):
+        asked.append(mask)
+        return token_log_probs(logits, tokens, mask, **options)
+
+    monkeypatch.setattr(scoring, "token_log_probs", recording)
+    wrapper = policy()
+    RetrieveLogProb(wrapper)(conversations())
+    masks = rows(wrapper(conversations()), ("masks", "all_assistant_mask"))
+    assert asked[0].sum(1).tolist() == [int(mask.sum()) for mask in masks]
+
+
+@pytest.mark.parametrize("assistant_only", [False, True])
+def test_the_chat_template_is_applied_once_for_the_tokens(policy, monkeypatch, assistant_only):
+    """torchrl renders the text as well, and drops it."""
+    wrapper = policy()
+    calls: list[bool] = []
+    original = wrapper.tokenizer.apply_chat_template
+
+    def counting(*args, **kwargs):
+        calls.append(kwargs["tokenize"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(wrapper.tokenizer, "apply_chat_template", counting)
+    RetrieveLogProb(wrapper, assistant_only=assistant_only)(conversations())
+    assert calls.count(True) == len(CHATS)
+    # torchrl's History renders once more to find the assistant's turns in the text.
+    assert calls.count(False) == (len(CHATS) if assistant_only else 0)
+
+
+def test_device_places_the_model_and_the_answer(policy):
+    out = RetrieveLogProb(policy(), device="cpu")(conversations())
+    expected = RetrieveLogProb(policy())(conversations())
+    assert_rows_equal(rows(out, KEY), rows(expected, KEY))
+
+
+def test_fused_scoring_overrides_methods_that_torchrl_has():
+    """The scorer relies on three private methods of the installed torchrl."""
+    overridden = [name for name in vars(FusedScorer) if name[0] == "_" and name[1] != "_"]
+    assert len(overridden) == 3
+    for name in overridden:
+        assert name in vars(TransformersWrapper)
+
+
+def test_packed_model_inputs_are_left_to_torchrl(policy):
+    """Its packed forward loses the sequence boundaries before the log-probs are computed."""
+    assert FusedScorer.can_score(policy())
+    assert not FusedScorer.can_score(policy(pad_model_input=False))
+
+
+def test_the_spec_declares_the_key_that_is_written(policy):
+    """torchrl declares ``kl_penalty`` instead, and raises ``KeyError`` in an environment."""
+    transform = RetrieveLogProb(policy(pad_output=True))
+    spec = transform.transform_observation_spec(Composite(shape=(len(CHATS),)))
+    assert set(spec.keys(True, True)) == {KEY}
+    assert spec[KEY].shape == (len(CHATS), -1)
+    assert spec[KEY].is_in(transform(conversations()).get(KEY))
+
+
+def test_runs_in_an_environment(policy, chat_env, generating_policy):
+    env = chat_env(RetrieveLogProb(policy()))
+    assert KEY in env.observation_spec.keys(True, True)
+    data = env.step(generating_policy(env.reset()))
+    assert isinstance(data, LazyStackedTensorDict)
+    assert all((row != 0).any() for row in rows(data["next"], KEY))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"generate": True}, "generate=False"), ({"input_mode": "tokens"}, "input_mode='history'")],
+)
+def test_unsuitable_models_are_refused(policy, options, message):
+    with pytest.raises(ValueError, match=message):
+        RetrieveLogProb(policy(**options))
+
+
+def test_bad_arguments_are_refused(policy):
+    with pytest.raises(ValueError, match="padding_side: expected 'left' or 'right', got 'both'"):
+        RetrieveLogProb(policy(), padding_side="both")
+    with pytest.raises(ValueError, match=r"tensordict: expected one batch dimension, got .*\(\)"):
+        RetrieveLogProb(policy())(conversations(stacked=True)[0])
