@@ -66,12 +66,13 @@ wheel: $(INSTALLED)
 	build/wheel-check/bin/python $(INSTALL) "$$(echo wheelhouse/*.whl)[score]"
 	cd build/wheel-check && bin/fusedrl check
 
-# No environment and no network: what $(PY) has, and a copy of the package in build/gpu.
+# No environment and no network: a copy of the package in build/gpu, by and for what $(PY) has (a CUDA
+# build of torch, scikit-build-core, pybind11, cmake, pytest and, for the benchmarks, torchrl).
 gpu:
 	rm -rf build/gpu
 	$(PY) $(INSTALL) --no-index --no-deps --no-build-isolation --target build/gpu \
 		--config-settings=cmake.define.FUSEDRL_CUDA=on .
-	PYTHONPATH=build/gpu $(PY) -m pytest -m gpu
+	PYTHONPATH=build/gpu $(PY) -m pytest -m gpu tests/ops
 	PYTHONPATH=build/gpu $(PY) -m fusedrl bench --device cuda
 
 clean:

@@ -1,1 +1,1 @@
-"""Microbenchmarks, one module an op: ours, the reference it replaces, and plain torch, in one run."""
+"""Microbenchmarks, one module an op: ours, what it replaces and plain torch, in one run."""

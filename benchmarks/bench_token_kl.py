@@ -1,4 +1,4 @@
-"""token_kl and KLComputation: the KL-penalised reward of ragged samples, beside torchrl's transform."""
+"""token_kl and KLComputation: KL-penalised rewards of ragged samples, beside torchrl's."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def cases(device: str, quick: bool) -> Iterator[Case]:
 
 
 def column_cases(device: str, ours: KLComputation, theirs: Reference) -> Iterator[Case]:
-    """Against torchrl on a lazy stack of the same samples, the fastest form that it has for a reward."""
+    """Against torchrl on a lazy stack of the same samples, its fastest form for a reward."""
     count = max(COUNTS)
     samples = make_samples(count, device)
     lengths = [len(p) for p, _, _ in samples]
@@ -131,4 +131,6 @@ def rewards_of(out: Any, lengths: list[int]) -> torch.Tensor:
 
 def truth(samples: Samples) -> torch.Tensor:
     """Penalised rewards in float64, packed."""
-    return torch.cat([r.flatten().double() - COEFF * (p.double() - q.double()) for p, q, r in samples])
+    return torch.cat(
+        [r.flatten().double() - COEFF * (p.double() - q.double()) for p, q, r in samples]
+    )

@@ -1,4 +1,4 @@
-"""token_log_probs: log-probs of given tokens from full logits, beside torchrl's and torch's ways."""
+"""token_log_probs: log-probs of tokens from full logits, beside torchrl's and torch's ways."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def cases(device: str, quick: bool) -> Iterator[Case]:
                         "torchrl path": reference_path,
                         "torch.compile": compiled,
                         "fusedrl": lambda b: token_log_probs(*b, shift=True),
-                        "fusedrl + entropy": lambda b: token_log_probs(
-                            *b, shift=True, entropy=True
-                        ).log_probs,
+                        "fusedrl + entropy": lambda b: (
+                            token_log_probs(*b, shift=True, entropy=True).log_probs
+                        ),
                     },
                     truth=truth,
                     goals={"torchrl path": over_reference, "torch.compile": over_compile},
@@ -102,10 +102,11 @@ def backward_cases(device: str) -> Iterator[Case]:
                 leaf = batch.logits.double()
                 return gradient(log_softmax_gather_exact, batch._replace(logits=leaf))
 
+            batch = Batch(logits, tokens, mask)
             yield Case(
                 op="token_log_probs, forward + backward",
                 setting=_setting(shape, dtype, keep),
-                make_input=lambda b=Batch(logits, tokens, mask): b,
+                make_input=lambda b=batch: b,
                 contenders={
                     "torchrl path": lambda b: gradient(reference_path, b),
                     "log_softmax + gather": lambda b: gradient(log_softmax_gather, b),

@@ -75,7 +75,9 @@ def is_correct(row: Row, case: list[Row]) -> bool:
     """Ours must not be further from float64 than the worst of the others, plus float32 rounding."""
     if row.error is None or not row.contender.startswith("fusedrl"):
         return True
-    others = [r.error for r in case if r.error is not None and not r.contender.startswith("fusedrl")]
+    others = [
+        r.error for r in case if r.error is not None and not r.contender.startswith("fusedrl")
+    ]
     return row.error <= max(others, default=0.0) + 1e-5
 
 
@@ -102,7 +104,7 @@ def _error(case: Case, run: Callable[[Any], Any]) -> float | None:
 
 
 def _peak_extra_mib(run: Callable[[Any], Any], argument: Any, device: str) -> float | None:
-    """Memory above what was there before, at its highest; on Linux from the process's high-water mark."""
+    """Peak memory above what was there before; on the CPU from the process's high-water mark."""
     if device != "cpu":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

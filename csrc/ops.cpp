@@ -11,7 +11,8 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "Tensor log_probs, Tensor entropy, Tensor lse) -> Tensor grad_logits");
   m.def(
       "token_kl(Tensor log_probs, Tensor ref_log_probs, Tensor? mask, Tensor? offsets, "
-      "Tensor? reward, Tensor coeff, int estimator, bool nan_missing) -> (Tensor kl, Tensor reward)");
+      "Tensor? reward, Tensor coeff, int estimator, bool nan_missing) "
+      "-> (Tensor kl, Tensor reward)");
   m.def(
       "token_kl_backward(Tensor grad_kl, Tensor? grad_reward, Tensor log_probs, "
       "Tensor ref_log_probs, Tensor? mask, Tensor coeff, int estimator, bool nan_missing) "

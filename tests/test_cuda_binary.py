@@ -1,4 +1,4 @@
-"""What is inside the CUDA library: code for every architecture, and no torch symbol outside the C ABI."""
+"""What is inside the CUDA library: every architecture, and no torch symbol but the C ABI's."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ inline CpuLevel chosen_cpu_level() {
   for (const CpuLevel level : {CpuLevel::portable, CpuLevel::avx2, CpuLevel::avx512}) {
     if (forced == std::string(name_of(level)) && level <= best) return level;
   }
-  throw std::runtime_error(
-      std::string("FUSEDRL_CPU_LEVEL: expected portable or a level up to ") + name_of(best) +
-      ", the best of this CPU, got '" + forced + "'; unset it or name a lower level");
+  throw std::runtime_error(std::string("FUSEDRL_CPU_LEVEL: expected portable or a level up to ") +
+                           name_of(best) + ", the best of this CPU, got '" + forced +
+                           "'; unset it or name a lower level");
 }
 
 }  // namespace fusedrl

@@ -1,8 +1,9 @@
 // Float vectors of one CPU level, on the compiler's vector extensions.
 //
-// Compiled once a level: FUSEDRL_LEVEL names the namespace, FUSEDRL_VEC_BYTES the vector width. Elements
-// are processed in blocks of two vectors. The order of elements inside a block depends on the type (a
-// 32-bit word holds two bfloat16, split by a shift and an and), and load and store agree on it.
+// Compiled once a level: FUSEDRL_LEVEL names the namespace, FUSEDRL_VEC_BYTES the vector width.
+// Elements are processed in blocks of two vectors. The order of elements inside a block depends on
+// the type (a 32-bit word holds two bfloat16, split by a shift and an and), and load and store
+// agree on it.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -154,10 +155,10 @@ struct Power {
   F factor, scale;
 };
 
-// 2^(x * c) for x * c in [kExp2Min, kExp2Max], within 2 ulp: 2^n * 2^r with |r| <= 1/2 and a degree-5
-// polynomial fitted for the least relative error (9e-8). NaN stays NaN.
+// 2^(x * c) for x * c in [kExp2Min, kExp2Max], within 2 ulp: 2^n * 2^r with |r| <= 1/2 and a
+// degree-5 polynomial fitted for the least relative error (9e-8). NaN stays NaN.
 inline Power exp2_of_product(F x, float c) {
-  // Adding 1.5 * 2^23 + 127 rounds to an integer, and leaves n with the exponent's bias in the low bits.
+  // Adding 1.5 * 2^23 + 127 rounds to an integer and leaves n, biased, in the low bits.
   constexpr float kRound = 12582912.0f + 127.0f;
   const F shifted = x * c + kRound;
   const F r = x * c - (shifted - kRound);

@@ -1,6 +1,8 @@
-// CPU ops: one elementwise pass; a [B] reward is broadcast by walking the sequence boundaries.
+// CPU ops: one elementwise pass, in pieces that stay in L1. Estimator and flags are compile-time
+// constants of the loops and nothing in them branches, so that compilers vectorise them.
 #include <algorithm>
 #include <tuple>
+#include <type_traits>
 
 #include "common/tensor.h"
 #include "token_kl/math.h"
@@ -8,40 +10,112 @@
 namespace fusedrl {
 namespace {
 
-constexpr int64_t kGrain = 32768;
+constexpr int64_t kGrain = 262144;  // about 100 us: waking a thread costs half of that
+constexpr int64_t kPiece = 1024;
 
-std::tuple<Tensor, Tensor> forward(Tensor log_probs, Tensor ref_log_probs, std::optional<Tensor> mask,
-                                   std::optional<Tensor> offsets, std::optional<Tensor> reward,
-                                   Tensor coeff, int64_t estimator, bool nan_missing) {
+template <typename F>
+void with_constant(bool flag, F&& f) {
+  flag ? f(std::true_type()) : f(std::false_type());
+}
+
+template <typename F>
+void with_constant(Estimator estimator, F&& f) {
+  switch (estimator) {
+    case Estimator::k1:
+      return f(std::integral_constant<Estimator, Estimator::k1>());
+    case Estimator::k2:
+      return f(std::integral_constant<Estimator, Estimator::k2>());
+    case Estimator::k3:
+      return f(std::integral_constant<Estimator, Estimator::k3>());
+    case Estimator::abs:
+      return f(std::integral_constant<Estimator, Estimator::abs>());
+  }
+}
+
+// Calls f(begin, count) for pieces of all tokens, on torch's threads.
+template <typename F>
+void for_each_piece(int64_t tokens, const F& f) {
+  torch::stable::parallel_for(0, tokens, kGrain, [&](int64_t begin, int64_t end) {
+    for (; begin < end; begin += kPiece) f(begin, std::min(kPiece, end - begin));
+  });
+}
+
+// As wide as what it selects: loops over mixed widths are not vectorised well.
+template <typename A>
+using Flag = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
+
+// Calls body(i, d, dropped) for every token of a piece. Values under the mask are loaded, and left
+// out by selection.
+template <typename T, typename Body>
+void for_each_pair(const TokenPairs<T>& pairs, int64_t begin, int64_t count, Body&& body) {
+  using A = typename Accumulate<T>::type;
+  const T *p = pairs.log_probs + begin, *q = pairs.ref_log_probs + begin;
+  const auto* mask = reinterpret_cast<const uint8_t*>(pairs.mask) + begin;
+  with_constant(pairs.mask != nullptr, [&](auto masked) {
+    with_constant(pairs.nan_missing, [&](auto nan_missing) {
+      for (int64_t i = 0; i < count; ++i) {
+        const A x = static_cast<A>(p[i]), y = static_cast<A>(q[i]);
+        Flag<A> dropped = 0;
+        if constexpr (masked) dropped |= mask[i] ^ 1;
+        if constexpr (nan_missing) dropped |= Flag<A>(x != x) | Flag<A>(y != y);
+        body(i, y - x, dropped);
+      }
+    });
+  });
+}
+
+// The rewards of a piece's tokens. One value a sequence is spread over its tokens.
+template <typename T>
+void spread_rewards(const T* reward, const int64_t* bounds, int64_t sequences, int64_t begin,
+                    int64_t count, T* out) {
+  int64_t sequence = std::upper_bound(bounds, bounds + sequences + 1, begin) - bounds - 1;
+  for (int64_t i = 0; i < count; ++sequence) {
+    const int64_t end = std::min(bounds[sequence + 1] - begin, count);
+    std::fill(out + i, out + end, reward[sequence]);
+    i = end;
+  }
+}
+
+std::tuple<Tensor, Tensor> forward(Tensor log_probs, Tensor ref_log_probs,
+                                   std::optional<Tensor> mask, std::optional<Tensor> offsets,
+                                   std::optional<Tensor> reward, Tensor coeff, int64_t estimator,
+                                   bool nan_missing) {
   const int64_t tokens = log_probs.numel();
   Tensor kl = empty_like_sizes(log_probs, log_probs, log_probs.scalar_type());
   Tensor penalised = reward.has_value()
                          ? empty_like_sizes(log_probs, log_probs, log_probs.scalar_type())
                          : empty_vector(log_probs, log_probs.scalar_type());
   const bool broadcast = reward.has_value() && reward->numel() != tokens;
-  const int64_t* bounds = data<int64_t>(offsets);
-  const Estimator kind = static_cast<Estimator>(estimator);
   dispatch_floating(log_probs, "log_probs", [&]<typename T>() {
     using A = typename Accumulate<T>::type;
     const A weight = static_cast<A>(*data<double>(coeff));
-    const TokenPairs<T> pairs{data<T>(log_probs), data<T>(ref_log_probs), data<bool>(mask), nan_missing};
+    const TokenPairs<T> pairs{data<T>(log_probs), data<T>(ref_log_probs), data<bool>(mask),
+                              nan_missing};
     const T* before = data<T>(reward);
     T *out = mutable_data<T>(kl), *out_reward = mutable_data<T>(penalised);
-    torch::stable::parallel_for(0, tokens, kGrain, [&](int64_t begin, int64_t end) {
-      int64_t sequence = 0;
-      if (broadcast) {
-        const int64_t* past = std::upper_bound(bounds, bounds + offsets->numel(), begin);
-        sequence = past - bounds - 1;
-      }
-      for (int64_t n = begin; n < end; ++n) {
-        const bool dropped = pairs.dropped(n);
-        const A value = dropped ? A(0) : kl_of(pairs.difference(n), kind);
-        out[n] = static_cast<T>(value);
-        if (before == nullptr) continue;
-        while (broadcast && bounds[sequence + 1] <= n) ++sequence;
-        const T kept = before[broadcast ? sequence : n];
-        out_reward[n] = dropped ? kept : static_cast<T>(static_cast<A>(kept) - weight * value);
-      }
+    with_constant(static_cast<Estimator>(estimator), [&](auto kind) {
+      for_each_piece(tokens, [=, &offsets](int64_t begin, int64_t count) {
+        A values[kPiece];
+        Flag<A> dropped[kPiece];
+        for_each_pair(pairs, begin, count, [&](int64_t i, A d, Flag<A> drop) {
+          const A value = kl_of(d, kind());
+          values[i] = drop ? A(0) : value;
+          dropped[i] = drop;
+        });
+        for (int64_t i = 0; i < count; ++i) out[begin + i] = static_cast<T>(values[i]);
+        if (before == nullptr) return;
+        T spread[kPiece];
+        const T* rewards = before + begin;
+        if (broadcast) {
+          spread_rewards(before, data<int64_t>(offsets), offsets->numel() - 1, begin, count,
+                         spread);
+          rewards = spread;
+        }
+        for (int64_t i = 0; i < count; ++i) {
+          const T penalty = static_cast<T>(static_cast<A>(rewards[i]) - weight * values[i]);
+          out_reward[begin + i] = dropped[i] ? rewards[i] : penalty;
+        }
+      });
     });
   });
   return {kl, penalised};
@@ -51,23 +125,27 @@ Tensor backward(Tensor grad_kl, std::optional<Tensor> grad_reward, Tensor log_pr
                 Tensor ref_log_probs, std::optional<Tensor> mask, Tensor coeff, int64_t estimator,
                 bool nan_missing) {
   Tensor grad_log_probs = empty_like_sizes(log_probs, log_probs, log_probs.scalar_type());
-  const Estimator kind = static_cast<Estimator>(estimator);
   dispatch_floating(log_probs, "log_probs", [&]<typename T>() {
     using A = typename Accumulate<T>::type;
     const A weight = static_cast<A>(*data<double>(coeff));
-    const TokenPairs<T> pairs{data<T>(log_probs), data<T>(ref_log_probs), data<bool>(mask), nan_missing};
+    const TokenPairs<T> pairs{data<T>(log_probs), data<T>(ref_log_probs), data<bool>(mask),
+                              nan_missing};
     const T *up = data<T>(grad_kl), *up_reward = data<T>(grad_reward);
     T* out = mutable_data<T>(grad_log_probs);
-    torch::stable::parallel_for(0, log_probs.numel(), kGrain, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n) {
-        if (pairs.dropped(n)) {
-          out[n] = static_cast<T>(A(0));
-          continue;
+    with_constant(static_cast<Estimator>(estimator), [&](auto kind) {
+      for_each_piece(log_probs.numel(), [=](int64_t begin, int64_t count) {
+        A upstream[kPiece];
+        for (int64_t i = 0; i < count; ++i) upstream[i] = static_cast<A>(up[begin + i]);
+        if (up_reward != nullptr) {
+          for (int64_t i = 0; i < count; ++i) {
+            upstream[i] -= weight * static_cast<A>(up_reward[begin + i]);
+          }
         }
-        const A of_reward = up_reward == nullptr ? A(0) : weight * static_cast<A>(up_reward[n]);
-        const A g = static_cast<A>(up[n]) - of_reward;
-        out[n] = static_cast<T>(-g * kl_slope_of(pairs.difference(n), kind));
-      }
+        for_each_pair(pairs, begin, count, [&](int64_t i, A d, Flag<A> drop) {
+          const A slope = kl_slope_of(d, kind());
+          out[begin + i] = static_cast<T>(drop ? A(0) : -upstream[i] * slope);
+        });
+      });
     });
   });
   return grad_log_probs;

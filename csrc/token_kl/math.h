@@ -1,6 +1,7 @@
 // Estimates of KL(policy || reference) from one sampled token, with d = ref_log_prob - log_prob.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 
@@ -11,13 +12,38 @@ namespace fusedrl {
 enum class Estimator : int64_t { k1, k2, k3, abs };  // in the order of ESTIMATORS in Python
 
 // e^d - 1 - d, by its series where expm1 and d cancel.
-template <typename A>
-FUSEDRL_HD A k3_of(A d) {
-  if (!(std::abs(d) < A(0.25))) return std::expm1(d) - d;
-  A tail = 1;
-  for (int k = sizeof(A) == 8 ? 14 : 8; k >= 3; --k) tail = 1 + tail * d / k;
+FUSEDRL_HD double k3_of(double d) {
+  if (d > 700) return std::exp(d);  // infinity - infinity is no number
+  if (!(std::abs(d) < 0.25)) return std::expm1(d) - d;
+  double tail = 1;
+  for (int k = 14; k >= 3; --k) tail = 1 + tail * d / k;
   return d * d / 2 * tail;
 }
+
+// The same without branches, so that loops vectorise: d = n ln2 + r with |r| <= ln2 / 2 makes it
+// (2^n - 1 - n ln2) + (2^n - 1) r + 2^n (e^r - 1 - r), whose last factor has a short series.
+FUSEDRL_HD float k3_of(float d) {
+  constexpr float kRound = 12582912.0f + 127.0f;  // leaves n with an exponent's bias in the low bits
+  constexpr float kLn2High = 0.693145752f, kLn2Low = 1.42860682e-6f;
+  const float shifted = d * 1.44269504f + kRound;
+  const float n = shifted - kRound;
+  const uint32_t power_bits = std::bit_cast<uint32_t>(shifted) << 23;
+  const float power = std::bit_cast<float>(power_bits);
+  const float r = d - n * kLn2High - n * kLn2Low;
+  float series = 1.0f / 720 + r * (1.0f / 5040);
+  series = 1.0f / 24 + r * (1.0f / 120 + r * series);
+  series = r * r * (1.0f / 2 + r * (1.0f / 6 + r * series));
+  const float constant = power - 1 - n * kLn2High - n * kLn2Low;
+  const float middle = constant + (power - 1) * r + power * series;
+  // Above 80 only e^d counts, and 2^n may overflow before it does; below -80 it counts for nothing.
+  const float half_power = std::bit_cast<float>(power_bits - (1u << 23));
+  const float high = d > 89 ? INFINITY : half_power * (1 + r + series) * 2;
+  return d > 80 ? high : d < -80 ? -1 - d : middle;
+}
+
+// e^d - 1.
+FUSEDRL_HD double k3_slope_of(double d) { return std::expm1(d); }
+FUSEDRL_HD float k3_slope_of(float d) { return d < -20 ? -1 : k3_of(d) + d; }
 
 template <typename A>
 FUSEDRL_HD A kl_of(A d, Estimator estimator) {
@@ -42,7 +68,7 @@ FUSEDRL_HD A kl_slope_of(A d, Estimator estimator) {
     case Estimator::k2:
       return d;
     case Estimator::k3:
-      return std::expm1(d);
+      return k3_slope_of(d);
     default:
       return A(d > 0) - A(d < 0);
   }
@@ -58,8 +84,8 @@ struct Accumulate<double> {
   using type = double;
 };
 
-// Both log-probs of every token. A dropped token (masked, or NaN taken as missing) has KL 0 and gradient
-// 0 and keeps its reward; the values under a mask are not read.
+// Both log-probs of every token. A dropped token (masked, or NaN taken as missing) has KL 0 and
+// gradient 0 and keeps its reward; the values under a mask are not read.
 template <typename T>
 struct TokenPairs {
   using A = typename Accumulate<T>::type;

@@ -1,4 +1,4 @@
-// CPU ops: rows are independent, kept rows are shared out among torch's threads, dropped rows cost nothing.
+// CPU ops: kept rows are independent, shared out among torch's threads; dropped ones cost nothing.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -33,8 +33,8 @@ RowMap row_map(const Tensor& logits, const Tensor& tokens, const std::optional<T
 
 float inverse_temperature(const Tensor& temperature) {
   const double value = *data<double>(temperature);
-  STD_TORCH_CHECK(value > 0 && std::isfinite(value), "temperature: expected a finite number > 0, got ",
-                  value);
+  STD_TORCH_CHECK(value > 0 && std::isfinite(value),
+                  "temperature: expected a finite number > 0, got ", value);
   return static_cast<float>(1.0 / value);
 }
 
@@ -51,8 +51,8 @@ std::vector<int64_t> kept_tokens(const RowMap& map, const bool* mask) {
 
 void check_targets(const std::vector<int64_t>& kept, const int64_t* targets, int64_t classes) {
   for (const int64_t n : kept) {
-    STD_TORCH_CHECK(targets[n] >= 0 && targets[n] < classes, "tokens: expected values in [0, ", classes,
-                    "), got ", targets[n], " at token ", n, "; mask it or clamp it");
+    STD_TORCH_CHECK(targets[n] >= 0 && targets[n] < classes, "tokens: expected values in [0, ",
+                    classes, "), got ", targets[n], " at token ", n, "; mask it or clamp it");
   }
 }
 
@@ -95,9 +95,9 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor tokens, std::op
   return {log_probs, entropies, lse};
 }
 
-Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tensor logits, Tensor tokens,
-                std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift,
-                Tensor temperature, Tensor log_probs, Tensor entropy, Tensor lse) {
+Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tensor logits,
+                Tensor tokens, std::optional<Tensor> mask, std::optional<Tensor> offsets,
+                bool shift, Tensor temperature, Tensor log_probs, Tensor entropy, Tensor lse) {
   Tensor grad_logits = empty_like_sizes(logits, logits, logits.scalar_type());
   const RowMap map = row_map(logits, tokens, offsets, shift);
   const int64_t classes = logits.size(logits.dim() - 1);
@@ -127,7 +127,8 @@ Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tenso
     torch::stable::parallel_for(
         0, map.tokens, grain_rows(classes), [&](int64_t begin, int64_t end) {
           for (int64_t r = begin; r < end; ++r) {
-            if (!written[r]) std::memset(static_cast<void*>(grad + r * classes), 0, classes * sizeof(T));
+            if (written[r]) continue;
+            std::memset(static_cast<void*>(grad + r * classes), 0, classes * sizeof(T));
           }
         });
   });

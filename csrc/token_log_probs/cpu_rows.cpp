@@ -1,6 +1,7 @@
-// One pass over a row, in chunks that stay in L1: the first finds its maximum before it exponentiates, the
-// others are relative to that one unless they rise far above it. Compiled once a CPU level. Every choice
-// depends on the row alone, so its bits do not depend on the batch around it or on the number of threads.
+// One pass over a row, in chunks that stay in L1: the first finds its maximum before it
+// exponentiates, the others are relative to that one unless they rise far above it. Compiled once a
+// CPU level. Every choice depends on the row alone, so its bits do not depend on the batch around
+// it or on the number of threads.
 #include "token_log_probs/cpu_rows.h"
 
 #include "common/vec.h"
@@ -10,7 +11,7 @@ namespace {
 
 constexpr int64_t kChunk = 4096;
 
-// Calls f(block, start) for every block of `count` elements; the last one may be padded with `fill`.
+// Calls f(block, start) for every block of `count` elements, the last one padded with `fill`.
 template <typename T, typename Body>
 inline void for_each_block(const T* p, int64_t count, T fill, Body&& f) {
   int64_t i = 0;
@@ -28,8 +29,8 @@ float max_logit(const T* p, int64_t count) {
   return max_of(max(max_a, max_b));
 }
 
-// The part of these logits relative to the logit `base`. A logit so far above it that powers of two leave
-// the safe range spoils the part: then `overflow` is set.
+// The part of these logits relative to the logit `base`. A logit so far above it that powers of two
+// leave the safe range spoils the part: then `overflow` is set.
 template <bool kEntropy, typename T>
 SoftmaxPart<double> part_of(const T* p, int64_t count, float scale, float base, bool& overflow) {
   const float finite_base = base == -INFINITY ? 0.0f : base;
@@ -62,7 +63,7 @@ RowResult forward(const T* row, int64_t classes, int64_t target, float inv_tempe
     const int64_t count = classes - start < kChunk ? classes - start : kChunk;
     const T* chunk = row + start;
     SoftmaxPart<double> part;
-    // A chunk rarely exceeds what came before it by 2^62: relative to the same logit it is read once.
+    // A chunk rarely exceeds what came before by 2^62: relative to the same logit, one read.
     bool overflow = all.max == -INFINITY;
     if (!overflow) part = part_of<kEntropy>(chunk, count, scale, all.max, overflow);
     if (overflow) part = part_of<kEntropy>(chunk, count, scale, max_logit(chunk, count), overflow);

@@ -9,7 +9,8 @@ namespace fusedrl {
 template <typename T>
 struct RowKernels {
   RowResult (*forward)(const T* row, int64_t classes, int64_t target, float inv_temperature);
-  RowResult (*forward_entropy)(const T* row, int64_t classes, int64_t target, float inv_temperature);
+  RowResult (*forward_entropy)(const T* row, int64_t classes, int64_t target,
+                               float inv_temperature);
   void (*backward)(const T* row, T* grad, int64_t classes, int64_t target, float log_prob,
                    RowGradient gradient);
 };

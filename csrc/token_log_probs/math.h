@@ -9,8 +9,8 @@
 
 namespace fusedrl {
 
-// Softmax statistics of a part of a row, relative to one logit: d_v = (x_v - max) / temperature. `max` is
-// the largest logit of the part, or one so near that no e^{d_v} overflows.
+// Softmax statistics of a part of a row, relative to one logit: d_v = (x_v - max) / temperature.
+// `max` is the largest logit of the part, or one so near that no e^{d_v} overflows.
 template <typename Acc>
 struct SoftmaxPart {
   float max = -INFINITY;
@@ -29,7 +29,8 @@ FUSEDRL_HD SoftmaxPart<Acc> merge(SoftmaxPart<Acc> x, SoftmaxPart<Acc> y, float 
   const float distance = (low.max - high.max) * inv_temperature;
   const float shift = distance < -200.0f ? -200.0f : distance;
   const Acc scale = std::exp(Acc(shift));
-  return {high.max, high.sum + scale * low.sum, high.dot + scale * (low.dot + low.sum * Acc(shift))};
+  return {high.max, high.sum + scale * low.sum,
+          high.dot + scale * (low.dot + low.sum * Acc(shift))};
 }
 
 struct RowResult {
@@ -45,7 +46,7 @@ FUSEDRL_HD RowResult finish(SoftmaxPart<Acc> row, float target_logit, float inv_
           float(log_sum - row.dot / row.sum), float(Acc(row.max) * Acc(inv_temperature) + log_sum)};
 }
 
-// d log p(y) / dz_v = [v = y] - p_v and dH / dz_v = -p_v (log p_v + H), times the upstream gradients.
+// d log p(y) / dz_v = [v = y] - p_v, dH / dz_v = -p_v (log p_v + H), times upstream gradients.
 struct RowGradient {
   float grad_log_prob;
   float grad_entropy;
@@ -67,15 +68,15 @@ struct RowGradient {
   }
 };
 
-// Which row of the logits predicts which token. Tokens and rows are numbered through the whole batch.
+// Which row of the logits predicts which token; both are numbered through the whole batch.
 struct RowMap {
-  int64_t tokens;            // in the batch
-  int64_t period;            // tokens in a padded row; `tokens` when packed
-  int64_t stride_sequence;   // elements between padded rows
-  int64_t stride_row;        // elements between logits rows
-  const int64_t* offsets;    // boundaries of packed sequences, or null
-  int64_t sequences;         // offsets holds one more
-  bool shift;                // token n reads row n - 1
+  int64_t tokens;           // in the batch
+  int64_t period;           // tokens in a padded row; `tokens` when packed
+  int64_t stride_sequence;  // elements between padded rows
+  int64_t stride_row;       // elements between logits rows
+  const int64_t* offsets;   // boundaries of packed sequences, or null
+  int64_t sequences;        // offsets holds one more
+  bool shift;               // token n reads row n - 1
 
   // Whether a token starts its sequence: with shift, no row predicts it.
   FUSEDRL_HD bool starts_sequence(int64_t token) const {

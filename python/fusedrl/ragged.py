@@ -44,7 +44,7 @@ def from_nested(nested: Tensor) -> Ragged:
 
     Shares memory with a contiguous one; a view with holes (``narrow``, transposed) is copied.
     """
-    if nested.layout == torch.jagged:
+    if isinstance(nested, NestedTensor):
         values, offsets = jagged_parts(nested)
         return Ragged(values, offsets.to(torch.int64))
     sizes = nested._nested_tensor_size()
@@ -66,7 +66,15 @@ def jagged_parts(nested: Tensor) -> tuple[Tensor, Tensor]:
     if nested._lengths is not None:
         nested = nested.contiguous()
         assert isinstance(nested, NestedTensor)
-    return nested.values(), nested.offsets()
+    # Through the dispatcher, as a gradient needs it, this costs as much as a kernel on 100k tokens.
+    return nested.values() if _has_graph(nested) else nested._values, nested.offsets()
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.requires_grad
 
 
 def from_padded(padded: Tensor, mask: Tensor) -> Ragged:
@@ -85,7 +93,9 @@ def to_list(ragged: Ragged) -> list[Tensor]:
 
 def to_jagged(ragged: Ragged) -> Tensor:
     """A jagged nested tensor over the same memory."""
-    return torch.nested.nested_tensor_from_jagged(ragged.values, ragged.offsets)
+    if _has_graph(ragged.values):
+        return torch.nested.nested_tensor_from_jagged(ragged.values, ragged.offsets)
+    return NestedTensor(ragged.values, ragged.offsets)
 
 
 def to_strided(ragged: Ragged, lengths: Sequence[int] | None = None) -> Tensor:

@@ -19,6 +19,7 @@ from fusedrl.scoring import Settings, report, score_chats
 from fusedrl.scoring.batches import ScoredChat
 from fusedrl.scoring.chats import Chat
 from fusedrl.scoring.masks import TokenizedChat
+from fusedrl.scoring.tables import chat_row
 
 from .conftest import chat
 
@@ -150,7 +151,7 @@ def test_values_that_are_not_finite_are_shown(tmp_path):
     )
     made = report.Report({"policy": "p", "reference": "r"}, "k3", 5)
     made.add(scored)
-    made.write(tmp_path / "report.html", [report.chat_row(scored, "k3")], [])
+    made.write(tmp_path / "report.html", [chat_row(scored, "k3")], [])
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.cells == ["a", " b"]
     cells = page.data["chats"][0]["messages"][0]["cells"]

@@ -1,4 +1,4 @@
-"""The CUDA kernels of both ops: against float64, and what only a GPU has (streams, devices, asserts)."""
+"""The CUDA kernels of both ops: against float64, and what GPUs alone have (streams, asserts)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""token_log_probs: against float64, against torch in the same dtype, and against its own contract."""
+"""token_log_probs: against float64, torch in the same dtype, and its own contract."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_what_a_dropped_token_holds_reaches_neither_result_nor_gradient(poison):
 
 @pytest.mark.parametrize("classes", [10, 5000, 9000])
 def test_infinite_logits(classes):
-    """A banned class, a banned tile, a row of -inf, of one class, of +inf and with NaN, as torch has them."""
+    """Banned classes and tiles, rows of -inf, of one class, of +inf and with NaN, as in torch."""
     logits = torch.randn(7, classes)
     tokens = torch.randint(classes // 2, classes, (7,))
     logits[0, : classes // 3] = float("-inf")
@@ -195,7 +195,7 @@ def test_rows_far_from_zero(offset):
 
 
 def test_a_later_chunk_that_dwarfs_the_first():
-    """Relative to the first chunk's maximum these overflow; the row must start over from its own."""
+    """Relative to the first chunk's maximum these overflow; the row must start over."""
     logits = torch.randn(3, 20000)
     logits[0, 9000] = 500.0
     logits[1, 5000:] += 70.0
@@ -210,7 +210,7 @@ def test_a_later_chunk_that_dwarfs_the_first():
 
 @pytest.mark.parametrize("certainty", [2.0, 8.0, 14.0])
 def test_sure_token_keeps_its_gradient(certainty):
-    """The gradient of the true class is 1 - p as -expm1(log p): 1 - exp loses all digits when sure."""
+    """The true class has gradient 1 - p, -expm1(log p): 1 - exp loses all digits near p = 1."""
     logits = torch.zeros(1, 100)
     logits[0, 3] = certainty
     logits.requires_grad_()
@@ -244,7 +244,7 @@ def test_row_contract_is_bitwise(dtype):
 
 
 def test_views_need_no_copy():
-    """Sliced, misaligned, transposed and broadcast logits give what their contiguous copies give."""
+    """Sliced, misaligned, transposed, broadcast logits give what contiguous copies give."""
     storage = torch.randn(2 * 8 * 301 + 1, dtype=torch.bfloat16)
     misaligned = storage[1:].view(2, 8, 301)
     tokens = torch.randint(0, 200, (2, 8))
@@ -306,8 +306,16 @@ GOOD = {"logits": torch.zeros(4, 5), "tokens": torch.zeros(4, dtype=torch.int64)
     [
         ({"logits": torch.zeros(4)}, ValueError, "logits: expected"),
         ({"logits": torch.zeros(4, 0)}, ValueError, "at least one class"),
-        ({"logits": torch.zeros(4, 5, dtype=torch.int64)}, TypeError, "logits: expected a floating"),
-        ({"tokens": torch.zeros(3, dtype=torch.int64)}, ValueError, r"tokens: expected shape \(4,\)"),
+        (
+            {"logits": torch.zeros(4, 5, dtype=torch.int64)},
+            TypeError,
+            "logits: expected a floating",
+        ),
+        (
+            {"tokens": torch.zeros(3, dtype=torch.int64)},
+            ValueError,
+            r"tokens: expected shape \(4,\)",
+        ),
         ({"tokens": torch.zeros(4)}, TypeError, "tokens: expected an integer"),
         ({"mask": torch.ones(4)}, TypeError, "mask: expected torch.bool"),
         ({"mask": torch.ones(5, dtype=torch.bool)}, ValueError, r"mask: expected shape \(4,\)"),
@@ -372,4 +380,6 @@ def test_random_ragged_batches_equal_the_reference(lengths, classes, shift, keep
         (out.log_probs * 0.3 - out.entropy).sum().backward()
         results.append((out.log_probs, out.entropy, x.grad.float()))
     for ours, reference in zip(*results, strict=True):
-        torch.testing.assert_close(ours, reference, rtol=8e-3 if ours is results[0][2] else 1e-5, atol=5e-6)
+        torch.testing.assert_close(
+            ours, reference, rtol=8e-3 if ours is results[0][2] else 1e-5, atol=5e-6
+        )

@@ -9,12 +9,13 @@ import torch
 from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import Composite, Unbounded
-from torchrl.envs import Compose
+from torchrl.envs import Compose, TransformedEnv
 from torchrl.envs.llm.transforms import RetrieveKL as TorchrlRetrieveKL
 from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl import KLComputation, RetrieveKL, RetrieveLogProb
 
+from .conftest import OneReward
 from .dialogs import CHATS, assert_rows_equal, conversations, rows
 
 GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
@@ -62,6 +63,14 @@ def test_is_a_compose_of_the_three_transforms(policy, reference):
     assert isinstance(transform, Compose)
     assert [type(t) for t in transform] == [RetrieveLogProb, RetrieveLogProb, KLComputation]
     assert transform[2].out_keys == ["kl", "reward"]
+
+
+def test_clone_is_its_own_transform_over_the_same_models(policy, reference):
+    transform = RetrieveKL(policy(), reference(), add_to_reward=False)
+    copied = transform.clone()
+    assert type(copied) is RetrieveKL and copied.transforms is not transform.transforms
+    assert [t.model for t in copied[:2]] == [t.model for t in transform[:2]]
+    assert_rows_equal(rows(copied(conversations()), "kl_penalty"), expected_kl(policy, reference))
 
 
 def test_works_in_a_compose(policy, reference):
@@ -187,6 +196,18 @@ class TestFromCollector:
         kl = rows(transform[0](conversations()), GEN)
         assert len(kl) == len(CHATS)
         collector.shutdown()
+
+    def test_in_an_environment_that_is_wrapped_again(self, reference, chat_env, generating_policy):
+        """Wrapping clones the transforms; torchrl's clone is an empty ``Compose``."""
+        inner = chat_env(RetrieveKL("from_collector", reference()))
+        env = TransformedEnv(inner, OneReward(), auto_unwrap=True)
+        assert isinstance(env.transform[-2], RetrieveKL)
+        collector = LLMCollector(
+            env, policy=generating_policy, dialog_turns_per_batch=2, total_dialog_turns=2
+        )
+        for batch in collector:
+            data = batch.view(-1)["next"]
+            assert all(row.abs().max() > 0.1 for row in rows(data, "kl_penalty"))
 
     def test_specs_need_no_collector(self, reference, chat_env):
         env = chat_env(RetrieveKL("from_collector", reference()))

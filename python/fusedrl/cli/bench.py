@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fusedrl.benchmarks import bench_token_kl, bench_token_log_probs, harness
+from fusedrl.benchmarks import bench_token_kl, bench_token_log_probs, harness  # pyright: ignore[reportMissingImports]
 from fusedrl.cli.info import collect
 
 if TYPE_CHECKING:
-    from fusedrl.benchmarks.harness import Case, Row
+    from fusedrl.benchmarks.harness import Case, Row  # pyright: ignore[reportMissingImports]
 
 OPS = {"token_log_probs": bench_token_log_probs, "token_kl": bench_token_kl}
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, write ``bench.json`` and ``bench.png``; 1 when an answer is wrong."""
+    """Measure, print the table, write ``bench.json`` and ``bench.png``; 1 for a wrong answer."""
     torch.set_num_threads(args.threads)
     console = Console()
     console.width = max(console.width, 130)  # a table cut to a pipe's 80 columns helps nobody

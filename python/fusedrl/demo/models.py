@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from fusedrl.ops import token_log_probs
 from fusedrl.scoring.chats import parse_chat, read_records
@@ -43,17 +43,21 @@ def make_models(
     conversations = [parse_chat(record) for record in read_records(CHATS)]
     texts = [message["content"] for chat in conversations for message in chat.messages]
     tokenizer = make_tokenizer(texts)
-    chats = [tokenize_chat(chat, tokenizer) for chat in conversations]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = make_model(len(tokenizer))
+        for folder in (reference, policy):
+            tokenizer.save_pretrained(folder)
+            model.config.save_pretrained(folder)
+        # Train on what scoring will read: AutoTokenizer gives a Qwen2 folder Qwen2's own way of
+        # splitting text, whatever the tokenizer was saved with.
+        loaded = AutoTokenizer.from_pretrained(reference)
+        chats = [tokenize_chat(chat, loaded) for chat in conversations]
         shuffle = random.Random(seed)
         _train(model, chats, pretrain_steps, 5e-3, shuffle)
         model.save_pretrained(reference)
         _train(model, chats[::2], tune_steps, 5e-4, shuffle)
         model.save_pretrained(policy)
-    for folder in (policy, reference):
-        tokenizer.save_pretrained(folder)
 
 
 def make_tokenizer(texts: list[str], size: int = 1500) -> PreTrainedTokenizerFast:

@@ -133,8 +133,9 @@ def check_offsets(offsets: Tensor | None, count: int, device: torch.device) -> N
         raise ValueError(f"offsets: expected device {device}, got {offsets.device}")
     if device.type != "cpu" or torch.compiler.is_compiling():
         return
-    if int(offsets[0]) != 0 or int(offsets[-1]) != count or bool((offsets.diff() < 0).any()):
+    bounds = offsets.tolist()
+    if bounds[0] != 0 or bounds[-1] != count or bounds != sorted(bounds):
         raise ValueError(
-            f"offsets: expected non-decreasing values from 0 to {count}, got {offsets.tolist()[:8]}"
-            f"{' ...' if len(offsets) > 8 else ''}"
+            f"offsets: expected non-decreasing values from 0 to {count}, got {bounds[:8]}"
+            f"{' ...' if len(bounds) > 8 else ''}"
         )

@@ -31,9 +31,9 @@ class KLComputation(_KLComputation):
 
     A drop-in for :class:`torchrl.envs.llm.transforms.KLComputation` that runs one op over the whole
     batch. It reads and writes the ``"next"`` entry where there is one. The KL of a stack of samples
-    is one row a sample, views of one buffer; of nested columns a strided nested tensor; of dense
-    ``[B, T]`` columns dense (torchrl answers nested, or raises with a reward). The reward keeps its
-    own layout, broadcast to the tokens.
+    is one row a sample, views of one buffer; of nested columns a strided nested tensor, or jagged
+    beside a jagged reward; of dense ``[B, T]`` columns dense (torchrl answers nested, or raises
+    with a reward). The reward keeps its own layout, broadcast to the tokens.
 
     Args:
         gen_log_probs_full_key: the policy's log-probs in nats, a row ``[T]`` a sample. NaN means
@@ -149,9 +149,9 @@ class KLComputation(_KLComputation):
         if packed is None:
             rows, ref_rows = _rows(log_probs), _rows(ref_log_probs)
             rewards = None if reward is None else _rows(reward)
-            if rewards is not None:
-                _check_reward_dims(rows, rewards)
             if not _are_token_rows(rows, rewards):
+                if rewards is not None:
+                    _check_reward_dims(rows, rewards)
                 self._each(data, rows, ref_rows, rewards)
                 return
             packed = pack_samples(rows, ref_rows, None, rewards)
@@ -172,8 +172,9 @@ class KLComputation(_KLComputation):
             coeff=self.coeff,
             nan="missing",
         )
-        data.set_packed(self.kl_key, kl, lengths)
-        jagged = ragged.jagged_parts(reward)[1] if isinstance(reward, NestedTensor) else None
+        # torchrl's KL of jagged log-probs is strided; with a jagged reward it has none, and raises.
+        jagged = reward.offsets() if isinstance(reward, NestedTensor) else None
+        data.set_packed(self.kl_key, kl, lengths, jagged)
         data.set_packed("reward", penalised.unsqueeze(-1), lengths, jagged)
 
     def _each(
@@ -219,15 +220,16 @@ def _rows(column: Column) -> Sequence[Tensor]:
 
 
 def _are_token_rows(rows: Sequence[Tensor], rewards: Sequence[Tensor] | None) -> bool:
-    """Whether every sample is one row of tokens, with a reward of one column."""
-    if set(map(Tensor.dim, rows)) != {1}:
+    """Whether a sample is one row of tokens, with a reward of one column.
+
+    The first one tells: packing refuses samples of other dimensions behind it.
+    """
+    if len(rows) == 0 or rows[0].dim() != 1:
         return False
-    return rewards is None or {reward.shape[1] for reward in rewards} == {1}
+    return rewards is None or (len(rewards) > 0 and rewards[0].shape[1:] == (1,))
 
 
 def _check_reward_dims(rows: Sequence[Tensor], rewards: Sequence[Tensor]) -> None:
-    if [dims + 1 for dims in map(Tensor.dim, rows)] == list(map(Tensor.dim, rewards)):
-        return
     for i, (row, reward) in enumerate(zip(rows, rewards, strict=True)):
         if reward.dim() != row.dim() + 1:
             raise ValueError(
@@ -245,7 +247,9 @@ def _pack_nested(
         return None
     packed = [ragged.from_nested(column) for column in given]  # pyright: ignore[reportArgumentType]
     values, offsets = packed[0]
-    if values.dim() != 1 or not all(torch.equal(offsets, other) for _, other in packed[1:]):
+    if values.dim() != 1 or not all(
+        other is offsets or torch.equal(offsets, other) for _, other in packed[1:]
+    ):
         return None
     lengths = offsets.diff().tolist()
     if reward is None:

@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite
-from torchrl.envs import Compose
+from torchrl.envs import Compose, Transform
 from torchrl.envs.llm.transforms import RetrieveKL as _RetrieveKL
 from torchrl.modules.llm.policies import LLMWrapperBase
 
@@ -161,6 +161,19 @@ class RetrieveKL(_RetrieveKL):
         if self._pending is not None:
             self._init_deferred()
         return super().forward(tensordict)
+
+    def clone(self) -> RetrieveKL:
+        """A copy that shares the models and is in no environment yet.
+
+        An environment clones its transforms where it is wrapped; torchrl's class becomes a plain
+        ``Compose`` there, which has forgotten that it waits for a collector.
+        """
+        copied = Transform.clone(self)
+        transforms = [transform.clone() for transform in self]
+        copied.transforms = torch.nn.ModuleList(transforms)
+        for transform in transforms:
+            transform.set_container(copied)
+        return copied
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         output_spec = super().transform_output_spec(output_spec)

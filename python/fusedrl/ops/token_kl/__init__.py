@@ -112,27 +112,38 @@ def pack_samples(
     tensor); all of one value stay ``[B]``, otherwise they are broadcast to ``[N]``. Raises
     ``ValueError`` naming the first sample whose shapes disagree.
     """
-    # Hundreds of short samples spend their time in these loops, hence map over attribute access.
+    # Hundreds of short samples spend their time in loops over them, hence few and in C.
     lengths = list(map(Tensor.numel, log_probs))
+    packed = _concatenated("log_probs", log_probs)
+    if packed.dim() != 1:
+        raise ValueError(f"log_probs: expected 1-D samples, got {tuple(log_probs[0].shape)}")
     columns = {"ref_log_probs": ref_log_probs} | ({} if mask is None else {"mask": mask})
-    for name, column in columns.items():
-        if len(column) != len(lengths):
-            raise ValueError(f"{name}: expected {len(lengths)} samples, got {len(column)}")
-        same_dims = list(map(Tensor.dim, log_probs)) == list(map(Tensor.dim, column))
-        if same_dims and list(map(Tensor.numel, column)) == lengths:
-            continue
-        for i, (x, y) in enumerate(zip(log_probs, column, strict=True)):
-            if x.shape != y.shape:
-                raise ValueError(
-                    f"{name}: sample {i}: expected shape {tuple(x.shape)} as in log_probs, "
-                    f"got {tuple(y.shape)}"
-                )
+    companions = [_packed_like(log_probs, lengths, *column) for column in columns.items()]
     return PackedSamples(
-        torch.cat(tuple(log_probs)),
-        torch.cat(tuple(ref_log_probs)),
-        None if mask is None else torch.cat(tuple(mask)),
+        packed,
+        companions[0],
+        companions[1] if len(companions) > 1 else None,
         None if reward is None else _pack_rewards(reward, lengths),
         lengths,
+    )
+
+
+def _packed_like(
+    log_probs: Sequence[Tensor], lengths: list[int], name: str, column: Sequence[Tensor]
+) -> Tensor:
+    if len(column) != len(lengths):
+        raise ValueError(f"{name}: expected {len(lengths)} samples, got {len(column)}")
+    if list(map(Tensor.numel, column)) == lengths:
+        packed = _concatenated(name, column)
+        if packed.dim() == 1:
+            return packed
+    i, x, y = next(
+        (i, x, y)
+        for i, (x, y) in enumerate(zip(log_probs, column, strict=True))
+        if x.shape != y.shape
+    )
+    raise ValueError(
+        f"{name}: sample {i}: expected shape {tuple(x.shape)} as in log_probs, got {tuple(y.shape)}"
     )
 
 
@@ -147,7 +158,19 @@ def _pack_rewards(reward: Sequence[Tensor] | Tensor, lengths: list[int]) -> Tens
             if size not in (1, length):
                 raise ValueError(f"reward: sample {i}: expected {length} elements or 1, got {size}")
         reward = [r.reshape(-1).expand(n) for r, n in zip(reward, lengths, strict=True)]
-    return torch.cat(tuple(reward)).reshape(-1)
+    return _concatenated("reward", reward).reshape(-1)
+
+
+def _concatenated(name: str, column: Sequence[Tensor]) -> Tensor:
+    try:
+        return torch.cat(tuple(column))
+    except RuntimeError as error:
+        first = column[0].shape[1:]
+        i = next((i for i, x in enumerate(column) if x.shape[1:] != first), 0)
+        raise ValueError(
+            f"{name}: sample {i}: expected trailing dimensions {tuple(first)} as in sample 0, "
+            f"got shape {tuple(column[i].shape)}: {error}"
+        ) from error
 
 
 def _list(log_probs, ref_log_probs, mask, offsets, reward, options):  # noqa: ANN001, ANN202
@@ -187,7 +210,7 @@ def _nested(log_probs, ref_log_probs, mask, offsets, reward, options):  # noqa: 
 
     def rewrap(flat: Tensor) -> Tensor:
         if log_probs.layout == torch.jagged:
-            return torch.nested.nested_tensor_from_jagged(flat, ragged.jagged_parts(log_probs)[1])
+            return ragged.to_jagged(ragged.Ragged(flat, ragged.jagged_parts(log_probs)[1]))
         return ragged.to_strided(ragged.Ragged(flat, packed.offsets))
 
     return rewrap(kl) if penalised is None else TokenKL(rewrap(kl), rewrap(penalised))
@@ -202,13 +225,12 @@ def _dense(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     _check(log_probs, ref_log_probs, mask, offsets, options)
-    dtype = torch.promote_types(log_probs.dtype, ref_log_probs.dtype)
-    work = dtype
+    dtype = work = torch.promote_types(log_probs.dtype, ref_log_probs.dtype)
     if reward is not None:
         reward = _broadcast_reward(reward, log_probs, offsets)
         work = torch.promote_types(dtype, reward.dtype)
-        reward = reward.to(work)
-    log_probs, ref_log_probs = log_probs.to(work), ref_log_probs.to(work)
+        reward = _contiguous(reward, work)
+    log_probs, ref_log_probs = _contiguous(log_probs, work), _contiguous(ref_log_probs, work)
     chosen = _dispatch.choose(options["impl"], "token_kl", log_probs.device, work, _DTYPES)
     coeff = _dispatch.scalar_tensor("coeff", options["coeff"])
     missing = options["nan"] == "missing"
@@ -218,21 +240,28 @@ def _dense(
         )
         return kl.to(dtype), penalised
     args = (
-        log_probs.contiguous(),
-        ref_log_probs.contiguous(),
+        log_probs,
+        ref_log_probs,
         None if mask is None else mask.contiguous(),
-        None if offsets is None else offsets.to(torch.int64).contiguous(),
-        None if reward is None else reward.contiguous(),
+        None if offsets is None else _contiguous(offsets, torch.int64),
+        reward,
         coeff,
         ESTIMATORS.index(options["estimator"]),
         missing,
     )
-    needs_grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (log_probs, ref_log_probs, reward)
+    needs_grad = torch.is_grad_enabled() and (
+        log_probs.requires_grad
+        or ref_log_probs.requires_grad
+        or (reward is not None and reward.requires_grad)
     )
-    run = _Autograd.apply if needs_grad else torch.ops.fusedrl.token_kl
+    run = _Autograd.apply if needs_grad else torch.ops.fusedrl.token_kl.default
     kl, penalised = run(*args)
-    return kl.to(dtype), None if reward is None else penalised
+    return kl if work == dtype else kl.to(dtype), None if reward is None else penalised
+
+
+def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # Asking first is cheaper than a conversion that has nothing to do.
+    return (tensor if tensor.dtype == dtype else tensor.to(dtype)).contiguous()
 
 
 def _broadcast_reward(reward: Tensor, log_probs: Tensor, offsets: Tensor | None) -> Tensor:

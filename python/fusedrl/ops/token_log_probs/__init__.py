@@ -137,7 +137,7 @@ def _jagged(
     )
     # Rewrapped over the tokens' own offsets, so that the answer composes with the tokens.
     rewrap = (
-        (lambda v: torch.nested.nested_tensor_from_jagged(v, ragged.jagged_parts(tokens)[1]))
+        (lambda v: ragged.to_jagged(ragged.Ragged(v, ragged.jagged_parts(tokens)[1])))
         if tokens.layout == torch.jagged
         else (lambda v: ragged.to_strided(ragged.Ragged(v, packed.offsets)))
     )
