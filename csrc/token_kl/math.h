@@ -23,7 +23,7 @@ FUSEDRL_HD double k3_of(double d) {
 // The same without branches, so that loops vectorise: d = n ln2 + r with |r| <= ln2 / 2 makes it
 // (2^n - 1 - n ln2) + (2^n - 1) r + 2^n (e^r - 1 - r), whose last factor has a short series.
 FUSEDRL_HD float k3_of(float d) {
-  constexpr float kRound = 12582912.0f + 127.0f;  // leaves n with an exponent's bias in the low bits
+  constexpr float kRound = 12582912.0f + 127.0f;
   constexpr float kLn2High = 0.693145752f, kLn2Low = 1.42860682e-6f;
   const float shifted = d * 1.44269504f + kRound;
   const float n = shifted - kRound;
@@ -49,7 +49,7 @@ template <typename A>
 FUSEDRL_HD A kl_of(A d, Estimator estimator) {
   switch (estimator) {
     case Estimator::k1:
-      return -d;
+      return A(0) - d;  // -d would be -0 for equal log-probs
     case Estimator::k2:
       return d * d / 2;
     case Estimator::k3:

@@ -1,21 +1,30 @@
-// One pass over a row, in chunks that stay in L1: the first finds its maximum before it
-// exponentiates, the others are relative to that one unless they rise far above it. Compiled once a
-// CPU level. Every choice depends on the row alone, so its bits do not depend on the batch around
-// it or on the number of threads.
+// One pass over a row, in chunks that stay in L1: the first, a short one, finds its maximum before
+// it exponentiates, the others are relative to that one unless they rise far above it. Compiled
+// once a CPU level. Every choice depends on the row alone, so its bits do not depend on the batch
+// around it or on the number of threads.
 #include "token_log_probs/cpu_rows.h"
+
+#include <algorithm>
 
 #include "common/vec.h"
 
 namespace fusedrl::FUSEDRL_LEVEL {
 namespace {
 
+constexpr int64_t kFirstChunk = 512;
 constexpr int64_t kChunk = 4096;
+
+// Ahead of the loads: the hardware stops prefetching at the end of every page.
+constexpr int64_t kPrefetchBytes = 2048;
 
 // Calls f(block, start) for every block of `count` elements, the last one padded with `fill`.
 template <typename T, typename Body>
 inline void for_each_block(const T* p, int64_t count, T fill, Body&& f) {
   int64_t i = 0;
-  for (; i + kBlock <= count; i += kBlock) f(load(p + i), i);
+  for (; i + kBlock <= count; i += kBlock) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p + i) + kPrefetchBytes);
+    f(load(p + i), i);
+  }
   if (i < count) f(load_part(p + i, count - i, fill), i);
 }
 
@@ -59,8 +68,8 @@ template <bool kEntropy, typename T>
 RowResult forward(const T* row, int64_t classes, int64_t target, float inv_temperature) {
   const float scale = inv_temperature * kLog2E;
   SoftmaxPart<double> all;
-  for (int64_t start = 0; start < classes; start += kChunk) {
-    const int64_t count = classes - start < kChunk ? classes - start : kChunk;
+  for (int64_t start = 0, count; start < classes; start += count) {
+    count = std::min(start == 0 ? kFirstChunk : kChunk, classes - start);
     const T* chunk = row + start;
     SoftmaxPart<double> part;
     // A chunk rarely exceeds what came before by 2^62: relative to the same logit, one read.

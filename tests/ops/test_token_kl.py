@@ -298,3 +298,20 @@ def test_random_ragged_batches_equal_the_reference(lengths, estimator, dtype, na
     )
     for mine, other in zip(ours, reference, strict=True):
         torch.testing.assert_close(mine, other, equal_nan=True)
+
+
+def test_companions_of_another_kind():
+    jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    for p, q, match in [
+        (jagged, None, "ref_log_probs: expected a nested tensor, got NoneType"),
+        (jagged, torch.zeros(5), "ref_log_probs: expected a nested tensor, got a dense tensor"),
+        (torch.zeros(5), None, "ref_log_probs: expected a dense tensor like log_probs, got None"),
+        ([torch.zeros(2)], torch.zeros(2), "ref_log_probs: expected a list like log_probs"),
+    ]:
+        with pytest.raises(TypeError, match=match):
+            token_kl(p, q)
+
+
+def test_equal_log_probs_have_a_kl_of_plain_zero():
+    p = torch.randn(3)
+    assert not token_kl(p, p).signbit().any()

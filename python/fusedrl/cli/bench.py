@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 from collections.abc import Iterator
@@ -16,13 +17,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fusedrl.benchmarks import bench_token_kl, bench_token_log_probs, harness  # pyright: ignore[reportMissingImports]
+from fusedrl.benchmarks import harness  # pyright: ignore[reportMissingImports]
 from fusedrl.cli.info import collect
 
 if TYPE_CHECKING:
     from fusedrl.benchmarks.harness import Case, Row  # pyright: ignore[reportMissingImports]
 
-OPS = {"token_log_probs": bench_token_log_probs, "token_kl": bench_token_kl}
+OPS = ("token_log_probs", "token_kl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _cases(args: argparse.Namespace) -> Iterator[Case]:
     for name in args.op or OPS:
-        yield from OPS[name].cases(args.device, args.quick)
+        module = importlib.import_module(f"fusedrl.benchmarks.bench_{name}")
+        yield from module.cases(args.device, args.quick)
 
 
 def _table(rows: list[Row], wrong: list[Row]) -> Table:

@@ -79,7 +79,7 @@ def load_pair(
     return ModelPair(models[0], models[1], tokenizer, torch.device(device), context)
 
 
-def _load(kind: type, role: str, name: str, **options: str):  # noqa: ANN202
+def _load(kind: type, role: str, name: str, **options: str) -> Any:
     try:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:

@@ -94,7 +94,8 @@ def token_kl(
     if log_probs.is_nested:
         return _nested(log_probs, ref_log_probs, mask, offsets, reward, options)
     for name, value in (("ref_log_probs", ref_log_probs), ("mask", mask), ("reward", reward)):
-        if value is not None and (not isinstance(value, Tensor) or value.is_nested):
+        optional = name != "ref_log_probs" and value is None
+        if not optional and _kind(value) != "a dense tensor":
             raise TypeError(f"{name}: expected a dense tensor like log_probs, got {_kind(value)}")
     kl, penalised = _dense(log_probs, ref_log_probs, mask, offsets, reward, options)  # pyright: ignore[reportArgumentType]
     return kl if penalised is None else TokenKL(kl, penalised)
@@ -173,7 +174,17 @@ def _concatenated(name: str, column: Sequence[Tensor]) -> Tensor:
         ) from error
 
 
-def _list(log_probs, ref_log_probs, mask, offsets, reward, options):  # noqa: ANN001, ANN202
+def _list(
+    log_probs: Sequence[Tensor],
+    ref_log_probs: Any,
+    mask: Any,
+    offsets: Tensor | None,
+    reward: Any,
+    options: dict[str, Any],
+) -> Any:
+    for name, value in (("ref_log_probs", ref_log_probs), ("mask", mask)):
+        if isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a list like log_probs, got {_kind(value)}")
     if offsets is not None:
         raise ValueError("offsets: expected None with a list, whose samples carry their lengths")
     if len(log_probs) == 0:
@@ -191,16 +202,24 @@ def _list(log_probs, ref_log_probs, mask, offsets, reward, options):  # noqa: AN
     return kl if penalised is None else TokenKL(kl, list(penalised.split(packed.lengths)))
 
 
-def _nested(log_probs, ref_log_probs, mask, offsets, reward, options):  # noqa: ANN001, ANN202
+def _nested(
+    log_probs: Tensor,
+    ref_log_probs: Any,
+    mask: Any,
+    offsets: Tensor | None,
+    reward: Any,
+    options: dict[str, Any],
+) -> Any:
     if offsets is not None:
         raise ValueError("offsets: expected None with nested log_probs, which carry their own")
     packed = ragged.from_nested(log_probs)
     values: list[Any] = []
     for name, companion in (("ref_log_probs", ref_log_probs), ("mask", mask), ("reward", reward)):
-        if companion is None or (name == "reward" and not companion.is_nested):
+        optional = name != "ref_log_probs" and companion is None
+        if optional or (name == "reward" and _kind(companion) == "a dense tensor"):
             values.append(companion)
             continue
-        if not isinstance(companion, Tensor) or not companion.is_nested:
+        if _kind(companion) != "a nested tensor":
             raise TypeError(f"{name}: expected a nested tensor, got {_kind(companion)}")
         own = ragged.from_nested(companion)
         if own.offsets is not packed.offsets and not torch.equal(own.offsets, packed.offsets):
@@ -346,13 +365,22 @@ class _Autograd(torch.autograd.Function):
         return grad, grad_ref, None, None, grad_reward if ctx.penalised else None, None, None, None
 
 
-def _fake(log_probs, ref_log_probs, mask, offsets, reward, coeff, estimator, nan_missing):  # noqa: ANN001, ANN202
+def _fake(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    reward: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty(log_probs.shape), log_probs.new_empty(
         (0,) if reward is None else log_probs.shape
     )
 
 
-def _fake_backward(grad_kl, grad_reward, log_probs, *rest):  # noqa: ANN001, ANN002, ANN202
+def _fake_backward(
+    grad_kl: Tensor, grad_reward: Tensor | None, log_probs: Tensor, *rest: Any
+) -> Tensor:
     return log_probs.new_empty(log_probs.shape)
 
 

@@ -211,14 +211,16 @@ class _Autograd(torch.autograd.Function):
         return grad, None, None, None, None, None, None
 
 
-def _fake(logits, tokens, mask, offsets, shift, temperature, entropy):  # noqa: ANN001, ANN202
-    def fresh(shape):  # noqa: ANN001, ANN202
-        return logits.new_empty(shape, dtype=torch.float32)
+def _fake(logits: Tensor, tokens: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, entropy = options
+    shapes = (tokens.shape, tokens.shape if entropy else (0,), tokens.shape)
+    log_probs, row_entropy, lse = (logits.new_empty(s, dtype=torch.float32) for s in shapes)
+    return log_probs, row_entropy, lse
 
-    return fresh(tokens.shape), fresh(tokens.shape if entropy else (0,)), fresh(tokens.shape)
 
-
-def _fake_backward(grad_log_probs, grad_entropy, logits, *rest):  # noqa: ANN001, ANN002, ANN202
+def _fake_backward(
+    grad_log_probs: Tensor, grad_entropy: Tensor | None, logits: Tensor, *rest: Any
+) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
