@@ -167,6 +167,25 @@ def test_list_of_samples(shape):
     assert kl[0].untyped_storage().data_ptr() == kl[2].untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_samples_pack_in_order(threads):
+    """Beyond torch.cat's own threshold, on one thread and several, with a sample of every kind."""
+    lengths = [*torch.randint(0, 900, (150,)).tolist(), 0, 1, 20000]
+    p, r = ([torch.randn(n, *trailing) for n in lengths] for trailing in ((), (1,)))
+    q = [torch.randn(2 * n)[::2] for n in lengths]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        packed = pack_samples(p, q, [x > 0 for x in p], r)
+    finally:
+        torch.set_num_threads(before)
+    assert packed.lengths == lengths
+    assert torch.equal(packed.log_probs, torch.cat(p))
+    assert torch.equal(packed.ref_log_probs, torch.cat(q))
+    assert torch.equal(packed.mask, torch.cat(p) > 0)
+    assert torch.equal(packed.reward, torch.cat(r).squeeze(-1))
+
+
 def test_list_gradient_and_mask():
     p = [torch.randn(n, requires_grad=True) for n in (2, 4)]
     q = [torch.randn(n) for n in (2, 4)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from fusedrl import ragged
 from fusedrl.ops import _dispatch
 from fusedrl.ops.token_kl import reference
+from fusedrl.ops.token_kl.samples import PackedSamples, pack_samples
 
 __all__ = ["ESTIMATORS", "PackedSamples", "TokenKL", "pack_samples", "token_kl"]
 
@@ -23,16 +24,6 @@ class TokenKL(NamedTuple):
 
     kl: Any
     reward: Any
-
-
-class PackedSamples(NamedTuple):
-    """Samples packed along the first dimension; ``lengths`` are the host-side sequence lengths."""
-
-    log_probs: Tensor
-    ref_log_probs: Tensor
-    mask: Tensor | None
-    reward: Tensor | None
-    lengths: list[int]
 
 
 def token_kl(
@@ -101,79 +92,6 @@ def token_kl(
     return kl if penalised is None else TokenKL(kl, penalised)
 
 
-def pack_samples(
-    log_probs: Sequence[Tensor],
-    ref_log_probs: Sequence[Tensor],
-    mask: Sequence[Tensor] | None = None,
-    reward: Sequence[Tensor] | Tensor | None = None,
-) -> PackedSamples:
-    """Pack lists of samples for :func:`token_kl`, one concatenation each.
-
-    Rewards are ``[T]``, ``[T, 1]``, or one value a sample (``[1]``, ``[1, 1]``, or a ``[B]``
-    tensor); all of one value stay ``[B]``, otherwise they are broadcast to ``[N]``. Raises
-    ``ValueError`` naming the first sample whose shapes disagree.
-    """
-    # Hundreds of short samples spend their time in loops over them, hence few and in C.
-    lengths = list(map(Tensor.numel, log_probs))
-    packed = _concatenated("log_probs", log_probs)
-    if packed.dim() != 1:
-        raise ValueError(f"log_probs: expected 1-D samples, got {tuple(log_probs[0].shape)}")
-    columns = {"ref_log_probs": ref_log_probs} | ({} if mask is None else {"mask": mask})
-    companions = [_packed_like(log_probs, lengths, *column) for column in columns.items()]
-    return PackedSamples(
-        packed,
-        companions[0],
-        companions[1] if len(companions) > 1 else None,
-        None if reward is None else _pack_rewards(reward, lengths),
-        lengths,
-    )
-
-
-def _packed_like(
-    log_probs: Sequence[Tensor], lengths: list[int], name: str, column: Sequence[Tensor]
-) -> Tensor:
-    if len(column) != len(lengths):
-        raise ValueError(f"{name}: expected {len(lengths)} samples, got {len(column)}")
-    if list(map(Tensor.numel, column)) == lengths:
-        packed = _concatenated(name, column)
-        if packed.dim() == 1:
-            return packed
-    i, x, y = next(
-        (i, x, y)
-        for i, (x, y) in enumerate(zip(log_probs, column, strict=True))
-        if x.shape != y.shape
-    )
-    raise ValueError(
-        f"{name}: sample {i}: expected shape {tuple(x.shape)} as in log_probs, got {tuple(y.shape)}"
-    )
-
-
-def _pack_rewards(reward: Sequence[Tensor] | Tensor, lengths: list[int]) -> Tensor:
-    if isinstance(reward, Tensor):
-        return reward
-    sizes = list(map(Tensor.numel, reward))
-    if sizes != lengths and any(size != 1 for size in sizes):
-        if len(sizes) != len(lengths):
-            raise ValueError(f"reward: expected {len(lengths)} samples, got {len(sizes)}")
-        for i, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
-            if size not in (1, length):
-                raise ValueError(f"reward: sample {i}: expected {length} elements or 1, got {size}")
-        reward = [r.reshape(-1).expand(n) for r, n in zip(reward, lengths, strict=True)]
-    return _concatenated("reward", reward).reshape(-1)
-
-
-def _concatenated(name: str, column: Sequence[Tensor]) -> Tensor:
-    try:
-        return torch.cat(tuple(column))
-    except RuntimeError as error:
-        first = column[0].shape[1:]
-        i = next((i for i, x in enumerate(column) if x.shape[1:] != first), 0)
-        raise ValueError(
-            f"{name}: sample {i}: expected trailing dimensions {tuple(first)} as in sample 0, "
-            f"got shape {tuple(column[i].shape)}: {error}"
-        ) from error
-
-
 def _list(
     log_probs: Sequence[Tensor],
     ref_log_probs: Any,
@@ -221,7 +139,7 @@ def _nested(
             continue
         if _kind(companion) != "a nested tensor":
             raise TypeError(f"{name}: expected a nested tensor, got {_kind(companion)}")
-        own = ragged.from_nested(companion)
+        own = ragged.from_nested(companion)  # pyright: ignore[reportArgumentType]
         if own.offsets is not packed.offsets and not torch.equal(own.offsets, packed.offsets):
             raise ValueError(f"{name}: expected the sequence lengths of log_probs, got others")
         values.append(own.values)

@@ -1,0 +1,126 @@
+"""Lists of samples packed for ``token_kl``, a concatenation a column."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_FAST_CAT = 32767
+
+
+class PackedSamples(NamedTuple):
+    """Samples packed along the first dimension; ``lengths`` are the host-side sequence lengths."""
+
+    log_probs: Tensor
+    ref_log_probs: Tensor
+    mask: Tensor | None
+    reward: Tensor | None
+    lengths: list[int]
+
+
+def pack_samples(
+    log_probs: Sequence[Tensor],
+    ref_log_probs: Sequence[Tensor],
+    mask: Sequence[Tensor] | None = None,
+    reward: Sequence[Tensor] | Tensor | None = None,
+) -> PackedSamples:
+    """Pack lists of samples for :func:`token_kl`, one concatenation each.
+
+    Rewards are ``[T]``, ``[T, 1]``, or one value a sample (``[1]``, ``[1, 1]``, or a ``[B]``
+    tensor); all of one value stay ``[B]``, otherwise they are broadcast to ``[N]``. Raises
+    ``ValueError`` naming the first sample whose shapes disagree.
+    """
+    # Hundreds of short samples spend their time in loops over them, hence few and in C.
+    lengths = list(map(Tensor.numel, log_probs))
+    packed = _concatenated("log_probs", log_probs, lengths)
+    if packed.dim() != 1:
+        raise ValueError(f"log_probs: expected 1-D samples, got {tuple(log_probs[0].shape)}")
+    columns = {"ref_log_probs": ref_log_probs} | ({} if mask is None else {"mask": mask})
+    companions = [_packed_like(log_probs, lengths, *column) for column in columns.items()]
+    return PackedSamples(
+        packed,
+        companions[0],
+        companions[1] if len(companions) > 1 else None,
+        None if reward is None else _pack_rewards(reward, lengths),
+        lengths,
+    )
+
+
+def _packed_like(
+    log_probs: Sequence[Tensor], lengths: list[int], name: str, column: Sequence[Tensor]
+) -> Tensor:
+    if len(column) != len(lengths):
+        raise ValueError(f"{name}: expected {len(lengths)} samples, got {len(column)}")
+    if list(map(Tensor.numel, column)) == lengths:
+        packed = _concatenated(name, column, lengths)
+        if packed.dim() == 1:
+            return packed
+    i, x, y = next(
+        (i, x, y)
+        for i, (x, y) in enumerate(zip(log_probs, column, strict=True))
+        if x.shape != y.shape
+    )
+    raise ValueError(
+        f"{name}: sample {i}: expected shape {tuple(x.shape)} as in log_probs, got {tuple(y.shape)}"
+    )
+
+
+def _pack_rewards(reward: Sequence[Tensor] | Tensor, lengths: list[int]) -> Tensor:
+    if isinstance(reward, Tensor):
+        return reward
+    sizes = list(map(Tensor.numel, reward))
+    if sizes != lengths and any(size != 1 for size in sizes):
+        if len(sizes) != len(lengths):
+            raise ValueError(f"reward: expected {len(lengths)} samples, got {len(sizes)}")
+        for i, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
+            if size not in (1, length):
+                raise ValueError(f"reward: sample {i}: expected {length} elements or 1, got {size}")
+        reward = [r.reshape(-1).expand(n) for r, n in zip(reward, lengths, strict=True)]
+        sizes = lengths
+    return _concatenated("reward", reward, sizes).reshape(-1)
+
+
+def _concatenated(name: str, column: Sequence[Tensor], lengths: list[int]) -> Tensor:
+    try:
+        if _cat_is_slow(column, lengths):
+            return _cat_in_pieces(column, lengths)
+        return torch.cat(tuple(column))
+    except RuntimeError as error:
+        first = column[0].shape[1:]
+        i = next((i for i, x in enumerate(column) if x.shape[1:] != first), 0)
+        raise ValueError(
+            f"{name}: sample {i}: expected trailing dimensions {tuple(first)} as in sample 0, "
+            f"got shape {tuple(column[i].shape)}: {error}"
+        ) from error
+
+
+def _cat_is_slow(column: Sequence[Tensor], lengths: list[int]) -> bool:
+    """Whether torch.cat would copy these one by one, at microseconds each, and pieces can help.
+
+    On the CPU it does so for results from 32768 elements on, where several threads may run.
+    """
+    return (
+        column[0].device.type == "cpu"
+        and torch.get_num_threads() > 1
+        and sum(lengths) > _FAST_CAT > max(lengths)
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in column))
+        and len({x.dtype for x in column}) == 1
+    )
+
+
+def _cat_in_pieces(column: Sequence[Tensor], lengths: list[int]) -> Tensor:
+    """Concatenate into slices of one buffer, each small enough for a single loop."""
+    ends = list(accumulate(lengths))
+    packed = column[0].new_empty((ends[-1], *column[0].shape[1:]))
+    first = start = 0
+    while first < len(column):
+        past = bisect_right(ends, start + _FAST_CAT)
+        end = ends[past - 1]
+        torch.cat(tuple(column[first:past]), out=packed[start:end])
+        first, start = past, end
+    return packed
