@@ -6,6 +6,7 @@
 
 #include "common/tensor.h"
 #include "token_log_probs/cpu_rows.h"
+#include "token_log_probs/rows.h"
 
 namespace fusedrl {
 namespace {
@@ -18,18 +19,6 @@ CpuLevel level() {
 
 // Rows are handed to a thread in groups of about this many logits.
 constexpr int64_t kGrainElements = 32768;
-
-RowMap row_map(const Tensor& logits, const Tensor& tokens, const std::optional<Tensor>& offsets,
-               bool shift) {
-  const bool padded = logits.dim() == 3;
-  return {tokens.numel(),
-          std::max<int64_t>(padded ? logits.size(1) : logits.size(0), 1),
-          padded ? logits.stride(0) : 0,
-          logits.stride(logits.dim() - 2),
-          data<int64_t>(offsets),
-          offsets.has_value() ? offsets->numel() - 1 : 0,
-          shift};
-}
 
 float inverse_temperature(const Tensor& temperature) {
   const double value = *data<double>(temperature);

@@ -7,7 +7,6 @@ reason is kept, logged, and raised by the first call that needs it.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import platform
 from pathlib import Path
@@ -54,9 +53,18 @@ def _present() -> str:
     return f"torch {torch.__version__} on {platform.system()} {platform.machine()}"
 
 
-@functools.cache
+# Outcomes by library; a plain dict, which torch.compile traces through where it stops at a cache.
+_outcomes: dict[str, str | None] = {}
+
+
 def load_error(name: str) -> str | None:
     """Load the op library ``name`` once; ``None`` on success, else the explanation."""
+    if name not in _outcomes:
+        _outcomes[name] = _load(name)
+    return _outcomes[name]
+
+
+def _load(name: str) -> str | None:
     if name == "_C_cuda" and torch.version.cuda is None:
         return (
             f"fusedrl.{name}: expected a CUDA build of torch, got torch {torch.__version__}; "

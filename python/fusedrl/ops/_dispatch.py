@@ -15,15 +15,16 @@ logger = logging.getLogger("fusedrl")
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IMPLS = ("auto", "cpu", "cuda", "triton", "reference")
-# Why the kernels of a device cannot run, or None; known before any tracing starts.
-LOAD_ERRORS = {"cpu": native.load_error("_C"), "cuda": native.load_error("_C_cuda")}
+LIBRARY = {"cpu": "_C", "cuda": "_C_cuda"}
+for _library in LIBRARY.values():
+    native.load_error(_library)  # before any tracing starts
 
 _warned: set[str] = set()
 
 
 def register_fakes(fakes: dict[str, Callable]) -> None:
     """Register shape functions of the compiled ops; without the library there are no ops."""
-    if LOAD_ERRORS["cpu"] is not None:
+    if native.load_error("_C") is not None:
         return
     for name, fake in fakes.items():
         torch.library.register_fake(f"fusedrl::{name}", fake)
@@ -49,21 +50,16 @@ def choose(impl: str, op: str, device: torch.device, dtype: torch.dtype, dtypes:
             raise ValueError(
                 f"impl: {impl!r} expects dtype {_names(dtypes)}, got {dtype}; use 'auto'"
             )
-        return _loaded(impl)
-    if device.type not in LOAD_ERRORS:
+        native.require(LIBRARY[impl])
+        return impl
+    if device.type not in LIBRARY:
         return _fall_back(f"{op}: no compiled kernel for {device.type}")
     if dtype not in dtypes:
         return _fall_back(f"{op}: no compiled kernel for {dtype}")
-    if device.type == "cuda" and LOAD_ERRORS["cuda"] is not None:
-        return _fall_back(f"{op}: {LOAD_ERRORS['cuda']}")
-    return _loaded(device.type)
-
-
-def _loaded(impl: str) -> str:
-    error = LOAD_ERRORS[impl]
-    if error is not None:
-        raise native.NativeLibraryError(error)
-    return impl
+    if device.type == "cuda" and (error := native.load_error("_C_cuda")) is not None:
+        return _fall_back(f"{op}: {error}")
+    native.require(LIBRARY[device.type])
+    return device.type
 
 
 def _names(dtypes: tuple) -> str:
