@@ -4,11 +4,11 @@
 STABLE_TORCH_LIBRARY(fusedrl, m) {
   m.def(
       "token_log_probs(Tensor logits, Tensor tokens, Tensor? mask, Tensor? offsets, bool shift, "
-      "Tensor temperature, bool entropy) -> (Tensor log_probs, Tensor entropy, Tensor lse)");
+      "Tensor temperature, bool entropy) -> (Tensor log_probs, Tensor entropy, Tensor normalizers)");
   m.def(
       "token_log_probs_backward(Tensor grad_log_probs, Tensor? grad_entropy, Tensor logits, "
       "Tensor tokens, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
-      "Tensor log_probs, Tensor entropy, Tensor lse) -> Tensor grad_logits");
+      "Tensor log_probs, Tensor entropy, Tensor normalizers) -> Tensor grad_logits");
   m.def(
       "token_kl(Tensor log_probs, Tensor ref_log_probs, Tensor? mask, Tensor? offsets, "
       "Tensor? reward, Tensor coeff, int estimator, bool nan_missing) "

@@ -51,7 +51,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor tokens, std::op
   Tensor log_probs = empty_like_sizes(logits, tokens, ScalarType::Float);
   Tensor entropies = entropy ? empty_like_sizes(logits, tokens, ScalarType::Float)
                              : empty_vector(logits, ScalarType::Float);
-  Tensor lse = empty_like_sizes(logits, tokens, ScalarType::Float);
+  Tensor normalizers = empty_normalizers(logits, tokens);
   const RowMap map = row_map(logits, tokens, offsets, shift);
   const int64_t classes = logits.size(logits.dim() - 1);
   const int64_t* targets = data<int64_t>(tokens);
@@ -61,10 +61,10 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor tokens, std::op
 
   float* out = mutable_data<float>(log_probs);
   float* out_entropy = entropy ? mutable_data<float>(entropies) : nullptr;
-  float* out_lse = mutable_data<float>(lse);
-  for (float* p : {out, out_entropy, out_lse}) {
-    if (p != nullptr) std::fill_n(p, map.tokens, 0.0f);
-  }
+  Normalizer* out_normalizers = mutable_data<Normalizer>(normalizers);
+  std::fill_n(out, map.tokens, 0.0f);
+  std::fill_n(out_normalizers, map.tokens, Normalizer{0.0f, 0.0f});
+  if (entropy) std::fill_n(out_entropy, map.tokens, 0.0f);
   dispatch_half_or_float(logits, "logits", [&]<typename T>() {
     const RowKernels<T> kernels = row_kernels<T>(level());
     const auto run = entropy ? kernels.forward_entropy : kernels.forward;
@@ -76,17 +76,18 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor tokens, std::op
             const T* row = base + map.element_of_row(map.row_of(n));
             const RowResult result = run(row, classes, targets[n], inv_temperature);
             out[n] = result.log_prob;
-            out_lse[n] = result.lse;
+            out_normalizers[n] = result.normalizer;
             if (entropy) out_entropy[n] = result.entropy;
           }
         });
   });
-  return {log_probs, entropies, lse};
+  return {log_probs, entropies, normalizers};
 }
 
 Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tensor logits,
                 Tensor tokens, std::optional<Tensor> mask, std::optional<Tensor> offsets,
-                bool shift, Tensor temperature, Tensor log_probs, Tensor entropy, Tensor lse) {
+                bool shift, Tensor temperature, Tensor log_probs, Tensor entropy,
+                Tensor normalizers) {
   Tensor grad_logits = empty_like_sizes(logits, logits, logits.scalar_type());
   const RowMap map = row_map(logits, tokens, offsets, shift);
   const int64_t classes = logits.size(logits.dim() - 1);
@@ -108,7 +109,7 @@ Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tenso
             const int64_t n = kept[i], r = map.row_of(n);
             const RowGradient gradient{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
                                        up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
-                                       data<float>(lse)[n], inv_temperature};
+                                       data<Normalizer>(normalizers)[n], inv_temperature};
             run(base + map.element_of_row(r), grad + r * classes, classes, targets[n],
                 data<float>(log_probs)[n], gradient);
           }

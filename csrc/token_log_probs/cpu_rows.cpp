@@ -87,7 +87,7 @@ void backward(const T* row, T* grad, int64_t classes, int64_t target, float log_
               RowGradient gradient) {
   constexpr float kMinLogP = -86.0f;  // e^x is taken as 0 below it
   const auto of_vector = [&](F x) {
-    const F log_p = x * gradient.inv_temperature - gradient.lse;
+    const F log_p = gradient.log_p(x);
     const F clamped = clamp_below(log_p, kMinLogP);
     const Power e = exp2_of_product(clamped, kLog2E);
     const F p = log_p < splat(kMinLogP) ? F{} : e.factor * e.scale;

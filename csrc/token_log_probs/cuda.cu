@@ -26,21 +26,22 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor tokens, std::op
   Tensor log_probs = empty_like_sizes(logits, tokens, ScalarType::Float);
   Tensor entropies = entropy ? empty_like_sizes(logits, tokens, ScalarType::Float)
                              : empty_vector(logits, ScalarType::Float);
-  Tensor lse = empty_like_sizes(logits, tokens, ScalarType::Float);
+  Tensor normalizers = empty_normalizers(logits, tokens);
   dispatch_half_or_float(logits, "logits", [&]<typename T>() {
     const Rows<T> rows = rows_of<T>(logits, tokens, mask, offsets, shift, temperature);
     if (rows.map.tokens == 0) return;
     const auto kernel = entropy ? forward_rows<true, T> : forward_rows<false, T>;
     device.launch(kernel, rows.map.tokens, threads_for(rows.classes * sizeof(T)), rows,
                   mutable_data<float>(log_probs), mutable_data<float>(entropies),
-                  mutable_data<float>(lse));
+                  mutable_data<Normalizer>(normalizers));
   });
-  return {log_probs, entropies, lse};
+  return {log_probs, entropies, normalizers};
 }
 
 Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tensor logits,
                 Tensor tokens, std::optional<Tensor> mask, std::optional<Tensor> offsets,
-                bool shift, Tensor temperature, Tensor log_probs, Tensor entropy, Tensor lse) {
+                bool shift, Tensor temperature, Tensor log_probs, Tensor entropy,
+                Tensor normalizers) {
   const OnDeviceOf device(logits);
   Tensor grad_logits = empty_like_sizes(logits, logits, logits.scalar_type());
   dispatch_half_or_float(logits, "logits", [&]<typename T>() {
@@ -48,7 +49,8 @@ Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tenso
     if (rows.map.tokens == 0) return;
     device.launch(backward_rows<T>, rows.map.tokens, threads_for(rows.classes * sizeof(T)), rows,
                   data<float>(grad_log_probs), data<float>(grad_entropy), data<float>(log_probs),
-                  data<float>(entropy), data<float>(lse), mutable_data<T>(grad_logits));
+                  data<float>(entropy), data<Normalizer>(normalizers),
+                  mutable_data<T>(grad_logits));
   });
   return grad_logits;
 }

@@ -110,7 +110,7 @@ __device__ SoftmaxPart<float> thread_part(const T* row, int64_t classes, float i
 
 template <bool kEntropy, typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
-    forward_rows(Rows<T> rows, float* log_probs, float* entropies, float* lse) {
+    forward_rows(Rows<T> rows, float* log_probs, float* entropies, Normalizer* normalizers) {
   const float inv_temperature = rows.inverse_temperature();
   for (int64_t n = blockIdx.x; n < rows.map.tokens; n += gridDim.x) {
     RowResult result{};
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     }
     if (threadIdx.x != 0) continue;
     log_probs[n] = result.log_prob;
-    lse[n] = result.lse;
+    normalizers[n] = result.normalizer;
     if constexpr (kEntropy) entropies[n] = result.entropy;
   }
 }
@@ -164,7 +164,7 @@ __device__ void zero_row(T* row, int64_t classes) {
   for (int64_t i = threadIdx.x; i < split.packs; i += blockDim.x) words[i] = uint4{};
 }
 
-// The gradient of one row, whose softmax is computed anew from the logits and their logsumexp.
+// The gradient of one row, whose softmax is computed anew from the logits and their normalizer.
 template <typename T>
 struct RowBackward {
   const T* row;
@@ -177,7 +177,7 @@ struct RowBackward {
   __device__ __forceinline__ T other(T logit) const {
     constexpr float kLog2E = 1.44269504f;
     constexpr float kMinLogP = -200.0f;  // e^x is 0 here, and log p has to be finite
-    float log_p = static_cast<float>(logit) * gradient.inv_temperature - gradient.lse;
+    float log_p = gradient.log_p(static_cast<float>(logit));
     if (log_p < kMinLogP) log_p = kMinLogP;
     return T(gradient.other(exp2_normal(log_p * kLog2E), log_p));
   }
@@ -218,7 +218,8 @@ struct RowBackward {
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     backward_rows(Rows<T> rows, const float* grad_log_probs, const float* grad_entropy,
-                  const float* log_probs, const float* entropy, const float* lse, T* grad_logits) {
+                  const float* log_probs, const float* entropy, const Normalizer* normalizers,
+                  T* grad_logits) {
   const float inv_temperature = rows.inverse_temperature();
   for (int64_t r = blockIdx.x; r < rows.map.tokens; r += gridDim.x) {
     T* grad = grad_logits + r * rows.classes;
@@ -229,7 +230,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     }
     const bool of_entropy = grad_entropy != nullptr;
     const RowGradient gradient{grad_log_probs[n], of_entropy ? grad_entropy[n] : 0.0f,
-                               of_entropy ? entropy[n] : 0.0f, lse[n], inv_temperature};
+                               of_entropy ? entropy[n] : 0.0f, normalizers[n], inv_temperature};
     const RowBackward<T> backward{rows.row(r), grad, rows.target(n),
                                   T(gradient.target(log_probs[n])), gradient};
     const StoreSplit<T> split(grad, rows.classes);

@@ -33,17 +33,25 @@ FUSEDRL_HD SoftmaxPart<Acc> merge(SoftmaxPart<Acc> x, SoftmaxPart<Acc> y, float 
           high.dot + scale * (low.dot + low.sum * Acc(shift))};
 }
 
+// log sum_v e^{z_v} = max / temperature + log_sum. Added up, large logits would take log_sum's
+// digits.
+struct Normalizer {
+  float max;
+  float log_sum;
+};
+
 struct RowResult {
   float log_prob;
   float entropy;
-  float lse;
+  Normalizer normalizer;
 };
 
 template <typename Acc>
 FUSEDRL_HD RowResult finish(SoftmaxPart<Acc> row, float target_logit, float inv_temperature) {
   const Acc log_sum = std::log(row.sum);
   return {float(Acc(target_logit - row.max) * Acc(inv_temperature) - log_sum),
-          float(log_sum - row.dot / row.sum), float(Acc(row.max) * Acc(inv_temperature) + log_sum)};
+          float(log_sum - row.dot / row.sum),
+          {row.max, float(log_sum)}};
 }
 
 // d log p(y) / dz_v = [v = y] - p_v, dH / dz_v = -p_v (log p_v + H), times upstream gradients.
@@ -51,8 +59,13 @@ struct RowGradient {
   float grad_log_prob;
   float grad_entropy;
   float entropy;
-  float lse;
+  Normalizer normalizer;
   float inv_temperature;
+
+  template <typename V>
+  FUSEDRL_HD V log_p(V logit) const {
+    return (logit - normalizer.max) * inv_temperature - normalizer.log_sum;
+  }
 
   // For v != y. `log_p` must be finite where p is 0.
   template <typename V>

@@ -20,4 +20,11 @@ inline RowMap row_map(const Tensor& logits, const Tensor& tokens,
           shift};
 }
 
+// A Normalizer a token.
+inline Tensor empty_normalizers(const Tensor& logits, const Tensor& tokens) {
+  std::vector<int64_t> sizes(tokens.sizes().begin(), tokens.sizes().end());
+  sizes.push_back(2);
+  return torch::stable::new_empty(logits, sizes, ScalarType::Float);
+}
+
 }  // namespace fusedrl

@@ -27,12 +27,23 @@ def log_prob_args(kind, dtype, shift, entropy):
 def test_opcheck_token_log_probs(kind, dtype, shift, entropy):
     args = log_prob_args(kind, dtype, shift, entropy)
     torch.library.opcheck(torch.ops.fusedrl.token_log_probs.default, args)
-    log_probs, row_entropy, lse = torch.ops.fusedrl.token_log_probs(*args)
+    log_probs, row_entropy, normalizers = torch.ops.fusedrl.token_log_probs(*args)
     logits, tokens, mask, offsets, _, temperature, _ = args
     grads = (torch.randn_like(log_probs), torch.randn_like(log_probs) if entropy else None)
     torch.library.opcheck(
         torch.ops.fusedrl.token_log_probs_backward.default,
-        (*grads, logits, tokens, mask, offsets, shift, temperature, log_probs, row_entropy, lse),
+        (
+            *grads,
+            logits,
+            tokens,
+            mask,
+            offsets,
+            shift,
+            temperature,
+            log_probs,
+            row_entropy,
+            normalizers,
+        ),
     )
 
 

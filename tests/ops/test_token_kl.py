@@ -268,6 +268,7 @@ GOOD = {"log_probs": torch.zeros(4), "ref_log_probs": torch.zeros(4)}
             "coeff.detach",
         ),
         ({"impl": "triton"}, ValueError, "no Triton kernel"),
+        ({"log_probs": 1.0}, TypeError, "log_probs: expected a torch.Tensor, got float"),
     ],
 )
 def test_bad_input_names_argument_expectation_and_remedy(change, error, match):

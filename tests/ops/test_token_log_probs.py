@@ -194,6 +194,30 @@ def test_rows_far_from_zero(offset):
     no_worse(token_log_probs(logits, tokens), theirs, truth, 2e-6)
 
 
+@pytest.mark.parametrize(("scale", "temperature"), [(30.0, 0.01), (1e4, 1e-3), (65504.0, 1.0)])
+def test_gradient_of_large_scaled_logits(scale, temperature):
+    """One number for the normaliser would leave no digits for the softmax of such logits."""
+    base = (torch.rand(4, 6000) * 2 - 1) * scale
+    base[:, 5] = base.max(-1).values - temperature  # a rival, or all gradients would be 0
+    tokens = torch.randint(0, 6000, (4,))
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        x = base.to(dtype).clone().requires_grad_()
+        out = token_log_probs(x, tokens, temperature=temperature, entropy=True)
+        (out.log_probs * 0.3 + out.entropy).sum().backward()
+        grads.append(x.grad.double() * temperature)
+    # The quotient by the temperature is itself rounded, as torch's is.
+    torch.testing.assert_close(*grads, rtol=2e-5, atol=2e-5)
+
+
+def test_no_second_derivative():
+    x = torch.randn(2, 3, requires_grad=True)
+    log_probs = token_log_probs(x, torch.tensor([0, 1]))
+    (grad,) = torch.autograd.grad(log_probs.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_a_later_chunk_that_dwarfs_the_first():
     """Relative to the first chunk's maximum these overflow; the row must start over."""
     logits = torch.randn(3, 20000)
@@ -333,6 +357,8 @@ GOOD = {"logits": torch.zeros(4, 5), "tokens": torch.zeros(4, dtype=torch.int64)
         ({"impl": "cuda"}, ValueError, "needs tensors on cuda"),
         ({"impl": "triton"}, ValueError, "no Triton kernel"),
         ({"impl": "fast"}, ValueError, "impl: expected one of"),
+        ({"logits": [[0.0]]}, TypeError, "logits: expected a torch.Tensor, got list"),
+        ({"tokens": [0, 1]}, TypeError, "tokens: expected a torch.Tensor, got list"),
     ],
 )
 def test_bad_input_names_argument_expectation_and_remedy(change, error, match):

@@ -90,6 +90,15 @@ def scalar_tensor(name: str, value: float | Tensor) -> Tensor:
     return torch.full((), value, dtype=torch.float64)
 
 
+def check_tensor(name: str, value: object, optional: bool = False) -> None:
+    """Refuse what is no tensor; ``None`` passes where the argument is optional."""
+    if not isinstance(value, Tensor) and not (optional and value is None):
+        raise TypeError(
+            f"{name}: expected a torch.Tensor, got {type(value).__name__}; "
+            "convert it with torch.as_tensor"
+        )
+
+
 def check_temperature(temperature: float | Tensor) -> None:
     """Refuse a temperature that is no positive number; a tensor is checked where it is read."""
     if not isinstance(temperature, Tensor) and not (temperature > 0 and math.isfinite(temperature)):

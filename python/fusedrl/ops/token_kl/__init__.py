@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fusedrl import ragged
 from fusedrl.ops import _dispatch
@@ -81,6 +82,7 @@ def token_kl(
     options: dict[str, Any] = {"estimator": estimator, "coeff": coeff, "nan": nan, "impl": impl}
     if isinstance(log_probs, (list, tuple)):
         return _list(log_probs, ref_log_probs, mask, offsets, reward, options)
+    _dispatch.check_tensor("log_probs", log_probs)
     assert isinstance(log_probs, Tensor)
     if log_probs.is_nested:
         return _nested(log_probs, ref_log_probs, mask, offsets, reward, options)
@@ -266,6 +268,7 @@ class _Autograd(torch.autograd.Function):
         return kl, penalised
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_kl, grad_reward = grads
         log_probs, ref_log_probs, mask, coeff = ctx.saved_tensors

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fusedrl import ragged
 from fusedrl.ops import _dispatch
@@ -75,6 +76,8 @@ def token_log_probs(
         >>> token_log_probs(logits, torch.tensor([0, 1]), offsets=offsets, shift=True)
         tensor([0., 0.])
     """
+    for name, value in (("logits", logits), ("tokens", tokens), ("mask", mask)):
+        _dispatch.check_tensor(name, value, optional=name == "mask")
     if logits.is_nested:
         return _jagged(logits, tokens, mask, offsets, shift, temperature, entropy, impl)
     _check(logits, tokens, mask, offsets, shift, temperature)
@@ -181,9 +184,9 @@ class _Autograd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         logits, tokens, mask, offsets, shift, temperature, entropy = args
-        log_probs, row_entropy, lse = torch.ops.fusedrl.token_log_probs(*args)
+        log_probs, row_entropy, normalizers = torch.ops.fusedrl.token_log_probs(*args)
         ctx.save_for_backward(
-            logits, tokens, mask, offsets, temperature, log_probs, row_entropy, lse
+            logits, tokens, mask, offsets, temperature, log_probs, row_entropy, normalizers
         )
         ctx.shift = shift
         ctx.entropy = entropy
@@ -192,9 +195,12 @@ class _Autograd(torch.autograd.Function):
         return log_probs, row_entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
-        logits, tokens, mask, offsets, temperature, log_probs, row_entropy, lse = ctx.saved_tensors
+        logits, tokens, mask, offsets, temperature, log_probs, row_entropy, normalizers = (
+            ctx.saved_tensors
+        )
         grad = torch.ops.fusedrl.token_log_probs_backward(
             grad_log_probs.contiguous(),
             grad_entropy.contiguous() if ctx.entropy else None,
@@ -206,16 +212,16 @@ class _Autograd(torch.autograd.Function):
             temperature,
             log_probs,
             row_entropy,
-            lse,
+            normalizers,
         )
         return grad, None, None, None, None, None, None
 
 
 def _fake(logits: Tensor, tokens: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, entropy = options
-    shapes = (tokens.shape, tokens.shape if entropy else (0,), tokens.shape)
-    log_probs, row_entropy, lse = (logits.new_empty(s, dtype=torch.float32) for s in shapes)
-    return log_probs, row_entropy, lse
+    shapes = (tokens.shape, tokens.shape if entropy else (0,), (*tokens.shape, 2))
+    log_probs, row_entropy, normalizers = (logits.new_empty(s, dtype=torch.float32) for s in shapes)
+    return log_probs, row_entropy, normalizers
 
 
 def _fake_backward(
