@@ -4,7 +4,8 @@
 STABLE_TORCH_LIBRARY(fusedrl, m) {
   m.def(
       "token_log_probs(Tensor logits, Tensor tokens, Tensor? mask, Tensor? offsets, bool shift, "
-      "Tensor temperature, bool entropy) -> (Tensor log_probs, Tensor entropy, Tensor normalizers)");
+      "Tensor temperature, bool entropy) "
+      "-> (Tensor log_probs, Tensor entropy, Tensor normalizers)");
   m.def(
       "token_log_probs_backward(Tensor grad_log_probs, Tensor? grad_entropy, Tensor logits, "
       "Tensor tokens, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
