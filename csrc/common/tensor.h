@@ -43,6 +43,16 @@ inline Tensor empty_vector(const Tensor& like, ScalarType dtype) {
   return torch::stable::new_empty(like, std::vector<int64_t>{0}, dtype);
 }
 
+// Kernels index by these values, and compiled graphs reach them without the check in Python.
+inline void check_offsets(const std::optional<Tensor>& offsets, int64_t tokens) {
+  if (!offsets.has_value()) return;
+  const int64_t* bounds = data<int64_t>(offsets);
+  const int64_t count = offsets->numel();
+  bool valid = count > 0 && bounds[0] == 0 && bounds[count - 1] == tokens;
+  for (int64_t i = 1; valid && i < count; ++i) valid = bounds[i - 1] <= bounds[i];
+  STD_TORCH_CHECK(valid, "offsets: expected non-decreasing values from 0 to ", tokens);
+}
+
 // Calls f.operator()<T>() with the element type of a floating-point tensor.
 template <typename F>
 void dispatch_half_or_float(const Tensor& tensor, const char* name, F&& f) {

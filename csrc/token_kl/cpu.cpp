@@ -56,7 +56,7 @@ void for_each_pair(const TokenPairs<T>& pairs, int64_t begin, int64_t count, Bod
       for (int64_t i = 0; i < count; ++i) {
         const A x = static_cast<A>(p[i]), y = static_cast<A>(q[i]);
         Flag<A> dropped = 0;
-        if constexpr (masked) dropped |= mask[i] ^ 1;
+        if constexpr (masked) dropped |= mask[i] == 0;
         if constexpr (nan_missing) dropped |= Flag<A>(x != x) | Flag<A>(y != y);
         body(i, y - x, dropped);
       }
@@ -81,6 +81,7 @@ std::tuple<Tensor, Tensor> forward(Tensor log_probs, Tensor ref_log_probs,
                                    std::optional<Tensor> reward, Tensor coeff, int64_t estimator,
                                    bool nan_missing) {
   const int64_t tokens = log_probs.numel();
+  check_offsets(offsets, tokens);
   Tensor kl = empty_like_sizes(log_probs, log_probs, log_probs.scalar_type());
   Tensor penalised = reward.has_value()
                          ? empty_like_sizes(log_probs, log_probs, log_probs.scalar_type())

@@ -52,6 +52,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor tokens, std::op
   Tensor entropies = entropy ? empty_like_sizes(logits, tokens, ScalarType::Float)
                              : empty_vector(logits, ScalarType::Float);
   Tensor normalizers = empty_normalizers(logits, tokens);
+  check_offsets(offsets, tokens.numel());
   const RowMap map = row_map(logits, tokens, offsets, shift);
   const int64_t classes = logits.size(logits.dim() - 1);
   const int64_t* targets = data<int64_t>(tokens);
@@ -89,6 +90,7 @@ Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tenso
                 bool shift, Tensor temperature, Tensor log_probs, Tensor entropy,
                 Tensor normalizers) {
   Tensor grad_logits = empty_like_sizes(logits, logits, logits.scalar_type());
+  check_offsets(offsets, tokens.numel());
   const RowMap map = row_map(logits, tokens, offsets, shift);
   const int64_t classes = logits.size(logits.dim() - 1);
   const int64_t* targets = data<int64_t>(tokens);

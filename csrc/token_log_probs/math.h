@@ -97,7 +97,9 @@ struct RowMap {
     return offsets[sequence_of(token, offsets, sequences)] == token;
   }
 
-  FUSEDRL_HD bool has_row(int64_t token) const { return !shift || !starts_sequence(token); }
+  FUSEDRL_HD bool has_row(int64_t token) const {
+    return !shift || (token > 0 && !starts_sequence(token));
+  }
 
   FUSEDRL_HD int64_t row_of(int64_t token) const { return token - (shift ? 1 : 0); }
 

@@ -335,3 +335,25 @@ def test_companions_of_another_kind():
 def test_equal_log_probs_have_a_kl_of_plain_zero():
     p = torch.randn(3)
     assert not token_kl(p, p).signbit().any()
+
+
+def test_as_many_samples_as_tokens():
+    """One reward a sample stays that where an empty sample makes B equal to N."""
+    empty, two, rewards = torch.zeros(0), torch.zeros(2), torch.tensor([9.0, 5.0])
+    for reward in (rewards, list(rewards.split(1)), [r[:, None] for r in rewards.split(1)]):
+        assert token_kl([empty, two], [empty, two], reward=reward).reward[1].tolist() == [5.0, 5.0]
+    nested = torch.nested.nested_tensor_from_jagged(two, torch.tensor([0, 0, 2]))
+    assert token_kl(nested, nested, reward=rewards).reward.values().tolist() == [5.0, 5.0]
+
+
+def test_the_kernel_checks_offsets_itself():
+    """A compiled graph reaches it without the check in Python."""
+    z, coeff = torch.zeros(8), torch.ones((), dtype=torch.float64)
+    for bounds in ([0, 3, 1, 8], [0, 3, 4], [1, 8]):
+        offsets = torch.tensor(bounds)
+        with pytest.raises(RuntimeError, match="offsets: expected non-decreasing"):
+            torch.ops.fusedrl.token_kl(z, z, None, offsets, z[:3], coeff, 0, False)
+        with pytest.raises(RuntimeError, match="offsets: expected non-decreasing"):
+            torch.ops.fusedrl.token_log_probs(
+                torch.zeros(8, 3), z.long(), None, offsets, True, coeff, False
+            )

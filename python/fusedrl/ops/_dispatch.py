@@ -87,7 +87,7 @@ def scalar_tensor(name: str, value: float | Tensor) -> Tensor:
                 f"no gradient flows to {name}: pass {name}.detach()"
             )
         return value.reshape(()).to(torch.float64)
-    return torch.full((), value, dtype=torch.float64)
+    return torch.full((), value, dtype=torch.float64, device="cpu")
 
 
 def check_tensor(name: str, value: object, optional: bool = False) -> None:

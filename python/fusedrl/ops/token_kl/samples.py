@@ -71,10 +71,14 @@ def _packed_like(
 
 
 def _pack_rewards(reward: Sequence[Tensor] | Tensor, lengths: list[int]) -> Tensor:
+    # Where there are as many samples as tokens, [B] would be taken for one reward a token.
+    ambiguous = len(lengths) == sum(lengths)
     if isinstance(reward, Tensor):
-        return reward
+        if not ambiguous or reward.shape != (len(lengths),):
+            return reward
+        reward = list(reward.split(1))
     sizes = list(map(Tensor.numel, reward))
-    if sizes != lengths and any(size != 1 for size in sizes):
+    if sizes != lengths and (ambiguous or any(size != 1 for size in sizes)):
         if len(sizes) != len(lengths):
             raise ValueError(f"reward: expected {len(lengths)} samples, got {len(sizes)}")
         for i, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
