@@ -137,11 +137,7 @@ def _nested(
     for name, companion in (("ref_log_probs", ref_log_probs), ("mask", mask), ("reward", reward)):
         optional = name != "ref_log_probs" and companion is None
         if optional or (name == "reward" and _kind(companion) == "a dense tensor"):
-            if (
-                name == "reward"
-                and companion is not None
-                and companion.shape == packed.values.shape
-            ):
+            if companion is not None and companion.shape == (len(packed.offsets) - 1,):
                 companion = torch.repeat_interleave(companion, packed.offsets.diff())
             values.append(companion)
             continue
