@@ -26,7 +26,8 @@ set_target_properties(torch_cuda_stub PROPERTIES
   OUTPUT_NAME torch_cuda LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/stub
   CXX_VISIBILITY_PRESET default)
 
-add_library(_C_cuda MODULE csrc/token_log_probs/cuda.cu csrc/token_kl/cuda.cu)
+list(TRANSFORM ops REPLACE "(.+)" "csrc/\\1/cuda.cu" OUTPUT_VARIABLE cuda_sources)
+add_library(_C_cuda MODULE ${cuda_sources})
 target_link_libraries(_C_cuda PRIVATE fusedrl_torch ${TORCH_CPU_LIBRARY} torch_cuda_stub)
 target_compile_definitions(_C_cuda PRIVATE USE_CUDA)
 target_compile_options(_C_cuda PRIVATE

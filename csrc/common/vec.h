@@ -9,6 +9,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -139,6 +140,31 @@ inline void store_part(T* p, int64_t count, Block x) {
   T buffer[kBlock];
   store(buffer, x);
   std::memcpy(p, buffer, count * sizeof(T));
+}
+
+// Ahead of the loads: the hardware stops prefetching at the end of every page.
+constexpr int64_t kPrefetchBytes = 2048;
+
+// Calls f(block, start) for every block of `count` elements, the last one padded with `fill`.
+template <typename T, typename Body>
+inline void for_each_block(const T* p, int64_t count, T fill, Body&& f) {
+  int64_t i = 0;
+  for (; i + kBlock <= count; i += kBlock) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p + i) + kPrefetchBytes);
+    f(load(p + i), i);
+  }
+  if (i < count) f(load_part(p + i, count - i, fill), i);
+}
+
+// The largest of them; NaN where the last of a lane's is.
+template <typename T>
+inline float max_element(const T* p, int64_t count) {
+  F max_a = splat(-INFINITY), max_b = max_a;
+  for_each_block(p, count, T(-INFINITY), [&](Block x, int64_t) {
+    max_a = max(x.a, max_a);
+    max_b = max(x.b, max_b);
+  });
+  return max_of(max(max_a, max_b));
 }
 
 constexpr float kLog2E = 1.44269504f;

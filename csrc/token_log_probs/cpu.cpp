@@ -1,42 +1,14 @@
 // CPU ops: kept rows are independent, shared out among torch's threads; dropped ones cost nothing.
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <tuple>
 
-#include "common/tensor.h"
+#include "common/cpu_ops.h"
+#include "common/rows.h"
 #include "token_log_probs/cpu_rows.h"
-#include "token_log_probs/rows.h"
 
 namespace fusedrl {
 namespace {
-
-// Chosen by the first call: an unusable FUSEDRL_CPU_LEVEL is that call's error.
-CpuLevel level() {
-  static const CpuLevel chosen = chosen_cpu_level();
-  return chosen;
-}
-
-// Rows are handed to a thread in groups of about this many logits.
-constexpr int64_t kGrainElements = 32768;
-
-float inverse_temperature(const Tensor& temperature) {
-  const double value = *data<double>(temperature);
-  STD_TORCH_CHECK(value > 0 && std::isfinite(value),
-                  "temperature: expected a finite number > 0, got ", value);
-  return static_cast<float>(1.0 / value);
-}
-
-int64_t grain_rows(int64_t classes) { return std::max<int64_t>(kGrainElements / classes, 1); }
-
-std::vector<int64_t> kept_tokens(const RowMap& map, const bool* mask) {
-  std::vector<int64_t> kept;
-  kept.reserve(map.tokens);
-  for (int64_t n = 0; n < map.tokens; ++n) {
-    if ((mask == nullptr || mask[n]) && map.has_row(n)) kept.push_back(n);
-  }
-  return kept;
-}
 
 void check_targets(const std::vector<int64_t>& kept, const int64_t* targets, int64_t classes) {
   for (const int64_t n : kept) {
@@ -48,12 +20,11 @@ void check_targets(const std::vector<int64_t>& kept, const int64_t* targets, int
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor tokens, std::optional<Tensor> mask,
                                            std::optional<Tensor> offsets, bool shift,
                                            Tensor temperature, bool entropy) {
-  Tensor log_probs = empty_like_sizes(logits, tokens, ScalarType::Float);
-  Tensor entropies = entropy ? empty_like_sizes(logits, tokens, ScalarType::Float)
-                             : empty_vector(logits, ScalarType::Float);
-  Tensor normalizers = empty_normalizers(logits, tokens);
+  Tensor log_probs = empty_per_token(logits);
+  Tensor entropies = entropy ? empty_per_token(logits) : empty_vector(logits, ScalarType::Float);
+  Tensor normalizers = empty_per_token(logits, 2);
   check_offsets(offsets, tokens.numel());
-  const RowMap map = row_map(logits, tokens, offsets, shift);
+  const RowMap map = row_map(logits, offsets, shift);
   const int64_t classes = logits.size(logits.dim() - 1);
   const int64_t* targets = data<int64_t>(tokens);
   const float inv_temperature = inverse_temperature(temperature);
@@ -67,15 +38,16 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor tokens, std::op
   std::fill_n(out_normalizers, map.tokens, Normalizer{0.0f, 0.0f});
   if (entropy) std::fill_n(out_entropy, map.tokens, 0.0f);
   dispatch_half_or_float(logits, "logits", [&]<typename T>() {
-    const RowKernels<T> kernels = row_kernels<T>(level());
-    const auto run = entropy ? kernels.forward_entropy : kernels.forward;
+    const RowKernels<T> kernels = row_kernels<T>(cpu_level());
+    const auto part_of = entropy ? kernels.part_entropy : kernels.part;
     const T* base = data<T>(logits);
     torch::stable::parallel_for(
         0, kept.size(), grain_rows(classes), [&](int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; ++i) {
             const int64_t n = kept[i];
             const T* row = base + map.element_of_row(map.row_of(n));
-            const RowResult result = run(row, classes, targets[n], inv_temperature);
+            const RowResult result = finish(part_of(row, classes, inv_temperature),
+                                            static_cast<float>(row[targets[n]]), inv_temperature);
             out[n] = result.log_prob;
             out_normalizers[n] = result.normalizer;
             if (entropy) out_entropy[n] = result.entropy;
@@ -91,7 +63,7 @@ Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tenso
                 Tensor normalizers) {
   Tensor grad_logits = empty_like_sizes(logits, logits, logits.scalar_type());
   check_offsets(offsets, tokens.numel());
-  const RowMap map = row_map(logits, tokens, offsets, shift);
+  const RowMap map = row_map(logits, offsets, shift);
   const int64_t classes = logits.size(logits.dim() - 1);
   const int64_t* targets = data<int64_t>(tokens);
   const float inv_temperature = inverse_temperature(temperature);
@@ -102,7 +74,7 @@ Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tenso
   const float* up = data<float>(grad_log_probs);
   const float* up_entropy = data<float>(grad_entropy);
   dispatch_half_or_float(logits, "logits", [&]<typename T>() {
-    const auto run = row_kernels<T>(level()).backward;
+    const auto run = row_kernels<T>(cpu_level()).backward;
     const T* base = data<T>(logits);
     T* grad = mutable_data<T>(grad_logits);
     torch::stable::parallel_for(
@@ -112,8 +84,9 @@ Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tenso
             const RowGradient gradient{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
                                        up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
                                        data<Normalizer>(normalizers)[n], inv_temperature};
-            run(base + map.element_of_row(r), grad + r * classes, classes, targets[n],
-                data<float>(log_probs)[n], gradient);
+            T* grad_row = grad + r * classes;
+            run(base + map.element_of_row(r), grad_row, classes, gradient);
+            grad_row[targets[n]] = T(gradient.target(data<float>(log_probs)[n]));
           }
         });
     torch::stable::parallel_for(

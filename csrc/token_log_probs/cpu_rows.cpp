@@ -14,30 +14,6 @@ namespace {
 constexpr int64_t kFirstChunk = 512;
 constexpr int64_t kChunk = 4096;
 
-// Ahead of the loads: the hardware stops prefetching at the end of every page.
-constexpr int64_t kPrefetchBytes = 2048;
-
-// Calls f(block, start) for every block of `count` elements, the last one padded with `fill`.
-template <typename T, typename Body>
-inline void for_each_block(const T* p, int64_t count, T fill, Body&& f) {
-  int64_t i = 0;
-  for (; i + kBlock <= count; i += kBlock) {
-    __builtin_prefetch(reinterpret_cast<const char*>(p + i) + kPrefetchBytes);
-    f(load(p + i), i);
-  }
-  if (i < count) f(load_part(p + i, count - i, fill), i);
-}
-
-template <typename T>
-float max_logit(const T* p, int64_t count) {
-  F max_a = splat(-INFINITY), max_b = max_a;
-  for_each_block(p, count, T(-INFINITY), [&](Block x, int64_t) {
-    max_a = max(x.a, max_a);
-    max_b = max(x.b, max_b);
-  });
-  return max_of(max(max_a, max_b));
-}
-
 // The part of these logits relative to the logit `base`. A logit so far above it that powers of two
 // leave the safe range spoils the part: then `overflow` is set.
 template <bool kEntropy, typename T>
@@ -65,26 +41,25 @@ SoftmaxPart<double> part_of(const T* p, int64_t count, float scale, float base, 
 }
 
 template <bool kEntropy, typename T>
-RowResult forward(const T* row, int64_t classes, int64_t target, float inv_temperature) {
+SoftmaxPart<double> softmax_part(const T* logits, int64_t count, float inv_temperature) {
   const float scale = inv_temperature * kLog2E;
   SoftmaxPart<double> all;
-  for (int64_t start = 0, count; start < classes; start += count) {
-    count = std::min(start == 0 ? kFirstChunk : kChunk, classes - start);
-    const T* chunk = row + start;
+  for (int64_t start = 0, size; start < count; start += size) {
+    size = std::min(start == 0 ? kFirstChunk : kChunk, count - start);
+    const T* chunk = logits + start;
     SoftmaxPart<double> part;
     // A chunk rarely exceeds what came before by 2^62: relative to the same logit, one read.
     bool overflow = all.max == -INFINITY;
-    if (!overflow) part = part_of<kEntropy>(chunk, count, scale, all.max, overflow);
-    if (overflow) part = part_of<kEntropy>(chunk, count, scale, max_logit(chunk, count), overflow);
+    if (!overflow) part = part_of<kEntropy>(chunk, size, scale, all.max, overflow);
+    if (overflow) part = part_of<kEntropy>(chunk, size, scale, max_element(chunk, size), overflow);
     part.dot *= inv_temperature;
     all = merge(all, part, inv_temperature);
   }
-  return finish(all, static_cast<float>(row[target]), inv_temperature);
+  return all;
 }
 
 template <typename T>
-void backward(const T* row, T* grad, int64_t classes, int64_t target, float log_prob,
-              RowGradient gradient) {
+void backward(const T* logits, T* grad, int64_t count, RowGradient gradient) {
   constexpr float kMinLogP = -86.0f;  // e^x is taken as 0 below it
   const auto of_vector = [&](F x) {
     const F log_p = gradient.log_p(x);
@@ -93,22 +68,21 @@ void backward(const T* row, T* grad, int64_t classes, int64_t target, float log_
     const F p = log_p < splat(kMinLogP) ? F{} : e.factor * e.scale;
     return gradient.other(p, clamped);
   };
-  for_each_block(row, classes, T(0.0f), [&](Block x, int64_t i) {
+  for_each_block(logits, count, T(0.0f), [&](Block x, int64_t i) {
     const Block result{of_vector(x.a), of_vector(x.b)};
-    if (i + kBlock <= classes) {
+    if (i + kBlock <= count) {
       store(grad + i, result);
     } else {
-      store_part(grad + i, classes - i, result);
+      store_part(grad + i, count - i, result);
     }
   });
-  grad[target] = T(gradient.target(log_prob));
 }
 
 }  // namespace
 
 template <typename T>
 RowKernels<T> row_kernels() {
-  return {forward<false, T>, forward<true, T>, backward<T>};
+  return {softmax_part<false, T>, softmax_part<true, T>, backward<T>};
 }
 
 template RowKernels<float> row_kernels();

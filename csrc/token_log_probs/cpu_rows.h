@@ -1,4 +1,4 @@
-// The row kernels of each CPU level: one logits row in, one result or one gradient row out.
+// The row kernels of each CPU level: logits in, softmax statistics or gradients out.
 #pragma once
 
 #include "common/cpu_level.h"
@@ -8,11 +8,11 @@ namespace fusedrl {
 
 template <typename T>
 struct RowKernels {
-  RowResult (*forward)(const T* row, int64_t classes, int64_t target, float inv_temperature);
-  RowResult (*forward_entropy)(const T* row, int64_t classes, int64_t target,
-                               float inv_temperature);
-  void (*backward)(const T* row, T* grad, int64_t classes, int64_t target, float log_prob,
-                   RowGradient gradient);
+  // The statistics of a row's logits, or of a part of them; the second with those of the entropy.
+  SoftmaxPart<double> (*part)(const T* logits, int64_t count, float inv_temperature);
+  SoftmaxPart<double> (*part_entropy)(const T* logits, int64_t count, float inv_temperature);
+  // Their gradients, as if none were the target's. `grad` may be `logits`.
+  void (*backward)(const T* logits, T* grad, int64_t count, RowGradient gradient);
 };
 
 namespace portable {

@@ -2,8 +2,8 @@
 #include <tuple>
 
 #include "common/cuda.h"
+#include "common/rows.h"
 #include "token_log_probs/kernels.h"
-#include "token_log_probs/rows.h"
 
 namespace fusedrl {
 namespace {
@@ -14,7 +14,7 @@ Rows<T> rows_of(const Tensor& logits, const Tensor& tokens, const std::optional<
   return {data<T>(logits),
           data<int64_t>(tokens),
           data<bool>(mask),
-          row_map(logits, tokens, offsets, shift),
+          row_map(logits, offsets, shift),
           logits.size(logits.dim() - 1),
           scalar_argument("temperature", temperature, logits)};
 }
@@ -23,10 +23,9 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor tokens, std::op
                                            std::optional<Tensor> offsets, bool shift,
                                            Tensor temperature, bool entropy) {
   const OnDeviceOf device(logits);
-  Tensor log_probs = empty_like_sizes(logits, tokens, ScalarType::Float);
-  Tensor entropies = entropy ? empty_like_sizes(logits, tokens, ScalarType::Float)
-                             : empty_vector(logits, ScalarType::Float);
-  Tensor normalizers = empty_normalizers(logits, tokens);
+  Tensor log_probs = empty_per_token(logits);
+  Tensor entropies = entropy ? empty_per_token(logits) : empty_vector(logits, ScalarType::Float);
+  Tensor normalizers = empty_per_token(logits, 2);
   dispatch_half_or_float(logits, "logits", [&]<typename T>() {
     const Rows<T> rows = rows_of<T>(logits, tokens, mask, offsets, shift, temperature);
     if (rows.map.tokens == 0) return;

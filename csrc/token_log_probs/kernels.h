@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/device.h"
+#include "common/row_map.h"
 #include "token_log_probs/math.h"
 
 namespace fusedrl {

@@ -1,0 +1,41 @@
+// Softmax statistics that merge: of chunks of a row, of threads, of vocabulary shards.
+#pragma once
+
+#include <cmath>
+
+#include "common/host_device.h"
+
+namespace fusedrl {
+
+// Softmax statistics of a part of a row, relative to one logit: d_v = (x_v - max) / temperature.
+// `max` is the largest logit of the part, or one so near that no e^{d_v} overflows.
+template <typename Acc>
+struct SoftmaxPart {
+  float max = -INFINITY;
+  Acc sum = 0;  // sum_v e^{d_v}
+  Acc dot = 0;  // sum_v d_v e^{d_v}, for the entropy
+};
+
+// The union of two parts. A part of -inf only has sum 0, and contributes nothing.
+template <typename Acc>
+FUSEDRL_HD SoftmaxPart<Acc> merge(SoftmaxPart<Acc> x, SoftmaxPart<Acc> y, float inv_temperature) {
+  const bool ordered = x.max >= y.max;
+  const SoftmaxPart<Acc> high = ordered ? x : y, low = ordered ? y : x;
+  if (low.sum == Acc(0)) return high;
+  if (low.max == high.max) return {high.max, high.sum + low.sum, high.dot + low.dot};
+  // No further down than where the scale is 0 in any float: logits may be masked with -3e38.
+  const float distance = (low.max - high.max) * inv_temperature;
+  const float shift = distance < -200.0f ? -200.0f : distance;
+  const Acc scale = std::exp(Acc(shift));
+  return {high.max, high.sum + scale * low.sum,
+          high.dot + scale * (low.dot + low.sum * Acc(shift))};
+}
+
+// log sum_v e^{z_v} = max / temperature + log_sum. Added up, large logits would take log_sum's
+// digits.
+struct Normalizer {
+  float max;
+  float log_sum;
+};
+
+}  // namespace fusedrl
