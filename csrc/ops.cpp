@@ -11,6 +11,20 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "Tensor tokens, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
       "Tensor log_probs, Tensor entropy, Tensor normalizers) -> Tensor grad_logits");
   m.def(
+      "linear_token_log_probs(Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, "
+      "Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
+      "bool entropy, int? vocab_offset, bool batch_invariant) -> Tensor parts");
+  m.def(
+      "linear_token_log_probs_finish(Tensor parts, Tensor temperature, bool entropy) "
+      "-> (Tensor log_probs, Tensor entropy, Tensor normalizers)");
+  m.def(
+      "linear_token_log_probs_backward(Tensor grad_log_probs, Tensor? grad_entropy, "
+      "Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, Tensor? mask, Tensor? offsets, "
+      "bool shift, Tensor temperature, float scale, float softcap, Tensor log_probs, "
+      "Tensor entropy, Tensor normalizers, int? vocab_offset, bool batch_invariant, "
+      "bool of_hidden, bool of_weight, bool of_bias) "
+      "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
+  m.def(
       "token_kl(Tensor log_probs, Tensor ref_log_probs, Tensor? mask, Tensor? offsets, "
       "Tensor? reward, Tensor coeff, int estimator, bool nan_missing) "
       "-> (Tensor kl, Tensor reward)");

@@ -1,0 +1,162 @@
+// The linear head of a language model on the CPU, in float32: a tile of logits, of some rows and
+// some classes, is all that ever exists of them.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "common/tensor.h"
+
+namespace fusedrl {
+
+// 4 MiB of logits. Smaller than any cache that rows share, yet GEMMs run at full speed.
+constexpr int64_t kTileRows = 1024;
+constexpr int64_t kTileClasses = 1024;
+
+// Rows of one GEMM where the bits of a row may not depend on how many others there are.
+constexpr int64_t kInvariantRows = 64;
+
+// out = a b
+inline void multiply(Tensor& out, const Tensor& a, const Tensor& b) {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+}
+
+// out += a b
+inline void multiply_add(Tensor& out, const Tensor& a, const Tensor& b) {
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
+}
+
+inline Tensor rows_of(const Tensor& matrix, int64_t first, int64_t count) {
+  Tensor copy = matrix;
+  return torch::stable::narrow(copy, 0, first, count);
+}
+
+inline Tensor transposed(const Tensor& matrix) { return torch::stable::transpose(matrix, 0, 1); }
+
+inline Tensor new_matrix(const Tensor& like, int64_t rows, int64_t columns) {
+  return torch::stable::new_empty(like, std::vector<int64_t>{rows, columns}, ScalarType::Float);
+}
+
+// A float32 matrix whose number of rows and columns changes from tile to tile.
+class Workspace {
+ public:
+  Workspace(const Tensor& like, int64_t most) : flat_(new_matrix(like, most, 1)) {}
+
+  Tensor matrix(int64_t rows, int64_t columns) const {
+    return torch::stable::view(rows_of(flat_, 0, rows * columns), {rows, columns});
+  }
+
+ private:
+  Tensor flat_;
+};
+
+// The hidden states at `rows` (element offsets), times `scale`, in float32. Zeros fill the last
+// block.
+inline Tensor gathered(const Tensor& hidden, const std::vector<int64_t>& rows, float scale,
+                       int64_t block) {
+  const int64_t width = hidden.size(hidden.dim() - 1), count = rows.size();
+  const int64_t padded = (count + block - 1) / block * block;
+  Tensor out = new_matrix(hidden, padded, width);
+  float* to = mutable_data<float>(out);
+  dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
+    const T* from = data<T>(hidden);
+    torch::stable::parallel_for(0, padded, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        for (int64_t i = 0; i < width; ++i) {
+          to[r * width + i] = r < count ? scale * static_cast<float>(from[rows[r] + i]) : 0.0f;
+        }
+      }
+    });
+  });
+  return out;
+}
+
+// Computes tiles of logits = scale (h W^T + b) over the kept rows.
+class CpuHead {
+ public:
+  CpuHead(const Tensor& hidden, const std::vector<int64_t>& rows, const Tensor& weight,
+          const std::optional<Tensor>& bias, float scale, bool batch_invariant)
+      : block_(batch_invariant ? kInvariantRows
+                               : std::max<int64_t>(1, std::min<int64_t>(rows.size(), kTileRows))),
+        rows_(rows.size()),
+        hidden_(gathered(hidden, rows, scale, batch_invariant ? block_ : 1)),
+        weight_(weight),
+        logits_(hidden, block_ * std::min(kTileClasses, weight.size(0))),
+        upcast_(hidden, is_float() ? 0 : std::min(kTileClasses, weight.size(0)) * weight.size(1)),
+        tile_(weight) {
+    if (!bias.has_value()) return;
+    bias_.resize(weight.size(0));
+    dispatch_half_or_float(*bias, "bias", [&]<typename T>() {
+      const T* from = data<T>(*bias);
+      for (size_t v = 0; v < bias_.size(); ++v) bias_[v] = scale * static_cast<float>(from[v]);
+    });
+  }
+
+  int64_t rows() const { return rows_; }
+  int64_t padded_rows() const { return hidden_.size(0); }
+  int64_t classes() const { return weight_.size(0); }
+
+  // Calls f(first, count) for every tile of classes, its weights at hand.
+  template <typename F>
+  void for_each_tile(F&& f) {
+    if (rows_ == 0) return;
+    for (int64_t first = 0; first < classes(); first += kTileClasses) {
+      const int64_t count = std::min(kTileClasses, classes() - first);
+      load(first, count);
+      f(first, count);
+    }
+  }
+
+  // Calls f(first, count) for every block of rows.
+  template <typename F>
+  void for_each_block(F&& f) const {
+    for (int64_t first = 0; first < rows_; first += block_) {
+      f(first, std::min(block_, rows_ - first));
+    }
+  }
+
+  // Weights of the classes from `first` on, in float32.
+  void load(int64_t first, int64_t count) {
+    tile_ = rows_of(weight_, first, count);
+    first_class_ = first;
+    if (is_float()) return;
+    Tensor upcast = upcast_.matrix(count, weight_.size(1));
+    torch::stable::copy_(upcast, tile_);
+    tile_ = upcast;
+  }
+
+  // The rows of a block and, where rows are padded, zeros after them.
+  Tensor hidden_block(int64_t first) const {
+    return rows_of(hidden_, first, std::min(block_, hidden_.size(0) - first));
+  }
+
+  // Logits [rows, classes] of a block of rows and the loaded classes, in a workspace that the next
+  // call overwrites.
+  Tensor logits(int64_t first_row) const {
+    const Tensor hidden = hidden_block(first_row);
+    Tensor out = logits_.matrix(hidden.size(0), tile_.size(0));
+    multiply(out, hidden, transposed(tile_));
+    return out;
+  }
+
+  // Null without a bias; the loaded classes'.
+  const float* bias() const { return bias_.empty() ? nullptr : bias_.data() + first_class_; }
+
+  const Tensor& tile() const { return tile_; }
+  int64_t first_class() const { return first_class_; }
+
+ private:
+  bool is_float() const { return weight_.scalar_type() == ScalarType::Float; }
+
+  int64_t block_, rows_;
+  Tensor hidden_, weight_;
+  Workspace logits_, upcast_;
+  Tensor tile_;
+  int64_t first_class_ = 0;
+  std::vector<float> bias_;
+};
+
+}  // namespace fusedrl

@@ -1,0 +1,117 @@
+// Gradients of a linear head from tiles of its logits' gradients. Everything is summed in float32
+// and rounded to the gradient's dtype once.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "common/cpu_head.h"
+
+namespace fusedrl {
+
+class CpuHeadGradient {
+ public:
+  CpuHeadGradient(CpuHead& head, const Tensor& hidden, const Tensor& weight,
+                  const std::optional<Tensor>& bias, bool of_hidden, bool of_weight, bool of_bias)
+      : head_(head), hidden_like_(hidden) {
+    const int64_t width = weight.size(1);
+    if (of_hidden) hidden_ = zeros(hidden, {head.padded_rows(), width}, ScalarType::Float);
+    if (of_weight) {
+      weight_ = zeros(weight, weight.sizes(), weight.scalar_type());
+      if (weight.scalar_type() != ScalarType::Float) {
+        upcast_.emplace(weight, std::min(kTileClasses, weight.size(0)) * width);
+      }
+    }
+    if (of_bias) {
+      bias_ = zeros(*bias, bias->sizes(), bias->scalar_type());
+      bias_sums_.resize(bias->numel());
+    }
+  }
+
+  // Adds what `grads`, the gradients of head.logits(first_row), contribute.
+  void add(int64_t first_row, const Tensor& grads) {
+    const Tensor block = head_.hidden_block(first_row);
+    if (hidden_.has_value()) {
+      Tensor out = rows_of(*hidden_, first_row, block.size(0));
+      multiply_add(out, grads, head_.tile());
+    }
+    if (weight_.has_value()) {
+      Tensor out = weight_tile();
+      if (first_row == 0) {
+        multiply(out, transposed(grads), block);
+      } else {
+        multiply_add(out, transposed(grads), block);
+      }
+    }
+    if (bias_.has_value()) add_bias(grads);
+  }
+
+  // After the last block of a tile of classes.
+  void finish_tile() {
+    if (!upcast_.has_value()) return;
+    Tensor out = rows_of(*weight_, head_.first_class(), head_.tile().size(0));
+    torch::stable::copy_(out, weight_tile());
+  }
+
+  // Shaped like the hidden states; empty if it was not asked for. `rows` are element offsets into
+  // the contiguous gradient.
+  Tensor hidden(const std::vector<int64_t>& rows, float scale) const {
+    if (!hidden_.has_value()) return empty_vector(hidden_like_, hidden_like_.scalar_type());
+    const int64_t width = hidden_->size(1), count = rows.size();
+    Tensor out = zeros(hidden_like_, hidden_like_.sizes(), hidden_like_.scalar_type());
+    const float* from = data<float>(*hidden_);
+    dispatch_half_or_float(hidden_like_, "hidden", [&]<typename T>() {
+      T* to = mutable_data<T>(out);
+      torch::stable::parallel_for(0, count, 16, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+          for (int64_t i = 0; i < width; ++i) to[rows[r] + i] = T(scale * from[r * width + i]);
+        }
+      });
+    });
+    return out;
+  }
+
+  Tensor weight() const {
+    return weight_.has_value() ? *weight_ : empty_vector(hidden_like_, hidden_like_.scalar_type());
+  }
+
+  Tensor bias(float scale) const {
+    if (!bias_.has_value()) return empty_vector(hidden_like_, hidden_like_.scalar_type());
+    dispatch_half_or_float(*bias_, "bias", [&]<typename T>() {
+      T* to = mutable_data<T>(*bias_);
+      for (size_t v = 0; v < bias_sums_.size(); ++v) to[v] = T(scale * bias_sums_[v]);
+    });
+    return *bias_;
+  }
+
+ private:
+  static Tensor zeros(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                      ScalarType dtype) {
+    return torch::stable::new_zeros(like, sizes, dtype);
+  }
+
+  Tensor weight_tile() const {
+    const int64_t count = head_.tile().size(0);
+    if (upcast_.has_value()) return upcast_->matrix(count, weight_->size(1));
+    return rows_of(*weight_, head_.first_class(), count);
+  }
+
+  void add_bias(const Tensor& grads) {
+    const int64_t rows = grads.size(0), count = grads.size(1);
+    const float* from = data<float>(grads);
+    double* sums = bias_sums_.data() + head_.first_class();
+    torch::stable::parallel_for(0, count, 256, [=](int64_t begin, int64_t end) {
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t v = begin; v < end; ++v) sums[v] += from[r * count + v];
+      }
+    });
+  }
+
+  CpuHead& head_;
+  Tensor hidden_like_;
+  std::optional<Tensor> hidden_, weight_, bias_;
+  std::optional<Workspace> upcast_;
+  std::vector<double> bias_sums_;
+};
+
+}  // namespace fusedrl

@@ -1,0 +1,94 @@
+// CUDA ops: matrix products a tile at a time, each consumed by a kernel right after.
+#include <tuple>
+
+#include "common/cuda_head.h"
+#include "linear_token_log_probs/kernels.h"
+
+namespace fusedrl {
+namespace {
+
+Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor tokens,
+               std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift,
+               Tensor temperature, double scale, double softcap, bool entropy,
+               std::optional<int64_t> vocab_offset, bool batch_invariant) {
+  const OnDeviceOf device(hidden);
+  Tensor parts = empty_per_token(hidden, 4);
+  if (tokens.numel() == 0) return parts;
+  VocabPart* out = mutable_data<VocabPart>(parts);
+  const int64_t* targets = data<int64_t>(tokens);
+  const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
+                      batch_invariant);
+  device.launch(start_parts, element_blocks(tokens.numel()), kElementThreads, rows.rows, targets,
+                !vocab_offset.has_value(), vocab_offset.value_or(0) == 0, out);
+  dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
+    const CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap,
+                           vocab_offset.value_or(0));
+    const auto add = entropy ? add_tile<true, T> : add_tile<false, T>;
+    for_each_tile(
+        rows,
+        [&](int64_t first_class, int64_t first_row) {
+          const Tile<T> tile = head.tile(first_class, first_row);
+          device.launch(add, tile.rows, threads_for(tile.classes * sizeof(float)), tile, rows.kept,
+                        rows.rows, targets, out);
+        },
+        [](int64_t) {});
+  });
+  return parts;
+}
+
+std::tuple<Tensor, Tensor, Tensor> finish(Tensor parts, Tensor temperature, bool entropy) {
+  const OnDeviceOf device(parts);
+  const Tensor one = torch::stable::select(parts, 0, 0);
+  Tensor log_probs = empty_per_token(one);
+  Tensor entropies = entropy ? empty_per_token(one) : empty_vector(one, ScalarType::Float);
+  Tensor normalizers = empty_per_token(one, 2);
+  const int64_t tokens = log_probs.numel();
+  if (tokens == 0) return {log_probs, entropies, normalizers};
+  device.launch(finish_parts, element_blocks(tokens), kElementThreads, data<VocabPart>(parts),
+                parts.size(0), tokens, scalar_argument("temperature", temperature, parts),
+                mutable_data<float>(log_probs), entropy ? mutable_data<float>(entropies) : nullptr,
+                mutable_data<Normalizer>(normalizers));
+  return {log_probs, entropies, normalizers};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(
+    Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tensor hidden, Tensor weight,
+    std::optional<Tensor> bias, Tensor tokens, std::optional<Tensor> mask,
+    std::optional<Tensor> offsets, bool shift, Tensor temperature, double scale, double softcap,
+    Tensor log_probs, Tensor entropy, Tensor normalizers, std::optional<int64_t> vocab_offset,
+    bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias) {
+  const OnDeviceOf device(hidden);
+  const TokenGradients upstream{data<float>(grad_log_probs), data<float>(grad_entropy),
+                                data<float>(log_probs), data<float>(entropy),
+                                data<Normalizer>(normalizers)};
+  const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
+                      batch_invariant);
+  std::tuple<Tensor, Tensor, Tensor> grads{hidden, hidden, hidden};
+  dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
+    const CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap,
+                           vocab_offset.value_or(0));
+    CudaHeadGradient<T> gradient(device, rows, head, hidden, weight, of_hidden, of_weight, of_bias);
+    for_each_tile(
+        rows,
+        [&](int64_t first_class, int64_t first_row) {
+          const Tile<T> tile = head.tile(first_class, first_row);
+          device.launch(differentiate_tile<T>, tile.rows,
+                        threads_for(tile.classes * sizeof(float)), tile, rows.kept, rows.rows,
+                        data<int64_t>(tokens), upstream, gradient.grads());
+          gradient.add(tile, first_class);
+        },
+        [&](int64_t first_class) { gradient.finish_classes(first_class); });
+    grads = gradient.result();
+  });
+  return grads;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusedrl, CUDA, m) {
+  m.impl("linear_token_log_probs", TORCH_BOX(&forward));
+  m.impl("linear_token_log_probs_finish", TORCH_BOX(&finish));
+  m.impl("linear_token_log_probs_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace fusedrl

@@ -1,0 +1,96 @@
+// CUDA kernels: what becomes of a tile of a head's matrix products, one block a row.
+#pragma once
+
+#include "common/head_kernels.h"
+#include "linear_token_log_probs/math.h"
+#include "token_log_probs/kernels.h"
+
+namespace fusedrl {
+
+// The statistics of every token before any of its logits.
+__global__ void start_parts(KeptRows rows, const int64_t* tokens, bool whole_vocabulary,
+                            bool first_shard, VocabPart* parts) {
+  const int64_t stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < rows.map.tokens;
+       n += stride) {
+    const bool keep = rows.keeps(n);
+    FUSEDRL_DEVICE_CHECK(
+        !keep || !whole_vocabulary || (tokens[n] >= 0 && tokens[n] < rows.classes),
+        "tokens: expected values in [0, V); mask the token or clamp it");
+    parts[n] = keep ? VocabPart() : dropped_part(first_shard);
+  }
+}
+
+// Adds a tile's logits to their tokens' statistics: one block a row.
+template <bool kEntropy, typename T>
+__global__ void __launch_bounds__(kMaxThreads, 2)
+    add_tile(Tile<T> tile, Selection kept, KeptRows rows, const int64_t* tokens, VocabPart* parts) {
+  const float inv_temperature = rows.inverse_temperature();
+  for (int64_t r = blockIdx.x; r < tile.rows; r += gridDim.x) {
+    const float* row = tile.row(r);
+    const SoftmaxPart<float> mine =
+        thread_part<kEntropy, true>(row, tile.classes, inv_temperature, tile.shape);
+    const auto merge_parts = [=](const SoftmaxPart<float>& x, const SoftmaxPart<float>& y) {
+      return merge(x, y, inv_temperature);
+    };
+    const SoftmaxPart<float> part = reduce_block(mine, merge_parts);
+    if (threadIdx.x != 0) continue;
+    const int64_t n = kept.token(tile.first_row + r), target = tokens[n] - tile.first_class;
+    VocabPart& all = parts[n];
+    const SoftmaxPart<float> merged = merge({all.max, all.sum, all.dot}, part, inv_temperature);
+    all.max = merged.max;
+    all.sum = merged.sum;
+    all.dot = merged.dot;
+    if (target >= 0 && target < tile.classes) all.target = tile.shape(row[target], target);
+  }
+}
+
+__global__ void finish_parts(const VocabPart* parts, int64_t shards, int64_t tokens,
+                             Scalar temperature, float* log_probs, float* entropies,
+                             Normalizer* normalizers) {
+  const float inv_temperature = static_cast<float>(1.0 / temperature.get());
+  const int64_t stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < tokens; n += stride) {
+    const RowResult result = finish(parts + n, shards, tokens, inv_temperature);
+    log_probs[n] = result.log_prob;
+    normalizers[n] = result.normalizer;
+    if (entropies != nullptr) entropies[n] = result.entropy;
+  }
+}
+
+// What the gradients of every token's logits start from.
+struct TokenGradients {
+  const float* log_probs;  // upstream
+  const float* entropies;  // upstream, null for none
+  const float* log_prob;
+  const float* entropy;
+  const Normalizer* normalizers;
+
+  __device__ RowGradient of(int64_t n, float inv_temperature) const {
+    const bool of_entropy = entropies != nullptr;
+    return {log_probs[n], of_entropy ? entropies[n] : 0.0f, of_entropy ? entropy[n] : 0.0f,
+            normalizers[n], inv_temperature};
+  }
+};
+
+// The gradients of a tile of matrix products, in the dtype of the products' factors.
+template <typename T>
+__global__ void __launch_bounds__(kMaxThreads, 2)
+    differentiate_tile(Tile<T> tile, Selection kept, KeptRows rows, const int64_t* tokens,
+                       TokenGradients upstream, T* grads) {
+  const float inv_temperature = rows.inverse_temperature();
+  for (int64_t r = blockIdx.x; r < tile.rows; r += gridDim.x) {
+    const float* row = tile.row(r);
+    T* grad = grads + r * tile.stride_row;
+    const int64_t n = kept.token(tile.first_row + r), target = tokens[n] - tile.first_class;
+    const RowGradient gradient = upstream.of(n, inv_temperature);
+    for (int64_t v = threadIdx.x; v < tile.classes; v += blockDim.x) {
+      const float logit = tile.shape(row[v], v);
+      const float of_logit =
+          v == target ? gradient.target(upstream.log_prob[n]) : other_gradient(gradient, logit);
+      grad[v] = T(of_logit * tile.shape.slope(logit));
+    }
+  }
+}
+
+}  // namespace fusedrl

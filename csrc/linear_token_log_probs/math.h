@@ -1,0 +1,35 @@
+// Softmax statistics of a row with the logit of its target: what a shard of the vocabulary knows,
+// and all that log-prob and entropy need.
+#pragma once
+
+#include "token_log_probs/math.h"
+
+namespace fusedrl {
+
+struct VocabPart {
+  float max = -INFINITY;     // largest logit
+  float sum = 0;             // sum_v e^{d_v}, d_v = (x_v - max) / temperature
+  float dot = 0;             // sum_v d_v e^{d_v}
+  float target = -INFINITY;  // the target's logit, where it is in this part
+};
+
+// A token without a row: log-prob and entropy come out as 0, whatever parts join.
+FUSEDRL_HD VocabPart dropped_part(bool first_shard) {
+  VocabPart part;
+  if (first_shard) part = {0.0f, 1.0f, 0.0f, 0.0f};
+  return part;
+}
+
+FUSEDRL_HD RowResult finish(const VocabPart* parts, int64_t shards, int64_t stride,
+                            float inv_temperature) {
+  SoftmaxPart<double> all;
+  float target = -INFINITY;
+  for (int64_t s = 0; s < shards; ++s) {
+    const VocabPart& part = parts[s * stride];
+    all = merge(all, {part.max, part.sum, part.dot}, inv_temperature);
+    if (!(part.target <= target)) target = part.target;
+  }
+  return finish(all, target, inv_temperature);
+}
+
+}  // namespace fusedrl

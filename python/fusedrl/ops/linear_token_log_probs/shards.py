@@ -1,0 +1,72 @@
+"""What one shard of the vocabulary knows of each token's softmax, and how shards combine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusedrl.ops.token_log_probs import TokenLogProbs
+
+
+@dataclass(frozen=True)
+class VocabPart:
+    """Softmax statistics of every token over the classes of one shard.
+
+    Args:
+        statistics: float32 ``[..., 4]``, token by token: the largest logit ``max``, the sum of
+            ``exp((x - max) / temperature)``, the same sum weighted with its exponents (for the
+            entropy), and the target's logit, ``-inf`` where it is in another shard.
+        temperature: the 0-dim temperature they were computed with.
+        entropy: whether the third statistic was computed.
+    """
+
+    statistics: Tensor
+    temperature: Tensor
+    entropy: bool
+
+    @property
+    def max(self) -> Tensor:
+        """The largest logit of each token."""
+        return self.statistics[..., 0]
+
+    @property
+    def sum(self) -> Tensor:
+        """The sum of ``exp((x - max) / temperature)``."""
+        return self.statistics[..., 1]
+
+    @property
+    def target(self) -> Tensor:
+        """The target's logit; ``-inf`` in the shards that do not have it."""
+        return self.statistics[..., 3]
+
+    @staticmethod
+    def combine(parts: Sequence[VocabPart]) -> Tensor | TokenLogProbs:
+        """Log-probs (and entropy) over all classes from the parts of every shard, in any order.
+
+        Raises ``ValueError`` for no parts, or parts computed with different options.
+        """
+        if len(parts) == 0:
+            raise ValueError("parts: expected the part of every shard, got none")
+        first = parts[0]
+        for i, part in enumerate(parts):
+            if part.entropy != first.entropy or part.statistics.shape != first.statistics.shape:
+                raise ValueError(
+                    f"parts: expected all of shape {tuple(first.statistics.shape)} with "
+                    f"entropy={first.entropy}, got {tuple(part.statistics.shape)} with "
+                    f"entropy={part.entropy} in part {i}"
+                )
+        log_probs, entropy, _ = torch.ops.fusedrl.linear_token_log_probs_finish(
+            torch.stack([part.statistics for part in parts]), first.temperature, first.entropy
+        )
+        return TokenLogProbs(log_probs, entropy) if first.entropy else log_probs
+
+
+def gathered(statistics: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """The statistics ``[1, ..., 4]`` of every rank, ``[ranks, ..., 4]``."""
+    ranks = torch.distributed.get_world_size(group)
+    out = statistics.new_empty((ranks, *statistics.shape[1:]))
+    torch.distributed.all_gather_into_tensor(out, statistics, group=group)
+    return out
