@@ -11,13 +11,9 @@
 #include "common/cuda_gemm.h"
 #include "common/head_kernels.h"
 #include "common/rows.h"
+#include "common/tile_sizes.h"
 
 namespace fusedrl {
-
-constexpr int64_t kTileElements = int64_t(64) << 20;  // 256 MiB of float32 products
-constexpr int64_t kMostRows = 16384;                  // of a tile
-constexpr int64_t kInvariantRows = 256;  // where a row's bits may not depend on how many there are
-constexpr int64_t kColumnStep = 256;     // tiles are multiples of it, to suit the GEMMs
 
 inline Tensor rows_of(const Tensor& matrix, int64_t first, int64_t count) {
   Tensor copy = matrix;
@@ -58,8 +54,8 @@ class HeadRows {
       index_ = torch::stable::contiguous(indices_of(flags));
       kept = {rows.map, data<int64_t>(index_), index_->numel()};
     }
-    block = batch_invariant ? kInvariantRows
-                            : std::max<int64_t>(1, std::min(kept.count, kMostRows));
+    block =
+        batch_invariant ? kInvariantRows : std::max<int64_t>(1, std::min(kept.count, kMostRows));
     padded = batch_invariant ? (kept.count + block - 1) / block * block : kept.count;
     tile = std::min((classes + kColumnStep - 1) / kColumnStep * kColumnStep,
                     std::max(kTileElements / block / kColumnStep * kColumnStep, kColumnStep));
@@ -85,8 +81,8 @@ class CudaHead {
       : rows_(rows),
         hidden_(gathered(device, rows, hidden)),
         weight_(weight),
-        products_(new_matrix(hidden, std::min(rows.block, rows.padded), rows.tile,
-                             ScalarType::Float)),
+        products_(
+            new_matrix(hidden, std::min(rows.block, rows.padded), rows.tile, ScalarType::Float)),
         vocab_offset_(vocab_offset),
         shape_{data<T>(bias), static_cast<float>(scale), static_cast<float>(softcap)} {}
 

@@ -14,7 +14,7 @@ inline int64_t element_blocks(int64_t elements) {
 }
 
 // Which tokens are computed.
-__global__ void flag_rows(KeptRows rows, bool* kept) {
+static __global__ void flag_rows(KeptRows rows, bool* kept) {
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
   for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < rows.map.tokens;
        n += stride) {
@@ -29,9 +29,7 @@ struct Selection {
   int64_t count;
 
   __device__ int64_t token(int64_t i) const { return tokens == nullptr ? i : tokens[i]; }
-  __device__ int64_t element(int64_t i) const {
-    return map.element_of_row(map.row_of(token(i)));
-  }
+  __device__ int64_t element(int64_t i) const { return map.element_of_row(map.row_of(token(i))); }
 };
 
 template <typename T>
@@ -50,7 +48,7 @@ __global__ void scatter_rows(Selection kept, const float* from, int64_t width, T
   }
 }
 
-__global__ void add_elements(float* sums, const float* terms, int64_t count) {
+static __global__ void add_elements(float* sums, const float* terms, int64_t count) {
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
     sums[i] += terms[i];

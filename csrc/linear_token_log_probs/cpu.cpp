@@ -79,7 +79,7 @@ Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor 
   return parts;
 }
 
-std::tuple<Tensor, Tensor, Tensor> finish_parts(Tensor parts, Tensor temperature, bool entropy) {
+std::tuple<Tensor, Tensor, Tensor> combine(Tensor parts, Tensor temperature, bool entropy) {
   const int64_t shards = parts.size(0);
   const Tensor one = torch::stable::select(parts, 0, 0);
   Tensor log_probs = empty_per_token(one);
@@ -146,7 +146,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrl, CPU, m) {
   m.impl("linear_token_log_probs", TORCH_BOX(&forward));
-  m.impl("linear_token_log_probs_finish", TORCH_BOX(&finish_parts));
+  m.impl("linear_token_log_probs_finish", TORCH_BOX(&combine));
   m.impl("linear_token_log_probs_backward", TORCH_BOX(&backward));
 }
 

@@ -36,7 +36,7 @@ Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor 
   return parts;
 }
 
-std::tuple<Tensor, Tensor, Tensor> finish(Tensor parts, Tensor temperature, bool entropy) {
+std::tuple<Tensor, Tensor, Tensor> combine(Tensor parts, Tensor temperature, bool entropy) {
   const OnDeviceOf device(parts);
   const Tensor one = torch::stable::select(parts, 0, 0);
   Tensor log_probs = empty_per_token(one);
@@ -72,9 +72,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(
         rows,
         [&](int64_t first_class, int64_t first_row) {
           const Tile<T> tile = head.tile(first_class, first_row);
-          device.launch(differentiate_tile<T>, tile.rows,
-                        threads_for(tile.classes * sizeof(float)), tile, rows.kept, rows.rows,
-                        data<int64_t>(tokens), upstream, gradient.grads());
+          device.launch(differentiate_tile<T>, tile.rows, threads_for(tile.classes * sizeof(float)),
+                        tile, rows.kept, rows.rows, data<int64_t>(tokens), upstream,
+                        gradient.grads());
           gradient.add(tile, first_class);
         },
         [&](int64_t first_class) { gradient.finish_classes(first_class); });
@@ -87,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrl, CUDA, m) {
   m.impl("linear_token_log_probs", TORCH_BOX(&forward));
-  m.impl("linear_token_log_probs_finish", TORCH_BOX(&finish));
+  m.impl("linear_token_log_probs_finish", TORCH_BOX(&combine));
   m.impl("linear_token_log_probs_backward", TORCH_BOX(&backward));
 }
 

@@ -8,15 +8,14 @@
 namespace fusedrl {
 
 // The statistics of every token before any of its logits.
-__global__ void start_parts(KeptRows rows, const int64_t* tokens, bool whole_vocabulary,
-                            bool first_shard, VocabPart* parts) {
+static __global__ void start_parts(KeptRows rows, const int64_t* tokens, bool whole_vocabulary,
+                                   bool first_shard, VocabPart* parts) {
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
   for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < rows.map.tokens;
        n += stride) {
     const bool keep = rows.keeps(n);
-    FUSEDRL_DEVICE_CHECK(
-        !keep || !whole_vocabulary || (tokens[n] >= 0 && tokens[n] < rows.classes),
-        "tokens: expected values in [0, V); mask the token or clamp it");
+    FUSEDRL_DEVICE_CHECK(!keep || !whole_vocabulary || (tokens[n] >= 0 && tokens[n] < rows.classes),
+                         "tokens: expected values in [0, V); mask the token or clamp it");
     parts[n] = keep ? VocabPart() : dropped_part(first_shard);
   }
 }
@@ -45,9 +44,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
 }
 
-__global__ void finish_parts(const VocabPart* parts, int64_t shards, int64_t tokens,
-                             Scalar temperature, float* log_probs, float* entropies,
-                             Normalizer* normalizers) {
+static __global__ void finish_parts(const VocabPart* parts, int64_t shards, int64_t tokens,
+                                    Scalar temperature, float* log_probs, float* entropies,
+                                    Normalizer* normalizers) {
   const float inv_temperature = static_cast<float>(1.0 / temperature.get());
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
   for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < tokens; n += stride) {
@@ -73,23 +72,37 @@ struct TokenGradients {
   }
 };
 
-// The gradients of a tile of matrix products, in the dtype of the products' factors.
+// The gradients of a tile of matrix products, in the dtype of the products' factors. Rows of the
+// tile and of the gradients start on 16-byte boundaries.
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     differentiate_tile(Tile<T> tile, Selection kept, KeptRows rows, const int64_t* tokens,
                        TokenGradients upstream, T* grads) {
+  constexpr int kSize = Pack<float>::kSize;
+  struct alignas(kSize * sizeof(T)) Quad {
+    T at[kSize];
+  };
   const float inv_temperature = rows.inverse_temperature();
   for (int64_t r = blockIdx.x; r < tile.rows; r += gridDim.x) {
     const float* row = tile.row(r);
     T* grad = grads + r * tile.stride_row;
     const int64_t n = kept.token(tile.first_row + r), target = tokens[n] - tile.first_class;
     const RowGradient gradient = upstream.of(n, inv_temperature);
-    for (int64_t v = threadIdx.x; v < tile.classes; v += blockDim.x) {
-      const float logit = tile.shape(row[v], v);
-      const float of_logit =
-          v == target ? gradient.target(upstream.log_prob[n]) : other_gradient(gradient, logit);
-      grad[v] = T(of_logit * tile.shape.slope(logit));
+    const float of_target = gradient.target(upstream.log_prob[n]);
+    const auto of_product = [&](float product, int64_t v) {
+      const float logit = tile.shape(product, v);
+      const float of_logit = v == target ? of_target : other_gradient(gradient, logit);
+      return T(of_logit * tile.shape.slope(logit));
+    };
+    const int64_t packs = tile.classes / kSize, last = packs * kSize + threadIdx.x;
+    for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
+      const auto products = Pack<float>{reinterpret_cast<const uint4*>(row)[i]}.elements();
+      Quad quad;
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) quad.at[j] = of_product(products.at[j], i * kSize + j);
+      reinterpret_cast<Quad*>(grad)[i] = quad;
     }
+    if (last < tile.classes) grad[last] = of_product(row[last], last);
   }
 }
 
