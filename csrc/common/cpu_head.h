@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/row_map.h"
 #include "common/tensor.h"
 
 namespace fusedrl {
@@ -52,6 +53,14 @@ class Workspace {
  private:
   Tensor flat_;
 };
+
+// Where the rows that these tokens read start.
+inline std::vector<int64_t> elements_of(const RowMap& map, const std::vector<int64_t>& tokens) {
+  std::vector<int64_t> elements;
+  elements.reserve(tokens.size());
+  for (const int64_t n : tokens) elements.push_back(map.element_of_row(map.row_of(n)));
+  return elements;
+}
 
 // The hidden states at `rows` (element offsets), times `scale`, in float32. Zeros fill the last
 // block.

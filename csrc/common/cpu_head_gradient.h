@@ -53,18 +53,18 @@ class CpuHeadGradient {
     torch::stable::copy_(out, weight_tile());
   }
 
-  // Shaped like the hidden states; empty if it was not asked for. `rows` are element offsets into
-  // the contiguous gradient.
-  Tensor hidden(const std::vector<int64_t>& rows, float scale) const {
+  // Shaped like the hidden states, which these tokens read; empty if it was not asked for.
+  Tensor hidden(const RowMap& map, const std::vector<int64_t>& tokens, float scale) const {
     if (!hidden_.has_value()) return empty_vector(hidden_like_, hidden_like_.scalar_type());
-    const int64_t width = hidden_->size(1), count = rows.size();
+    const int64_t width = hidden_->size(1), count = tokens.size();
     Tensor out = zeros(hidden_like_, hidden_like_.sizes(), hidden_like_.scalar_type());
     const float* from = data<float>(*hidden_);
     dispatch_half_or_float(hidden_like_, "hidden", [&]<typename T>() {
       T* to = mutable_data<T>(out);
       torch::stable::parallel_for(0, count, 16, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
-          for (int64_t i = 0; i < width; ++i) to[rows[r] + i] = T(scale * from[r * width + i]);
+          T* row = to + map.row_of(tokens[r]) * width;
+          for (int64_t i = 0; i < width; ++i) row[i] = T(scale * from[r * width + i]);
         }
       });
     });

@@ -13,19 +13,17 @@
 namespace fusedrl {
 namespace {
 
-// The kept rows of a batch of hidden states.
-struct KeptRows {
-  std::vector<int64_t> tokens;
-  std::vector<int64_t> elements;  // where each row starts in the hidden states
-  std::vector<int64_t> targets;   // in this shard of the vocabulary, or outside it
+// The tokens that are computed, and each one's target: in this shard of the vocabulary, or outside.
+struct KeptTokens {
+  RowMap map;
+  std::vector<int64_t> tokens, targets;
 
-  KeptRows(const Tensor& hidden, const Tensor& all_tokens, const std::optional<Tensor>& mask,
-           const std::optional<Tensor>& offsets, bool shift, std::optional<int64_t> vocab_offset) {
-    check_offsets(offsets, all_tokens.numel());
-    const RowMap map = row_map(hidden, offsets, shift);
+  KeptTokens(const Tensor& hidden, const Tensor& all_tokens, const std::optional<Tensor>& mask,
+             const std::optional<Tensor>& offsets, bool shift, std::optional<int64_t> vocab_offset)
+      : map(row_map(hidden, offsets, shift)) {
+    check_offsets(offsets, map.tokens);
     tokens = kept_tokens(map, data<bool>(mask));
     for (const int64_t n : tokens) {
-      elements.push_back(map.element_of_row(map.row_of(n)));
       targets.push_back(data<int64_t>(all_tokens)[n] - vocab_offset.value_or(0));
     }
   }
@@ -44,7 +42,7 @@ Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor 
                Tensor temperature, double scale, double softcap, bool entropy,
                std::optional<int64_t> vocab_offset, bool batch_invariant) {
   Tensor parts = empty_per_token(hidden, 4);
-  const KeptRows kept(hidden, tokens, mask, offsets, shift, vocab_offset);
+  const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
   if (!vocab_offset.has_value()) kept.check_targets(weight.size(0));
   const float inv_temperature = inverse_temperature(temperature);
   const HeadKernels head_of = head_kernels(cpu_level());
@@ -54,7 +52,8 @@ Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor 
 
   std::vector<SoftmaxPart<double>> rows(kept.tokens.size());
   std::vector<float> target_logits(kept.tokens.size(), -INFINITY);
-  CpuHead head(hidden, kept.elements, weight, bias, static_cast<float>(scale), batch_invariant);
+  const std::vector<int64_t> elements = elements_of(kept.map, kept.tokens);
+  CpuHead head(hidden, elements, weight, bias, static_cast<float>(scale), batch_invariant);
   head.for_each_tile([&](int64_t first, int64_t count) {
     head.for_each_block([&](int64_t first_row, int64_t block) {
       float* logits = mutable_data<float>(head.logits(first_row));
@@ -103,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     std::optional<Tensor> offsets, bool shift, Tensor temperature, double scale, double softcap,
     Tensor log_probs, Tensor entropy, Tensor normalizers, std::optional<int64_t> vocab_offset,
     bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias) {
-  KeptRows kept(hidden, tokens, mask, offsets, shift, vocab_offset);
+  const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
   const float inv_temperature = inverse_temperature(temperature);
   const HeadKernels head_of = head_kernels(cpu_level());
   const auto run = row_kernels<float>(cpu_level()).backward;
@@ -111,7 +110,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   const float* up = data<float>(grad_log_probs);
   const float* up_entropy = data<float>(grad_entropy);
 
-  CpuHead head(hidden, kept.elements, weight, bias, factor, batch_invariant);
+  const std::vector<int64_t> elements = elements_of(kept.map, kept.tokens);
+  CpuHead head(hidden, elements, weight, bias, factor, batch_invariant);
   CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
   const auto differentiate = [&](float* x, int64_t count, int64_t i, int64_t target) {
     const int64_t n = kept.tokens[i];
@@ -139,7 +139,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     });
     gradient.finish_tile();
   });
-  return {gradient.hidden(kept.elements, factor), gradient.weight(), gradient.bias(factor)};
+  return {gradient.hidden(kept.map, kept.tokens, factor), gradient.weight(), gradient.bias(factor)};
 }
 
 }  // namespace
