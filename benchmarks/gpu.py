@@ -1,7 +1,7 @@
 """What a machine with a GPU is needed for, in one go: ``make gpu``.
 
 A step that fails leaves the others to run; the exit code is 1 if any failed. Neither network nor
-environment is needed: the package is built into build/gpu, by and for the interpreter of this script.
+environment is needed: the package is built into build/gpu, by and for the interpreter running this.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ def _run(log: Path, limit: float, *command: object, **environment: str) -> int:
             process.wait()
             raise
         finally:
-            sys.stdout.write("".join(log.read_text(errors="replace").splitlines(True)[-60:]))
-            sys.stdout.flush()
+            print(*log.read_text(errors="replace").splitlines()[-60:], sep="\n", flush=True)
 
 
 def _build(args: argparse.Namespace, limit: float) -> int:
