@@ -21,7 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu"
 TOTAL = 860  # seconds for all steps together; the benchmarks get what the others leave
-LIMITS = {"build": 300, "tests": 220, "memcheck": 80, "racecheck": 80, "bench": TOTAL}
+LIMITS = {"build": 300.0, "tests": 220.0, "memcheck": 80.0, "racecheck": 80.0, "bench": TOTAL}
 SAMPLE = 16  # GPU tests under compute-sanitizer, spread over all of them
 # Too slow under compute-sanitizer, or wrong on purpose.
 UNSAMPLED = re.compile("two_to_the_31|assert|50257|151936|16391|cuda_graph")
@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--step", choices=LIMITS, action="append", help="only this (repeatable)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a dry run")
     parser.add_argument("--seconds", default="0.3", help="of a contender in the benchmarks")
+    parser.add_argument("--total", type=float, default=TOTAL, help="seconds for all steps")
     parser.add_argument("--op", action="append", help="only this op's benchmarks (repeatable)")
     parser.add_argument("--commit", default="", help="to record where git does not know it")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<name of the GPU>")
@@ -46,7 +47,7 @@ def main() -> int:
         return 2
     args.out = (args.out or ROOT / "benchmarks" / "results" / _slug(args.device)).resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + TOTAL
+    deadline = time.monotonic() + args.total
     outcomes = {}
     for name in args.step or LIMITS:
         limit = max(min(LIMITS[name], deadline - time.monotonic()), 1)
@@ -75,12 +76,11 @@ def _run(log: Path, limit: float, *command: object, **environment: str) -> int:
 
     It is killed, with the processes that it started, when the time is up.
     """
-    variables = os.environ | {"PYTHONPATH": str(BUILD), "PYTHONUNBUFFERED": "1"} | environment
     with log.open("wb") as file:
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=ROOT,
-            env=variables,
+            env=_environment() | environment,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -101,7 +101,7 @@ def _build(args: argparse.Namespace, limit: float) -> int:
     cuda = "on" if args.device == "cuda" else "off"
     define = f"--config-settings=cmake.define.FUSEDRL_CUDA={cuda}"
     options = ["--no-deps", "--no-build-isolation", "--target", BUILD, define]
-    return _run(args.out / "build.log", limit, *pip, *options, ROOT, PYTHONPATH="")
+    return _run(args.out / "build.log", limit, *pip, *options, ROOT)
 
 
 def _tests(args: argparse.Namespace, limit: float) -> int:
@@ -119,7 +119,7 @@ def _sanitizer(tool: str) -> Callable[[argparse.Namespace, float], int]:
         # an access past their end.
         sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", 9]
         uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        status = _run(log, limit, *sanitizer, *_pytest(), *_sample(args, limit), **uncached)
+        status = _run(log, limit, *sanitizer, *_pytest(), *_sample(), **uncached)
         if "Device not supported" in log.read_text(errors="replace"):
             raise Skip("compute-sanitizer does not support this device here")
         return status
@@ -131,16 +131,24 @@ def _pytest() -> list[str]:
     return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
-def _sample(args: argparse.Namespace, limit: float) -> list[str]:
+def _sample() -> list[str]:
     """Some GPU tests of every kind."""
-    log = args.out / "collected.log"
-    _run(log, limit, *_pytest(), "-m", "gpu", "tests/ops", "--collect-only")
-    found = [line for line in log.read_text().splitlines() if "::" in line and " " not in line]
-    log.unlink()
+    command = [*_pytest(), "-m", "gpu", "tests/ops", "--collect-only"]
+    listing = subprocess.run(
+        command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False
+    ).stdout
+    found = [line for line in listing.splitlines() if "::" in line and " " not in line]
     fit = [test for test in found if not UNSAMPLED.search(test)]
     if not fit:
         raise Skip("there are no GPU tests in tests/ops")
-    return fit[:: -(-len(fit) // SAMPLE)]
+    count = min(SAMPLE, len(fit))
+    return [fit[i * len(fit) // count] for i in range(count)]
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with the package in build/gpu before what PYTHONPATH already names."""
+    path = os.pathsep.join(filter(None, [str(BUILD), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def _bench(args: argparse.Namespace, limit: float) -> int:
