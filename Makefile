@@ -27,7 +27,7 @@ help:
 	@echo "make bench   every op timed against plain torch"
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make wheel   build, repair and check a wheel, in wheelhouse/"
-	@echo "make gpu     build for CUDA with the torch of PY=python3, then GPU tests and benchmarks"
+	@echo "make gpu     build for CUDA with the torch of PY=python3, GPU tests, sanitizer, benchmarks"
 	@echo "make build   make .venv, or compile again after a change in csrc/"
 	@echo "make clean   remove what the other targets made"
 
@@ -67,13 +67,10 @@ wheel: $(INSTALLED)
 	cd build/wheel-check && bin/fusedrl check
 
 # No environment and no network: a copy of the package in build/gpu, by and for what $(PY) has (a CUDA
-# build of torch, scikit-build-core, pybind11, cmake, pytest and, for the benchmarks, torchrl).
+# build of torch, scikit-build-core, pybind11, cmake, pytest, rich and matplotlib; torchrl, Liger and
+# cut-cross-entropy take part in the benchmarks where they are installed). GPU="--step bench" does less.
 gpu:
-	rm -rf build/gpu
-	$(PY) $(INSTALL) --no-index --no-deps --no-build-isolation --target build/gpu \
-		--config-settings=cmake.define.FUSEDRL_CUDA=on .
-	PYTHONPATH=build/gpu $(PY) -m pytest -m gpu tests/ops
-	PYTHONPATH=build/gpu $(PY) -m fusedrl bench --device cuda
+	$(PY) benchmarks/gpu.py $(GPU)
 
 clean:
 	rm -rf .venv build dist wheelhouse demo-out bench-out

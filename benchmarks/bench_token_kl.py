@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tensordict import TensorDict, lazy_stack
-from torchrl.envs.llm.transforms import KLComputation as Reference
 
-from fusedrl import KLComputation, ragged, token_kl
+from fusedrl import ragged, token_kl
 
-from .harness import Case
+from . import peers
+from .harness import Case, Run, Skipped
 
 COEFF = 0.1
 COUNTS = {8: 4.0, 64: 10.0, 256: 10.0}  # samples -> least speed-up over torchrl on lazy stacks
 COLUMN_GOAL = 20.0  # at 256 samples, over torchrl's lazy stacks of the same samples
+GPU_GOAL = 30.0  # the same on a GPU, in every form
+WORK = 5 * 4  # bytes a token: policy, reference and reward in, KL and reward out
 
 Samples = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -35,6 +36,8 @@ def make_samples(count: int, device: str) -> Samples:
 
 def lazy(samples: Samples) -> Any:
     """As torchrl's collectors deliver them: a stack of one TensorDict a sample."""
+    from tensordict import TensorDict, lazy_stack
+
     return lazy_stack(
         [
             TensorDict({"log_probs": {"full": p}, "ref_log_probs": {"full": q}, "reward": r})
@@ -64,58 +67,103 @@ def padded(samples: Samples) -> Any:
 
 
 def _columns(p: torch.Tensor, q: torch.Tensor, r: torch.Tensor, count: int) -> Any:
+    from tensordict import TensorDict
+
     data = {"log_probs": {"full": p}, "ref_log_probs": {"full": q}, "reward": r}
     return TensorDict(data, batch_size=[count])
 
 
-def cases(device: str, quick: bool) -> Iterator[Case]:
+def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped]:
     """Lazy stacks of every size; then the other representations of 256 samples."""
+    samples = make_samples(max(COUNTS), device)
+    if peers.TORCHRL not in usable:
+        yield Skipped("KLComputation", "compares with torchrl's, which is not installed")
+        yield packed_case(samples, {})
+        return
+    from torchrl.envs.llm.transforms import KLComputation as Reference
+
+    from fusedrl import KLComputation
+
     ours, theirs = KLComputation(coeff=COEFF), Reference(coeff=COEFF)
     for count, goal in COUNTS.items():
-        samples = make_samples(count, device)
+        yield lazy_case(make_samples(count, device), ours, theirs, _goal(goal, count, device))
+    yield from column_cases(samples, ours, theirs, _goal(COLUMN_GOAL, len(samples), device))
+    yield packed_case(samples, {"torchrl": lambda pair: theirs(pair[0])})
+
+
+def _goal(on_cpu: float, count: int, device: str) -> float:
+    return GPU_GOAL if device == "cuda" and count == max(COUNTS) else on_cpu
+
+
+def lazy_case(samples: Samples, ours: Run, theirs: Run, goal: float) -> Case:
+    """Both classes on what torchrl's collectors deliver."""
+    return Case(
+        op="KLComputation",
+        setting=f"{len(samples)} samples, lazy stack",
+        make_input=lambda: lazy(samples),
+        contenders={"torchrl": theirs, "fusedrl": ours},
+        truth=lambda _: truth(samples),
+        answer=lambda td: torch.cat([r.flatten() for r in td.get("reward", as_list=True)]),
+        goals={"torchrl": goal},
+        work=tokens_of(samples) * WORK,
+        host_bound=True,
+    )
+
+
+def column_cases(samples: Samples, ours: Run, theirs: Run, goal: float) -> Iterator[Case]:
+    """Against torchrl on a lazy stack of the same samples, its fastest form for a reward."""
+    forms = {
+        "jagged": lambda: nested(samples, torch.jagged),
+        "strided nested": lambda: nested(samples, torch.strided),
+        "padded": lambda: padded(samples),
+    }
+    lengths = [len(p) for p, _, _ in samples]
+    for name, make in forms.items():
         yield Case(
             op="KLComputation",
-            setting=f"{count} samples, lazy stack",
-            make_input=lambda samples=samples: lazy(samples),
-            contenders={"torchrl": theirs, "fusedrl": ours},
-            truth=lambda _, samples=samples: truth(samples),
-            answer=lambda td: torch.cat([r.flatten() for r in td.get("reward", as_list=True)]),
-            goals={"torchrl": goal},
-        )
-    yield from column_cases(device, ours, theirs)
-
-
-def column_cases(device: str, ours: KLComputation, theirs: Reference) -> Iterator[Case]:
-    """Against torchrl on a lazy stack of the same samples, its fastest form for a reward."""
-    count = max(COUNTS)
-    samples = make_samples(count, device)
-    lengths = [len(p) for p, _, _ in samples]
-
-    def packed_op(data: Any) -> Any:
-        p, q, r, offsets = data
-        return token_kl(p, q, offsets=offsets, reward=r, coeff=COEFF, nan="missing")
-
-    p, q, r = (torch.cat(column) for column in zip(*samples, strict=True))
-    packed = (p, q, r.squeeze(-1), ragged.offsets_of(lengths, p.device))
-    forms = {
-        "jagged": (lambda: nested(samples, torch.jagged), ours),
-        "strided nested": (lambda: nested(samples, torch.strided), ours),
-        "padded": (lambda: padded(samples), ours),
-        "packed": (lambda: packed, packed_op),
-    }
-    for name, (make, run) in forms.items():
-        yield Case(
-            op="KLComputation" if name != "packed" else "token_kl",
-            setting=f"{count} samples, {name}",
+            setting=f"{len(samples)} samples, {name}",
             make_input=lambda make=make: (lazy(samples), make()),
             contenders={
                 "torchrl": lambda pair: theirs(pair[0]),
-                "fusedrl": lambda pair, run=run: run(pair[1]),
+                "fusedrl": lambda pair: ours(pair[1]),
             },
             truth=lambda _: truth(samples),
-            answer=lambda out, lengths=lengths: rewards_of(out, lengths),
-            goals={"torchrl": COLUMN_GOAL},
+            answer=lambda out: rewards_of(out, lengths),
+            goals={"torchrl": goal},
+            work=tokens_of(samples) * WORK,
+            host_bound=True,
         )
+
+
+def packed_case(samples: Samples, theirs: dict[str, Run]) -> Case:
+    """The op itself on packed columns, beside plain torch and, on a lazy stack, torchrl."""
+    p, q, r = (torch.cat([x.flatten() for x in column]) for column in zip(*samples, strict=True))
+    lengths = [len(sample[0]) for sample in samples]
+    offsets = ragged.offsets_of(lengths, p.device)
+
+    def plain_torch(_: Any) -> Any:
+        kl = p - q
+        return kl, r - COEFF * kl
+
+    def ours(_: Any) -> Any:
+        return token_kl(p, q, offsets=offsets, reward=r, coeff=COEFF, nan="missing")
+
+    return Case(
+        op="token_kl",
+        setting=f"{len(samples)} samples, packed",
+        make_input=lambda: (lazy(samples) if theirs else None, None),
+        contenders={**theirs, "torch": plain_torch, "fusedrl": ours},
+        truth=lambda _: truth(samples),
+        answer=lambda out: rewards_of(out, lengths),
+        goals={"torchrl": COLUMN_GOAL},
+        work=tokens_of(samples) * WORK,
+        host_bound=True,
+    )
+
+
+def tokens_of(samples: Samples) -> int:
+    """Tokens of all samples."""
+    return sum(len(p) for p, _, _ in samples)
 
 
 def rewards_of(out: Any, lengths: list[int]) -> torch.Tensor:

@@ -16,6 +16,8 @@ from .harness import Case
 # (batch, tokens a row, classes): 256 x 151936 is a Qwen vocabulary, 512 x 32000 a Llama-2 one.
 SHAPES = [(4, 64, 151936), (4, 128, 32000)]
 DTYPES = [torch.float32, torch.bfloat16]
+GPU_SHAPE = (8, 1024, 151936)  # in bfloat16, all kept
+GPU_FRACTION = 0.85  # least share there of what a copy moves a second
 # Kept share of the tokens -> least speed-up over the reference path and over torch.compile.
 GOALS = {1.0: (8.0, 2.0), 0.3: (20.0, 4.0)}
 
@@ -57,41 +59,62 @@ def truth(batch: Batch) -> Tensor:
     return out
 
 
-def cases(device: str, quick: bool) -> Iterator[Case]:
+def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
     """Forward on every shape, dtype and mask; then forward and backward on the smaller shape."""
-    compiled = torch.compile(log_softmax_gather, dynamic=False)
+    if device == "cuda" and not quick:
+        yield forward_case(device, GPU_SHAPE, torch.bfloat16, 1.0, GPU_FRACTION)
     for shape in SHAPES[1:] if quick else SHAPES:
         for dtype in DTYPES:
-            logits = torch.randn(shape, device=device).to(dtype)
-            tokens = torch.randint(0, shape[-1], shape[:-1], device=device)
-            for keep, (over_reference, over_compile) in GOALS.items():
-                batch = Batch(logits, tokens, torch.rand(shape[:-1], device=device) < keep)
-                yield Case(
-                    op="token_log_probs",
-                    setting=_setting(shape, dtype, keep),
-                    make_input=lambda batch=batch: batch,
-                    contenders={
-                        "torchrl path": reference_path,
-                        "torch.compile": compiled,
-                        "fusedrl": lambda b: token_log_probs(*b, shift=True),
-                        "fusedrl + entropy": lambda b: (
-                            token_log_probs(*b, shift=True, entropy=True).log_probs
-                        ),
-                    },
-                    truth=truth,
-                    goals={"torchrl path": over_reference, "torch.compile": over_compile},
-                )
+            for keep in GOALS:
+                yield forward_case(device, shape, dtype, keep)
     yield from backward_cases(device)
+
+
+def forward_case(
+    device: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    keep: float,
+    least_fraction: float | None = None,
+) -> Case:
+    """Log-probs of the kept tokens; the work is to read their rows once."""
+    batch = make_batch(device, shape, dtype, keep)
+    over_reference, over_compile = GOALS[keep]
+    return Case(
+        op="token_log_probs",
+        setting=_setting(shape, dtype, keep),
+        make_input=lambda: batch,
+        contenders={
+            "torchrl path": reference_path,
+            "torch.compile": torch.compile(log_softmax_gather, dynamic=False),
+            "fusedrl": lambda b: token_log_probs(*b, shift=True),
+            "fusedrl + entropy": lambda b: token_log_probs(*b, shift=True, entropy=True).log_probs,
+        },
+        truth=truth,
+        goals={"torchrl path": over_reference, "torch.compile": over_compile},
+        work=kept_rows(batch) * shape[-1] * dtype.itemsize,
+        least_fraction=least_fraction,
+    )
+
+
+def make_batch(device: str, shape: tuple[int, int, int], dtype: torch.dtype, keep: float) -> Batch:
+    """Normal logits, and each token kept with probability ``keep``."""
+    logits = torch.randn(shape, device=device, dtype=dtype)
+    tokens = torch.randint(0, shape[-1], shape[:-1], device=device)
+    return Batch(logits, tokens, torch.rand(shape[:-1], device=device) < keep)
+
+
+def kept_rows(batch: Batch) -> int:
+    """Rows of the logits that a kept token reads: not those of the first tokens."""
+    return int(batch.mask[:, 1:].sum())
 
 
 def backward_cases(device: str) -> Iterator[Case]:
     """The gradient of the mean log-prob with respect to the logits."""
     shape = SHAPES[1]
     for dtype in DTYPES:
-        logits = torch.randn(shape, device=device).to(dtype)
-        tokens = torch.randint(0, shape[-1], shape[:-1], device=device)
         for keep in GOALS:
-            mask = torch.rand(shape[:-1], device=device) < keep
+            batch = make_batch(device, shape, dtype, keep)
 
             def gradient(path, batch):
                 leaf = batch.logits.detach().requires_grad_()
@@ -102,7 +125,8 @@ def backward_cases(device: str) -> Iterator[Case]:
                 leaf = batch.logits.double()
                 return gradient(log_softmax_gather_exact, batch._replace(logits=leaf))
 
-            batch = Batch(logits, tokens, mask)
+            # Forward and backward each read the kept rows; the gradient is as large as the logits.
+            moved = (2 * kept_rows(batch) + shape[0] * shape[1]) * shape[2] * dtype.itemsize
             yield Case(
                 op="token_log_probs, forward + backward",
                 setting=_setting(shape, dtype, keep),
@@ -113,6 +137,7 @@ def backward_cases(device: str) -> Iterator[Case]:
                     "fusedrl": lambda b: gradient(lambda x: token_log_probs(*x, shift=True), b),
                 },
                 truth=exact,
+                work=moved,
             )
 
 

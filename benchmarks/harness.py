@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,98 +14,241 @@ from typing import Any
 
 import torch
 
+OURS = "fusedrl"  # what the names of our own contenders begin with
+COPY = "copy"  # the ceiling of a job that memory bounds
+COPY_DEFINITION = (
+    "bytes read and written a second by torch's copy_ between two large buffers of the device (all "
+    "threads on a CPU), the fastest of 10; a job that mostly reads can exceed it"
+)
+
+Run = Callable[[Any], Any]
+
 
 @dataclass
 class Case:
-    """One setting and everyone who runs it; the first contender is the reference of the ratios."""
+    """One setting and everyone who runs it; ratios are those of the first of our contenders.
+
+    ``goals`` maps a rival to the least speed-up of ours; one below 1 grants ours ``1 / goal`` times
+    the rival's time. ``work`` is what the job must at least do: bytes to read and write where the
+    ceiling is ``COPY``, else floating-point operations, and the ceiling is the entry of
+    ``timed_only`` that runs the job's bare matrix products.
+    """
 
     op: str
     setting: str
-    contenders: dict[str, Callable[[Any], Any]]
+    contenders: dict[str, Run]
     make_input: Callable[[], Any]  # called before every repetition, outside the clock
-    truth: Callable[[Any], Any] | None = None  # float64 answer to the same input
+    timed_only: dict[str, Run] = field(default_factory=dict)  # no answer to compare
+    truth: Run | None = None  # float64 answer to the same input
     answer: Callable[[Any], torch.Tensor] = lambda out: out  # the tensor to compare
-    goals: dict[str, float] = field(default_factory=dict)  # rival -> least speed-up of "fusedrl"
+    goals: dict[str, float] = field(default_factory=dict)
+    work: float | None = None
+    ceiling: str = COPY
+    least_fraction: float | None = None  # goal: ours at least this share of the ceiling
+    most_extra_mib: float | None = None  # goal: ours at most this memory beside its input
+    host_bound: bool = False  # Python is part of the job: the wall clock, on a GPU too
+
+
+@dataclass
+class Skipped:
+    """What a benchmark leaves out on this machine, and why."""
+
+    op: str
+    why: str
 
 
 @dataclass
 class Row:
-    """One contender's figures in one case."""
+    """One contender's figures in one case; ``None`` where there are none, as when it raised."""
 
     op: str
     setting: str
     contender: str
-    median_ms: float
-    speedup: float  # of "fusedrl" over this contender, the median of the ratios of each repetition
-    goal: float | None
-    error: float | None  # largest absolute difference from the float64 truth
-    peak_extra_mib: float | None
+    failed: str | None = None  # the error that it raised
+    repetitions: int = 0
+    median_ms: float | None = None
+    speedup: float | None = None  # of ours, the median of the ratios of each repetition
+    goal: float | None = None  # least speed-up
+    rate: float | None = None  # the case's work by the median time, in ``unit``
+    unit: str | None = None  # GB/s or TFLOP/s
+    fraction: float | None = None  # of the ceiling's rate
+    least_fraction: float | None = None
+    error: float | None = None  # largest absolute difference from the float64 truth
+    peak_extra_mib: float | None = None
+    most_extra_mib: float | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Whether the contender is one of ours, and no rival."""
+        return self.contender.startswith(OURS)
 
 
-def measure(case: Case, seconds: float = 2.0, device: str = "cpu") -> list[Row]:
-    """Time every contender in turn, over and over, for about ``seconds`` a contender."""
-    gc.collect()
-    gc.freeze()  # the imported libraries' objects are not this case's garbage
-    times: dict[str, list[float]] = {name: [] for name in case.contenders}
-    for run in case.contenders.values():  # compiles, allocates, touches the inputs
-        _timed(run, case.make_input(), device)
-    once = sum(_timed(run, case.make_input(), device) for run in case.contenders.values())
-    repetitions = max(5, min(200, int(seconds * len(case.contenders) / max(once, 1e-4))))
-    for _ in range(repetitions):
-        for name, run in case.contenders.items():
-            times[name].append(_timed(run, case.make_input(), device))
-    ours = times["fusedrl"]
-    rows = []
-    for name, run in case.contenders.items():
-        ratios = [theirs / mine for theirs, mine in zip(times[name], ours, strict=True)]
-        rows.append(
-            Row(
-                op=case.op,
-                setting=case.setting,
-                contender=name,
-                median_ms=1e3 * statistics.median(times[name]),
-                speedup=statistics.median(ratios),
-                goal=case.goals.get(name),
-                error=_error(case, run),
-                peak_extra_mib=_peak_extra_mib(run, case.make_input(), device),
-            )
+def measure(
+    case: Case, seconds: float = 2.0, device: str = "cpu", copy_rate: float | None = None
+) -> list[Row]:
+    """Time every contender in turn, over and over, for about ``seconds`` a contender.
+
+    A contender that raises drops out, and its row says why. ``copy_rate`` is what
+    :func:`copy_bandwidth` found.
+    """
+    _clean(device)
+    rows = {name: Row(case.op, case.setting, name) for name in case.contenders | case.timed_only}
+    runs = case.contenders | case.timed_only
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    truth = None if case.truth is None else case.truth(case.make_input())
+    clock = _Clock(device, case.host_bound)
+
+    def attempt(name: str, job: Callable[[], float | None]) -> float | None:
+        try:
+            return job()
+        except Exception as error:
+            message = str(error).strip() or "no message"
+            rows[name].failed = f"{type(error).__name__}: {message.splitlines()[0][:300]}"
+            del runs[name]
+        return None
+
+    for name, run in list(runs.items()):  # compiles, allocates, touches the inputs
+        known = truth if name in case.contenders else None
+        rows[name].error = attempt(name, lambda run=run, known=known: _error(case, run, known))
+    repetition = 0
+    while runs and repetition < max(_repetitions(times[name], seconds) for name in runs):
+        for name, run in list(runs.items()):
+            if repetition < _repetitions(times[name], seconds):
+                taken = attempt(name, lambda run=run: clock(run, case.make_input()))
+                times[name] += [] if taken is None else [taken]
+        repetition += 1
+    for name, run in list(runs.items()):
+        rows[name].peak_extra_mib = attempt(
+            name, lambda run=run: _peak_extra_mib(run, case.make_input(), device)
         )
-    return rows
+    for name, row in rows.items():
+        _summarise(row, case, times[name])
+    _compare(rows, case, times, copy_rate)
+    return list(rows.values())
+
+
+def _repetitions(times: list[float], seconds: float) -> int:
+    """How often a contender runs, by its first repetition; a very slow one is not run again."""
+    if not times:
+        return 1
+    least = 1 if times[0] > 10 * seconds else 3
+    return max(least, min(200, int(seconds / max(times[0], 1e-6))))
 
 
 def is_correct(row: Row, case: list[Row]) -> bool:
-    """Ours must not be further from float64 than the worst of the others, plus float32 rounding."""
-    if row.error is None or not row.contender.startswith("fusedrl"):
+    """Ours must run, and be no further from float64 than the worst other, plus float32 rounding."""
+    if not row.ours:
         return True
-    others = [
-        r.error for r in case if r.error is not None and not r.contender.startswith("fusedrl")
-    ]
-    return row.error <= max(others, default=0.0) + 1e-5
+    if row.failed is not None:
+        return False
+    others = [r.error for r in case if r.error is not None and not r.ours]
+    return row.error is None or row.error <= max(others, default=0.0) + 1e-5
 
 
-def _timed(run: Callable[[Any], Any], argument: Any, device: str) -> float:
-    if device != "cpu":
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second of a large copy on ``device``: see ``COPY_DEFINITION``."""
+    source = torch.zeros(2**31 if device == "cuda" else 2**28, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    clock = _Clock(device, host_bound=False)
+    best = min(clock(target.copy_, source) for _ in range(10))
+    return 2 * source.numel() / best
+
+
+def _summarise(row: Row, case: Case, times: list[float]) -> None:
+    row.repetitions = len(times)
+    if row.failed is not None or not times:
+        return
+    median = statistics.median(times)
+    row.median_ms = 1e3 * median
+    row.goal = case.goals.get(row.contender)
+    if row.ours:
+        row.least_fraction, row.most_extra_mib = case.least_fraction, case.most_extra_mib
+    if case.work is not None:
+        row.unit, scale = ("GB/s", 1e9) if case.ceiling == COPY else ("TFLOP/s", 1e12)
+        row.rate = case.work / median / scale
+
+
+def _compare(
+    rows: dict[str, Row], case: Case, times: dict[str, list[float]], copy_rate: float | None
+) -> None:
+    """Fill in what takes two contenders: the speed-up of ours, and the share of the ceiling."""
+    ran = {name: row for name, row in rows.items() if row.median_ms is not None}
+    ours = next((times[name] for name, row in ran.items() if row.ours), None)
+    if case.ceiling == COPY:
+        ceiling = None if copy_rate is None else copy_rate / 1e9
+    else:
+        ceiling = ran[case.ceiling].rate if case.ceiling in ran else None
+    for name, row in ran.items():
+        if ours is not None:
+            pairs = zip(times[name], ours, strict=False)  # the slow repeat fewer times
+            row.speedup = statistics.median(theirs / mine for theirs, mine in pairs)
+        if row.rate is not None and ceiling is not None:
+            row.fraction = row.rate / ceiling
+
+
+class _Clock:
+    """Seconds of one run: on a GPU by its own events with a flushed L2, else by the wall clock."""
+
+    def __init__(self, device: str, host_bound: bool):
+        self.cuda = device == "cuda"
+        self.host_bound = host_bound
+        # Several times any L2. The kernels of the run are enqueued while this is being written.
+        self.flush = torch.empty(2**28 if self.cuda else 0, dtype=torch.uint8, device=device)
+
+    def __call__(self, run: Run, argument: Any) -> float:
+        gc.disable()
+        try:
+            return self._on_device(run, argument) if self.cuda else self._on_host(run, argument)
+        finally:
+            gc.enable()
+
+    def _on_host(self, run: Run, argument: Any) -> float:
+        start = time.perf_counter()
+        out = run(argument)
+        elapsed = time.perf_counter() - start
+        del out
+        return elapsed
+
+    def _on_device(self, run: Run, argument: Any) -> float:
         torch.cuda.synchronize()
-    gc.disable()
-    start = time.perf_counter()
-    out = run(argument)
-    if device != "cpu":
-        torch.cuda.synchronize()
-    elapsed = time.perf_counter() - start
-    gc.enable()
-    del out
-    return elapsed
+        self.flush.zero_()
+        if self.host_bound:
+            torch.cuda.synchronize()
+            return self._on_host(lambda x: (run(x), torch.cuda.synchronize()), argument)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        out = run(argument)
+        end.record()
+        end.synchronize()
+        del out
+        return start.elapsed_time(end) / 1e3
 
 
-def _error(case: Case, run: Callable[[Any], Any]) -> float | None:
-    if case.truth is None:
+def _clean(device: str) -> None:
+    """Let go of the last case: its garbage, its cached blocks, and its compiled graphs.
+
+    torch.compile keeps a few graphs a function, and silently runs later shapes uncompiled.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # the imported libraries' objects are not this case's garbage
+    if "torch._dynamo" in sys.modules:  # loading it takes seconds
+        torch.compiler.reset()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _error(case: Case, run: Run, truth: torch.Tensor | None) -> float | None:
+    out = run(case.make_input())
+    if truth is None:
         return None
-    argument = case.make_input()
-    truth = case.truth(argument)
-    return (case.answer(run(argument)).double() - truth).abs().max().item()
+    answer = case.answer(out)
+    if answer.shape != truth.shape:
+        raise ValueError(f"expected an answer of shape {truth.shape}, got {answer.shape}")
+    return (answer.double() - truth).abs().max().item()
 
 
-def _peak_extra_mib(run: Callable[[Any], Any], argument: Any, device: str) -> float | None:
+def _peak_extra_mib(run: Run, argument: Any, device: str) -> float | None:
     """Peak memory above what was there before; on the CPU from the process's high-water mark."""
     if device != "cpu":
         torch.cuda.synchronize()
@@ -114,11 +259,11 @@ def _peak_extra_mib(run: Callable[[Any], Any], argument: Any, device: str) -> fl
         del out
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     clear = Path("/proc/self/clear_refs")
-    if not clear.exists():
-        return None
     try:
+        # Blocks that malloc kept from earlier runs would be used again without being counted.
+        ctypes.CDLL(None).malloc_trim(0)
         clear.write_text("5")
-    except OSError:
+    except (OSError, AttributeError):
         return None
     before = _status_kib("VmRSS")
     out = run(argument)

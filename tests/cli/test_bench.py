@@ -1,0 +1,190 @@
+"""`fusedrl bench`: what it reports of answers, errors and peers. Nothing here looks at a time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason='needs pip install "fusedrl[bench]"')
+
+from fusedrl.benchmarks import (
+    bench_exact_kl,
+    bench_linear_token_log_probs,
+    bench_token_kl,
+    harness,
+    peers,
+)
+
+from fusedrl.cli import bench, main
+
+NUMBERS = torch.linspace(0, 1, 1000)
+
+
+def fails(_):
+    raise RuntimeError("no such kernel\nand a long story")
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Benchmarks one made-up case in place of an op's own; returns the exit code and the JSON."""
+    monkeypatch.setattr(harness, "copy_bandwidth", lambda device: 2e9)
+
+    def run(contenders=None, *options, **case):
+        if contenders is not None:
+            made = harness.Case("doubling", "1000", contenders, lambda: NUMBERS, **case)
+            monkeypatch.setattr(bench_token_kl, "cases", lambda *_: iter([made]))
+        arguments = ["bench", "--op", "token_kl", "--seconds", "0.001", "--out", str(tmp_path)]
+        status = main([*arguments, *options])
+        return status, json.loads((tmp_path / "bench.json").read_text())
+
+    return run
+
+
+def double(x):
+    return x + x
+
+
+def exact(x):
+    return 2 * x.double()
+
+
+def rows(results):
+    return {row["contender"]: row for row in results["rows"]}
+
+
+def test_every_column_of_a_right_answer(run, tmp_path, capsys):
+    status, results = run(
+        {"torch": double, "fusedrl": double},
+        timed_only={"product": lambda x: None},
+        truth=exact,
+        work=8000,
+        goals={"torch": 3.0, "product": 0.5},
+        least_fraction=0.85,
+        most_extra_mib=1.0,
+    )
+    assert status == 0
+    assert {"versions", "machine", "libraries"} <= results["machine"].keys()
+    assert results["ceilings"] == {"copy GB/s": 2.0, "definition": harness.COPY_DEFINITION}
+    assert {"commit", "threads", "time", "device", "absent", "skipped", "failed"} <= results.keys()
+    columns = {field.name for field in fields(harness.Row)} | {"correct"}
+    assert all(row.keys() == columns for row in results["rows"])
+    ours, torchs, product = (rows(results)[name] for name in ("fusedrl", "torch", "product"))
+    assert (ours["speedup"], ours["error"], ours["correct"]) == (1.0, 0.0, True)
+    assert ours["unit"] == "GB/s"
+    assert ours["rate"] == pytest.approx(8000 / ours["median_ms"] / 1e6)
+    assert ours["fraction"] == pytest.approx(ours["rate"] / 2.0)
+    assert (ours["least_fraction"], ours["most_extra_mib"]) == (0.85, 1.0)
+    assert (torchs["goal"], torchs["least_fraction"]) == (3.0, None)
+    assert product["error"] is None
+    assert (tmp_path / "bench.png").stat().st_size > 1000
+    shown = capsys.readouterr().out
+    assert "(>= 3.00x)" in shown
+    assert "(<= 2.00x)" in shown
+
+
+def test_the_ceiling_of_flops_is_the_bare_product_of_the_same_run(run):
+    _, results = run(
+        {"fusedrl": double}, timed_only={"bare": double}, truth=exact, work=1e6, ceiling="bare"
+    )
+    ours, bare = rows(results)["fusedrl"], rows(results)["bare"]
+    assert ours["unit"] == "TFLOP/s"
+    assert bare["fraction"] == 1.0
+    assert ours["fraction"] == pytest.approx(bare["median_ms"] / ours["median_ms"])
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda x: double(x) + 1e-3, lambda x: double(x) * torch.nan, lambda x: double(x)[1:]]
+)
+def test_a_wrong_answer_of_ours_is_reported(run, wrong):
+    status, results = run({"torch": double, "fusedrl": wrong}, truth=exact)
+    assert status == 1
+    assert rows(results)["fusedrl"]["correct"] is False
+
+
+def test_a_peer_that_raises_is_reported_and_stops_nothing(run, capsys):
+    status, results = run({"peer": fails, "torch": double, "fusedrl": double}, truth=exact)
+    assert status == 0
+    assert rows(results)["peer"]["failed"] == "RuntimeError: no such kernel"
+    assert rows(results)["peer"]["median_ms"] is None
+    assert rows(results)["torch"]["median_ms"] > 0
+    assert "peer: failed: RuntimeError: no such kernel" in capsys.readouterr().out
+
+
+def test_ours_that_raises_is_a_failure_and_the_next_of_ours_is_compared(run):
+    status, results = run({"torch": double, "fusedrl a": fails, "fusedrl b": double}, truth=exact)
+    assert status == 1
+    assert rows(results)["fusedrl a"]["correct"] is False
+    assert rows(results)["fusedrl b"]["speedup"] == 1.0
+
+
+def test_an_op_that_does_not_import_leaves_the_others(run, monkeypatch):
+    def missing(*_):
+        raise ImportError("cannot import name 'exact_kl'")
+
+    monkeypatch.setattr(bench_exact_kl, "cases", missing)
+    status, results = run({"fusedrl": double}, "--op", "exact_kl", truth=exact)
+    assert status == 1
+    assert results["failed"] == {"exact_kl": "ImportError: cannot import name 'exact_kl'"}
+    assert rows(results)["fusedrl"]["correct"] is True
+
+
+def test_what_is_not_installed_is_listed_as_absent(run, monkeypatch, capsys):
+    for name in (peers.TORCHRL, peers.LIGER):
+        monkeypatch.setitem(peers.MODULES, name, "no_such_module")
+    status, results = run(None, "--peers")
+    assert status == 0
+    assert results["absent"]["Liger"] == "no_such_module is not installed"
+    assert "torchrl" in results["absent"]
+    assert "KLComputation" in results["skipped"]
+    assert rows(results).keys() == {"torch", "fusedrl"}
+    assert "Liger: absent: no_such_module is not installed" in capsys.readouterr().out
+
+
+def test_no_case_is_started_when_the_time_is_up(run):
+    status, results = run({"fusedrl": double}, "--limit", "-1", truth=exact)
+    assert status == 1
+    assert results["rows"] == []
+    assert results["failed"] == {"the rest": "not started: -1 s were over"}
+
+
+def test_every_op_has_a_module():
+    for op in bench.OPS:
+        assert callable(__import__(f"fusedrl.benchmarks.bench_{op}", fromlist=["cases"]).cases)
+
+
+@pytest.mark.parametrize("keep", [0.5, 1.0])
+def test_the_truth_of_the_linear_ops_equals_autograd_in_float64(monkeypatch, keep):
+    module = bench_linear_token_log_probs
+    monkeypatch.setattr(module, "CHUNK", 128)
+    job = module.make_job("cpu", (2, 8), 16, 300, torch.float64, keep)
+    by_torch = torch.nn.functional.linear(job.states(), job.weight).log_softmax(-1)
+    by_torch = by_torch.gather(-1, job.targets()[:, None]).squeeze(-1)
+    torch.testing.assert_close(module.truth(job), by_torch)
+
+    def path(job):
+        logits = torch.nn.functional.linear(job.states(), job.weight)
+        return -torch.nn.functional.cross_entropy(logits, job.targets(), reduction="none")
+
+    expected = module.sample_of(module.gradients(path, job))
+    torch.testing.assert_close(module.exact_gradients(job), expected)
+
+
+def test_the_truth_of_the_exact_kl():
+    logits, ref_logits = torch.randn(2, 5, 70, dtype=torch.float64)
+    p, q = torch.softmax(logits, -1), torch.softmax(ref_logits, -1)
+    m = (p + q) / 2
+
+    def kl(a, b):
+        return (a * (a / b).log()).sum(-1)
+
+    expected = {
+        "reverse": kl(p, q),
+        "forward": kl(q, p),
+        "jensen_shannon": (kl(p, m) + kl(q, m)) / 2,
+    }
+    assert expected.keys() == set(bench_exact_kl.DIRECTIONS)
+    for direction, value in expected.items():
+        torch.testing.assert_close(bench_exact_kl.truth((logits, ref_logits), direction), value)
