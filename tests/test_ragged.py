@@ -63,6 +63,31 @@ def test_a_jagged_view_with_holes_is_compacted():
     assert torch.equal(values, torch.cat([nested.values()[:2], nested.values()[4:7]]))
 
 
+def test_a_gradient_flows_through_a_view_with_holes():
+    padded = torch.randn(2, 6, 3, requires_grad=True)
+    starts, lengths = torch.tensor([0, 1]), torch.tensor([2, 3])
+    nested = torch.nested.narrow(padded, 1, starts, lengths, layout=torch.jagged)
+    values, offsets = ragged.from_nested(nested)
+    assert offsets.tolist() == [0, 2, 5]
+    assert torch.equal(values, torch.cat([padded[0, :2], padded[1, 1:4]]))
+    upstream = torch.randn(5, 3)
+    values.backward(upstream)
+    expected = torch.zeros(2, 6, 3)
+    expected[0, :2], expected[1, 1:4] = upstream[:2], upstream[2:]
+    assert torch.equal(padded.grad, expected)
+
+
+def test_host_metadata_ignores_the_default_device():
+    tensors = samples([2, 3])
+    packed, jagged_lengths = ragged.from_list(tensors), torch.tensor([2, 3])
+    with torch.device("meta"):
+        again = ragged.from_nested(ragged.to_strided(packed))
+        offsets = [ragged.offsets_of(lengths).tolist() for lengths in ([2, 3], jagged_lengths)]
+    assert torch.equal(again.values, packed.values)
+    assert again.offsets.tolist() == [0, 2, 5]
+    assert offsets == [[0, 2, 5]] * 2
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="at least one tensor"):
         ragged.from_list([])
@@ -71,3 +96,11 @@ def test_refusals():
     uneven = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(2, 4)])
     with pytest.raises(ValueError, match="one ragged dimension"):
         ragged.from_nested(uneven)
+    turned = torch.nested.nested_tensor([torch.zeros(2, 3)], layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(ValueError, match="column: expected a jagged tensor ragged in dimension 1"):
+        ragged.from_nested(turned, "column")
+    for empty in (torch.nested.nested_tensor([]), torch.nested.nested_tensor([torch.tensor(1.0)])):
+        with pytest.raises(ValueError, match="nested: expected at least one sequence"):
+            ragged.from_nested(empty)
+    with pytest.raises(ValueError, match="ragged: expected at least one sequence"):
+        ragged.to_strided(ragged.Ragged(torch.zeros(0), torch.tensor([0])))

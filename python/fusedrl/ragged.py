@@ -23,8 +23,13 @@ class Ragged(NamedTuple):
 
 
 def offsets_of(lengths: Sequence[int] | Tensor, device: torch.device | None = None) -> Tensor:
-    """Offsets ``[B + 1]`` of sequences with these lengths."""
-    lengths = torch.as_tensor(lengths, dtype=torch.int64, device=device)
+    """Offsets ``[B + 1]`` of sequences with these lengths.
+
+    On ``device``, or where the lengths are: a list's on the CPU, whatever torch's default device.
+    """
+    if not isinstance(lengths, Tensor):
+        lengths = torch.tensor(lengths, dtype=torch.int64, device=device or "cpu")
+    lengths = lengths.to(device or lengths.device, torch.int64)
     offsets = lengths.new_zeros(lengths.numel() + 1)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
@@ -39,31 +44,45 @@ def from_list(tensors: Sequence[Tensor]) -> Ragged:
     )
 
 
-def from_nested(nested: Tensor) -> Ragged:
-    """Pack a nested tensor of either layout, ragged in dimension 1.
+def from_nested(nested: Tensor, name: str = "nested") -> Ragged:
+    """Pack a nested tensor of either layout, ragged in dimension 1; errors call it ``name``.
 
-    Shares memory with a contiguous one; a view with holes (``narrow``, transposed) is copied.
+    Shares memory with a contiguous one; a view with holes (``narrow``) or of another order is
+    copied.
     """
     if isinstance(nested, NestedTensor):
-        values, offsets = jagged_parts(nested)
+        values, offsets = jagged_parts(nested, name)
         return Ragged(values, offsets.to(torch.int64))
     sizes = nested._nested_tensor_size()
-    contiguous = nested if nested.is_contiguous() else nested.contiguous()
-    trailing = sizes[0, 1:].tolist() if len(sizes) else []
-    if len(sizes) and not bool((sizes[:, 1:] == sizes[0, 1:]).all()):
+    if sizes.dim() != 2 or sizes.numel() == 0:
         raise ValueError(
-            f"nested: expected one ragged dimension (the first of each sequence), got sequence "
+            f"{name}: expected at least one sequence of at least one dimension, got a nested "
+            "tensor without; a jagged one or a list may be empty"
+        )
+    trailing = sizes[0, 1:].tolist()
+    if not bool((sizes[:, 1:] == sizes[0, 1:]).all()):
+        raise ValueError(
+            f"{name}: expected one ragged dimension (the first of each sequence), got sequence "
             f"shapes {sizes.tolist()}; pass a list of packed tensors instead"
         )
+    contiguous = nested if nested.is_contiguous() else nested.contiguous()
     return Ragged(
         contiguous.values().view(-1, *trailing), offsets_of(sizes[:, 0], contiguous.device)
     )
 
 
-def jagged_parts(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and offsets of a jagged tensor without holes, as it stores them; traceable."""
+def jagged_parts(nested: Tensor, name: str = "nested") -> tuple[Tensor, Tensor]:
+    """Values and offsets of a jagged tensor, as it stores them where it has no holes; traceable."""
     assert isinstance(nested, NestedTensor)
+    if nested._ragged_idx != 1:
+        raise ValueError(
+            f"{name}: expected a jagged tensor ragged in dimension 1, got one ragged in dimension "
+            f"{nested._ragged_idx}; transpose it back"
+        )
     if nested._lengths is not None:
+        if _has_graph(nested):
+            # The backward pass of torch's contiguous() knows nothing of the holes.
+            return torch.cat(nested.unbind()), offsets_of(nested._lengths)
         nested = nested.contiguous()
         assert isinstance(nested, NestedTensor)
     # Through the dispatcher, as a gradient needs it, this costs as much as a kernel on 100k tokens.
@@ -105,18 +124,23 @@ def to_strided(ragged: Ragged, lengths: Sequence[int] | None = None) -> Tensor:
     """
     values = ragged.values.contiguous()
     trailing = list(values.shape[1:])
-    rows = torch.as_tensor(
-        ragged.offsets.diff().tolist() if lengths is None else lengths, dtype=torch.int64
+    rows = torch.tensor(
+        ragged.offsets.diff().tolist() if lengths is None else lengths,
+        dtype=torch.int64,
+        device="cpu",
     )
+    if rows.numel() == 0:
+        raise ValueError("ragged: expected at least one sequence, got none; use to_jagged")
     strides = [1]
     for size in reversed(trailing):
         strides.insert(0, strides[0] * size)
     count = rows.numel()
-    sizes = torch.tensor([0, *trailing]).expand(count, -1).clone()
+    sizes = torch.tensor([0, *trailing], device="cpu").expand(count, -1).clone()
     sizes[:, 0] = rows
+    steps = torch.tensor(strides, device="cpu").expand(count, -1).contiguous()
     starts = offsets_of(rows)[:-1] * strides[0]
     return torch._nested_view_from_buffer(  # pyright: ignore[reportPrivateImportUsage]
-        values.view(-1), sizes, torch.tensor(strides).expand(count, -1).contiguous(), starts
+        values.view(-1), sizes, steps, starts
     )
 
 

@@ -102,6 +102,17 @@ def test_gradcheck(estimator):
     assert torch.autograd.gradcheck(function, (p, q, r))
 
 
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_the_kl_is_constant_where_only_the_reward_is_differentiated(impl):
+    p, q = torch.randn(2, 5).unbind()
+    upstream = torch.arange(1.0, 6.0)
+    reward = torch.randn(5, requires_grad=True)
+    out = token_kl(p, q, reward=reward, coeff=0.3, impl=impl)
+    assert not out.kl.requires_grad
+    out.reward.backward(upstream)
+    assert torch.equal(reward.grad, upstream)
+
+
 def test_only_the_kl_differentiates_without_reward():
     p, q = torch.randn(5, requires_grad=True), torch.randn(5)
     token_kl(p, q, estimator="k2").sum().backward()
@@ -186,6 +197,19 @@ def test_many_samples_pack_in_order(threads):
     assert torch.equal(packed.reward, torch.cat(r).squeeze(-1))
 
 
+def test_many_one_token_rows_are_refused_as_few_are():
+    """[1, T] rewards concatenate along the wrong dimension, whichever way they are packed."""
+    p, r = [torch.zeros(n) for n in (4,) * 9000], [torch.zeros(1, 4)] * 9000
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for count in (1, 9000):
+            with pytest.raises(ValueError, match=r"reward: sample 0: expected shape \[4\]"):
+                pack_samples(p[:count], p[:count], None, r[:count])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_list_gradient_and_mask():
     p = [torch.randn(n, requires_grad=True) for n in (2, 4)]
     q = [torch.randn(n) for n in (2, 4)]
@@ -268,7 +292,7 @@ GOOD = {"log_probs": torch.zeros(4), "ref_log_probs": torch.zeros(4)}
             "coeff.detach",
         ),
         ({"impl": "triton"}, ValueError, "no Triton kernel"),
-        ({"log_probs": 1.0}, TypeError, "log_probs: expected a torch.Tensor, got float"),
+        ({"log_probs": 1.0}, TypeError, "log_probs: expected a dense tensor .* got float"),
     ],
 )
 def test_bad_input_names_argument_expectation_and_remedy(change, error, match):
@@ -286,6 +310,14 @@ def test_bad_input_names_argument_expectation_and_remedy(change, error, match):
             ([torch.zeros(2)], [torch.zeros(2)], None, [torch.zeros(2)] * 2),
             "reward: expected 1 samples",
         ),
+        (
+            ([torch.zeros(2), torch.zeros(1)],) * 2 + (None, [torch.zeros(1)] * 3),
+            "reward: expected 2 samples, got 3",
+        ),
+        (([torch.zeros(2)], [torch.zeros(2)], None, [torch.zeros(1, 2)]), "reward: sample 0"),
+        (([torch.zeros(2), torch.tensor(0.0)],) * 2, r"log_probs: sample 1: expected a dimension"),
+        (([torch.zeros(2), torch.zeros(2, device="meta")],) * 2, "sample 1: expected device cpu"),
+        (([], []), "log_probs: expected at least one sample"),
     ],
 )
 def test_bad_lists_name_the_sample(args, match):
@@ -323,8 +355,8 @@ def test_random_ragged_batches_equal_the_reference(lengths, estimator, dtype, na
 def test_companions_of_another_kind():
     jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
     for p, q, match in [
-        (jagged, None, "ref_log_probs: expected a nested tensor, got NoneType"),
-        (jagged, torch.zeros(5), "ref_log_probs: expected a nested tensor, got a dense tensor"),
+        (jagged, None, "ref_log_probs: expected a nested tensor like log_probs, got NoneType"),
+        (jagged, torch.zeros(5), "expected a nested tensor like log_probs, got a dense tensor"),
         (torch.zeros(5), None, "ref_log_probs: expected a dense tensor like log_probs, got None"),
         ([torch.zeros(2)], torch.zeros(2), "ref_log_probs: expected a list like log_probs"),
     ]:

@@ -347,9 +347,9 @@ GOOD = {"logits": torch.zeros(4, 5), "tokens": torch.zeros(4, dtype=torch.int64)
         ({"offsets": torch.tensor([0, 3])}, ValueError, "from 0 to 4"),
         ({"offsets": torch.tensor([0, 5, 4])}, ValueError, "non-decreasing"),
         ({"offsets": torch.tensor([0.0, 4.0])}, ValueError, "1-D int64"),
-        ({"temperature": 0.0}, ValueError, "temperature: expected a finite number > 0"),
-        ({"temperature": float("nan")}, ValueError, "temperature: expected a finite number > 0"),
-        ({"temperature": torch.tensor(-1.0)}, RuntimeError, "temperature: expected a finite"),
+        ({"temperature": 0.0}, ValueError, r"temperature: expected a number from 1e-30 to 1e\+30"),
+        ({"temperature": float("nan")}, ValueError, "temperature: expected a number .* got nan"),
+        ({"temperature": torch.tensor(-1.0)}, ValueError, "temperature: expected a number"),
         ({"temperature": torch.ones(2)}, ValueError, "temperature: expected a float"),
         ({"temperature": torch.ones((), requires_grad=True)}, ValueError, "detach"),
         ({"tokens": torch.tensor([0, 1, 5, 2])}, RuntimeError, r"got 5 at token 2"),
@@ -357,8 +357,8 @@ GOOD = {"logits": torch.zeros(4, 5), "tokens": torch.zeros(4, dtype=torch.int64)
         ({"impl": "cuda"}, ValueError, "needs tensors on cuda"),
         ({"impl": "triton"}, ValueError, "no Triton kernel"),
         ({"impl": "fast"}, ValueError, "impl: expected one of"),
-        ({"logits": [[0.0]]}, TypeError, "logits: expected a torch.Tensor, got list"),
-        ({"tokens": [0, 1]}, TypeError, "tokens: expected a torch.Tensor, got list"),
+        ({"logits": [[0.0]]}, TypeError, "logits: expected a dense tensor .* got list"),
+        ({"tokens": [0, 1]}, TypeError, "tokens: expected a dense tensor .* got list"),
     ],
 )
 def test_bad_input_names_argument_expectation_and_remedy(change, error, match):

@@ -1,20 +1,25 @@
-"""What every op shares: which implementation runs, and scalars that do not recompile."""
+"""What every op shares: which implementation runs, scalars that do not recompile, and checks."""
 
 from __future__ import annotations
 
 import logging
-import math
+import numbers
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 
-from fusedrl import native
+from fusedrl import native, ragged
 
 logger = logging.getLogger("fusedrl")
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DENSE, NESTED = "a dense tensor", "a nested tensor"
 IMPLS = ("auto", "cpu", "cuda", "triton", "reference")
+LARGEST = 1e30  # a scalar argument; it, its reciprocal and products with either stay in float32
 LIBRARY = {"cpu": "_C", "cuda": "_C_cuda"}
 for _library in LIBRARY.values():
     native.load_error(_library)  # before any tracing starts
@@ -73,42 +78,122 @@ def _fall_back(why: str) -> str:
     return "reference"
 
 
-def scalar_tensor(name: str, value: float | Tensor) -> Tensor:
-    """``value`` as a 0-dim float64 tensor, so that a compiled graph does not specialise on it."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1 or not value.dtype.is_floating_point:
-            raise ValueError(
-                f"{name}: expected a float or a floating-point tensor of one element, "
-                f"got {value.dtype} {tuple(value.shape)}"
-            )
-        if value.requires_grad:
-            raise ValueError(
-                f"{name}: expected a constant, got a tensor that requires grad; "
-                f"no gradient flows to {name}: pass {name}.detach()"
-            )
-        return value.reshape(()).to(torch.float64)
-    return torch.full((), value, dtype=torch.float64, device="cpu")
+def scalar_tensor(
+    name: str,
+    value: float | Tensor,
+    device: torch.device,
+    low: float = -LARGEST,
+    high: float = LARGEST,
+    wait: bool = False,
+) -> Tensor:
+    """``value`` as a 0-dim float64 tensor, so that a compiled graph does not specialise on it.
 
-
-def check_tensor(name: str, value: object, optional: bool = False) -> None:
-    """Refuse what is no tensor; ``None`` passes where the argument is optional."""
-    if not isinstance(value, Tensor) and not (optional and value is None):
-        raise TypeError(
-            f"{name}: expected a torch.Tensor, got {type(value).__name__}; "
-            "convert it with torch.as_tensor"
+    Refuses what is not in ``[low, high]``. A tensor is read for that where it is on the CPU, and
+    with ``wait`` on any device; in a traced graph it is not.
+    """
+    if not isinstance(value, Tensor):
+        if not isinstance(value, (int, float, numbers.Real)):
+            raise TypeError(
+                f"{name}: expected a real number or a floating-point tensor of one element, "
+                f"got {kind(value)}"
+            )
+        _check_range(name, value, low, high)
+        return torch.full((), float(value), dtype=torch.float64, device="cpu")
+    check_tensor(name, value)
+    if value.numel() != 1 or not value.dtype.is_floating_point:
+        raise ValueError(
+            f"{name}: expected a float or a floating-point tensor of one element, "
+            f"got {value.dtype} {tuple(value.shape)}"
         )
+    if value.device.type != "cpu" and value.device != device:
+        raise ValueError(
+            f"{name}: expected a tensor on the CPU or beside the data on {device}, "
+            f"got {value.device}; move it with .to({str(device)!r})"
+        )
+    if value.requires_grad:
+        raise ValueError(
+            f"{name}: expected a constant, got a tensor that requires grad; "
+            f"no gradient flows to {name}: pass {name}.detach()"
+        )
+    scalar = value.reshape(()).to(torch.float64)
+    if (wait or scalar.is_cpu) and has_values(scalar):
+        _check_range(name, scalar.item(), low, high)
+    return scalar
 
 
-def check_temperature(temperature: float | Tensor) -> None:
-    """Refuse a temperature that is no positive number; a tensor is checked where it is read."""
-    if not isinstance(temperature, Tensor) and not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature: expected a finite number > 0, got {temperature}")
+def _check_range(name: str, number: float, low: float, high: float) -> None:
+    if not low <= number <= high:
+        raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {number}")
 
 
-def check_same(name: str, tensor: Tensor, shape: torch.Size, device: torch.device) -> None:
-    """Refuse a companion tensor of another shape or device."""
-    if tensor.shape != shape:
-        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values that Python can read, which one that is traced has not."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) is Tensor
+        and not tensor.is_meta
+        and not is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def needs_grad(**inputs: Tensor | None) -> bool:
+    """Whether a gradient has to be recorded; refuses a forward-mode one, which no kernel has."""
+    if forward_ad._current_level >= 0:
+        for name, tensor in inputs.items():
+            if tensor is not None and _has_tangent(tensor):
+                raise NotImplementedError(
+                    f"{name}: expected a tensor without a forward-mode tangent (forward_ad, "
+                    "torch.func.jvp, jacfwd), got one with; differentiate in reverse mode, or "
+                    "pass impl='reference'"
+                )
+    if torch.is_grad_enabled():
+        for tensor in inputs.values():
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    # Inside vmap it cannot be asked for.
+    return is_batchedtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def kind(value: object) -> str:
+    """What an argument is, for an error about it."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.is_nested:
+        return NESTED
+    return DENSE if value.layout == torch.strided else f"a tensor of layout {value.layout}"
+
+
+def check_tensor(name: str, value: object, *kinds: str, like: str = "") -> None:
+    """Refuse what is no tensor of these kinds, dense where none is named."""
+    got, kinds = kind(value), kinds or (DENSE,)
+    if got in kinds:
+        return
+    remedy = ""
+    if not isinstance(value, Tensor):
+        remedy = "; convert it with torch.as_tensor"
+    elif got not in (DENSE, NESTED):
+        remedy = "; convert it with .to_dense()"
+    raise TypeError(f"{name}: expected {' or '.join(kinds)}{like}, got {got}{remedy}")
+
+
+def nested_values(name: str, value: Any, like: str, offsets: Tensor) -> Tensor:
+    """Packed values of the nested companion of ``like``, whose packed offsets are ``offsets``."""
+    check_tensor(name, value, NESTED, like=f" like {like}")
+    values, own = ragged.from_nested(value, name)
+    if own is offsets:
+        return values
+    check_device(name, own, offsets.device)
+    if not torch.equal(own, offsets):
+        raise ValueError(f"{name}: expected the sequence lengths of {like}, got others")
+    return values
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Refuse a companion tensor of another device."""
     if tensor.device != device:
         raise ValueError(
             f"{name}: expected device {device}, got {tensor.device}; "
@@ -116,10 +201,18 @@ def check_same(name: str, tensor: Tensor, shape: torch.Size, device: torch.devic
         )
 
 
+def check_same(name: str, tensor: Tensor, shape: torch.Size, device: torch.device) -> None:
+    """Refuse a companion tensor of another shape or device."""
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    check_device(name, tensor, device)
+
+
 def check_mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> None:
     """Refuse a mask that is no bool tensor of ``shape``."""
     if mask is None:
         return
+    check_tensor("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask: expected torch.bool, got {mask.dtype}; convert it with .bool()")
     check_same("mask", mask, shape, device)
@@ -129,14 +222,14 @@ def check_offsets(offsets: Tensor | None, count: int, device: torch.device) -> N
     """Refuse offsets that do not partition ``count`` packed tokens; values are read on CPU only."""
     if offsets is None:
         return
+    check_tensor("offsets", offsets)
     if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or len(offsets) < 1:
         raise ValueError(
             f"offsets: expected a 1-D int64 tensor of B + 1 elements, "
             f"got {offsets.dtype} {tuple(offsets.shape)}"
         )
-    if offsets.device != device:
-        raise ValueError(f"offsets: expected device {device}, got {offsets.device}")
-    if device.type != "cpu" or torch.compiler.is_compiling():
+    check_device("offsets", offsets, device)
+    if device.type != "cpu" or not has_values(offsets):
         return
     bounds = offsets.tolist()
     if bounds[0] != 0 or bounds[-1] != count or bounds != sorted(bounds):

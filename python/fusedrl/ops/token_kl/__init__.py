@@ -54,9 +54,12 @@ def token_kl(
         offsets: int64 ``[B + 1]`` of packed ``[N]`` values, needed to broadcast a ``[B]`` reward.
         estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``.
         reward: shaped like the log-probs, or ``[B]``, one value broadcast over each sequence. For a
-            list also a list of ``[T]``, ``[T, 1]``, ``[1]`` or ``[1, 1]`` tensors.
-        coeff: weight of the KL in the reward. Pass a 0-dim tensor to vary it under
-            ``torch.compile`` without a recompile. No gradient flows to it.
+            list also a list of ``[T]``, ``[T, 1]``, ``[1]`` or ``[1, 1]`` tensors. Where B equals
+            N, ``[B]`` is one reward a token of packed ``[N]`` values, and one a sequence of nested
+            tensors and lists.
+        coeff: weight of the KL in the reward, from -1e30 to 1e30. Pass a 0-dim tensor, on the CPU
+            or beside the log-probs, to vary it under ``torch.compile`` without a recompile. No
+            gradient flows to it.
         nan: ``"propagate"``, or ``"missing"``: where either log-prob is NaN, KL is 0.
         impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
 
@@ -65,8 +68,11 @@ def token_kl(
         The tensors of a returned list are views of one buffer.
 
     Raises:
-        TypeError: a mask that is not bool, values that are not floating point.
-        ValueError: an unknown estimator, or shapes, devices and offsets that do not fit.
+        TypeError: a mask that is not bool, values that are not floating point, arguments of
+            different forms, a sparse tensor, a coeff that is no real number.
+        ValueError: an unknown estimator, shapes, devices and offsets that do not fit, or a coeff
+            out of range (in a compiled graph and from the GPU it is not looked at).
+        NotImplementedError: a forward-mode tangent, which the reference alone carries.
 
     Example:
         >>> import torch
@@ -80,16 +86,13 @@ def token_kl(
         tensor([0.9500, 1.1000, 2.0250])
     """
     options: dict[str, Any] = {"estimator": estimator, "coeff": coeff, "nan": nan, "impl": impl}
+    _check_options(estimator, nan)
     if isinstance(log_probs, (list, tuple)):
         return _list(log_probs, ref_log_probs, mask, offsets, reward, options)
-    _dispatch.check_tensor("log_probs", log_probs)
+    _dispatch.check_tensor("log_probs", log_probs, _dispatch.DENSE, _dispatch.NESTED)
     assert isinstance(log_probs, Tensor)
     if log_probs.is_nested:
         return _nested(log_probs, ref_log_probs, mask, offsets, reward, options)
-    for name, value in (("ref_log_probs", ref_log_probs), ("mask", mask), ("reward", reward)):
-        optional = name != "ref_log_probs" and value is None
-        if not optional and _kind(value) != "a dense tensor":
-            raise TypeError(f"{name}: expected a dense tensor like log_probs, got {_kind(value)}")
     kl, penalised = _dense(log_probs, ref_log_probs, mask, offsets, reward, options)  # pyright: ignore[reportArgumentType]
     return kl if penalised is None else TokenKL(kl, penalised)
 
@@ -102,12 +105,15 @@ def _list(
     reward: Any,
     options: dict[str, Any],
 ) -> Any:
-    for name, value in (("ref_log_probs", ref_log_probs), ("mask", mask)):
-        if isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a list like log_probs, got {_kind(value)}")
     if offsets is not None:
         raise ValueError("offsets: expected None with a list, whose samples carry their lengths")
-    if len(log_probs) == 0:
+    lists = {"ref_log_probs": ref_log_probs}
+    lists |= {} if mask is None else {"mask": mask}
+    lists |= {} if reward is None or isinstance(reward, Tensor) else {"reward": reward}
+    for name, value in lists.items():
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{name}: expected a list like log_probs, got {_dispatch.kind(value)}")
+    if not any(map(len, (log_probs, *lists.values()))):
         return [] if reward is None else TokenKL([], [])
     packed = pack_samples(log_probs, ref_log_probs, mask, reward)
     kl, penalised = _dense(
@@ -132,22 +138,30 @@ def _nested(
 ) -> Any:
     if offsets is not None:
         raise ValueError("offsets: expected None with nested log_probs, which carry their own")
-    packed = ragged.from_nested(log_probs)
-    values: list[Any] = []
-    for name, companion in (("ref_log_probs", ref_log_probs), ("mask", mask), ("reward", reward)):
-        optional = name != "ref_log_probs" and companion is None
-        if optional or (name == "reward" and _kind(companion) == "a dense tensor"):
-            if companion is not None and companion.shape == (len(packed.offsets) - 1,):
-                companion = torch.repeat_interleave(companion, packed.offsets.diff())
-            values.append(companion)
-            continue
-        if _kind(companion) != "a nested tensor":
-            raise TypeError(f"{name}: expected a nested tensor, got {_kind(companion)}")
-        own = ragged.from_nested(companion)  # pyright: ignore[reportArgumentType]
-        if own.offsets is not packed.offsets and not torch.equal(own.offsets, packed.offsets):
-            raise ValueError(f"{name}: expected the sequence lengths of log_probs, got others")
-        values.append(own.values)
-    kl, penalised = _dense(packed.values, values[0], values[1], packed.offsets, values[2], options)
+    packed = ragged.from_nested(log_probs, "log_probs")
+    if packed.values.dim() != 1:
+        raise ValueError(
+            f"log_probs: expected a nested tensor [B, j], got one of {log_probs.dim()} dimensions"
+        )
+
+    def values_of(name: str, companion: Any) -> Tensor:
+        return _dispatch.nested_values(name, companion, "log_probs", packed.offsets)
+
+    if _dispatch.kind(reward) == _dispatch.NESTED:
+        reward = values_of("reward", reward)
+    elif reward is not None:
+        _dispatch.check_tensor("reward", reward, _dispatch.DENSE, _dispatch.NESTED)
+        if reward.shape == (len(packed.offsets) - 1,):
+            _dispatch.check_device("reward", reward, packed.values.device)
+            reward = torch.repeat_interleave(reward, packed.offsets.diff())
+    kl, penalised = _dense(
+        packed.values,
+        values_of("ref_log_probs", ref_log_probs),
+        None if mask is None else values_of("mask", mask),
+        packed.offsets,
+        reward,
+        options,
+    )
 
     def rewrap(flat: Tensor) -> Tensor:
         if log_probs.layout == torch.jagged:
@@ -165,7 +179,7 @@ def _dense(
     reward: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    _check(log_probs, ref_log_probs, mask, offsets, options)
+    _check(log_probs, ref_log_probs, mask, offsets)
     dtype = work = torch.promote_types(log_probs.dtype, ref_log_probs.dtype)
     if reward is not None:
         reward = _broadcast_reward(reward, log_probs, offsets)
@@ -173,7 +187,7 @@ def _dense(
         reward = _contiguous(reward, work)
     log_probs, ref_log_probs = _contiguous(log_probs, work), _contiguous(ref_log_probs, work)
     chosen = _dispatch.choose(options["impl"], "token_kl", log_probs.device, work, _DTYPES)
-    coeff = _dispatch.scalar_tensor("coeff", options["coeff"])
+    coeff = _dispatch.scalar_tensor("coeff", options["coeff"], log_probs.device)
     missing = options["nan"] == "missing"
     if chosen == "reference":
         kl, penalised = reference.token_kl(
@@ -190,10 +204,8 @@ def _dense(
         ESTIMATORS.index(options["estimator"]),
         missing,
     )
-    needs_grad = torch.is_grad_enabled() and (
-        log_probs.requires_grad
-        or ref_log_probs.requires_grad
-        or (reward is not None and reward.requires_grad)
+    needs_grad = _dispatch.needs_grad(
+        log_probs=log_probs, ref_log_probs=ref_log_probs, reward=reward, coeff=coeff
     )
     run = _Autograd.apply if needs_grad else torch.ops.fusedrl.token_kl.default
     kl, penalised = run(*args)
@@ -207,8 +219,8 @@ def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _broadcast_reward(reward: Tensor, log_probs: Tensor, offsets: Tensor | None) -> Tensor:
     """``reward`` shaped like the log-probs, or still ``[B]`` where the kernel broadcasts it."""
-    if reward.device != log_probs.device:
-        raise ValueError(f"reward: expected device {log_probs.device}, got {reward.device}")
+    _dispatch.check_tensor("reward", reward, like=" like log_probs")
+    _dispatch.check_device("reward", reward, log_probs.device)
     if not reward.dtype.is_floating_point:
         raise TypeError(f"reward: expected a floating-point dtype, got {reward.dtype}")
     if reward.shape == log_probs.shape:
@@ -226,20 +238,18 @@ def _broadcast_reward(reward: Tensor, log_probs: Tensor, offsets: Tensor | None)
     )
 
 
+def _check_options(estimator: str, nan: str) -> None:
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"estimator: expected one of {', '.join(ESTIMATORS)}, got {estimator!r}")
+    if nan not in ("propagate", "missing"):
+        raise ValueError(f"nan: expected 'propagate' or 'missing', got {nan!r}")
+
+
 def _check(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    options: dict[str, Any],
+    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> None:
-    if options["estimator"] not in ESTIMATORS:
-        raise ValueError(
-            f"estimator: expected one of {', '.join(ESTIMATORS)}, got {options['estimator']!r}"
-        )
-    if options["nan"] not in ("propagate", "missing"):
-        raise ValueError(f"nan: expected 'propagate' or 'missing', got {options['nan']!r}")
     for name, value in (("log_probs", log_probs), ("ref_log_probs", ref_log_probs)):
+        _dispatch.check_tensor(name, value, like="" if value is log_probs else " like log_probs")
         if not value.dtype.is_floating_point:
             raise TypeError(f"{name}: expected a floating-point dtype, got {value.dtype}")
     _dispatch.check_same("ref_log_probs", ref_log_probs, log_probs.shape, log_probs.device)
@@ -251,12 +261,6 @@ def _check(
     _dispatch.check_offsets(offsets, log_probs.numel(), log_probs.device)
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return "a nested tensor" if value.is_nested else "a dense tensor"
-    return type(value).__name__
-
-
 class _Autograd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -265,18 +269,25 @@ class _Autograd(torch.autograd.Function):
         ctx.save_for_backward(log_probs, ref_log_probs, mask, coeff)
         ctx.options = (estimator, missing)
         ctx.penalised = reward is not None
+        constant = []
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+            constant.append(kl)
         if reward is None:
-            ctx.mark_non_differentiable(penalised)
+            constant.append(penalised)
+        ctx.mark_non_differentiable(*constant)
         return kl, penalised
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_kl, grad_reward = grads
+        of_reward = grad_reward if ctx.penalised else None
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+            return None, None, None, None, of_reward, None, None, None
         log_probs, ref_log_probs, mask, coeff = ctx.saved_tensors
         grad = torch.ops.fusedrl.token_kl_backward(
             grad_kl.contiguous(),
-            grad_reward.contiguous() if ctx.penalised else None,
+            None if of_reward is None else of_reward.contiguous(),
             log_probs,
             ref_log_probs,
             mask,
@@ -285,7 +296,7 @@ class _Autograd(torch.autograd.Function):
         )
         # Every estimator depends on ref - log_probs only, hence the opposite signs.
         grad_ref = -grad if ctx.needs_input_grad[1] else None
-        return grad, grad_ref, None, None, grad_reward if ctx.penalised else None, None, None, None
+        return grad, grad_ref, None, None, of_reward, None, None, None
 
 
 def _fake(

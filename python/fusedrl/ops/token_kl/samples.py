@@ -9,8 +9,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from fusedrl.ops._dispatch import check_device, check_tensor
 
 _FAST_CAT = 32767
+_COLUMNS = (torch.Size(()), torch.Size((1,)))  # trailing dimensions of one value a row
 
 
 class PackedSamples(NamedTuple):
@@ -33,10 +37,13 @@ def pack_samples(
 
     Rewards are ``[T]``, ``[T, 1]``, or one value a sample (``[1]``, ``[1, 1]``, or a ``[B]``
     tensor); all of one value stay ``[B]``, otherwise they are broadcast to ``[N]``. Raises
-    ``ValueError`` naming the first sample whose shapes disagree.
+    ``ValueError`` naming the first sample whose shapes disagree, ``TypeError`` for one that is no
+    tensor.
     """
+    if len(log_probs) == 0:
+        raise ValueError("log_probs: expected at least one sample, got an empty list")
     # Hundreds of short samples spend their time in loops over them, hence few and in C.
-    lengths = list(map(Tensor.numel, log_probs))
+    lengths = _sizes("log_probs", log_probs)
     packed = _concatenated("log_probs", log_probs, lengths)
     if packed.dim() != 1:
         raise ValueError(f"log_probs: expected 1-D samples, got {tuple(log_probs[0].shape)}")
@@ -51,12 +58,21 @@ def pack_samples(
     )
 
 
+def _sizes(name: str, column: Sequence[Tensor]) -> list[int]:
+    try:
+        return list(map(Tensor.numel, column))
+    except TypeError:
+        for i, sample in enumerate(column):
+            check_tensor(f"{name}: sample {i}", sample)
+        raise
+
+
 def _packed_like(
     log_probs: Sequence[Tensor], lengths: list[int], name: str, column: Sequence[Tensor]
 ) -> Tensor:
     if len(column) != len(lengths):
         raise ValueError(f"{name}: expected {len(lengths)} samples, got {len(column)}")
-    if list(map(Tensor.numel, column)) == lengths:
+    if _sizes(name, column) == lengths:
         packed = _concatenated(name, column, lengths)
         if packed.dim() == 1:
             return packed
@@ -77,16 +93,26 @@ def _pack_rewards(reward: Sequence[Tensor] | Tensor, lengths: list[int]) -> Tens
         if not ambiguous or reward.shape != (len(lengths),):
             return reward
         reward = list(reward.split(1))
-    sizes = list(map(Tensor.numel, reward))
+    sizes = _sizes("reward", reward)
+    if len(sizes) != len(lengths):
+        raise ValueError(f"reward: expected {len(lengths)} samples, got {len(sizes)}")
     if sizes != lengths and (ambiguous or any(size != 1 for size in sizes)):
-        if len(sizes) != len(lengths):
-            raise ValueError(f"reward: expected {len(lengths)} samples, got {len(sizes)}")
-        for i, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
-            if size not in (1, length):
-                raise ValueError(f"reward: sample {i}: expected {length} elements or 1, got {size}")
+        _check_reward_shapes(reward, lengths)
         reward = [r.reshape(-1).expand(n) for r, n in zip(reward, lengths, strict=True)]
         sizes = lengths
-    return _concatenated("reward", reward, sizes).reshape(-1)
+    packed = _concatenated("reward", reward, sizes)
+    if packed.shape[1:] not in _COLUMNS:
+        _check_reward_shapes(reward, lengths)
+    return packed.reshape(-1)
+
+
+def _check_reward_shapes(reward: Sequence[Tensor], lengths: list[int]) -> None:
+    for i, (sample, n) in enumerate(zip(reward, lengths, strict=True)):
+        if sample.numel() not in (1, n) or sample.dim() == 0 or sample.shape[1:] not in _COLUMNS:
+            raise ValueError(
+                f"reward: sample {i}: expected shape [{n}], [{n}, 1], [1] or [1, 1], "
+                f"got {tuple(sample.shape)}"
+            )
 
 
 def _concatenated(name: str, column: Sequence[Tensor], lengths: list[int]) -> Tensor:
@@ -95,12 +121,26 @@ def _concatenated(name: str, column: Sequence[Tensor], lengths: list[int]) -> Te
             return _cat_in_pieces(column, lengths)
         return torch.cat(tuple(column))
     except RuntimeError as error:
-        first = column[0].shape[1:]
-        i = next((i for i, x in enumerate(column) if x.shape[1:] != first), 0)
-        raise ValueError(
-            f"{name}: sample {i}: expected trailing dimensions {tuple(first)} as in sample 0, "
-            f"got shape {tuple(column[i].shape)}: {error}"
-        ) from error
+        _explain(name, column)
+        raise ValueError(f"{name}: expected samples to concatenate: {error}") from error
+
+
+def _explain(name: str, column: Sequence[Tensor]) -> None:
+    """Raise for the first sample that cannot stand behind sample 0."""
+    first = column[0]
+    for i, sample in enumerate(column):
+        check_tensor(f"{name}: sample {i}", sample)
+        check_device(f"{name}: sample {i}", sample, first.device)
+        if sample.dim() == 0:
+            raise ValueError(
+                f"{name}: sample {i}: expected a dimension of tokens, got shape (); "
+                "add it with .unsqueeze(0)"
+            )
+        if sample.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                f"{name}: sample {i}: expected trailing dimensions {tuple(first.shape[1:])} as in "
+                f"sample 0, got shape {tuple(sample.shape)}"
+            )
 
 
 def _cat_is_slow(column: Sequence[Tensor], lengths: list[int]) -> bool:
@@ -109,16 +149,22 @@ def _cat_is_slow(column: Sequence[Tensor], lengths: list[int]) -> bool:
     On the CPU it does so for results from 32768 elements on, where several threads may run.
     """
     return (
-        column[0].device.type == "cpu"
+        not torch.compiler.is_compiling()
+        and column[0].device.type == "cpu"
         and torch.get_num_threads() > 1
         and sum(lengths) > _FAST_CAT > max(lengths)
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in column))
-        and len({x.dtype for x in column}) == 1
+        and forward_ad._current_level < 0
+        and len({(x.dtype, x.shape[1:]) for x in column}) == 1
+        and column[0].shape[1:] in _COLUMNS
     )
 
 
 def _cat_in_pieces(column: Sequence[Tensor], lengths: list[int]) -> Tensor:
-    """Concatenate into slices of one buffer, each small enough for a single loop."""
+    """Concatenate into slices of one buffer, each small enough for a single loop.
+
+    Assumes one element a row, and that no sample alone is too large.
+    """
     ends = list(accumulate(lengths))
     packed = column[0].new_empty((ends[-1], *column[0].shape[1:]))
     first = start = 0

@@ -50,8 +50,9 @@ def token_log_probs(
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
             first token of every sequence has log-prob 0. Packed logits then need ``offsets``.
-        temperature: positive divisor of the logits. Pass a 0-dim tensor to vary it under
-            ``torch.compile`` without a recompile. No gradient flows to it.
+        temperature: divisor of the logits, from 1e-30 to 1e30. Pass a 0-dim tensor, on the CPU or
+            beside the logits, to vary it under ``torch.compile`` without a recompile. No gradient
+            flows to it.
         entropy: also return the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
             gradient.
         impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
@@ -61,9 +62,12 @@ def token_log_probs(
         :class:`TokenLogProbs` with ``entropy=True``.
 
     Raises:
-        TypeError: a mask that is not bool, logits that are not floating point.
-        ValueError: shapes, devices or offsets that do not fit.
-        RuntimeError: a kept token outside ``[0, V)`` (CPU; a device-side assert on CUDA).
+        TypeError: a mask that is not bool, logits that are not floating point, a sparse tensor, a
+            temperature that is no real number.
+        ValueError: shapes, devices or offsets that do not fit; a temperature out of range.
+        RuntimeError: a kept token outside ``[0, V)``; in a compiled graph or from the GPU, also a
+            temperature that is not finite and positive (CPU; a device-side assert on CUDA).
+        NotImplementedError: logits with a forward-mode tangent, which the reference alone carries.
 
     Example:
         >>> import torch
@@ -76,15 +80,20 @@ def token_log_probs(
         >>> token_log_probs(logits, torch.tensor([0, 1]), offsets=offsets, shift=True)
         tensor([0., 0.])
     """
-    for name, value in (("logits", logits), ("tokens", tokens), ("mask", mask)):
-        _dispatch.check_tensor(name, value, optional=name == "mask")
+    _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
     if logits.is_nested:
         return _jagged(logits, tokens, mask, offsets, shift, temperature, entropy, impl)
-    _check(logits, tokens, mask, offsets, shift, temperature)
+    _check(logits, tokens, mask, offsets, shift)
     chosen = _dispatch.choose(
         impl, "token_log_probs", logits.device, logits.dtype, _dispatch.KERNEL_DTYPES
     )
-    scale = _dispatch.scalar_tensor("temperature", temperature)
+    scale = _dispatch.scalar_tensor(
+        "temperature",
+        temperature,
+        logits.device,
+        low=1 / _dispatch.LARGEST,
+        wait=chosen == "reference",
+    )
     if chosen == "reference":
         log_probs, row_entropy = reference.token_log_probs(
             logits, tokens, mask, offsets, shift, scale, entropy
@@ -96,7 +105,7 @@ def token_log_probs(
         mask = None if mask is None else mask.contiguous()
         offsets = None if offsets is None else offsets.to(torch.int64).contiguous()
         args = (logits, tokens, mask, offsets, shift, scale, entropy)
-        if torch.is_grad_enabled() and logits.requires_grad:
+        if _dispatch.needs_grad(logits=logits, temperature=scale):
             log_probs, row_entropy = _Autograd.apply(*args)
         else:
             log_probs, row_entropy, _ = torch.ops.fusedrl.token_log_probs(*args)
@@ -118,20 +127,15 @@ def _jagged(
 ) -> Tensor | TokenLogProbs:
     if offsets is not None:
         raise ValueError("offsets: expected None with nested logits, which carry their own")
-    packed = ragged.from_nested(logits)
-
-    def values_of(name: str, companion: Tensor) -> Tensor:
-        if not companion.is_nested:
-            raise ValueError(f"{name}: expected a nested tensor like the logits, got a dense one")
-        values, own = ragged.from_nested(companion)
-        if own is not packed.offsets and not torch.equal(own, packed.offsets):
-            raise ValueError(f"{name}: expected the sequence lengths of the logits, got others")
-        return values
-
+    packed = ragged.from_nested(logits, "logits")
+    if packed.values.dim() != 2:
+        raise ValueError(
+            f"logits: expected a nested tensor [B, j, V], got one of {logits.dim()} dimensions"
+        )
     result = token_log_probs(
         packed.values,
-        values_of("tokens", tokens),
-        None if mask is None else values_of("mask", mask),
+        _dispatch.nested_values("tokens", tokens, "logits", packed.offsets),
+        None if mask is None else _dispatch.nested_values("mask", mask, "logits", packed.offsets),
         offsets=packed.offsets,
         shift=shift,
         temperature=temperature,
@@ -155,7 +159,6 @@ def _check(
     mask: Tensor | None,
     offsets: Tensor | None,
     shift: bool,
-    temperature: float | Tensor,
 ) -> None:
     if not logits.dtype.is_floating_point:
         raise TypeError(f"logits: expected a floating-point dtype, got {logits.dtype}")
@@ -165,11 +168,14 @@ def _check(
         )
     if logits.shape[-1] == 0:
         raise ValueError(f"logits: expected at least one class, got shape {tuple(logits.shape)}")
+    _dispatch.check_tensor("tokens", tokens, like=" like the logits")
     if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise TypeError(f"tokens: expected an integer dtype, got {tokens.dtype}")
+        raise TypeError(
+            f"tokens: expected an integer dtype up to int64, got {tokens.dtype}; "
+            "convert it with .long()"
+        )
     _dispatch.check_same("tokens", tokens, logits.shape[:-1], logits.device)
     _dispatch.check_mask(mask, tokens.shape, logits.device)
-    _dispatch.check_temperature(temperature)
     if logits.dim() == 3 and offsets is not None:
         raise ValueError("offsets: expected None with padded [B, T, V] logits (one sequence a row)")
     if logits.dim() == 2 and shift and offsets is None:

@@ -24,6 +24,17 @@ def rows_of_tokens(tokens: Tensor, offsets: Tensor | None, shift: bool) -> tuple
     return rows, present
 
 
+def _check_targets(targets: Tensor, kept: Tensor, classes: int) -> None:
+    if torch.compiler.is_compiling():
+        return  # gather then checks them itself
+    outside = ((targets < 0) | (targets >= classes)).nonzero()
+    if len(outside):
+        raise RuntimeError(
+            f"tokens: expected values in [0, {classes}), got {int(targets[outside[0]])} at token "
+            f"{int(kept[outside[0]])}; mask it or clamp it"
+        )
+
+
 def token_log_probs(
     logits: Tensor,
     tokens: Tensor,
@@ -45,6 +56,7 @@ def token_log_probs(
     z = logits.reshape(-1, logits.shape[-1])[rows[kept]].to(dtype)
     log_softmax = torch.log_softmax(z / temperature.to(z), dim=-1)
     targets = tokens.flatten()[kept]
+    _check_targets(targets, kept, logits.shape[-1])
     zeros = torch.zeros(tokens.numel(), dtype=dtype, device=logits.device)
     log_probs = zeros.index_put(
         (kept,), log_softmax.gather(-1, targets[:, None].long()).squeeze(-1)
