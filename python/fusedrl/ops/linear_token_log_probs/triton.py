@@ -1,0 +1,358 @@
+"""Triton forward: softmax statistics of each row of logits, which exist a tile at a time.
+
+Stage 1 splits the classes over programs; each multiplies its tiles and keeps the statistics of a
+row. Stage 2 unites the splits in a fixed order. Results are deterministic, and a row's are the same
+bits in every batch: tiles and splits depend on the classes, the dtype and the GPU alone.
+
+No figure of its speed has been measured: on a GPU it is *not yet verified*.
+"""
+# Triton types a kernel's arguments by what it is called with, and adds arguments of its own.
+# ruff: noqa: ANN001, ANN202
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["partials"]
+
+
+class Config(NamedTuple):
+    """The tile that one program multiplies at a time, and what Triton makes of it."""
+
+    rows: int
+    classes: int
+    depth: int  # of H a step
+    part: int  # classes whose statistics are taken at a time, each in a register
+    num_warps: int
+    num_stages: int  # steps of which the inputs are in shared memory at once
+
+
+# A stage takes (rows + classes) * depth * itemsize bytes of shared memory: 163 KiB on sm_80, 227 on
+# sm_90 and sm_100, 99 elsewhere. A thread has 255 registers, rows * classes / (32 * num_warps) of
+# them accumulators, but on sm_100, which has tensor memory. sm_80 gives a thread more rows, whose
+# statistics leave no registers for 256 classes.
+HALF = {
+    80: Config(128, 128, 64, 128, 8, 4),
+    90: Config(128, 256, 64, 64, 8, 4),
+    100: Config(128, 256, 64, 32, 8, 4),
+    103: Config(128, 256, 64, 32, 8, 4),
+}
+HALF_ELSEWHERE = Config(128, 128, 32, 64, 8, 4)
+# Exact float32 products have no tensor cores.
+FLOAT = Config(128, 128, 16, 128, 8, 3)
+
+# Enough splits for the GPU's processors when a few rows are all there is, few enough for stage 2
+# to hold the splits of a row at once.
+MAX_SPLITS = 128
+
+# Programs that run together share this many row tiles, whose hidden states stay in the L2 cache,
+# and read each tile of the weight about once.
+GROUP = 16
+
+MERGE_ROWS = 16
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def partials(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    inv_temperature: Tensor,
+    scale: float,
+    softcap: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r"""Softmax statistics of the logits of each row, as far as this part of the classes goes.
+
+    A logit is ``x = scale * (hidden @ weight.T + bias)``, capped to
+    ``softcap * tanh(x / softcap)`` where softcap is not 0. Assumes valid input on one device. Needs
+    up to 2 KiB of memory a row while it runs, whatever V and H.
+
+    Args:
+        hidden: ``[M, H]``, float32, bfloat16 or float16; dimension H has stride 1.
+        weight: ``[V, H]`` in the dtype of ``hidden``, with V > 0; dimension H has stride 1.
+        bias: ``[V]`` in any floating-point dtype, contiguous, or None.
+        targets: int64 ``[M]``, contiguous; a value outside ``[0, V)`` is no class of this part.
+        inv_temperature: float32, one element, read on the device.
+        scale: factor of every logit.
+        softcap: bound of every logit, 0 for none.
+        entropy: whether to compute ``dot``.
+
+    Returns:
+        float32 ``[M]`` each: ``max`` of x; ``sum`` of :math:`e^{d}` with
+        :math:`d = (x - \max) \cdot` ``inv_temperature``; ``dot``, the sum of :math:`d\,e^{d}`, or 0
+        without ``entropy``; and the logit x of the target, or 0 without one. A row of -inf has
+        ``max`` -inf and ``sum`` 0; one with NaN or +inf has NaN for both.
+    """
+    rows, depth = hidden.shape
+    classes = weight.shape[0]
+    outputs = [hidden.new_empty(rows, dtype=torch.float32) for _ in range(4)]
+    if rows == 0:
+        return outputs[0], outputs[1], outputs[2], outputs[3]
+    config = _config(hidden)
+    row_tiles = triton.cdiv(rows, config.rows)
+    class_tiles = triton.cdiv(classes, config.classes)
+    tiles_per_split = triton.cdiv(class_tiles, MAX_SPLITS)
+    splits = triton.cdiv(class_tiles, tiles_per_split)
+    parts = hidden.new_empty(4 if entropy else 3, splits, rows, dtype=torch.float32)
+    with torch.cuda.device_of(hidden):  # nothing on the CPU, where the interpreter runs
+        _split_kernel[(row_tiles * splits,)](
+            *(hidden, weight, bias, targets, inv_temperature, parts),
+            *(hidden.stride(0), weight.stride(0), rows, classes, depth),
+            *(splits, tiles_per_split, float(scale), float(softcap)),
+            HAS_BIAS=bias is not None,
+            HAS_SOFTCAP=softcap != 0.0,
+            ENTROPY=entropy,
+            WHOLE_STEPS=depth % config.depth == 0,
+            ROWS=config.rows,
+            CLASSES=config.classes,
+            DEPTH=config.depth,
+            PART=config.part,
+            GROUP=GROUP,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            enable_fp_fusion=True,
+        )
+        _merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](
+            *(parts, inv_temperature, *outputs, rows, splits),
+            ENTROPY=entropy,
+            ROWS=MERGE_ROWS,
+            SPLITS=MAX_SPLITS,
+            enable_fp_fusion=True,
+        )
+    return outputs[0], outputs[1], outputs[2], outputs[3]
+
+
+def _config(hidden: Tensor) -> Config:
+    if hidden.dtype == torch.float32:
+        return FLOAT
+    # Triton loads single elements where rows are not whole multiples of 16, which takes registers.
+    if hidden.shape[1] % 16 != 0:
+        return HALF_ELSEWHERE
+    return HALF.get(_compute_capability(hidden), HALF_ELSEWHERE)
+
+
+def _compute_capability(tensor: Tensor) -> int:
+    if not tensor.is_cuda:
+        return 0
+    major, minor = torch.cuda.get_device_capability(tensor.device)
+    return 10 * major + minor
+
+
+# Compiled once for all lengths: the compiler knows no more of them than whether H, the distances of
+# rows and the addresses of the matrices are multiples of 16.
+@triton.jit(
+    do_not_specialize=["rows", "classes", "splits", "tiles_per_split"],
+    do_not_specialize_on_alignment=["bias", "targets", "inv_temperature", "parts"],
+)
+def _split_kernel(
+    hidden,
+    weight,
+    bias,
+    targets,
+    inv_temperature,
+    parts,
+    stride_hidden,
+    stride_weight,
+    rows,
+    classes,
+    depth,
+    splits,
+    tiles_per_split,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CLASSES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row_tile, split = _tile_and_split(tl.cdiv(rows, ROWS), splits, GROUP)
+    row = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # Rows and classes beyond the last repeat it: loads need no mask, and stay in bounds.
+    source = tl.minimum(row, rows - 1)
+    target = tl.load(targets + source)
+    target = tl.where((target >= 0) & (target < classes), target, -1).to(tl.int32)
+    inv_t = tl.load(inv_temperature)
+    hidden += source[:, None] * stride_hidden
+
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    row_dot = tl.zeros([ROWS], tl.float32)
+    row_target = tl.zeros([ROWS], tl.float32)
+    first = split * tiles_per_split
+    for tile in range(first, tl.minimum(first + tiles_per_split, tl.cdiv(classes, CLASSES))):
+        column = tile * CLASSES + tl.arange(0, CLASSES)
+        wrapped = tl.minimum(column, classes - 1).to(tl.int64)
+        product = _multiply(
+            *(hidden, weight + wrapped[None, :] * stride_weight, depth),
+            *(WHOLE_STEPS, ROWS, CLASSES, DEPTH),
+        )
+        row_max, row_sum, row_dot, row_target = _include(
+            *(product, tile * CLASSES, bias, target, classes, scale, softcap, inv_t),
+            *(row_max, row_sum, row_dot, row_target, HAS_BIAS, HAS_SOFTCAP, ENTROPY, PART),
+        )
+
+    parts += split.to(tl.int64) * rows + row
+    plane = tl.cast(splits, tl.int64) * rows
+    tl.store(parts, row_max, mask=row < rows)
+    tl.store(parts + plane, row_sum, mask=row < rows)
+    tl.store(parts + 2 * plane, row_target, mask=row < rows)
+    if ENTROPY:
+        tl.store(parts + 3 * plane, row_dot, mask=row < rows)
+
+
+@triton.jit
+def _include(
+    product,
+    first,
+    bias,
+    target,
+    classes,
+    scale,
+    softcap,
+    inv_temperature,
+    row_max,
+    row_sum,
+    row_dot,
+    row_target,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    PART: tl.constexpr,
+):
+    # The statistics of each row with those of the classes from `first` on.
+    if product.shape[1] > PART:
+        half: tl.constexpr = product.shape[1] // 2
+        folded = tl.reshape(product, [product.shape[0], 2, half])
+        low, high = tl.split(tl.permute(folded, (0, 2, 1)))
+        row_max, row_sum, row_dot, row_target = _include(
+            *(low, first, bias, target, classes, scale, softcap, inv_temperature),
+            *(row_max, row_sum, row_dot, row_target, HAS_BIAS, HAS_SOFTCAP, ENTROPY, PART),
+        )
+        return _include(
+            *(high, first + half, bias, target, classes, scale, softcap, inv_temperature),
+            *(row_max, row_sum, row_dot, row_target, HAS_BIAS, HAS_SOFTCAP, ENTROPY, PART),
+        )
+    column = first + tl.arange(0, product.shape[1])
+    x = product
+    if HAS_BIAS:
+        x += tl.load(bias + tl.minimum(column, classes - 1)).to(tl.float32)[None, :]
+    x *= scale
+    if HAS_SOFTCAP:
+        x = softcap * _tanh(x * (1.0 / softcap))
+    x = tl.where(column[None, :] < classes, x, float("-inf"))
+
+    row_target += tl.sum(tl.where(column[None, :] == target[:, None], x, 0.0), 1)
+    new_max = tl.maximum(row_max, tl.max(x, 1))
+    rescale = _exponent(row_max, new_max, inv_temperature)
+    d = _exponent(x, new_max[:, None], inv_temperature)
+    p = tl.exp2(d)
+    if ENTROPY:
+        row_dot = tl.exp2(rescale) * (row_dot + row_sum * rescale) + tl.sum(d * p, 1)
+    row_sum = tl.exp2(rescale) * row_sum + tl.sum(p, 1)
+    return new_max, row_sum, row_dot, row_target
+
+
+@triton.jit
+def _tile_and_split(row_tiles, splits, GROUP: tl.constexpr):
+    # Neighbours have the same split, that is the same weight, and different rows of one group.
+    program = tl.program_id(0)
+    first = program // (GROUP * splits) * GROUP
+    group = tl.minimum(row_tiles - first, GROUP)
+    within = program % (GROUP * splits)
+    return first + within % group, within // group
+
+
+@triton.jit
+def _multiply(
+    hidden,
+    weight,
+    depth,
+    WHOLE_STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CLASSES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    k = tl.arange(0, DEPTH)
+    product = tl.zeros([ROWS, CLASSES], tl.float32)
+    for start in range(0, depth, DEPTH):
+        if WHOLE_STEPS:
+            h = tl.load(hidden + (start + k)[None, :])
+            w = tl.load(weight + (start + k)[:, None])
+        else:
+            rest = depth - start
+            h = tl.load(hidden + (start + k)[None, :], mask=k[None, :] < rest, other=0.0)
+            w = tl.load(weight + (start + k)[:, None], mask=k[:, None] < rest, other=0.0)
+        product = tl.dot(h, w, product, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def _exponent(x, max, inv_temperature):
+    # d in base 2. A maximum of -inf counts as 0, or -inf less itself would be NaN. Where e^d is 0
+    # in any float d stops at -300: times that 0, an infinite d would be NaN. NaN stays NaN.
+    max = tl.where(max == float("-inf"), 0.0, max)
+    d = (x - max) * (inv_temperature * LOG2_E)
+    return tl.maximum(d, -300.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _tanh(x):
+    # Near 0 the quotient would lose the digits of x, and its series needs five terms.
+    z = x * x
+    series = 1.0 + z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835))))
+    magnitude = 1.0 - 2.0 / (1.0 + tl.exp2(tl.abs(x) * (2.0 * LOG2_E)))
+    return tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0.0, -magnitude, magnitude))
+
+
+@triton.jit(
+    do_not_specialize=["rows", "splits"],
+    do_not_specialize_on_alignment=["inv_temperature"],
+)
+def _merge_kernel(
+    parts,
+    inv_temperature,
+    out_max,
+    out_sum,
+    out_dot,
+    out_target,
+    rows,
+    splits,
+    ENTROPY: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    split = tl.arange(0, SPLITS)[:, None]
+    there = (split < splits) & (row[None, :] < rows)
+    parts += split.to(tl.int64) * rows + row[None, :]
+    plane = tl.cast(splits, tl.int64) * rows
+
+    part_max = tl.load(parts, mask=there, other=float("-inf"))
+    part_sum = tl.load(parts + plane, mask=there, other=0.0)
+    part_target = tl.load(parts + 2 * plane, mask=there, other=0.0)
+    row_max = tl.max(part_max, 0)
+    d = _exponent(part_max, row_max[None, :], tl.load(inv_temperature))
+    row_sum = tl.sum(tl.exp2(d) * part_sum, 0)
+    row_dot = tl.zeros([ROWS], tl.float32)
+    if ENTROPY:
+        part_dot = tl.load(parts + 3 * plane, mask=there, other=0.0)
+        # From base 2 back to base e.
+        row_dot = tl.sum(tl.exp2(d) * (part_dot + part_sum * d), 0) / LOG2_E
+    tl.store(out_max + row, tl.where(row_sum == row_sum, row_max, row_sum), mask=row < rows)
+    tl.store(out_sum + row, row_sum, mask=row < rows)
+    tl.store(out_dot + row, row_dot, mask=row < rows)
+    tl.store(out_target + row, tl.sum(part_target, 0), mask=row < rows)

@@ -1,0 +1,195 @@
+"""Run the Triton kernels in Triton's interpreter, on the CPU, against float64.
+
+``TRITON_INTERPRET=1 run.py`` exits with the first failing comparison.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from fusedrl.ops.linear_token_log_probs import triton as kernels
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SMALL = kernels.Config(16, 64, 32, 16, 4, 1)  # many tiles, whose statistics are taken in parts
+SPLITS = 4  # at most, so that a few tiles are a split of several
+
+
+def dot(self, a, b, sums, *options):
+    """A matrix product that adds up every row in the same order, as a GPU does.
+
+    numpy's own does not, and the interpreter takes bfloat16 for integers in it.
+    """
+    del options
+    a, b = (x if x.dtype == tl.float32 else self.create_fp_ext(x, tl.float32) for x in (a, b))
+    product = np.einsum("ik,kj->ij", a.data, b.data)
+    return interpreter.TensorHandle(product + sums.data, tl.float32)
+
+
+def exact(hidden, weight, bias, targets, inv_temperature, scale, softcap, entropy):
+    x = hidden.double() @ weight.double().T
+    if bias is not None:
+        x = x + bias.double()
+    x = x * scale
+    if softcap:
+        x = softcap * (x / softcap).tanh()
+    row_max = x.max(1).values
+    d = (x - row_max[:, None]) * inv_temperature.double()
+    dot = (d * d.exp()).nan_to_num().sum(1) if entropy else torch.zeros(len(x)).double()
+    there = (targets >= 0) & (targets < len(weight))
+    picked = x.gather(1, targets.where(there, 0)[:, None])[:, 0].where(there, 0.0)
+    return row_max, d.exp().sum(1), dot, picked
+
+
+def compare(hidden, weight, bias, targets, temperature=1.0, scale=1.0, softcap=0.0, entropy=True):
+    inv_temperature = torch.tensor([1 / temperature])
+    args = (hidden, weight, bias, targets, inv_temperature, scale, softcap, entropy)
+    mine, want = kernels.partials(*args), exact(*args)
+    for got, expected in zip(mine, want, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5)
+    return mine
+
+
+def problem(rows, classes, depth, dtype, spread=1.0):
+    hidden = torch.randn(rows, depth).to(dtype)
+    weight = (torch.randn(classes, depth) * spread / depth**0.5).to(dtype)
+    return hidden, weight, torch.randn(classes).to(dtype), torch.randint(0, classes, (rows,))
+
+
+def sizes_and_dtypes():
+    """Around tiles, their parts and steps; with splits of several tiles, and of a last one."""
+    for dtype in DTYPES:
+        for rows, classes, depth in itertools.product((1, 17), (1, 129), (1, 32, 75)):
+            compare(*problem(rows, classes, depth, dtype))
+    compare(*problem(3, 64 * 2 * SPLITS + 129, 33, torch.bfloat16))
+
+
+def configs():
+    """Every tile of the table as it is, rows and classes one beyond it."""
+    half = {*kernels.HALF.values(), kernels.HALF_ELSEWHERE}
+    tables = [(torch.bfloat16, config) for config in half] + [(torch.float32, kernels.FLOAT)]
+    for dtype, config in tables:
+        kernels._config = lambda hidden, config=config: config
+        compare(*problem(config.rows + 1, config.classes + 1, config.depth + 1, dtype))
+    kernels._config = lambda hidden: SMALL
+
+
+def options():
+    """Bias, softcap, scale, temperature and entropy, each with and without."""
+    hidden, weight, bias, targets = problem(5, 150, 40, torch.float32, spread=8.0)
+    for has_bias, softcap, scale, temperature, entropy in itertools.product(
+        (True, False), (0.0, 4.0), (1.0, -0.3), (1.0, 0.6), (True, False)
+    ):
+        chosen = bias if has_bias else None
+        compare(hidden, weight, chosen, targets, temperature, scale, softcap, entropy)
+    compare(hidden.half(), weight.half(), bias, targets)  # a bias of another dtype
+
+
+def softcap_of_small_logits():
+    """tanh keeps the digits of a small logit: each has its own row, with one class."""
+    hidden = torch.logspace(-12, 3, 400)[:, None] * torch.tensor([1.0, -1.0]).repeat(200)[:, None]
+    targets, one = torch.zeros(400, dtype=torch.int64), torch.ones(1)
+    mine = kernels.partials(hidden, torch.ones(1, 1), None, targets, one, 1.0, 2.0, False)[3]
+    want = 2.0 * (hidden[:, 0].double() / 2.0).tanh()
+    torch.testing.assert_close(mine.double(), want, rtol=1e-6, atol=0.0)
+
+
+def targets_elsewhere():
+    """A target outside the classes counts as logit 0, in the padding of the last tile too."""
+    hidden, weight, bias, _ = problem(8, 70, 40, torch.float32)
+    outside = [-1, 70, 127, 128, 2**31, 2**32 + 3, -(2**32) + 3, -100]
+    mine = compare(hidden, weight, bias, torch.tensor(outside))
+    assert mine[3].tolist() == [0.0] * 8
+
+
+def extreme_logits():
+    """Tiles of -inf or of masks near -3e38, rows of them, and rows far below 0."""
+    hidden, weight, bias, targets = problem(4, 300, 40, torch.float32)
+    for fill, part in itertools.product((-torch.inf, -3e38), (slice(64, 128), slice(0, 128))):
+        some = bias.clone()
+        some[part] = fill
+        compare(hidden, weight, some, torch.tensor([200, 210, 299, 250]))
+        with_target = compare(hidden, weight, some, torch.tensor([70, 71, 100, 127]))
+        assert (with_target[3] < -1e38).all()
+    compare(hidden, weight, bias - 100, targets)
+    spread = torch.where(torch.arange(300) < 128, -3e38, 3e38)
+    compare(hidden, weight, spread, targets)
+    row_max, row_sum, dot, target = kernels.partials(
+        *(hidden, weight, torch.full((300,), -torch.inf), targets, torch.ones(1), 1.0, 0.0, True)
+    )
+    assert (row_max == -torch.inf).all() and (target == -torch.inf).all()
+    assert (row_sum == 0).all() and (dot == 0).all()
+
+
+def nan_rows():
+    """NaN in a row, or in one class, and +inf: the sums are NaN, other rows are not."""
+    hidden, weight, _, targets = problem(4, 200, 40, torch.float32)
+    options = (torch.ones(1), 1.0, 0.0, True)
+    clean = kernels.partials(hidden, weight, None, targets, *options)
+    broken = hidden.clone()
+    broken[1, 3], broken[2] = torch.nan, torch.inf
+    for got, want in zip(
+        kernels.partials(broken, weight, None, targets, *options), clean, strict=True
+    ):
+        assert torch.equal(got[[0, 3]], want[[0, 3]])
+        assert got[1].isnan()
+    assert kernels.partials(broken, weight, None, targets, *options)[1][2].isnan()
+    for value in (torch.nan, torch.inf):
+        bias = torch.zeros(200)
+        bias[130] = value
+        assert kernels.partials(hidden, weight, bias, targets, *options)[1].isnan().all()
+
+
+def rows_alone():
+    """A row's bits are those it has alone, wherever it stands and however rows are apart."""
+    for dtype in DTYPES:
+        hidden, weight, bias, targets = problem(21, 130, 75, dtype)
+        options = (torch.tensor([0.7]), 1.5, 9.0, True)
+        batch = kernels.partials(hidden, weight, bias, targets, *options)
+        wide = torch.randn(21, 200).to(dtype)
+        wide[:, 60:135] = hidden
+        apart = torch.randn(130, 131).to(dtype)
+        apart[:, :75] = weight
+        strided = kernels.partials(wide[:, 60:135], apart[:, :75], bias, targets, *options)
+        for got, want in zip(strided, batch, strict=True):
+            assert torch.equal(got, want)
+        for row in (1, 15, 16, 20):
+            one = slice(row, row + 1)
+            alone = kernels.partials(hidden[one], weight, bias, targets[one], *options)
+            for got, want in zip(alone, batch, strict=True):
+                assert torch.equal(got, want[one])
+
+
+def no_rows():
+    hidden, weight, bias, targets = problem(0, 5, 3, torch.float32)
+    mine = kernels.partials(hidden, weight, bias, targets, torch.ones(1), 1.0, 0.0, True)
+    assert [x.shape for x in mine] == [(0,)] * 4
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    np.seterr(all="ignore")  # infinities are among the cases
+    interpreter.InterpreterBuilder.create_dot = dot
+    kernels._config, kernels.MAX_SPLITS = lambda hidden: SMALL, SPLITS
+    for check in (
+        sizes_and_dtypes,
+        configs,
+        options,
+        softcap_of_small_logits,
+        targets_elsewhere,
+        extreme_logits,
+        nan_rows,
+        rows_alone,
+        no_rows,
+    ):
+        check()
+        print(f"{check.__name__}: passed", flush=True)
+
+
+if __name__ == "__main__":
+    main()
