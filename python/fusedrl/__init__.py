@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 _HOME = {
     "token_log_probs": "fusedrl.ops",
     "TokenLogProbs": "fusedrl.ops",
+    "linear_token_log_probs": "fusedrl.ops",
+    "VocabPart": "fusedrl.ops",
     "token_kl": "fusedrl.ops",
     "TokenKL": "fusedrl.ops",
     "KLComputation": "fusedrl.transforms",
@@ -26,6 +28,8 @@ __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 if TYPE_CHECKING:
     from fusedrl.ops import TokenKL as TokenKL
     from fusedrl.ops import TokenLogProbs as TokenLogProbs
+    from fusedrl.ops import VocabPart as VocabPart
+    from fusedrl.ops import linear_token_log_probs as linear_token_log_probs
     from fusedrl.ops import token_kl as token_kl
     from fusedrl.ops import token_log_probs as token_log_probs
     from fusedrl.transforms import KLComputation as KLComputation

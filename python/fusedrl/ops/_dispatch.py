@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import numbers
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +37,15 @@ def register_fakes(fakes: dict[str, Callable]) -> None:
         torch.library.register_fake(f"fusedrl::{name}", fake)
 
 
-def choose(impl: str, op: str, device: torch.device, dtype: torch.dtype, dtypes: tuple) -> str:
-    """The implementation that runs: ``cpu``, ``cuda`` or ``reference``.
+def choose(
+    impl: str,
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    dtypes: tuple = KERNEL_DTYPES,
+    triton: bool = False,
+) -> str:
+    """The implementation that runs: ``cpu``, ``cuda``, ``triton`` or ``reference``.
 
     ``auto`` takes the compiled kernel of the tensor's device, and the reference (logged once) where
     there is none. An explicit ``impl`` that cannot run raises ``ValueError`` or
@@ -47,15 +56,17 @@ def choose(impl: str, op: str, device: torch.device, dtype: torch.dtype, dtypes:
     if impl == "reference":
         return impl
     if impl == "triton":
-        raise ValueError(f"impl: {op} has no Triton kernel; use 'auto', 'cpu' or 'cuda'")
+        if not triton:
+            raise ValueError(f"impl: {op} has no Triton kernel; use 'auto', 'cpu' or 'cuda'")
+        _require_triton(device)
+    elif impl != "auto" and impl != device.type:
+        raise ValueError(f"impl: {impl!r} needs tensors on {impl}, got {device}")
     if impl != "auto":
-        if impl != device.type:
-            raise ValueError(f"impl: {impl!r} needs tensors on {impl}, got {device}")
         if dtype not in dtypes:
             raise ValueError(
                 f"impl: {impl!r} expects dtype {_names(dtypes)}, got {dtype}; use 'auto'"
             )
-        native.require(LIBRARY[impl])
+        native.require(LIBRARY[device.type])
         return impl
     if device.type not in LIBRARY:
         return _fall_back(f"{op}: no compiled kernel for {device.type}")
@@ -65,6 +76,17 @@ def choose(impl: str, op: str, device: torch.device, dtype: torch.dtype, dtypes:
         return _fall_back(f"{op}: {error}")
     native.require(LIBRARY[device.type])
     return device.type
+
+
+def _require_triton(device: torch.device) -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("impl: 'triton' expects the triton package, found none; install it")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not (interpreted and device.type == "cpu"):
+        raise ValueError(
+            f"impl: 'triton' needs tensors on cuda, got {device}; use 'auto' (or, to debug, "
+            "TRITON_INTERPRET=1 on the CPU)"
+        )
 
 
 def _names(dtypes: tuple) -> str:

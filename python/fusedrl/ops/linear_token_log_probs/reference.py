@@ -5,36 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedrl.ops._head import Head, reference_logits
 from fusedrl.ops.token_log_probs import reference
 
 
-def head_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float
-) -> Tensor:
-    """Logits ``scale * (hidden W^T + bias)``, capped by ``softcap * tanh(logits / softcap)``.
-
-    In float32 (float64 for float64 input) whatever the dtype of the arguments; a ``softcap`` of 0
-    is none.
-    """
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    logits = torch.nn.functional.linear(
-        hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    )
-    logits = logits * scale
-    return softcap * torch.tanh(logits / softcap) if softcap else logits
-
-
 def linear_token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     tokens: Tensor,
     mask: Tensor | None,
     offsets: Tensor | None,
     shift: bool,
     temperature: Tensor,
-    scale: float,
-    softcap: float,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """``token_log_probs`` of the kept rows' logits; 0 elsewhere."""
@@ -42,13 +23,12 @@ def linear_token_log_probs(
     if mask is not None:
         keep = keep & mask.flatten()
     kept = keep.nonzero().squeeze(-1)
-    logits = head_logits(
-        hidden.reshape(-1, hidden.shape[-1])[rows[kept]], weight, bias, scale, softcap
-    )
+    hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[rows[kept]]
+    logits = reference_logits(head._replace(hidden=hidden))
     results = reference.token_log_probs(
         logits, tokens.flatten()[kept], None, None, False, temperature, entropy
     )
-    zeros = torch.zeros(tokens.numel(), dtype=logits.dtype, device=hidden.device)
+    zeros = torch.zeros(tokens.numel(), dtype=logits.dtype, device=logits.device)
     log_probs, row_entropy = (
         None if x is None else zeros.index_put((kept,), x).view(tokens.shape) for x in results
     )

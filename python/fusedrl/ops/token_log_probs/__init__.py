@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusedrl import ragged
-from fusedrl.ops import _dispatch
+from fusedrl.ops import _dispatch, _rows
 from fusedrl.ops.token_log_probs import reference
 
 __all__ = ["TokenLogProbs", "token_log_probs"]
@@ -82,8 +81,25 @@ def token_log_probs(
     """
     _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
     if logits.is_nested:
-        return _jagged(logits, tokens, mask, offsets, shift, temperature, entropy, impl)
-    _check(logits, tokens, mask, offsets, shift)
+        packed = _rows.pack("logits", logits, offsets, over="tokens", tokens=tokens, mask=mask)
+        values, mask = packed.companions
+        assert values is not None
+        result = token_log_probs(
+            packed.values,
+            values,
+            mask,
+            offsets=packed.offsets,
+            shift=shift,
+            temperature=temperature,
+            entropy=entropy,
+            impl=impl,
+        )
+        if isinstance(result, TokenLogProbs):
+            return TokenLogProbs(*map(packed.rewrap, result))
+        return packed.rewrap(result)
+    _rows.check_rows("logits", logits, offsets, shift)
+    _rows.check_tokens(tokens, logits, "logits")
+    _dispatch.check_mask(mask, tokens.shape, logits.device)
     chosen = _dispatch.choose(
         impl, "token_log_probs", logits.device, logits.dtype, _dispatch.KERNEL_DTYPES
     )
@@ -99,8 +115,7 @@ def token_log_probs(
             logits, tokens, mask, offsets, shift, scale, entropy
         )
     else:
-        if logits.stride(-1) != 1:
-            logits = logits.contiguous()
+        logits = _rows.with_unit_stride(logits)
         tokens = tokens.to(torch.int64).contiguous()
         mask = None if mask is None else mask.contiguous()
         offsets = None if offsets is None else offsets.to(torch.int64).contiguous()
@@ -113,77 +128,6 @@ def token_log_probs(
         return log_probs
     assert row_entropy is not None
     return TokenLogProbs(log_probs, row_entropy)
-
-
-def _jagged(
-    logits: Tensor,
-    tokens: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    shift: bool,
-    temperature: float | Tensor,
-    entropy: bool,
-    impl: str,
-) -> Tensor | TokenLogProbs:
-    if offsets is not None:
-        raise ValueError("offsets: expected None with nested logits, which carry their own")
-    packed = ragged.from_nested(logits, "logits")
-    if packed.values.dim() != 2:
-        raise ValueError(
-            f"logits: expected a nested tensor [B, j, V], got one of {logits.dim()} dimensions"
-        )
-    result = token_log_probs(
-        packed.values,
-        _dispatch.nested_values("tokens", tokens, "logits", packed.offsets),
-        None if mask is None else _dispatch.nested_values("mask", mask, "logits", packed.offsets),
-        offsets=packed.offsets,
-        shift=shift,
-        temperature=temperature,
-        entropy=entropy,
-        impl=impl,
-    )
-    # Rewrapped over the tokens' own offsets, so that the answer composes with the tokens.
-    rewrap = (
-        (lambda v: ragged.to_jagged(ragged.Ragged(v, ragged.jagged_parts(tokens)[1])))
-        if tokens.layout == torch.jagged
-        else (lambda v: ragged.to_strided(ragged.Ragged(v, packed.offsets)))
-    )
-    if isinstance(result, TokenLogProbs):
-        return TokenLogProbs(rewrap(result.log_probs), rewrap(result.entropy))
-    return rewrap(result)
-
-
-def _check(
-    logits: Tensor,
-    tokens: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    shift: bool,
-) -> None:
-    if not logits.dtype.is_floating_point:
-        raise TypeError(f"logits: expected a floating-point dtype, got {logits.dtype}")
-    if logits.dim() not in (2, 3):
-        raise ValueError(
-            f"logits: expected [N, V] packed or [B, T, V] padded, got shape {tuple(logits.shape)}"
-        )
-    if logits.shape[-1] == 0:
-        raise ValueError(f"logits: expected at least one class, got shape {tuple(logits.shape)}")
-    _dispatch.check_tensor("tokens", tokens, like=" like the logits")
-    if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise TypeError(
-            f"tokens: expected an integer dtype up to int64, got {tokens.dtype}; "
-            "convert it with .long()"
-        )
-    _dispatch.check_same("tokens", tokens, logits.shape[:-1], logits.device)
-    _dispatch.check_mask(mask, tokens.shape, logits.device)
-    if logits.dim() == 3 and offsets is not None:
-        raise ValueError("offsets: expected None with padded [B, T, V] logits (one sequence a row)")
-    if logits.dim() == 2 and shift and offsets is None:
-        raise ValueError(
-            "offsets: expected the sequence boundaries of packed [N, V] logits with shift=True, "
-            "got None; pass offsets=torch.tensor([0, N]) if all rows are one sequence"
-        )
-    _dispatch.check_offsets(offsets, tokens.numel(), logits.device)
 
 
 class _Autograd(torch.autograd.Function):

@@ -1,0 +1,95 @@
+"""The linear head of a language model, as ops from hidden states take it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl.ops import _dispatch, _rows
+
+
+class Head(NamedTuple):
+    """Hidden states and the head that makes logits of them; a ``softcap`` of 0 is none."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float
+
+
+def prepare(
+    prefix: str,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+) -> Head:
+    """The head as kernels take it, under autocast in its dtype; errors prefix the names."""
+    _dispatch.check_tensor(f"{prefix}hidden", hidden)
+    _dispatch.check_tensor(f"{prefix}weight", weight)
+    if bias is not None:
+        _dispatch.check_tensor(f"{prefix}bias", bias)
+    hidden, weight = _autocast(hidden), _autocast(weight)
+    bias = None if bias is None else _autocast(bias)
+    if weight.dim() != 2 or weight.shape[1:] != hidden.shape[-1:] or len(weight) == 0:
+        width = hidden.shape[-1] if hidden.dim() else "H"
+        raise ValueError(
+            f"{prefix}weight: expected [V, {width}] for {prefix}hidden of shape "
+            f"{tuple(hidden.shape)}, got {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{prefix}bias: expected shape ({len(weight)},), got {tuple(bias.shape)}")
+    for name, tensor in ((f"{prefix}weight", weight), (f"{prefix}bias", bias)):
+        if tensor is not None:
+            _dispatch.check_device(name, tensor, hidden.device)
+            check_dtype(name, tensor, f"{prefix}hidden", hidden.dtype)
+    return Head(
+        _rows.with_unit_stride(hidden),
+        _rows.with_unit_stride(weight),
+        None if bias is None else bias.contiguous(),
+        _positive(f"{prefix}scale", scale, 1.0),
+        _positive(f"{prefix}softcap", softcap, 0.0),
+    )
+
+
+def check_dtype(name: str, tensor: Tensor, like: str, dtype: torch.dtype) -> None:
+    """Refuse a tensor of another dtype than that of the argument ``like``."""
+    if tensor.dtype != dtype:
+        raise ValueError(
+            f"{name}: expected {dtype} as {like} has, got {tensor.dtype}; convert one of them "
+            "with .to()"
+        )
+
+
+def reference_logits(head: Head) -> Tensor:
+    """Logits ``scale * (hidden W^T + bias)``, capped by ``softcap * tanh(logits / softcap)``.
+
+    In float32 (float64 for float64 input) whatever the dtype of the head.
+    """
+    dtype = torch.float64 if head.hidden.dtype == torch.float64 else torch.float32
+    logits = head.hidden.to(dtype) @ head.weight.to(dtype).T
+    if head.bias is not None:
+        logits = logits + head.bias.to(dtype)
+    logits = logits * head.scale
+    return head.softcap * torch.tanh(logits / head.softcap) if head.softcap else logits
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """As ``torch.nn.functional.linear`` takes its arguments under autocast."""
+    kind = tensor.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
+
+def _positive(name: str, value: float | None, default: float) -> float:
+    if value is None:
+        return default
+    low, high = 1 / _dispatch.LARGEST, _dispatch.LARGEST
+    if not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {value!r}")
+    return float(value)

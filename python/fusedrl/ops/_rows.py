@@ -1,0 +1,97 @@
+"""What ops over rows share: checks of ``[N, ...]`` and ``[B, T, ...]``, packing of nested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl import ragged
+from fusedrl.ops import _dispatch
+
+_TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_rows(name: str, rows: Tensor, offsets: Tensor | None, shift: bool) -> None:
+    """Refuse what is no batch of rows, packed with offsets where a shift needs them, or padded."""
+    if not rows.dtype.is_floating_point:
+        raise TypeError(f"{name}: expected a floating-point dtype, got {rows.dtype}")
+    width, column = ("V", "class") if "logits" in name else ("H", "feature")
+    if rows.dim() not in (2, 3):
+        raise ValueError(
+            f"{name}: expected [N, {width}] packed or [B, T, {width}] padded, "
+            f"got shape {tuple(rows.shape)}"
+        )
+    if rows.shape[-1] == 0:
+        raise ValueError(f"{name}: expected at least one {column}, got shape {tuple(rows.shape)}")
+    if rows.dim() == 3 and offsets is not None:
+        raise ValueError(
+            f"offsets: expected None with padded [B, T, {width}] {name} (one sequence a row)"
+        )
+    if rows.dim() == 2 and shift and offsets is None:
+        raise ValueError(
+            f"offsets: expected the sequence boundaries of packed [N, {width}] {name} with "
+            "shift=True, got None; pass offsets=torch.tensor([0, N]) if all rows are one sequence"
+        )
+    _dispatch.check_offsets(offsets, rows.shape[:-1].numel(), rows.device)
+
+
+def check_tokens(tokens: Tensor, rows: Tensor, like: str) -> None:
+    """Refuse tokens that are no integers, one for each of the rows called ``like``."""
+    _dispatch.check_tensor("tokens", tokens, like=f" like the {like}")
+    if tokens.dtype not in _TOKEN_DTYPES:
+        raise TypeError(
+            f"tokens: expected an integer dtype up to int64, got {tokens.dtype}; "
+            "convert it with .long()"
+        )
+    _dispatch.check_same("tokens", tokens, rows.shape[:-1], rows.device)
+
+
+def with_unit_stride(rows: Tensor) -> Tensor:
+    """The rows themselves, or a copy where their elements do not lie side by side."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+class Packed(NamedTuple):
+    """The values of a nested batch, of its companions, and the way back for a value a token."""
+
+    values: Tensor
+    offsets: Tensor
+    companions: list[Tensor | None]
+    rewrap: Callable[[Tensor], Tensor]
+
+
+def pack(
+    name: str,
+    nested: Tensor,
+    offsets: Tensor | None,
+    over: str | None = None,
+    **companions: Tensor | None,
+) -> Packed:
+    """Nested rows and their companions, of the same sequence lengths, as packed values.
+
+    The answer is nested over the offsets of the companion ``over``, or of the rows, so that it
+    composes with that tensor.
+    """
+    if offsets is not None:
+        raise ValueError(f"offsets: expected None with nested {name}, which carry their own")
+    packed = ragged.from_nested(nested, name)
+    if packed.values.dim() != 2:
+        raise ValueError(
+            f"{name}: expected a nested tensor of 3 dimensions, got one of {nested.dim()}"
+        )
+    values = [
+        None if value is None else _dispatch.nested_values(key, value, name, packed.offsets)
+        for key, value in companions.items()
+    ]
+    model = companions[over] if over is not None else nested
+    assert model is not None
+
+    def rewrap(flat: Tensor) -> Tensor:
+        if model.layout == torch.jagged:
+            return ragged.to_jagged(ragged.Ragged(flat, ragged.jagged_parts(model)[1]))
+        return ragged.to_strided(ragged.Ragged(flat, packed.offsets))
+
+    return Packed(packed.values, packed.offsets, values, rewrap)

@@ -1,0 +1,150 @@
+"""The compiled ops behind ``linear_token_log_probs``, their gradient and their shapes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedrl.ops import _dispatch
+from fusedrl.ops.linear_token_log_probs.shards import gathered
+from fusedrl.ops.token_log_probs.reference import rows_of_tokens
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def statistics(chosen: str, args: tuple[Any, ...]) -> Tensor:
+    """Max, sum, dot and target ``[..., 4]`` of every token's logits over the weight's classes."""
+    if chosen == "triton":
+        return torch.ops.fusedrl.linear_token_log_probs_triton(*args)
+    return torch.ops.fusedrl.linear_token_log_probs(*args)
+
+
+def run(
+    chosen: str, group: ProcessGroup | None, args: tuple[Any, ...], needs_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy over the classes of all ranks of the group."""
+    if needs_grad:
+        return _Autograd.apply(chosen, group, *args)
+    return _forward(chosen, group, args)[:2]
+
+
+def _forward(chosen: str, group: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    *_, temperature, _, _, entropy, _, _ = args
+    parts = statistics(chosen, args)[None]
+    if group is not None:
+        parts = gathered(parts, group)
+    return torch.ops.fusedrl.linear_token_log_probs_finish(parts, temperature, entropy)
+
+
+class _Autograd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chosen: str, group: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        hidden, weight, bias, tokens, mask, offsets, shift, temperature, *options = args
+        scale, softcap, entropy, vocab_offset, batch_invariant = options
+        log_probs, row_entropy, normalizers = _forward(chosen, group, args)
+        ctx.save_for_backward(
+            *(hidden, weight, bias, tokens, mask, offsets, temperature),
+            *(log_probs, row_entropy, normalizers),
+        )
+        ctx.options = (group, shift, scale, softcap, entropy, vocab_offset, batch_invariant)
+        if not entropy:
+            ctx.mark_non_differentiable(row_entropy)
+        return log_probs, row_entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_log_probs, grad_entropy = grads
+        hidden, weight, bias, tokens, mask, offsets, temperature, *results = ctx.saved_tensors
+        group, shift, scale, softcap, entropy, vocab_offset, batch_invariant = ctx.options
+        _, _, of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
+        of_head = torch.ops.fusedrl.linear_token_log_probs_backward(
+            grad_log_probs.contiguous(),
+            grad_entropy.contiguous() if entropy else None,
+            *(hidden, weight, bias, tokens, mask, offsets, shift, temperature, scale, softcap),
+            *(*results, vocab_offset, batch_invariant, of_hidden, of_weight, of_bias),
+        )
+        if group is not None and of_hidden:
+            torch.distributed.all_reduce(of_head[0], group=group)
+        wanted = (of_hidden, of_weight, of_bias)
+        found = (grad if want else None for grad, want in zip(of_head, wanted, strict=True))
+        return None, None, *found, *(None,) * 10
+
+
+def _fake(hidden: Tensor, weight: Tensor, bias: Any, tokens: Tensor, *options: Any) -> Tensor:
+    return hidden.new_empty((*tokens.shape, 4), dtype=torch.float32)
+
+
+def _fake_finish(
+    parts: Tensor, temperature: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = parts.shape[1:-1]
+    log_probs, row_entropy, normalizers = (
+        parts.new_empty(s) for s in (shape, shape if entropy else (0,), (*shape, 2))
+    )
+    return log_probs, row_entropy, normalizers
+
+
+def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, hidden, weight, bias, *_, of_hidden, of_weight, of_bias = args
+    none = hidden.new_empty((0,))
+    return (
+        hidden.new_empty(hidden.shape) if of_hidden else none,
+        weight.new_empty(weight.shape) if of_weight else none,
+        bias.new_empty(bias.shape) if of_bias else none,
+    )
+
+
+@torch.library.custom_op("fusedrl::linear_token_log_probs_triton", mutates_args=())
+def _triton(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    shift: bool,
+    temperature: Tensor,
+    scale: float,
+    softcap: float,
+    entropy: bool,
+    vocab_offset: int | None,
+    batch_invariant: bool,
+) -> Tensor:
+    # A row's bits never depend on the batch here, so `batch_invariant` asks for nothing more.
+    from fusedrl.ops.linear_token_log_probs import triton
+
+    rows, keep = rows_of_tokens(tokens, offsets, shift)
+    if mask is not None:
+        keep = keep & mask.flatten()
+    kept = slice(None) if mask is None and not shift else keep.nonzero().squeeze(-1)
+    targets = tokens.flatten()[kept] - (vocab_offset or 0)
+    outside = (targets < 0) | (targets >= len(weight))
+    if vocab_offset is None:
+        torch.ops.aten._assert_async.msg(~outside.any(), "tokens: expected values in [0, V)")
+    columns = triton.partials(
+        hidden.reshape(-1, hidden.shape[-1])[rows[kept]],
+        *(weight, bias, targets),
+        temperature.reciprocal().to(hidden.device, torch.float32).reshape(1),
+        *(scale, softcap, entropy),
+    )
+    parts = torch.stack((*columns[:3], columns[3].masked_fill(outside, -torch.inf)), -1)
+    # A dropped token's part: its log-prob and entropy come out as 0, whatever parts join.
+    dropped = [0.0, 1.0, 0.0, 0.0] if not vocab_offset else [-torch.inf, 0.0, 0.0, -torch.inf]
+    out = parts.new_tensor(dropped).expand(tokens.numel(), 4).contiguous()
+    out[kept] = parts
+    return out.view(*tokens.shape, 4)
+
+
+_triton.register_fake(_fake)
+_dispatch.register_fakes(
+    {
+        "linear_token_log_probs": _fake,
+        "linear_token_log_probs_finish": _fake_finish,
+        "linear_token_log_probs_backward": _fake_backward,
+    }
+)
