@@ -16,7 +16,7 @@ from fusedrl.ops.linear_token_log_probs import triton as kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SMALL = kernels.Config(16, 64, 32, 16, 4, 1)  # many tiles, whose statistics are taken in parts
-SPLITS = 4  # at most, so that a few tiles are a split of several
+SPLITS, GROUP = 4, 2  # few, so that a split has several tiles and there are several groups
 
 
 def dot(self, a, b, sums, *options):
@@ -62,11 +62,11 @@ def problem(rows, classes, depth, dtype, spread=1.0):
 
 
 def sizes_and_dtypes():
-    """Around tiles, their parts and steps; with splits of several tiles, and of a last one."""
+    """Around tiles and steps; with splits of several tiles and a last one of fewer."""
     for dtype in DTYPES:
         for rows, classes, depth in itertools.product((1, 17), (1, 129), (1, 32, 75)):
             compare(*problem(rows, classes, depth, dtype))
-    compare(*problem(3, 64 * 2 * SPLITS + 129, 33, torch.bfloat16))
+    compare(*problem(77, 64 * 2 * SPLITS + 129, 33, torch.bfloat16))
 
 
 def configs():
@@ -96,7 +96,7 @@ def softcap_of_small_logits():
     targets, one = torch.zeros(400, dtype=torch.int64), torch.ones(1)
     mine = kernels.partials(hidden, torch.ones(1, 1), None, targets, one, 1.0, 2.0, False)[3]
     want = 2.0 * (hidden[:, 0].double() / 2.0).tanh()
-    torch.testing.assert_close(mine.double(), want, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(mine.double(), want, rtol=2e-7, atol=0.0)
 
 
 def targets_elsewhere():
@@ -127,18 +127,17 @@ def extreme_logits():
 
 
 def nan_rows():
-    """NaN in a row, or in one class, and +inf: the sums are NaN, other rows are not."""
+    """NaN in a row, or in one class, and +inf make a row NaN, and no other row."""
     hidden, weight, _, targets = problem(4, 200, 40, torch.float32)
     options = (torch.ones(1), 1.0, 0.0, True)
     clean = kernels.partials(hidden, weight, None, targets, *options)
     broken = hidden.clone()
     broken[1, 3], broken[2] = torch.nan, torch.inf
-    for got, want in zip(
-        kernels.partials(broken, weight, None, targets, *options), clean, strict=True
-    ):
+    mine = kernels.partials(broken, weight, None, targets, *options)
+    for got, want in zip(mine, clean, strict=True):
         assert torch.equal(got[[0, 3]], want[[0, 3]])
         assert got[1].isnan()
-    assert kernels.partials(broken, weight, None, targets, *options)[1][2].isnan()
+    assert mine[0][2].isnan() and mine[1][2].isnan()
     for value in (torch.nan, torch.inf):
         bias = torch.zeros(200)
         bias[130] = value
@@ -148,17 +147,17 @@ def nan_rows():
 def rows_alone():
     """A row's bits are those it has alone, wherever it stands and however rows are apart."""
     for dtype in DTYPES:
-        hidden, weight, bias, targets = problem(21, 130, 75, dtype)
+        hidden, weight, bias, targets = problem(21, 300, 75, dtype)
         options = (torch.tensor([0.7]), 1.5, 9.0, True)
         batch = kernels.partials(hidden, weight, bias, targets, *options)
         wide = torch.randn(21, 200).to(dtype)
         wide[:, 60:135] = hidden
-        apart = torch.randn(130, 131).to(dtype)
+        apart = torch.randn(300, 131).to(dtype)
         apart[:, :75] = weight
         strided = kernels.partials(wide[:, 60:135], apart[:, :75], bias, targets, *options)
         for got, want in zip(strided, batch, strict=True):
             assert torch.equal(got, want)
-        for row in (1, 15, 16, 20):
+        for row in (1, 15, 20):
             one = slice(row, row + 1)
             alone = kernels.partials(hidden[one], weight, bias, targets[one], *options)
             for got, want in zip(alone, batch, strict=True):
@@ -175,7 +174,8 @@ def main() -> None:
     torch.manual_seed(0)
     np.seterr(all="ignore")  # infinities are among the cases
     interpreter.InterpreterBuilder.create_dot = dot
-    kernels._config, kernels.MAX_SPLITS = lambda hidden: SMALL, SPLITS
+    kernels._config = lambda hidden: SMALL
+    kernels.MAX_SPLITS, kernels.GROUP = SPLITS, GROUP
     for check in (
         sizes_and_dtypes,
         configs,
