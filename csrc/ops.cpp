@@ -18,4 +18,11 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "token_kl_backward(Tensor grad_kl, Tensor? grad_reward, Tensor log_probs, "
       "Tensor ref_log_probs, Tensor? mask, Tensor coeff, int estimator, bool nan_missing) "
       "-> Tensor grad_log_probs");
+  m.def(
+      "exact_kl(Tensor logits, Tensor ref_logits, Tensor? mask, Tensor? offsets, bool shift, "
+      "Tensor temperature, bool jensen_shannon) -> (Tensor kl, Tensor statistics)");
+  m.def(
+      "exact_kl_backward(Tensor grad_kl, Tensor logits, Tensor ref_logits, Tensor? mask, "
+      "Tensor? offsets, bool shift, Tensor temperature, bool jensen_shannon, Tensor statistics, "
+      "bool wants_grad, bool wants_grad_ref) -> (Tensor grad_logits, Tensor grad_ref_logits)");
 }

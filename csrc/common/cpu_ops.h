@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "common/cpu_level.h"
@@ -38,6 +39,19 @@ inline std::vector<int64_t> kept_tokens(const RowMap& map, const bool* mask) {
     if ((mask == nullptr || mask[n]) && map.has_row(n)) kept.push_back(n);
   }
   return kept;
+}
+
+// Zeros for the rows of a gradient [tokens, classes] that no kept token reads.
+template <typename T>
+void zero_unread_rows(T* grad, const RowMap& map, const std::vector<int64_t>& kept,
+                      int64_t classes) {
+  std::vector<char> read(map.tokens, 0);
+  for (const int64_t n : kept) read[map.row_of(n)] = 1;
+  torch::stable::parallel_for(0, map.tokens, grain_rows(classes), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      if (!read[r]) std::memset(static_cast<void*>(grad + r * classes), 0, classes * sizeof(T));
+    }
+  });
 }
 
 }  // namespace fusedrl

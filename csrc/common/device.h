@@ -173,4 +173,16 @@ __device__ __forceinline__ T reduce_block(T x, Merge merge) {
   return x;
 }
 
+// Thread 0's value in every thread of the block; all of them call it.
+template <typename T>
+__device__ __forceinline__ T from_first_thread(T x) {
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % 4 == 0);
+  __shared__ uint32_t words[sizeof(T) / 4];
+  __syncthreads();  // a thread may still be reading the previous call's value
+  if (threadIdx.x == 0) std::memcpy(words, &x, sizeof x);
+  __syncthreads();
+  std::memcpy(&x, words, sizeof x);
+  return x;
+}
+
 }  // namespace fusedrl

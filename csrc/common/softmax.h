@@ -36,6 +36,11 @@ FUSEDRL_HD SoftmaxPart<Acc> merge(SoftmaxPart<Acc> x, SoftmaxPart<Acc> y, float 
 struct Normalizer {
   float max;
   float log_sum;
+
+  template <typename V>
+  FUSEDRL_HD V log_p(V logit, float inv_temperature) const {
+    return (logit - max) * inv_temperature - log_sum;
+  }
 };
 
 }  // namespace fusedrl

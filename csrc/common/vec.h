@@ -156,6 +156,18 @@ inline void for_each_block(const T* p, int64_t count, T fill, Body&& f) {
   if (i < count) f(load_part(p + i, count - i, fill), i);
 }
 
+// The same for two rows: f(block, block of the second row, start).
+template <typename T, typename Body>
+inline void for_each_block_pair(const T* p, const T* q, int64_t count, T fill, Body&& f) {
+  int64_t i = 0;
+  for (; i + kBlock <= count; i += kBlock) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p + i) + kPrefetchBytes);
+    __builtin_prefetch(reinterpret_cast<const char*>(q + i) + kPrefetchBytes);
+    f(load(p + i), load(q + i), i);
+  }
+  if (i < count) f(load_part(p + i, count - i, fill), load_part(q + i, count - i, fill), i);
+}
+
 // The largest of them; NaN where the last of a lane's is.
 template <typename T>
 inline float max_element(const T* p, int64_t count) {
@@ -195,6 +207,30 @@ inline Power exp2_of_product(F x, float c) {
   p = p * r + 0.693147f;
   p = p * r + 1.0f;
   return {p, (F)((U)shifted << 23)};
+}
+
+// 2^(x * c) for c > 0 and x * c up to kExp2Max; 0 below kExp2Min. NaN stays NaN.
+inline F exp2_or_zero(F x, float c) {
+  const Power e = exp2_of_product(x, c);
+  const F power = e.factor * e.scale;
+  return x < splat(kExp2Min / c) ? F{} : power;
+}
+
+// log x for positive normal x, by 2^n m with m in [sqrt(1/2), sqrt(2)) and the series of
+// log m = 2 atanh((m - 1) / (m + 1)), cut where its next term is 2e-9 of it. Some finite number
+// for 0; NaN stays NaN.
+inline F log_of(F x) {
+  using I = int32_t __attribute__((vector_size(FUSEDRL_VEC_BYTES)));
+  constexpr uint32_t kRootHalf = 0x3f3504f3u;
+  const U bits = (U)x - kRootHalf;
+  const F n = __builtin_convertvector((I)bits >> 23, F);
+  const F m = (F)((bits & 0x7fffffu) + kRootHalf);
+  const F s = (m - 1.0f) / (m + 1.0f), square = s * s;
+  F series = square * (2.0f / 9) + 2.0f / 7;
+  series = square * series + 2.0f / 5;
+  series = square * series + 2.0f / 3;
+  series = square * series * s + 2.0f * s;
+  return x != x ? x : n * 0.693147181f + series;
 }
 
 }  // namespace fusedrl::FUSEDRL_LEVEL

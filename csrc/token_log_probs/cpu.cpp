@@ -1,6 +1,5 @@
 // CPU ops: kept rows are independent, shared out among torch's threads; dropped ones cost nothing.
 #include <algorithm>
-#include <cstring>
 #include <tuple>
 
 #include "common/cpu_ops.h"
@@ -68,8 +67,6 @@ Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tenso
   const int64_t* targets = data<int64_t>(tokens);
   const float inv_temperature = inverse_temperature(temperature);
   const std::vector<int64_t> kept = kept_tokens(map, data<bool>(mask));
-  std::vector<char> written(map.tokens, 0);
-  for (const int64_t n : kept) written[map.row_of(n)] = 1;
 
   const float* up = data<float>(grad_log_probs);
   const float* up_entropy = data<float>(grad_entropy);
@@ -89,13 +86,7 @@ Tensor backward(Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tenso
             grad_row[targets[n]] = T(gradient.target(data<float>(log_probs)[n]));
           }
         });
-    torch::stable::parallel_for(
-        0, map.tokens, grain_rows(classes), [&](int64_t begin, int64_t end) {
-          for (int64_t r = begin; r < end; ++r) {
-            if (written[r]) continue;
-            std::memset(static_cast<void*>(grad + r * classes), 0, classes * sizeof(T));
-          }
-        });
+    zero_unread_rows(grad, map, kept, classes);
   });
   return grad_logits;
 }

@@ -11,12 +11,10 @@ namespace {
 template <typename T>
 Rows<T> rows_of(const Tensor& logits, const Tensor& tokens, const std::optional<Tensor>& mask,
                 const std::optional<Tensor>& offsets, bool shift, const Tensor& temperature) {
-  return {data<T>(logits),
-          data<int64_t>(tokens),
-          data<bool>(mask),
-          row_map(logits, offsets, shift),
-          logits.size(logits.dim() - 1),
-          scalar_argument("temperature", temperature, logits)};
+  return {{data<bool>(mask), row_map(logits, offsets, shift), logits.size(logits.dim() - 1),
+           scalar_argument("temperature", temperature, logits)},
+          data<T>(logits),
+          data<int64_t>(tokens)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor tokens, std::optional<Tensor> mask,

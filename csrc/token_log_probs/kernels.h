@@ -6,39 +6,18 @@
 // merged in a fixed order, so its bits depend neither on the batch around it nor on its address.
 #pragma once
 
-#include "common/device.h"
-#include "common/row_map.h"
+#include "common/device_rows.h"
 #include "token_log_probs/math.h"
 
 namespace fusedrl {
 
-// Packs that a thread has in flight: enough for memory speed in registers that leave room for two
-// blocks.
-constexpr int kForwardBatch = 4;
+constexpr int kForwardBatch = kPacksInFlight;
 constexpr int kBackwardBatch = 2;
 
-constexpr int kMinThreads = 128;
-constexpr int kMaxThreads = 512;
-
-// Whole batches for every thread, as far as a row has them.
-inline int threads_for(int64_t row_bytes) {
-  int threads = kMinThreads;
-  while (threads < kMaxThreads && threads * kForwardBatch * 16 < row_bytes) threads *= 2;
-  return threads;
-}
-
 template <typename T>
-struct Rows {
+struct Rows : KeptRows {
   const T* logits;
   const int64_t* tokens;
-  const bool* mask;  // null keeps all
-  RowMap map;
-  int64_t classes;
-  Scalar temperature;
-
-  __device__ bool keeps(int64_t token) const {
-    return (mask == nullptr || mask[token]) && map.has_row(token);
-  }
 
   __device__ const T* row(int64_t index) const { return logits + map.element_of_row(index); }
 
@@ -47,13 +26,6 @@ struct Rows {
     FUSEDRL_DEVICE_CHECK(target >= 0 && target < classes,
                          "tokens: expected values in [0, V); mask the token or clamp it");
     return target;
-  }
-
-  __device__ float inverse_temperature() const {
-    const double value = temperature.get();
-    FUSEDRL_DEVICE_CHECK(value > 0 && value < INFINITY,
-                         "temperature: expected a finite number > 0");
-    return static_cast<float>(1.0 / value);
   }
 };
 
@@ -132,37 +104,6 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     normalizers[n] = result.normalizer;
     if constexpr (kEntropy) entropies[n] = result.entropy;
   }
-}
-
-// How a block writes a row: packs from the first 16-byte boundary on, and single elements around
-// them.
-template <typename T>
-struct StoreSplit {
-  int64_t head;  // elements before the packs
-  int64_t packs;
-  int64_t count;
-
-  __device__ StoreSplit(const T* row, int64_t count) : count(count) {
-    const int64_t to_boundary = (16 - bytes_past_boundary(row)) % 16 / sizeof(T);
-    head = to_boundary < count ? to_boundary : count;
-    packs = packs_of<T>(count - head);
-  }
-
-  // Calls f(index) for this thread's share of the single elements.
-  template <typename F>
-  __device__ __forceinline__ void for_each_single(F&& f) const {
-    const int64_t in_packs = packs * Pack<T>::kSize;
-    const int64_t i = threadIdx.x;
-    if (i < count - in_packs) f(i < head ? i : i + in_packs);
-  }
-};
-
-template <typename T>
-__device__ void zero_row(T* row, int64_t classes) {
-  const StoreSplit<T> split(row, classes);
-  split.for_each_single([&](int64_t i) { row[i] = T(0.0f); });
-  uint4* words = reinterpret_cast<uint4*>(row + split.head);
-  for (int64_t i = threadIdx.x; i < split.packs; i += blockDim.x) words[i] = uint4{};
 }
 
 // The gradient of one row, whose softmax is computed anew from the logits and their normalizer.

@@ -31,7 +31,7 @@ struct RowGradient {
 
   template <typename V>
   FUSEDRL_HD V log_p(V logit) const {
-    return (logit - normalizer.max) * inv_temperature - normalizer.log_sum;
+    return normalizer.log_p(logit, inv_temperature);
   }
 
   // For v != y. `log_p` must be finite where p is 0.

@@ -16,6 +16,7 @@ _HOME = {
     "TokenLogProbs": "fusedrl.ops",
     "token_kl": "fusedrl.ops",
     "TokenKL": "fusedrl.ops",
+    "exact_kl": "fusedrl.ops",
     "KLComputation": "fusedrl.transforms",
     "RetrieveLogProb": "fusedrl.transforms",
     "RetrieveKL": "fusedrl.transforms",
@@ -26,6 +27,7 @@ __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 if TYPE_CHECKING:
     from fusedrl.ops import TokenKL as TokenKL
     from fusedrl.ops import TokenLogProbs as TokenLogProbs
+    from fusedrl.ops import exact_kl as exact_kl
     from fusedrl.ops import token_kl as token_kl
     from fusedrl.ops import token_log_probs as token_log_probs
     from fusedrl.transforms import KLComputation as KLComputation
