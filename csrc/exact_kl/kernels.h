@@ -10,8 +10,9 @@
 
 namespace fusedrl {
 
-// Packs of each row that a thread has in flight.
-constexpr int kPairBatch = kPacksInFlight / 2;
+// Packs of each row that a thread has in flight: eight elements, or registers run out.
+template <typename T>
+constexpr int kPairBatch = 8 / Pack<T>::kSize;
 
 template <typename T>
 struct PairRows : KeptRows {
@@ -45,8 +46,8 @@ __device__ __forceinline__ void for_each_batch(const T* row, const T* ref_row, i
                                                F&& f) {
   const PackReader<T, kAligned> reader(row), ref_reader(ref_row);
   const int64_t in_packs = packs_of<T>(classes);
-  for (int64_t start = 0; start < in_packs; start += kPairBatch * blockDim.x) {
-    Pack<T> x[kPairBatch], y[kPairBatch];
+  for (int64_t start = 0; start < in_packs; start += kPairBatch<T> * blockDim.x) {
+    Pack<T> x[kPairBatch<T>], y[kPairBatch<T>];
     reader.load(x, start + threadIdx.x, in_packs, T(-INFINITY));
     ref_reader.load(y, start + threadIdx.x, in_packs, T(-INFINITY));
     f(x, y);
@@ -74,37 +75,38 @@ __device__ __forceinline__ float max_of(const Pack<T> (&packs)[kPacks]) {
   return max;
 }
 
+// Takes packs of both rows into a part, which moves to their maxima first.
 template <int kPacks, typename T>
-__device__ __forceinline__ PairPart<float> part_of(const Pack<T> (&x)[kPacks],
-                                                   const Pack<T> (&y)[kPacks],
-                                                   float inv_temperature) {
-  PairPart<float> part{max_of(x), max_of(y)};
+__device__ __forceinline__ void add(PairPart<float>& part, const Pack<T> (&x)[kPacks],
+                                    const Pack<T> (&y)[kPacks], float inv_temperature) {
+  part =
+      part.relative_to(fmaxf(part.max_p, max_of(x)), fmaxf(part.max_q, max_of(y)), inv_temperature);
   const float base_p = part.max_p == -INFINITY ? 0.0f : part.max_p;
   const float base_q = part.max_q == -INFINITY ? 0.0f : part.max_q;
 #pragma unroll
   for (int u = 0; u < kPacks; ++u) {
     const auto logits = x[u].elements(), ref_logits = y[u].elements();
+    float sum_p = 0, sum_q = 0, cross = 0;
 #pragma unroll
     for (int j = 0; j < Pack<T>::kSize; ++j) {
       const float dp = static_cast<float>(logits.at[j]) - base_p;
       const float dq = static_cast<float>(ref_logits.at[j]) - base_q;
       const float p = exp_of(dp * inv_temperature);
-      part.sum_p += p;
-      part.sum_q += exp_of(dq * inv_temperature);
-      if (p != 0.0f) part.cross += p * (dp - dq);
+      sum_p += p;
+      sum_q += exp_of(dq * inv_temperature);
+      if (p != 0.0f) cross += p * (dp - dq);
     }
+    part.sum_p += sum_p;
+    part.sum_q += sum_q;
+    part.cross += cross * inv_temperature;
   }
-  part.cross *= inv_temperature;
-  return part;
 }
 
-// Sums of p log(p / m) / 2 and q log(q / m) / 2.
+// Adds p log(p / m) / 2 and q log(q / m) / 2 of packs of both rows.
 template <int kPacks, typename T>
-__device__ __forceinline__ Pair<float> jensen_shannon_of(const Pack<T> (&x)[kPacks],
-                                                         const Pack<T> (&y)[kPacks],
-                                                         const Pair<Normalizer>& normalizers,
-                                                         float inv_temperature) {
-  Pair<float> sums{};
+__device__ __forceinline__ void add(Pair<float>& sums, const Pack<T> (&x)[kPacks],
+                                    const Pack<T> (&y)[kPacks], const Pair<Normalizer>& normalizers,
+                                    float inv_temperature) {
 #pragma unroll
   for (int u = 0; u < kPacks; ++u) {
     const auto logits = x[u].elements(), ref_logits = y[u].elements();
@@ -118,30 +120,34 @@ __device__ __forceinline__ Pair<float> jensen_shannon_of(const Pack<T> (&x)[kPac
       sums.q += q * score.q;
     }
   }
+}
+
+// What this thread reads of two rows, added to `sums` by `add`.
+template <typename Sums, typename T, typename... More>
+__device__ __forceinline__ Sums sums_of_thread(const T* row, const T* ref_row, int64_t classes,
+                                               More... more) {
+  Sums sums{};
+  const auto take = [&](const auto& x, const auto& y) { add(sums, x, y, more...); };
+  if (bytes_past_boundary(row) == 0 && bytes_past_boundary(ref_row) == 0) {
+    for_each_batch<true>(row, ref_row, classes, take);
+  } else {
+    for_each_batch<false>(row, ref_row, classes, take);
+  }
   return sums;
 }
 
 // The statistics of two rows, in thread 0.
-template <bool kJensenShannon, bool kAligned, typename T>
+template <bool kJensenShannon, typename T>
 __device__ __forceinline__ PairStatistics statistics_of(const T* row, const T* ref_row,
                                                         int64_t classes, float inv_temperature) {
-  PairPart<float> part;
-  for_each_batch<kAligned>(row, ref_row, classes, [&](const auto& x, const auto& y) {
-    part = merge(part, part_of(x, y, inv_temperature), inv_temperature);
-  });
-  part = reduce_block(part, [=](const PairPart<float>& x, const PairPart<float>& y) {
-    return merge(x, y, inv_temperature);
-  });
+  const auto part =
+      reduce_block(sums_of_thread<PairPart<float>>(row, ref_row, classes, inv_temperature),
+                   [=](const auto& x, const auto& y) { return merge(x, y, inv_temperature); });
   if constexpr (!kJensenShannon) return finish(part);
   const auto normalizers = from_first_thread(normalizers_of(part));
-  Pair<float> sums{};
-  for_each_batch<kAligned>(row, ref_row, classes, [&](const auto& x, const auto& y) {
-    const Pair<float> more = jensen_shannon_of(x, y, normalizers, inv_temperature);
-    sums = {sums.p + more.p, sums.q + more.q};
-  });
-  sums = reduce_block(sums, [](const Pair<float>& x, const Pair<float>& y) {
-    return Pair<float>{x.p + y.p, x.q + y.q};
-  });
+  const auto sums =
+      reduce_block(sums_of_thread<Pair<float>>(row, ref_row, classes, normalizers, inv_temperature),
+                   [](const auto& x, const auto& y) { return Pair<float>{x.p + y.p, x.q + y.q}; });
   return finish(normalizers, sums);
 }
 
@@ -153,11 +159,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     PairStatistics result{};
     if (rows.keeps(n)) {
       const int64_t r = rows.map.row_of(n);
-      const T *row = rows.row(r), *ref_row = rows.ref_row(r);
-      result =
-          bytes_past_boundary(row) == 0 && bytes_past_boundary(ref_row) == 0
-              ? statistics_of<kJensenShannon, true>(row, ref_row, rows.classes, inv_temperature)
-              : statistics_of<kJensenShannon, false>(row, ref_row, rows.classes, inv_temperature);
+      result = statistics_of<kJensenShannon>(rows.row(r), rows.ref_row(r), rows.classes,
+                                             inv_temperature);
     }
     if (threadIdx.x != 0) continue;
     kl[n] = result.divergence();
