@@ -32,4 +32,24 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "token_kl_backward(Tensor grad_kl, Tensor? grad_reward, Tensor log_probs, "
       "Tensor ref_log_probs, Tensor? mask, Tensor coeff, int estimator, bool nan_missing) "
       "-> Tensor grad_log_probs");
+  m.def(
+      "exact_kl(Tensor logits, Tensor ref_logits, Tensor? mask, Tensor? offsets, bool shift, "
+      "Tensor temperature, bool jensen_shannon) -> (Tensor kl, Tensor statistics)");
+  m.def(
+      "exact_kl_backward(Tensor grad_kl, Tensor logits, Tensor ref_logits, Tensor? mask, "
+      "Tensor? offsets, bool shift, Tensor temperature, bool jensen_shannon, Tensor statistics, "
+      "bool wants_grad, bool wants_grad_ref) -> (Tensor grad_logits, Tensor grad_ref_logits)");
+  m.def(
+      "linear_exact_kl(Tensor hidden, Tensor weight, Tensor? bias, float scale, float softcap, "
+      "Tensor ref_hidden, Tensor ref_weight, Tensor? ref_bias, float ref_scale, "
+      "float ref_softcap, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
+      "bool jensen_shannon, bool batch_invariant) -> (Tensor kl, Tensor statistics)");
+  m.def(
+      "linear_exact_kl_backward(Tensor grad_kl, Tensor hidden, Tensor weight, Tensor? bias, "
+      "float scale, float softcap, Tensor ref_hidden, Tensor ref_weight, Tensor? ref_bias, "
+      "float ref_scale, float ref_softcap, Tensor? mask, Tensor? offsets, bool shift, "
+      "Tensor temperature, bool jensen_shannon, bool batch_invariant, Tensor statistics, "
+      "bool of_hidden, bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, "
+      "bool of_ref_bias) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
+      "Tensor grad_ref_hidden, Tensor grad_ref_weight, Tensor grad_ref_bias)");
 }

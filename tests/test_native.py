@@ -105,19 +105,25 @@ def test_cuda_library_under_a_cpu_build_of_torch_is_explained():
 
 COMPARE = """
 import torch
-from fusedrl import _host, token_log_probs
+from fusedrl import _host, exact_kl, token_log_probs
 
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(0)
 tokens = torch.randint(4099, (7,), generator=generator)
-draw = 4 * torch.randn(7, 4099, generator=generator)
+draw, other = 4 * torch.randn(2, 7, 4099, generator=generator)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     results = []
     for impl, kind in (("cpu", dtype), ("reference", torch.float64)):
         logits = draw.to(dtype).to(kind).detach().requires_grad_()
         result = token_log_probs(logits, tokens, entropy=True, temperature=0.7, impl=impl)
         (result.log_probs * torch.arange(7) + result.entropy).sum().backward()
-        results.append((*result, logits.grad))
+        result = [*result, logits.grad]
+        for direction in ("reverse", "jensen_shannon"):
+            rows = [x.to(dtype).to(kind).detach().requires_grad_() for x in (draw, other)]
+            divergence = exact_kl(*rows, direction=direction, temperature=0.7, impl=impl)
+            (divergence * torch.arange(7)).sum().backward()
+            result += [divergence, *(row.grad for row in rows)]
+        results.append(result)
     for kernel, truth in zip(*results):
         # Gradients are rounded to the dtype of the logits.
         close = {"rtol": 1e-5, "atol": 1e-5} if kernel.dtype == torch.float32 else {}

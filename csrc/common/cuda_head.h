@@ -71,15 +71,16 @@ class HeadRows {
   std::optional<Tensor> index_;
 };
 
-// A head over the selected rows of a batch of hidden states.
+// A head over the selected rows of a batch of hidden states, whose strides `map` knows where they
+// are not those of the batch that the rows were selected from.
 template <typename T>
 class CudaHead {
  public:
   CudaHead(const OnDeviceOf& device, const HeadRows& rows, const Tensor& hidden,
            const Tensor& weight, const std::optional<Tensor>& bias, double scale, double softcap,
-           int64_t vocab_offset = 0)
+           std::optional<RowMap> map = std::nullopt, int64_t vocab_offset = 0)
       : rows_(rows),
-        hidden_(gathered(device, rows, hidden)),
+        hidden_(gathered(device, rows, map.value_or(rows.kept.map), hidden)),
         weight_(weight),
         products_(
             new_matrix(hidden, std::min(rows.block, rows.padded), rows.tile, ScalarType::Float)),
@@ -93,6 +94,8 @@ class CudaHead {
   Tensor weight_tile(int64_t first) const {
     return rows_of(weight_, first, std::min(rows_.tile, weight_.size(0) - first));
   }
+
+  float* products() const { return mutable_data<float>(products_); }
 
   // The products of a block of rows and a tile of classes, in a workspace that the next call
   // overwrites.
@@ -113,7 +116,8 @@ class CudaHead {
   }
 
  private:
-  static Tensor gathered(const OnDeviceOf& device, const HeadRows& rows, const Tensor& hidden) {
+  static Tensor gathered(const OnDeviceOf& device, const HeadRows& rows, const RowMap& map,
+                         const Tensor& hidden) {
     const int64_t width = hidden.size(hidden.dim() - 1);
     const bool as_they_are = rows.kept.tokens == nullptr && rows.padded == rows.kept.count;
     if (as_they_are && hidden.is_contiguous()) {
@@ -121,8 +125,9 @@ class CudaHead {
     }
     Tensor out = new_zeros(hidden, {rows.padded, width}, hidden.scalar_type());
     if (rows.kept.count > 0) {
-      device.launch(gather_rows<T>, rows.kept.count, kElementThreads, rows.kept, data<T>(hidden),
-                    width, mutable_data<T>(out));
+      const Selection kept{map, rows.kept.tokens, rows.kept.count};
+      device.launch(gather_rows<T>, kept.count, kElementThreads, kept, data<T>(hidden), width,
+                    mutable_data<T>(out));
     }
     return out;
   }

@@ -82,6 +82,8 @@ struct LogitShape {
     });
   }
 
+  bool is_identity() const { return bias == nullptr && scale == 1 && cap == 0; }
+
   // The logit's derivative by the product.
   __device__ __forceinline__ float slope(float logit) const {
     return cap == 0 ? scale : scale * softcap_slope(logit, cap);

@@ -21,7 +21,7 @@ Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor 
   device.launch(start_parts, element_blocks(tokens.numel()), kElementThreads, rows.rows, targets,
                 !vocab_offset.has_value(), vocab_offset.value_or(0) == 0, out);
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
-    const CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap,
+    const CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap, std::nullopt,
                            vocab_offset.value_or(0));
     const auto add = entropy ? add_tile<true, T> : add_tile<false, T>;
     for_each_tile(
@@ -65,7 +65,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
                       batch_invariant);
   std::tuple<Tensor, Tensor, Tensor> grads{hidden, hidden, hidden};
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
-    const CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap,
+    const CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap, std::nullopt,
                            vocab_offset.value_or(0));
     CudaHeadGradient<T> gradient(device, rows, head, hidden, weight, of_hidden, of_weight, of_bias);
     for_each_tile(

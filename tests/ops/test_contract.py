@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedrl import token_kl, token_log_probs
+from fusedrl import exact_kl, token_kl, token_log_probs
 
 SAMPLES = {
     "packed": ((9, 20), torch.tensor([0, 3, 3, 9])),
@@ -62,6 +62,22 @@ def test_opcheck_token_kl(dtype, reward):
     )
 
 
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("jensen_shannon", [False, True])
+def test_opcheck_exact_kl(kind, dtype, shift, jensen_shannon):
+    logits, _, *options, _ = log_prob_args(kind, dtype, shift, False)
+    pair, options = (logits, torch.randn_like(logits)), (*options, jensen_shannon)
+    torch.library.opcheck(torch.ops.fusedrl.exact_kl.default, (*pair, *options))
+    kl, statistics = torch.ops.fusedrl.exact_kl(*pair, *options)
+    for wants in ((True, True), (True, False), (False, True)):
+        torch.library.opcheck(
+            torch.ops.fusedrl.exact_kl_backward.default,
+            (torch.randn_like(kl), *pair, *options, statistics, *wants),
+        )
+
+
 @pytest.fixture
 def graphs():
     """Counts the graphs that torch.compile makes."""
@@ -82,6 +98,31 @@ def test_one_graph_over_twenty_temperatures(graphs, kind):
             logits, tokens, mask, offsets=offsets, shift=True, temperature=temperature, entropy=True
         )
         return (out.log_probs + out.entropy).sum()
+
+    compiled = torch.compile(loss, backend=graphs, fullgraph=True)
+    for temperature in torch.linspace(0.5, 2.0, 20).unbind():
+        expected = loss(logits, float(temperature))
+        torch.testing.assert_close(compiled(logits, temperature), expected)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen_shannon"])
+def test_one_graph_over_twenty_temperatures_of_exact_kl(graphs, kind, direction):
+    logits, _, mask, offsets, *_ = log_prob_args(kind, torch.float32, True, False)
+    ref_logits = torch.randn_like(logits)
+    logits.requires_grad_()
+
+    def loss(logits, temperature):
+        return exact_kl(
+            logits,
+            ref_logits,
+            mask,
+            direction=direction,
+            offsets=offsets,
+            shift=True,
+            temperature=temperature,
+        ).sum()
 
     compiled = torch.compile(loss, backend=graphs, fullgraph=True)
     for temperature in torch.linspace(0.5, 2.0, 20).unbind():
@@ -119,12 +160,13 @@ def test_twenty_lengths_make_at_most_two_graphs(graphs):
 def test_backward_through_inductor():
     torch._dynamo.reset()
     logits, tokens, mask, offsets, *_ = log_prob_args("packed", torch.float32, True, True)
-    q, reward = torch.randn(9), torch.randn(3)
+    q, reward, ref_logits = torch.randn(9), torch.randn(3), torch.randn_like(logits)
 
     def loss(logits):
         out = token_log_probs(logits * 2, tokens, mask, offsets=offsets, shift=True, entropy=True)
         kl = token_kl(out.log_probs, q, mask, offsets=offsets, reward=reward, coeff=0.1)
-        return kl.reward.sum() + out.entropy.sum()
+        exact = exact_kl(logits, ref_logits - logits, mask, offsets=offsets, shift=True)
+        return kl.reward.sum() + out.entropy.sum() + exact.sum()
 
     grads = []
     for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):

@@ -1,0 +1,140 @@
+// CUDA ops: the same tile of both heads' matrix products at a time, each consumed right after.
+#include <tuple>
+
+#include "common/cuda_head.h"
+#include "linear_exact_kl/kernels.h"
+
+namespace fusedrl {
+namespace {
+
+constexpr int64_t kStatistics = sizeof(PairStatistics) / sizeof(float);
+
+// The two models over the same rows.
+template <typename T>
+struct Heads {
+  const OnDeviceOf& device;
+  CudaHead<T> p, q;
+
+  // A tile of logits of each.
+  Pair<Tile<T>> tiles(int64_t first_class, int64_t first_row) const {
+    return {logits(p, first_class, first_row), logits(q, first_class, first_row)};
+  }
+
+ private:
+  Tile<T> logits(const CudaHead<T>& head, int64_t first_class, int64_t first_row) const {
+    const Tile<T> tile = head.tile(first_class, first_row);
+    if (!tile.shape.is_identity()) {
+      device.launch(shape_tile<T>, tile.rows, kElementThreads, tile, head.products());
+    }
+    return tile;
+  }
+};
+
+template <typename T>
+int threads_of(const Tile<T>& tile) {
+  return threads_for(2 * tile.classes * sizeof(float));
+}
+
+std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
+                                   double scale, double softcap, Tensor ref_hidden,
+                                   Tensor ref_weight, std::optional<Tensor> ref_bias,
+                                   double ref_scale, double ref_softcap, std::optional<Tensor> mask,
+                                   std::optional<Tensor> offsets, bool shift, Tensor temperature,
+                                   bool jensen_shannon, bool batch_invariant) {
+  const OnDeviceOf device(hidden);
+  Tensor kl = empty_per_token(hidden), statistics = empty_per_token(hidden, kStatistics);
+  torch::stable::zero_(kl);
+  torch::stable::zero_(statistics);
+  if (kl.numel() == 0) return {kl, statistics};
+  const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
+                      batch_invariant);
+  const int64_t count = rows.kept.count;
+  if (count == 0) return {kl, statistics};
+  const Tensor parts =
+      new_matrix(hidden, count, sizeof(PairPart<float>) / sizeof(float), ScalarType::Float);
+  const Tensor sums = new_matrix(hidden, jensen_shannon ? count : 0, 2, ScalarType::Float);
+  auto* of_parts = mutable_data<PairPart<float>>(parts);
+  auto* of_sums = jensen_shannon ? mutable_data<Pair<float>>(sums) : nullptr;
+  dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
+    const Heads<T> heads{device,
+                         {device, rows, hidden, weight, bias, scale, softcap},
+                         {device, rows, ref_hidden, ref_weight, ref_bias, ref_scale, ref_softcap,
+                          row_map(ref_hidden, offsets, shift)}};
+    const auto nothing = [](int64_t) {};
+    for_each_tile(
+        rows,
+        [&](int64_t first_class, int64_t first_row) {
+          const auto [p, q] = heads.tiles(first_class, first_row);
+          device.launch(add_pair_tile<T>, p.rows, threads_of(p), p, q, rows.rows, first_class == 0,
+                        of_parts);
+        },
+        nothing);
+    if (!jensen_shannon) return;
+    // Its mixture needs both normalizers first, hence every product a second time.
+    for_each_tile(
+        rows,
+        [&](int64_t first_class, int64_t first_row) {
+          const auto [p, q] = heads.tiles(first_class, first_row);
+          device.launch(add_jensen_shannon_tile<T>, p.rows, threads_of(p), p, q, rows.rows,
+                        first_class == 0, of_parts, of_sums);
+        },
+        nothing);
+  });
+  device.launch(finish_pairs, element_blocks(count), kElementThreads, rows.kept, of_parts, of_sums,
+                mutable_data<float>(kl), mutable_data<PairStatistics>(statistics));
+  return {kl, statistics};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    Tensor grad_kl, Tensor hidden, Tensor weight, std::optional<Tensor> bias, double scale,
+    double softcap, Tensor ref_hidden, Tensor ref_weight, std::optional<Tensor> ref_bias,
+    double ref_scale, double ref_softcap, std::optional<Tensor> mask, std::optional<Tensor> offsets,
+    bool shift, Tensor temperature, bool jensen_shannon, bool batch_invariant, Tensor statistics,
+    bool of_hidden, bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight,
+    bool of_ref_bias) {
+  const OnDeviceOf device(hidden);
+  const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
+                      batch_invariant);
+  const RowMap ref_map = row_map(ref_hidden, offsets, shift);
+  const bool of_p = of_hidden || of_weight || of_bias;
+  const bool of_q = of_ref_hidden || of_ref_weight || of_ref_bias;
+  std::tuple<Tensor, Tensor, Tensor> grads{hidden, hidden, hidden}, ref_grads = grads;
+  dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
+    const Heads<T> heads{
+        device,
+        {device, rows, hidden, weight, bias, scale, softcap},
+        {device, rows, ref_hidden, ref_weight, ref_bias, ref_scale, ref_softcap, ref_map}};
+    CudaHeadGradient<T> grad_p(device, rows, heads.p, hidden, weight, of_hidden, of_weight,
+                               of_bias);
+    CudaHeadGradient<T> grad_q(device, rows, heads.q, ref_hidden, ref_weight, of_ref_hidden,
+                               of_ref_weight, of_ref_bias);
+    const auto kernel =
+        jensen_shannon ? differentiate_pair_tile<true, T> : differentiate_pair_tile<false, T>;
+    for_each_tile(
+        rows,
+        [&](int64_t first_class, int64_t first_row) {
+          const auto [p, q] = heads.tiles(first_class, first_row);
+          device.launch(kernel, p.rows, threads_of(p), p, q, rows.kept, rows.rows,
+                        data<float>(grad_kl), data<PairStatistics>(statistics),
+                        of_p ? grad_p.grads() : nullptr, of_q ? grad_q.grads() : nullptr);
+          if (of_p) grad_p.add(p, first_class);
+          if (of_q) grad_q.add(q, first_class);
+        },
+        [&](int64_t first_class) {
+          grad_p.finish_classes(first_class);
+          grad_q.finish_classes(first_class);
+        });
+    grads = grad_p.result();
+    ref_grads = grad_q.result();
+  });
+  return std::tuple_cat(grads, ref_grads);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusedrl, CUDA, m) {
+  m.impl("linear_exact_kl", TORCH_BOX(&forward));
+  m.impl("linear_exact_kl_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace fusedrl

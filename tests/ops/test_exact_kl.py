@@ -1,0 +1,508 @@
+"""exact_kl: against float64, torch in float32, and its own contract."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from accuracy import no_worse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedrl import exact_kl
+from fusedrl.ops.exact_kl import DIRECTIONS
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Around vector blocks and chunks, and vocabularies that are no multiple of either.
+CLASSES = [1, 2, 7, 31, 32, 33, 129, 511, 513, 2560, 4097, 32000]
+INF = float("inf")
+
+
+def torch_path(logits, ref_logits, direction, temperature=1.0):
+    """What users write: two log_softmax and a sum."""
+    log_p, log_q = (torch.log_softmax(x / temperature, -1) for x in (logits, ref_logits))
+    if direction == "forward":
+        log_p, log_q = log_q, log_p
+    p, q = log_p.exp(), log_q.exp()
+    if direction != "jensen_shannon":
+        return (p * (log_p - log_q)).sum(-1)
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    return (p * (log_p - log_m) + q * (log_q - log_m)).sum(-1) / 2
+
+
+def with_zeros(logits, ref_logits, direction):
+    """The same in float64, where probabilities may be 0."""
+    p, q = (torch.softmax(x.double(), -1) for x in (logits, ref_logits))
+
+    def kl(p, q):
+        return (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
+
+    if direction == "jensen_shannon":
+        return (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2
+    return kl(p, q) if direction == "reverse" else kl(q, p)
+
+
+def sample(shape, dtype=torch.float32, apart=1.0):
+    logits = torch.randn(shape) * 4
+    return logits.to(dtype), (logits + torch.randn(shape) * apart).to(dtype)
+
+
+def gradients(function, logits, ref_logits, upstream):
+    leaves = [x.detach().clone().requires_grad_() for x in (logits, ref_logits)]
+    out = function(*leaves)
+    return torch.autograd.grad(out, leaves, upstream.to(out))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", CLASSES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 25.0])
+def test_no_worse_than_torch_in_float32(dtype, classes, direction, temperature):
+    for apart in (6.0, 0.05):
+        p, q = sample((9, classes), dtype, apart)
+        ours = exact_kl(p, q, direction=direction, temperature=temperature)
+        assert ours.dtype == torch.float32
+        theirs = torch_path(p.float(), q.float(), direction, temperature)
+        truth = torch_path(p.double(), q.double(), direction, temperature)
+        no_worse(ours, theirs, truth, 1e-6 + 2e-7 * truth.max().item())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [1, 17, 4100])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_no_worse_than_torch_in_float32(dtype, classes, direction, temperature):
+    p, q = sample((6, classes), dtype, 3.0)
+    upstream = torch.randn(6)
+
+    def path(p, q):
+        return torch_path(p, q, direction, temperature)
+
+    def ours(p, q):
+        return exact_kl(p, q, direction=direction, temperature=temperature)
+
+    mine = gradients(ours, p, q, upstream)
+    theirs = gradients(path, p.float(), q.float(), upstream)
+    truth = gradients(path, p.double(), q.double(), upstream)
+    for got, other, exact in zip(mine, theirs, truth, strict=True):
+        assert got.dtype == dtype
+        no_worse(got, other.to(dtype), exact, 1e-6)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_reference_passes_gradcheck(direction):
+    p, q = torch.randn(2, 5, 7, dtype=torch.float64).unbind()
+    mask = torch.tensor([True, False, True, True, True])
+
+    def function(p, q):
+        return exact_kl(p, q, mask, direction=direction, temperature=0.8)
+
+    assert torch.autograd.gradcheck(function, (p.requires_grad_(), q.requires_grad_()))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_rows_have_no_divergence(direction, dtype):
+    logits = (torch.randn(9, 10007) * 5).to(dtype)
+    divergence = exact_kl(logits, logits.clone(), direction=direction, temperature=0.7)
+    torch.testing.assert_close(divergence, torch.zeros(9), rtol=0, atol=1e-6)
+    for grad in gradients(
+        lambda p, q: exact_kl(p, q, direction=direction), logits, logits, divergence + 1
+    ):
+        torch.testing.assert_close(grad, torch.zeros_like(grad), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_nearly_equal_rows_are_never_negative(direction):
+    logits = torch.randn(64, 5000) * 5
+    nearly = logits * (1 + 1e-6) + 3.0
+    divergence = exact_kl(logits, nearly, direction=direction)
+    assert ((divergence >= 0) & (divergence < 1e-6)).all()
+
+
+def test_jensen_shannon_is_bounded_and_symmetric():
+    p, q = torch.zeros(2, 3, 4001).unbind()
+    p[:, :2000] = -200.0
+    q[:, 2000:] = -200.0  # no class in common
+    p[1, 2000:] += torch.randn(2001)
+    q[2, :2000] -= 5.0
+    divergence = exact_kl(p, q, direction="jensen_shannon")
+    assert (divergence <= math.log(2)).all()
+    torch.testing.assert_close(divergence, torch.full((3,), math.log(2)))
+    p, q = sample((3, 4001))
+    there, back = (exact_kl(*x, direction="jensen_shannon") for x in ((p, q), (q, p)))
+    torch.testing.assert_close(there, back)
+
+
+@pytest.mark.parametrize("classes", [10, 700, 9000])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinite_logits(classes, direction, dtype):
+    """Banned classes in either row or both, rows of -inf, +inf and NaN."""
+    p, q = sample((12, classes), dtype)
+    part = classes - classes // 5
+    p[0, :part] = -INF  # whole chunks
+    q[1, :part] = -INF
+    p[2, :part] = q[2, :part] = -INF
+    p[3, : classes // 2], q[3, classes // 3 :] = -INF, -INF
+    p[4], p[4, -1] = torch.tensor(-INF), 1.0  # one class is left
+    q[5], q[5, -1] = torch.tensor(-INF), 1.0
+    q[6, 1], p[6, 1] = -INF, -150.0  # banned where the other has next to nothing
+    p[7], q[8] = -INF, -INF
+    p[9, 2], q[10, classes - 1] = INF, INF
+    p[11, classes - 1] = float("nan")
+    ours = exact_kl(p, q, direction=direction)
+    truth = with_zeros(p, q, direction)
+    truth[6] = with_zeros(p[6].masked_fill(p[6] == -150, -INF), q[6], direction)
+    if direction == "forward":
+        truth[6] = with_zeros(p[6], q[6], direction)
+    assert truth[:7].isnan().sum() == 0
+    no_worse(ours, truth.float(), truth, 2e-6)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_gradient_of_a_banned_class_is_zero(direction, impl):
+    p, q = sample((3, 5000))
+    both = torch.rand(3, 5000) < 0.5
+    p[both] = q[both] = -INF
+    p[1, :3000] = -INF  # has no mass of its own where the reference does
+    if direction == "forward":
+        p, q = q, p
+    upstream = torch.randn(3)
+    grads = gradients(lambda p, q: exact_kl(p, q, direction=direction, impl=impl), p, q, upstream)
+    for logits, grad in zip((p, q), grads, strict=True):
+        assert grad.isfinite().all()
+        assert (grad[logits == -INF] == 0).all()
+        assert grad.any(-1).all()
+
+
+def test_gradient_of_an_infinite_divergence_leaves_banned_classes_alone():
+    p, q = sample((2, 50))
+    q[0, :10] = -INF
+    assert exact_kl(p, q)[0] == INF
+    grad, grad_ref = gradients(exact_kl, p, q, torch.ones(2))
+    assert not grad[0].isfinite().any()
+    assert (grad_ref[0, :10] == 0).all()
+    assert grad[1].isfinite().all()
+    torch.testing.assert_close(grad_ref[:, 10:], (q.softmax(-1) - p.softmax(-1))[:, 10:])
+
+
+@pytest.mark.parametrize("offset", [-1e4, 1e4, -3e37, 3e37])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_rows_far_from_zero(offset, direction):
+    p, q = sample((4, 6000))
+    p, q = p + offset, q - offset
+    truth = torch_path(p.double(), q.double(), direction)
+    no_worse(exact_kl(p, q, direction=direction), torch_path(p, q, direction), truth, 2e-6)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_later_chunk_that_dwarfs_the_first(direction):
+    """Relative to the first chunk's maxima these overflow; the chunk must start over."""
+    p, q = sample((5, 20000))
+    p[0, 9000] = q[1, 9000] = 300.0
+    p[2, 5000:] += 70.0
+    q[3, 5000:] -= 300.0
+    p[4, 5000:] -= 300.0
+    q[4, 9000:] += 200.0
+    truth = torch_path(p.double(), q.double(), direction)
+    theirs = torch_path(p, q, direction)
+    no_worse(exact_kl(p, q, direction=direction), theirs, truth, 2e-6)
+    upstream = torch.randn(5)
+    mine = gradients(lambda p, q: exact_kl(p, q, direction=direction), p, q, upstream)
+    path = gradients(lambda p, q: torch_path(p, q, direction), p, q, upstream)
+    exact = gradients(lambda p, q: torch_path(p, q, direction), p.double(), q.double(), upstream)
+    for got, other, want in zip(mine, path, exact, strict=True):
+        no_worse(got, other, want, 2e-6)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(("scale", "temperature"), [(30.0, 0.01), (1e4, 1e-3)])
+def test_large_scaled_logits(direction, scale, temperature):
+    """One number for a normalizer would leave no digits for the softmax of such logits."""
+    p = (torch.rand(4, 6000) * 2 - 1) * scale
+    p[:, 5] = p.max(-1).values - temperature  # a rival, or all gradients would be 0
+    q = p + torch.randn(4, 6000) * temperature
+    upstream = torch.randn(4) * temperature
+
+    def path(p, q):
+        return exact_kl(p, q, direction=direction, temperature=temperature)
+
+    # What the logits' own rounding leaves of them.
+    digits = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(path(p, q).double(), path(p.double(), q.double()), **digits)
+    mine, exact = (gradients(path, p.to(t), q.to(t), upstream) for t in (p.dtype, torch.float64))
+    for got, want in zip(mine, exact, strict=True):
+        torch.testing.assert_close(got.double(), want, **digits)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_only_the_side_that_requires_grad_gets_one(direction):
+    p, q = sample((5, 300), torch.bfloat16)
+    upstream = torch.randn(5)
+    both = gradients(lambda p, q: exact_kl(p, q, direction=direction), p, q, upstream)
+    for side in (0, 1):
+        pair = [p.clone(), q.clone()]
+        pair[side].requires_grad_()
+        exact_kl(*pair, direction=direction).backward(upstream)
+        assert torch.equal(pair[side].grad, both[side])
+        assert pair[1 - side].grad is None
+
+
+def test_no_second_derivative():
+    p, q = sample((2, 3))
+    p.requires_grad_()
+    (grad,) = torch.autograd.grad(exact_kl(p, q).square().sum(), p, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("poison", [float("nan"), INF, -INF])
+def test_what_a_dropped_token_holds_reaches_neither_result_nor_gradient(direction, poison):
+    p, q = sample((6, 40))
+    mask = torch.tensor([True, False, True, True, False, True])
+    upstream = torch.randn(6)
+
+    def path(p, q):
+        return exact_kl(p, q, mask, direction=direction)
+
+    clean, clean_grads = path(p, q), gradients(path, p, q, upstream)
+    p[~mask] = q[~mask] = poison
+    dirty = path(p, q)
+    assert torch.equal(dirty, clean)
+    assert (dirty[~mask] == 0).all()
+    for got, want in zip(gradients(path, p, q, upstream), clean_grads, strict=True):
+        assert torch.equal(got, want)
+        assert (got[~mask] == 0).all()
+        assert got[mask].any(-1).all()
+
+
+def test_packed_shift_never_reads_the_neighbour():
+    lengths = [3, 0, 1, 5]
+    p, q = sample((9, 20))
+    offsets = torch.tensor([0, 3, 3, 4, 9])
+    packed = exact_kl(p, q, offsets=offsets, shift=True)
+    grads = gradients(lambda p, q: exact_kl(p, q, offsets=offsets, shift=True), p, q, torch.ones(9))
+    start = 0
+    for length in lengths:
+        own = slice(start, start + length)
+        expected = torch_path(p[own][:-1], q[own][:-1], "reverse")
+        torch.testing.assert_close(packed[own][1:], expected, rtol=1e-5, atol=1e-6)
+        assert length == 0 or packed[start] == 0
+        for grad in grads:
+            assert length == 0 or not grad[own][-1].any()  # no token reads a sequence's last row
+        start += length
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_padded_equals_packed_and_nested(direction):
+    lengths = [4, 1, 6]
+    p, q = sample((3, 6, 33))
+    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
+    options = {"shift": True, "direction": direction, "temperature": 0.9}
+    padded = exact_kl(p, q, mask, **options)
+    flat_p, flat_q, offsets = p[mask], q[mask], torch.tensor([0, 4, 5, 11])
+    packed = exact_kl(flat_p, flat_q, offsets=offsets, **options)
+    assert torch.equal(padded[mask], packed)
+    assert (padded[~mask] == 0).all()
+    keep = torch.rand(11) < 0.7
+    dropped = exact_kl(flat_p, flat_q, keep, offsets=offsets, **options)
+
+    nested_p, nested_q, nested_keep = (
+        torch.nested.nested_tensor_from_jagged(x, offsets) for x in (flat_p, flat_q, keep)
+    )
+    jagged = exact_kl(nested_p, nested_q, **options)
+    assert jagged.layout == torch.jagged
+    assert torch.equal(jagged.values(), packed)
+    assert torch.equal(jagged.offsets(), offsets)
+    assert torch.equal(exact_kl(nested_p, nested_q, nested_keep, **options).values(), dropped)
+    strided = exact_kl(
+        *(torch.nested.nested_tensor(list(x.split(lengths))) for x in (flat_p, flat_q)), **options
+    )
+    assert strided.layout == torch.strided
+    assert torch.equal(torch.cat(strided.unbind()), packed)
+
+
+def test_jagged_gradient_reaches_both_values():
+    p, q = sample((5, 8))
+    offsets = torch.tensor([0, 2, 5])
+
+    def path(p, q):
+        nested = (torch.nested.nested_tensor_from_jagged(x, offsets) for x in (p, q))
+        return exact_kl(*nested).values()
+
+    upstream = torch.randn(5)
+    for got, want in zip(
+        gradients(path, p, q, upstream), gradients(exact_kl, p, q, upstream), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_contract_is_bitwise(direction, dtype):
+    """A row's bits are the same alone, in a batch, shuffled, and on 1 or 2 threads."""
+    p, q = sample((40, 9001), dtype)
+    whole = exact_kl(p, q, direction=direction)
+    alone = [exact_kl(p[i : i + 1], q[i : i + 1], direction=direction) for i in range(40)]
+    assert torch.equal(torch.cat(alone), whole)
+    order = torch.randperm(40)
+    assert torch.equal(exact_kl(p[order], q[order], direction=direction), whole[order])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert torch.equal(exact_kl(p, q, direction=direction), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_views_need_no_copy():
+    """Sliced, misaligned, transposed, broadcast logits give what contiguous copies give."""
+    storage = torch.randn(2 * 8 * 301 + 1, dtype=torch.bfloat16)
+    misaligned = storage[1:].view(2, 8, 301)
+    other = torch.randn(2, 8, 301).bfloat16()
+    for view, ref in (
+        (misaligned, other),
+        (misaligned[:, :, 5:260], other[:, :, 3:258]),
+        (misaligned[:1].expand(2, 8, 301), other),
+        (torch.randn(301, 8, 2).permute(2, 1, 0).bfloat16(), other[:, :1].expand(2, 8, 301)),
+        (misaligned.transpose(0, 1), other.view(8, 2, 301)),
+    ):
+        expected = exact_kl(view.contiguous(), ref.contiguous(), shift=True)
+        assert torch.equal(exact_kl(view, ref, shift=True), expected)
+        swapped = exact_kl(ref.contiguous(), view.contiguous(), shift=True)
+        assert torch.equal(exact_kl(ref, view, shift=True), swapped)
+    leaf = misaligned.clone().requires_grad_()
+    exact_kl(leaf[0, ::2, 1:], other[1, ::2, :-1]).sum().backward()
+    dense = misaligned[0, ::2, 1:].contiguous().requires_grad_()
+    exact_kl(dense, other[1, ::2, :-1].contiguous()).sum().backward()
+    assert torch.equal(leaf.grad[0, ::2, 1:], dense.grad)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (0, 3, 5), (2, 0, 5)])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_nothing_to_do(shape, direction):
+    p, q = (torch.randn(shape, requires_grad=True) for _ in range(2))
+    out = exact_kl(p, q, direction=direction)
+    assert out.shape == shape[:-1]
+    out.sum().backward()
+    assert p.grad.shape == q.grad.shape == shape
+
+
+def test_int32_offsets():
+    p, q = sample((4, 9))
+    offsets = torch.tensor([0, 1, 4])
+    wide = exact_kl(p, q, offsets=offsets, shift=True)
+    assert torch.equal(exact_kl(p, q, offsets=offsets.int(), shift=True), wide)
+
+
+GOOD = {"logits": torch.zeros(4, 5), "ref_logits": torch.zeros(4, 5)}
+NESTED = torch.nested.nested_tensor([torch.zeros(1, 5), torch.zeros(3, 5)], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"logits": torch.zeros(4)}, ValueError, "logits: expected"),
+        ({"logits": torch.zeros(4, 0)}, ValueError, "at least one class"),
+        ({"logits": torch.zeros(4, 5).long()}, TypeError, "logits: expected a floating"),
+        ({"ref_logits": torch.zeros(4, 6)}, ValueError, r"ref_logits: expected shape \(4, 5\)"),
+        (
+            {"ref_logits": torch.zeros(4, 5).bfloat16()},
+            ValueError,
+            r"ref_logits: expected torch.float32 like the logits, .*\.to\(torch.float32\)",
+        ),
+        ({"ref_logits": torch.zeros(4, 5, device="meta")}, ValueError, "expected device cpu"),
+        ({"ref_logits": None}, TypeError, "ref_logits: expected a torch.Tensor, got NoneType"),
+        ({"ref_logits": NESTED}, ValueError, "ref_logits: expected a dense tensor"),
+        ({"logits": NESTED}, ValueError, "ref_logits: expected a nested tensor"),
+        (
+            {"logits": NESTED, "ref_logits": NESTED, "offsets": torch.tensor([0, 4])},
+            ValueError,
+            "offsets: expected None with nested",
+        ),
+        (
+            {
+                "logits": NESTED,
+                "ref_logits": torch.nested.nested_tensor(
+                    [torch.zeros(2, 5), torch.zeros(2, 5)], layout=torch.jagged
+                ),
+            },
+            ValueError,
+            "ref_logits: expected the sequence lengths",
+        ),
+        ({"direction": "both"}, ValueError, "reverse, forward, jensen_shannon, got 'both'"),
+        ({"mask": torch.ones(4)}, TypeError, "mask: expected torch.bool"),
+        ({"mask": torch.ones(5, dtype=torch.bool)}, ValueError, r"mask: expected shape \(4,\)"),
+        ({"shift": True}, ValueError, "offsets: expected the sequence boundaries"),
+        ({"offsets": torch.tensor([0, 3])}, ValueError, "from 0 to 4"),
+        ({"offsets": torch.tensor([0, 5, 4])}, ValueError, "non-decreasing"),
+        ({"temperature": 0.0}, ValueError, "temperature: expected a finite number > 0"),
+        ({"temperature": torch.tensor(-1.0)}, RuntimeError, "temperature: expected a finite"),
+        ({"temperature": torch.ones((), requires_grad=True)}, ValueError, "detach"),
+        ({"impl": "cuda"}, ValueError, "needs tensors on cuda"),
+        ({"impl": "fast"}, ValueError, "impl: expected one of"),
+        ({"logits": [[0.0]]}, TypeError, "logits: expected a torch.Tensor, got list"),
+    ],
+)
+def test_bad_input_names_argument_expectation_and_remedy(change, error, match):
+    with pytest.raises(error, match=match):
+        exact_kl(**{**GOOD, **change})
+
+
+def test_padded_logits_take_no_offsets():
+    with pytest.raises(ValueError, match="offsets: expected None with padded"):
+        exact_kl(torch.zeros(2, 2, 5), torch.zeros(2, 2, 5), offsets=torch.tensor([0, 4]))
+
+
+def test_the_op_itself_refuses_wrong_offsets():
+    args = (torch.zeros(4, 5), torch.zeros(4, 5), None, torch.tensor([0, 9]), True)
+    with pytest.raises(RuntimeError, match="offsets: expected non-decreasing values from 0 to 4"):
+        torch.ops.fusedrl.exact_kl(*args, torch.ones((), dtype=torch.float64), False)
+
+
+def test_explicit_cpu_refuses_a_dtype_it_has_no_kernel_for():
+    p, q = torch.zeros(2, 4, 5).double().unbind()
+    with pytest.raises(ValueError, match="float32, bfloat16, float16"):
+        exact_kl(p, q, impl="cpu")
+    assert exact_kl(p, q).dtype == torch.float64
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    classes=st.integers(1, 70),
+    direction=st.sampled_from(DIRECTIONS),
+    shift=st.booleans(),
+    keep=st.floats(0, 1),
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_random_ragged_batches_equal_the_reference(
+    lengths, classes, direction, shift, keep, seed, dtype
+):
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(lengths)
+    p, q = (torch.randn(2, count, classes, generator=generator) * 5).to(dtype).unbind()
+    mask = torch.rand(count, generator=generator) < keep
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    upstream = torch.randn(count, generator=generator)
+    options = {"direction": direction, "offsets": offsets, "shift": shift}
+
+    def path(p, q):
+        impl = "reference" if p.dtype == torch.float64 else "cpu"
+        return exact_kl(p, q, mask, impl=impl, **options)
+
+    mine, exact = path(p, q), path(p.double(), q.double())
+    torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=5e-6)
+    rounding = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-5}
+    for got, want in zip(
+        gradients(path, p, q, upstream),
+        gradients(path, p.double(), q.double(), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(got.double(), want, **rounding)
