@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kFirstChunk = 512;
 constexpr int64_t kChunk = 2048;
 
-// What one vector of two rows adds to a part.
+// The sums of a part, and how far its logits rise above its maxima, one a lane.
 struct Sums {
   F top_p = splat(-INFINITY), top_q = splat(-INFINITY);
   F sum_p{}, sum_q{}, cross{};
