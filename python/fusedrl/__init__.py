@@ -19,6 +19,7 @@ _HOME = {
     "token_kl": "fusedrl.ops",
     "TokenKL": "fusedrl.ops",
     "exact_kl": "fusedrl.ops",
+    "linear_exact_kl": "fusedrl.ops",
     "KLComputation": "fusedrl.transforms",
     "RetrieveLogProb": "fusedrl.transforms",
     "RetrieveKL": "fusedrl.transforms",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from fusedrl.ops import TokenLogProbs as TokenLogProbs
     from fusedrl.ops import VocabPart as VocabPart
     from fusedrl.ops import exact_kl as exact_kl
+    from fusedrl.ops import linear_exact_kl as linear_exact_kl
     from fusedrl.ops import linear_token_log_probs as linear_token_log_probs
     from fusedrl.ops import token_kl as token_kl
     from fusedrl.ops import token_log_probs as token_log_probs

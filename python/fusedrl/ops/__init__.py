@@ -1,6 +1,7 @@
 """The kernels, one package an op: the public function, its reference, its autograd."""
 
 from fusedrl.ops.exact_kl import exact_kl
+from fusedrl.ops.linear_exact_kl import linear_exact_kl
 from fusedrl.ops.linear_token_log_probs import VocabPart, linear_token_log_probs
 from fusedrl.ops.token_kl import TokenKL, token_kl
 from fusedrl.ops.token_log_probs import TokenLogProbs, token_log_probs
@@ -10,6 +11,7 @@ __all__ = [
     "TokenLogProbs",
     "VocabPart",
     "exact_kl",
+    "linear_exact_kl",
     "linear_token_log_probs",
     "token_kl",
     "token_log_probs",

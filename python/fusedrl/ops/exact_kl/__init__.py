@@ -75,8 +75,7 @@ def exact_kl(
         tensor([0.1308])
     """
     _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction: expected one of {', '.join(DIRECTIONS)}, got {direction!r}")
+    check_direction(direction)
     if logits.is_nested:
         packed = _rows.pack("logits", logits, offsets, ref_logits=ref_logits, mask=mask)
         ref_values, mask = packed.companions
@@ -106,6 +105,12 @@ def exact_kl(
     if _dispatch.needs_grad(logits=logits, ref_logits=ref_logits):
         return _Autograd.apply(*args)
     return torch.ops.fusedrl.exact_kl(*args)[0]
+
+
+def check_direction(direction: str) -> None:
+    """Refuse an unknown direction."""
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction: expected one of {', '.join(DIRECTIONS)}, got {direction!r}")
 
 
 def _check(

@@ -1,0 +1,218 @@
+"""KL divergence over the whole vocabulary from two hidden states and two heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedrl.ops import _dispatch, _head, _rows
+from fusedrl.ops.exact_kl import check_direction
+from fusedrl.ops.linear_exact_kl import reference
+
+__all__ = ["linear_exact_kl"]
+
+
+def linear_exact_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    mask: Tensor | None = None,
+    *,
+    direction: str = "reverse",
+    bias: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    softcap: float | None = None,
+    ref_softcap: float | None = None,
+    scale: float | None = None,
+    ref_scale: float | None = None,
+    offsets: Tensor | None = None,
+    shift: bool = False,
+    temperature: float | Tensor = 1.0,
+    batch_invariant: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    r"""Divergence of :func:`exact_kl` between the logits of two linear heads, never materialised.
+
+    The policy's logits are ``scale * (hidden @ weight.T + bias)``, capped to
+    ``softcap * tanh(logits / softcap)`` where a softcap is given; the reference's likewise. Both
+    exist a tile at a time (see :func:`linear_token_log_probs`), and only for the kept rows. The
+    Jensen-Shannon divergence multiplies everything twice: it needs the normalizers first.
+    Gradients reach both sides, each only where it is required.
+
+    Args:
+        hidden: the policy's, ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``;
+            float32, bfloat16 or float16 (float64 runs through the reference).
+        weight: ``[V, H]`` of the dtype of ``hidden``.
+        ref_hidden: the reference's, the same tokens and dtype, its own width.
+        ref_weight: ``[V, ref_H]``, the same vocabulary.
+        mask: bool ``[N]``, ``[B, T]`` or jagged; ``None`` keeps all. A dropped token has divergence
+            exactly 0, and its hidden states are not read.
+        direction: ``"reverse"`` KL(policy || reference), ``"forward"`` or ``"jensen_shannon"``.
+        bias: ``[V]``; ``ref_bias`` likewise.
+        ref_bias: see ``bias``.
+        softcap: positive bound of the policy's logits; ``ref_softcap`` likewise.
+        ref_softcap: see ``softcap``.
+        scale: positive factor of the policy's logits; ``ref_scale`` likewise.
+        ref_scale: see ``scale``.
+        offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
+        shift: token *i* reads row *i - 1* of its own sequence; the first token of every sequence
+            has divergence 0. Packed hidden states then need ``offsets``.
+        temperature: positive divisor of both logits. No gradient flows to it.
+        batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
+            depend on the batch around it.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+
+    Returns:
+        float32 ``[N]``, ``[B, T]`` or jagged like the hidden states.
+
+    Raises:
+        TypeError: a mask that is not bool, hidden states that are not floating point.
+        ValueError: an unknown direction, or shapes, dtypes, devices and offsets that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import exact_kl, linear_exact_kl
+        >>> _ = torch.manual_seed(0)
+        >>> hidden, weight = torch.randn(6, 8), torch.randn(100, 8)
+        >>> ref_hidden, ref_weight = torch.randn(6, 16), torch.randn(100, 16)
+        >>> kl = linear_exact_kl(hidden, weight, ref_hidden, ref_weight)
+        >>> torch.allclose(kl, exact_kl(hidden @ weight.T, ref_hidden @ ref_weight.T), rtol=1e-4)
+        True
+    """
+    check_direction(direction)
+    _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
+    if hidden.is_nested:
+        packed = _rows.pack("hidden", hidden, offsets, ref_hidden=ref_hidden, mask=mask)
+        ref_values, mask = packed.companions
+        assert ref_values is not None
+        return packed.rewrap(
+            linear_exact_kl(
+                packed.values,
+                weight,
+                ref_values,
+                ref_weight,
+                mask,
+                direction=direction,
+                bias=bias,
+                ref_bias=ref_bias,
+                softcap=softcap,
+                ref_softcap=ref_softcap,
+                scale=scale,
+                ref_scale=ref_scale,
+                offsets=packed.offsets,
+                shift=shift,
+                temperature=temperature,
+                batch_invariant=batch_invariant,
+                impl=impl,
+            )
+        )
+    head = _head.prepare("", hidden, weight, bias, scale, softcap)
+    ref_head = _head.prepare("ref_", ref_hidden, ref_weight, ref_bias, ref_scale, ref_softcap)
+    _check(head, ref_head, mask, offsets, shift)
+    chosen = _dispatch.choose(impl, "linear_exact_kl", head.hidden.device, head.hidden.dtype)
+    divisor = _dispatch.scalar_tensor(
+        "temperature",
+        temperature,
+        head.hidden.device,
+        low=1 / _dispatch.LARGEST,
+        wait=chosen == "reference",
+    )
+    p, q = (ref_head, head) if direction == "forward" else (head, ref_head)
+    jensen_shannon = direction == "jensen_shannon"
+    if chosen == "reference":
+        if batch_invariant:
+            raise ValueError(
+                "batch_invariant: expected False with the reference implementation, got True"
+            )
+        return reference.linear_exact_kl(p, q, mask, offsets, shift, divisor, jensen_shannon)
+    args = (
+        *(p.hidden, p.weight, p.bias, p.scale, p.softcap),
+        *(q.hidden, q.weight, q.bias, q.scale, q.softcap),
+        None if mask is None else mask.contiguous(),
+        None if offsets is None else offsets.to(torch.int64).contiguous(),
+        *(shift, divisor, jensen_shannon, batch_invariant),
+    )
+    if _dispatch.needs_grad(
+        hidden=head.hidden,
+        weight=head.weight,
+        bias=head.bias,
+        ref_hidden=ref_head.hidden,
+        ref_weight=ref_head.weight,
+        ref_bias=ref_head.bias,
+    ):
+        return _Autograd.apply(*args)
+    return torch.ops.fusedrl.linear_exact_kl(*args)[0]
+
+
+def _check(
+    head: _head.Head,
+    ref_head: _head.Head,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    shift: bool,
+) -> None:
+    _rows.check_rows("hidden", head.hidden, offsets, shift)
+    rows, ref_rows = head.hidden.shape[:-1], ref_head.hidden.shape[:-1]
+    if rows != ref_rows:
+        raise ValueError(
+            f"ref_hidden: expected the tokens {tuple(rows)} of hidden, got {tuple(ref_rows)}"
+        )
+    _dispatch.check_device("ref_hidden", ref_head.hidden, head.hidden.device)
+    _head.check_dtype("ref_hidden", ref_head.hidden, "hidden", head.hidden.dtype)
+    if len(ref_head.weight) != len(head.weight):
+        raise ValueError(
+            f"ref_weight: expected the {len(head.weight)} classes of weight, "
+            f"got {len(ref_head.weight)}"
+        )
+    _dispatch.check_mask(mask, rows, head.hidden.device)
+
+
+# Positions in the op's arguments of what may require a gradient.
+_DIFFERENTIABLE = (0, 1, 2, 5, 6, 7)
+
+
+class _Autograd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        kl, statistics = torch.ops.fusedrl.linear_exact_kl(*args)
+        tensors = [x if isinstance(x, Tensor) else None for x in args]
+        ctx.save_for_backward(statistics, *tensors)
+        ctx.constants = [None if isinstance(x, Tensor) else x for x in args]
+        return kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        statistics, *tensors = ctx.saved_tensors
+        args = [c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True)]
+        wanted = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
+        found = torch.ops.fusedrl.linear_exact_kl_backward(
+            grads[0].contiguous(), *args, statistics, *wanted
+        )
+        results: list[Tensor | None] = [None] * len(args)
+        for i, grad, want in zip(_DIFFERENTIABLE, found, wanted, strict=True):
+            results[i] = grad if want else None
+        return tuple(results)
+
+
+def _fake(hidden: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    rows = hidden.shape[:-1]
+    return (
+        hidden.new_empty(rows, dtype=torch.float32),
+        hidden.new_empty((*rows, 6), dtype=torch.float32),
+    )
+
+
+def _fake_backward(grad_kl: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    like = [args[i] for i in _DIFFERENTIABLE]
+    return tuple(
+        x.new_empty(x.shape) if want else args[0].new_empty((0,))
+        for x, want in zip(like, args[-6:], strict=True)
+    )
+
+
+_dispatch.register_fakes({"linear_exact_kl": _fake, "linear_exact_kl_backward": _fake_backward})

@@ -1,0 +1,36 @@
+"""The definition of ``linear_exact_kl`` in plain torch: what kernels are tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedrl.ops._head import Head, reference_logits
+from fusedrl.ops.exact_kl import reference
+from fusedrl.ops.token_log_probs.reference import rows_of_tokens
+
+
+def linear_exact_kl(
+    head: Head,
+    ref_head: Head,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    shift: bool,
+    temperature: Tensor,
+    jensen_shannon: bool,
+) -> Tensor:
+    """``exact_kl`` of the kept rows' logits; 0 elsewhere."""
+    shape = head.hidden.shape[:-1]
+    rows, keep = rows_of_tokens(head.hidden[..., 0], offsets, shift)
+    if mask is not None:
+        keep = keep & mask.flatten()
+    kept = keep.nonzero().squeeze(-1)
+    logits, ref_logits = (
+        reference_logits(
+            side._replace(hidden=side.hidden.reshape(-1, side.hidden.shape[-1])[rows[kept]])
+        )
+        for side in (head, ref_head)
+    )
+    kl = reference.exact_kl(logits, ref_logits, None, None, False, temperature, jensen_shannon)
+    zeros = torch.zeros(shape.numel(), dtype=kl.dtype, device=kl.device)
+    return zeros.index_put((kept,), kl).view(shape)
