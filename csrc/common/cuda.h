@@ -21,13 +21,20 @@ inline void check_cuda(cudaError_t error, const char* what) {
 // Makes a tensor's device the current one while it lives, and knows the device's current stream.
 class OnDeviceOf {
  public:
-  explicit OnDeviceOf(const Tensor& tensor) : guard_(tensor.get_device_index()) {
-    const int32_t device = tensor.get_device_index();
+  explicit OnDeviceOf(const Tensor& tensor) : device_(tensor.get_device_index()), guard_(device_) {
     // This library's own copy of the CUDA runtime has to learn the device too.
-    check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    check_cuda(cudaSetDevice(device_), "cudaSetDevice");
     void* stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
+  }
+
+  // Blocks of the largest size that the device runs at a time.
+  int64_t blocks_at_once() const {
+    int processors = 0;
+    check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device_),
+               "cudaDeviceGetAttribute");
+    return 2 * int64_t(processors);
   }
 
   template <typename... Params, typename... Args>
@@ -39,6 +46,7 @@ class OnDeviceOf {
   }
 
  private:
+  int32_t device_;
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_ = nullptr;
 };

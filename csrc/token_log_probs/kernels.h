@@ -67,17 +67,19 @@ struct AsTheyAre {
   }
 };
 
-// The part of a row that this thread reads: its packs of every batch, and at most one of the last
-// elements. logit_of(element, index) is the logit.
+// How a thread reads a row: a few packs of every batch, and at most one of the last elements, which
+// fill no pack. logit_of(element, index) is the logit.
 template <bool kEntropy, bool kAligned, typename T, typename LogitOf = AsTheyAre>
-__device__ SoftmaxPart<float> thread_part(const T* row, int64_t classes, float inv_temperature,
-                                          LogitOf logit_of = {}) {
-  const PackReader<T, kAligned> reader(row);
-  const int64_t in_packs = packs_of<T>(classes);
-  SoftmaxPart<float> all;
-  for (int64_t start = 0; start < in_packs; start += kForwardBatch * blockDim.x) {
+struct ThreadRow {
+  const T* row;
+  int64_t classes;
+  float inv_temperature;
+  LogitOf logit_of = {};
+
+  __device__ __forceinline__ SoftmaxPart<float> batch(int64_t start) const {
+    const int64_t in_packs = packs_of<T>(classes);
     Pack<T> packs[kForwardBatch];
-    reader.load(packs, start + threadIdx.x, in_packs, T(-INFINITY));
+    PackReader<T, kAligned>(row).load(packs, start + threadIdx.x, in_packs, T(-INFINITY));
     if constexpr (!std::is_same_v<LogitOf, AsTheyAre>) {
 #pragma unroll
       for (int u = 0; u < kForwardBatch; ++u) {
@@ -91,40 +93,121 @@ __device__ SoftmaxPart<float> thread_part(const T* row, int64_t classes, float i
         packs[u] = Pack<T>::of(elements);
       }
     }
-    all = merge(all, part_of<kEntropy>(packs, inv_temperature), inv_temperature);
+    return part_of<kEntropy>(packs, inv_temperature);
   }
-  const int64_t last = in_packs * Pack<T>::kSize + threadIdx.x;
-  if (last < classes) {
+
+  __device__ __forceinline__ SoftmaxPart<float> last() const {
+    const int64_t i = packs_of<T>(classes) * Pack<T>::kSize + threadIdx.x;
+    if (i >= classes) return {};
     auto elements = Pack<T>::filled(T(-INFINITY)).elements();
-    elements.at[0] = logit_of(row[last], last);
+    elements.at[0] = logit_of(row[i], i);
     const Pack<T> packs[] = {Pack<T>::of(elements)};
-    all = merge(all, part_of<kEntropy>(packs, inv_temperature), inv_temperature);
+    return part_of<kEntropy>(packs, inv_temperature);
   }
-  return all;
+};
+
+template <typename T>
+FUSEDRL_HD int64_t batches_of(int64_t classes, int threads) {
+  const int64_t packs = packs_of<T>(classes), batch = int64_t(kForwardBatch) * threads;
+  return (packs + batch - 1) / batch;
+}
+
+// What this thread reads of a row. part_of_batch(first pack) is the part of each batch.
+template <typename Row, typename T, typename PartOfBatch>
+__device__ __forceinline__ SoftmaxPart<float> merged(const Row& row, const T*,
+                                                     PartOfBatch&& part_of_batch) {
+  SoftmaxPart<float> all;
+  const int64_t in_packs = packs_of<T>(row.classes);
+  for (int64_t start = 0; start < in_packs; start += kForwardBatch * blockDim.x) {
+    all = merge(all, part_of_batch(start), row.inv_temperature);
+  }
+  return merge(all, row.last(), row.inv_temperature);
+}
+
+template <bool kEntropy, bool kAligned, typename T, typename LogitOf = AsTheyAre>
+__device__ SoftmaxPart<float> thread_part(const T* row, int64_t classes, float inv_temperature,
+                                          LogitOf logit_of = {}) {
+  const ThreadRow<kEntropy, kAligned, T, LogitOf> mine{row, classes, inv_temperature, logit_of};
+  return merged(mine, row, [&](int64_t start) { return mine.batch(start); });
+}
+
+struct Outputs {
+  float* log_probs;
+  float* entropies;  // null for none
+  Normalizer* normalizers;
+
+  __device__ void put(int64_t n, const RowResult& result) const {
+    log_probs[n] = result.log_prob;
+    normalizers[n] = result.normalizer;
+    if (entropies != nullptr) entropies[n] = result.entropy;
+  }
+};
+
+// The block's result of one row from what its threads read, in thread 0.
+template <typename T>
+__device__ __forceinline__ RowResult finish_row(const Rows<T>& rows, int64_t n, const T* row,
+                                                const SoftmaxPart<float>& mine,
+                                                float inv_temperature) {
+  const auto merge_parts = [=](const SoftmaxPart<float>& x, const SoftmaxPart<float>& y) {
+    return merge(x, y, inv_temperature);
+  };
+  const float target_logit = static_cast<float>(row[rows.target(n)]);
+  return finish(reduce_block(mine, merge_parts), target_logit, inv_temperature);
 }
 
 template <bool kEntropy, typename T>
-__global__ void __launch_bounds__(kMaxThreads, 2)
-    forward_rows(Rows<T> rows, float* log_probs, float* entropies, Normalizer* normalizers) {
+__global__ void __launch_bounds__(kMaxThreads, 2) forward_rows(Rows<T> rows, Outputs out) {
   const float inv_temperature = rows.inverse_temperature();
   for (int64_t n = blockIdx.x; n < rows.map.tokens; n += gridDim.x) {
     RowResult result{};
     if (rows.keeps(n)) {
       const T* row = rows.row(rows.map.row_of(n));
-      const float target_logit = static_cast<float>(row[rows.target(n)]);
-      const SoftmaxPart<float> part =
+      const SoftmaxPart<float> mine =
           bytes_past_boundary(row) == 0
               ? thread_part<kEntropy, true>(row, rows.classes, inv_temperature)
               : thread_part<kEntropy, false>(row, rows.classes, inv_temperature);
-      const auto merge_parts = [=](const SoftmaxPart<float>& x, const SoftmaxPart<float>& y) {
-        return merge(x, y, inv_temperature);
-      };
-      result = finish(reduce_block(part, merge_parts), target_logit, inv_temperature);
+      result = finish_row(rows, n, row, mine, inv_temperature);
     }
-    if (threadIdx.x != 0) continue;
-    log_probs[n] = result.log_prob;
-    normalizers[n] = result.normalizer;
-    if constexpr (kEntropy) entropies[n] = result.entropy;
+    if (threadIdx.x == 0) out.put(n, result);
+  }
+}
+
+// Where rows are too few to occupy the device, their batches are shared among blocks: every thread
+// leaves its part of a batch in `parts`, and merge_batches merges them in the order of
+// forward_rows, to the same bits.
+template <bool kEntropy, typename T>
+__global__ void __launch_bounds__(kMaxThreads, 2)
+    forward_batches(Rows<T> rows, int64_t batches, SoftmaxPart<float>* parts) {
+  const float inv_temperature = rows.inverse_temperature();
+  for (int64_t i = blockIdx.x; i < rows.map.tokens * batches; i += gridDim.x) {
+    const int64_t n = i / batches, start = i % batches * kForwardBatch * blockDim.x;
+    if (!rows.keeps(n)) continue;
+    const T* row = rows.row(rows.map.row_of(n));
+    parts[i * blockDim.x + threadIdx.x] =
+        bytes_past_boundary(row) == 0
+            ? ThreadRow<kEntropy, true, T>{row, rows.classes, inv_temperature}.batch(start)
+            : ThreadRow<kEntropy, false, T>{row, rows.classes, inv_temperature}.batch(start);
+  }
+}
+
+template <bool kEntropy, typename T>
+__global__ void __launch_bounds__(kMaxThreads, 2)
+    merge_batches(Rows<T> rows, int64_t batches, const SoftmaxPart<float>* parts, Outputs out) {
+  const float inv_temperature = rows.inverse_temperature();
+  for (int64_t n = blockIdx.x; n < rows.map.tokens; n += gridDim.x) {
+    RowResult result{};
+    if (rows.keeps(n)) {
+      const T* row = rows.row(rows.map.row_of(n));
+      const ThreadRow<kEntropy, true, T> mine{row, rows.classes, inv_temperature};
+      const SoftmaxPart<float>* of_row = parts + n * batches * blockDim.x + threadIdx.x;
+      const SoftmaxPart<float> all = merged(mine, row, [&](int64_t) {
+        const SoftmaxPart<float> part = *of_row;
+        of_row += blockDim.x;
+        return part;
+      });
+      result = finish_row(rows, n, row, all, inv_temperature);
+    }
+    if (threadIdx.x == 0) out.put(n, result);
   }
 }
 
@@ -167,11 +250,14 @@ struct RowBackward {
     return Pack<T>::of(elements).words;
   }
 
+  // The packs of one of `pieces` blocks.
   template <bool kAligned>
-  __device__ void write_packs(const StoreSplit<T>& split) const {
+  __device__ void write_packs(const StoreSplit<T>& split, int64_t piece, int64_t pieces) const {
     const PackReader<T, kAligned> reader(row + split.head);
     uint4* out = reinterpret_cast<uint4*>(grad + split.head);
-    for (int64_t start = threadIdx.x; start < split.packs; start += kBackwardBatch * blockDim.x) {
+    const int64_t batch = kBackwardBatch * blockDim.x;
+    for (int64_t start = piece * batch + threadIdx.x; start < split.packs;
+         start += pieces * batch) {
       Pack<T> packs[kBackwardBatch];
       reader.load(packs, start, split.packs, T(0.0f));
 #pragma unroll
@@ -183,17 +269,20 @@ struct RowBackward {
   }
 };
 
+// One block for each of the `pieces` of a row: one, but where rows are too few to occupy the
+// device.
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
-    backward_rows(Rows<T> rows, const float* grad_log_probs, const float* grad_entropy,
-                  const float* log_probs, const float* entropy, const Normalizer* normalizers,
-                  T* grad_logits) {
+    backward_rows(Rows<T> rows, int64_t pieces, const float* grad_log_probs,
+                  const float* grad_entropy, const float* log_probs, const float* entropy,
+                  const Normalizer* normalizers, T* grad_logits) {
   const float inv_temperature = rows.inverse_temperature();
-  for (int64_t r = blockIdx.x; r < rows.map.tokens; r += gridDim.x) {
+  for (int64_t i = blockIdx.x; i < rows.map.tokens * pieces; i += gridDim.x) {
+    const int64_t r = i / pieces, piece = i % pieces;
     T* grad = grad_logits + r * rows.classes;
     const int64_t n = rows.map.token_of(r);
     if (n >= rows.map.tokens || !rows.keeps(n)) {
-      zero_row(grad, rows.classes);
+      if (piece == 0) zero_row(grad, rows.classes);
       continue;
     }
     const bool of_entropy = grad_entropy != nullptr;
@@ -202,11 +291,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     const RowBackward<T> backward{rows.row(r), grad, rows.target(n),
                                   T(gradient.target(log_probs[n])), gradient};
     const StoreSplit<T> split(grad, rows.classes);
-    split.for_each_single([&](int64_t i) { backward.write(i); });
+    if (piece == 0) split.for_each_single([&](int64_t v) { backward.write(v); });
     if (bytes_past_boundary(backward.row + split.head) == 0) {
-      backward.template write_packs<true>(split);
+      backward.template write_packs<true>(split, piece, pieces);
     } else {
-      backward.template write_packs<false>(split);
+      backward.template write_packs<false>(split, piece, pieces);
     }
   }
 }
