@@ -21,6 +21,17 @@ class VocabPart:
             entropy), and the target's logit, ``-inf`` where it is in another shard.
         temperature: the 0-dim temperature they were computed with.
         entropy: whether the third statistic was computed.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import VocabPart, linear_token_log_probs
+        >>> hidden, weight, tokens = torch.ones(2, 4), torch.zeros(10, 4), torch.tensor([1, 7])
+        >>> parts = [
+        ...     linear_token_log_probs(hidden, weight[first:end], tokens, vocab_offset=first)
+        ...     for first, end in ((0, 6), (6, 10))
+        ... ]
+        >>> VocabPart.combine(parts).exp()
+        tensor([0.1000, 0.1000])
     """
 
     statistics: Tensor
