@@ -12,9 +12,13 @@
 
 namespace fusedrl {
 
-// 4 MiB of logits. Smaller than any cache that rows share, yet GEMMs run at full speed.
+// A tile has at most 4 MiB of logits, and 2 MiB of weights where these have to be converted. GEMMs
+// run at full speed on tiles that the caches hold; larger ones only wait less often for each other.
+constexpr int64_t kTileLogits = 1 << 20;
+constexpr int64_t kTileWeights = 1 << 19;
 constexpr int64_t kTileRows = 1024;
-constexpr int64_t kTileClasses = 1024;
+constexpr int64_t kTileClasses = 4096;
+constexpr int64_t kTileStep = 256;
 
 // Rows of one GEMM where the bits of a row may not depend on how many others there are.
 constexpr int64_t kInvariantRows = 64;
@@ -83,18 +87,33 @@ inline Tensor gathered(const Tensor& hidden, const std::vector<int64_t>& rows, f
   return out;
 }
 
+// Rows of a GEMM.
+inline int64_t block_rows(int64_t rows, bool batch_invariant) {
+  return batch_invariant ? kInvariantRows : std::max<int64_t>(1, std::min(rows, kTileRows));
+}
+
+// Classes of a tile for so many rows.
+inline int64_t tile_classes(const Tensor& weight, int64_t block) {
+  int64_t most = std::min(kTileClasses, kTileLogits / block);
+  if (weight.scalar_type() != ScalarType::Float) {
+    most = std::min(most, kTileWeights / weight.size(1));
+  }
+  return std::min(std::max(most / kTileStep, int64_t(1)) * kTileStep, weight.size(0));
+}
+
 // Computes tiles of logits = scale (h W^T + b) over the kept rows.
 class CpuHead {
  public:
   CpuHead(const Tensor& hidden, const std::vector<int64_t>& rows, const Tensor& weight,
-          const std::optional<Tensor>& bias, float scale, bool batch_invariant)
-      : block_(batch_invariant ? kInvariantRows
-                               : std::max<int64_t>(1, std::min<int64_t>(rows.size(), kTileRows))),
+          const std::optional<Tensor>& bias, float scale, bool batch_invariant,
+          int64_t most_classes)
+      : block_(block_rows(rows.size(), batch_invariant)),
+        most_classes_(most_classes),
         rows_(rows.size()),
         hidden_(gathered(hidden, rows, scale, batch_invariant ? block_ : 1)),
         weight_(weight),
-        logits_(hidden, block_ * std::min(kTileClasses, weight.size(0))),
-        upcast_(hidden, is_float() ? 0 : std::min(kTileClasses, weight.size(0)) * weight.size(1)),
+        logits_(hidden, block_ * most_classes),
+        upcast_(hidden, is_float() ? 0 : most_classes * weight.size(1)),
         tile_(weight) {
     if (!bias.has_value()) return;
     bias_.resize(weight.size(0));
@@ -105,6 +124,7 @@ class CpuHead {
   }
 
   int64_t rows() const { return rows_; }
+  int64_t most_classes() const { return most_classes_; }
   int64_t padded_rows() const { return hidden_.size(0); }
   int64_t classes() const { return weight_.size(0); }
 
@@ -112,8 +132,8 @@ class CpuHead {
   template <typename F>
   void for_each_tile(F&& f) {
     if (rows_ == 0) return;
-    for (int64_t first = 0; first < classes(); first += kTileClasses) {
-      const int64_t count = std::min(kTileClasses, classes() - first);
+    for (int64_t first = 0; first < classes(); first += most_classes_) {
+      const int64_t count = std::min(most_classes_, classes() - first);
       load(first, count);
       f(first, count);
     }
@@ -160,7 +180,7 @@ class CpuHead {
  private:
   bool is_float() const { return weight_.scalar_type() == ScalarType::Float; }
 
-  int64_t block_, rows_;
+  int64_t block_, most_classes_, rows_;
   Tensor hidden_, weight_;
   Workspace logits_, upcast_;
   Tensor tile_;

@@ -19,7 +19,7 @@ class CpuHeadGradient {
     if (of_weight) {
       weight_ = zeros(weight, weight.sizes(), weight.scalar_type());
       if (weight.scalar_type() != ScalarType::Float) {
-        upcast_.emplace(weight, std::min(kTileClasses, weight.size(0)) * width);
+        upcast_.emplace(weight, head.most_classes() * width);
       }
     }
     if (of_bias) {

@@ -16,11 +16,13 @@ namespace {
 struct Side {
   Side(const Tensor& hidden, const std::vector<int64_t>& tokens,
        const std::optional<Tensor>& offsets, bool shift, const Tensor& weight,
-       const std::optional<Tensor>& bias, double scale, double softcap, bool batch_invariant)
+       const std::optional<Tensor>& bias, double scale, double softcap, bool batch_invariant,
+       int64_t classes)
       : map(row_map(hidden, offsets, shift)),
         scale(static_cast<float>(scale)),
         cap(static_cast<float>(softcap)),
-        head(hidden, elements_of(map, tokens), weight, bias, this->scale, batch_invariant) {}
+        head(hidden, elements_of(map, tokens), weight, bias, this->scale, batch_invariant,
+             classes) {}
 
   // Logits of one row of a tile from its matrix product, in place.
   void shape(float* row, int64_t count) const {
@@ -69,9 +71,11 @@ std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<T
   const std::vector<int64_t> kept = kept_tokens(row_map(hidden, offsets, shift), data<bool>(mask));
   const float inv_temperature = inverse_temperature(temperature);
   const PairKernels<float> kernels = pair_kernels<float>(cpu_level());
-  Side p(hidden, kept, offsets, shift, weight, bias, scale, softcap, batch_invariant);
+  const int64_t block = block_rows(kept.size(), batch_invariant);
+  const int64_t classes = std::min(tile_classes(weight, block), tile_classes(ref_weight, block));
+  Side p(hidden, kept, offsets, shift, weight, bias, scale, softcap, batch_invariant, classes);
   Side q(ref_hidden, kept, offsets, shift, ref_weight, ref_bias, ref_scale, ref_softcap,
-         batch_invariant);
+         batch_invariant, classes);
 
   std::vector<PairPart<double>> parts(kept.size());
   const auto add = [&](float* x, float* y, int64_t count, int64_t i) {
@@ -116,9 +120,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const PairKernels<float> kernels = pair_kernels<float>(cpu_level());
   const auto run = jensen_shannon ? kernels.jensen_shannon_backward : kernels.backward;
   const auto chain = head_kernels(cpu_level()).chain;
-  Side p(hidden, kept, offsets, shift, weight, bias, scale, softcap, batch_invariant);
+  const int64_t block = block_rows(kept.size(), batch_invariant);
+  const int64_t classes = std::min(tile_classes(weight, block), tile_classes(ref_weight, block));
+  Side p(hidden, kept, offsets, shift, weight, bias, scale, softcap, batch_invariant, classes);
   Side q(ref_hidden, kept, offsets, shift, ref_weight, ref_bias, ref_scale, ref_softcap,
-         batch_invariant);
+         batch_invariant, classes);
   const bool of_p = of_hidden || of_weight || of_bias;
   const bool of_q = of_ref_hidden || of_ref_weight || of_ref_bias;
   CpuHeadGradient grad_p(p.head, hidden, weight, bias, of_hidden, of_weight, of_bias);

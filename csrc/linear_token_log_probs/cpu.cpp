@@ -53,7 +53,8 @@ Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor 
   std::vector<SoftmaxPart<double>> rows(kept.tokens.size());
   std::vector<float> target_logits(kept.tokens.size(), -INFINITY);
   const std::vector<int64_t> elements = elements_of(kept.map, kept.tokens);
-  CpuHead head(hidden, elements, weight, bias, static_cast<float>(scale), batch_invariant);
+  CpuHead head(hidden, elements, weight, bias, static_cast<float>(scale), batch_invariant,
+               tile_classes(weight, block_rows(elements.size(), batch_invariant)));
   head.for_each_tile([&](int64_t first, int64_t count) {
     head.for_each_block([&](int64_t first_row, int64_t block) {
       float* logits = mutable_data<float>(head.logits(first_row));
@@ -111,7 +112,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   const float* up_entropy = data<float>(grad_entropy);
 
   const std::vector<int64_t> elements = elements_of(kept.map, kept.tokens);
-  CpuHead head(hidden, elements, weight, bias, factor, batch_invariant);
+  CpuHead head(hidden, elements, weight, bias, factor, batch_invariant,
+               tile_classes(weight, block_rows(elements.size(), batch_invariant)));
   CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
   const auto differentiate = [&](float* x, int64_t count, int64_t i, int64_t target) {
     const int64_t n = kept.tokens[i];
