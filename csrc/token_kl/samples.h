@@ -34,24 +34,40 @@ struct Samples {
   }
 };
 
+inline bool is_one_value_a_row(const Tensor& tensor) {
+  return tensor.dim() == 1 || (tensor.dim() == 2 && tensor.size(1) == 1);
+}
+
+// Refuses a sample that does not lie beside the log-probs `like` of the same sample. A reward may
+// have one value only, and a trailing dimension of one.
+inline void check_sample(const char* name, size_t s, const Tensor& sample, const Tensor& like,
+                         ScalarType dtype, bool is_reward) {
+  const int64_t tokens = like.numel(), got = sample.numel();
+  const bool fits = is_reward ? is_one_value_a_row(sample) && (got == tokens || got == 1)
+                              : sample.dim() == 1 && got == tokens;
+  STD_TORCH_CHECK(fits, name, ": sample ", s, ": expected shape [", tokens, "]",
+                  is_reward ? ", with a trailing 1 or with one value" : "", ", got ", got,
+                  " elements in ", sample.dim(), " dimensions");
+  STD_TORCH_CHECK(sample.scalar_type() == dtype, name, ": sample ", s, ": expected ",
+                  dtype == ScalarType::Bool ? "torch.bool" : "the dtype of log_probs: sample 0",
+                  "; convert it with .to()");
+  STD_TORCH_CHECK(sample.is_contiguous(), name, ": sample ", s,
+                  ": expected contiguous memory; copy it with .contiguous()");
+}
+
+// `dtype` is that of the whole column.
 inline void check_column(const char* name, const std::vector<Tensor>& column,
-                         const std::vector<Tensor>& log_probs, ScalarType dtype, bool one_value) {
+                         const std::vector<Tensor>& log_probs, ScalarType dtype,
+                         bool is_reward = false) {
   STD_TORCH_CHECK(column.size() == log_probs.size(), name, ": expected ", log_probs.size(),
                   " samples, got ", column.size());
-  const Tensor& like = log_probs[0];
+  const Tensor& first = log_probs[0];
   for (size_t s = 0; s < column.size(); ++s) {
-    const int64_t tokens = log_probs[s].numel(), got = column[s].numel();
-    STD_TORCH_CHECK(got == tokens || (one_value && got == 1), name, ": sample ", s, ": expected ",
-                    tokens, " elements as in log_probs, got ", got);
-    STD_TORCH_CHECK(column[s].scalar_type() == dtype, name, ": sample ", s, ": expected ",
-                    dtype == ScalarType::Bool ? "torch.bool" : "the dtype of the first log_probs",
-                    "; convert it with .to()");
-    STD_TORCH_CHECK(column[s].is_cpu() == like.is_cpu() &&
-                        column[s].get_device_index() == like.get_device_index(),
-                    name, ": sample ", s, ": expected the device of the first log_probs; ",
-                    "move it with .to()");
-    STD_TORCH_CHECK(column[s].is_contiguous(), name, ": sample ", s,
-                    ": expected contiguous memory; copy it with .contiguous()");
+    check_sample(name, s, column[s], log_probs[s], dtype, is_reward);
+    STD_TORCH_CHECK(column[s].is_cpu() == first.is_cpu() &&
+                        column[s].get_device_index() == first.get_device_index(),
+                    name, ": sample ", s,
+                    ": expected the device of log_probs: sample 0; move it with .to()");
   }
 }
 
@@ -61,11 +77,9 @@ inline std::vector<int64_t> checked_starts(const Samples& samples) {
   const std::vector<Tensor>& log_probs = samples.log_probs;
   STD_TORCH_CHECK(!log_probs.empty(), "log_probs: expected at least one sample, got none");
   const ScalarType dtype = log_probs[0].scalar_type();
-  check_column("log_probs", log_probs, log_probs, dtype, false);
-  check_column("ref_log_probs", samples.ref_log_probs, log_probs, dtype, false);
-  if (!samples.mask.empty()) {
-    check_column("mask", samples.mask, log_probs, ScalarType::Bool, false);
-  }
+  check_column("log_probs", log_probs, log_probs, dtype);
+  check_column("ref_log_probs", samples.ref_log_probs, log_probs, dtype);
+  if (!samples.mask.empty()) check_column("mask", samples.mask, log_probs, ScalarType::Bool);
   if (!samples.reward.empty()) check_column("reward", samples.reward, log_probs, dtype, true);
   std::vector<int64_t> starts{0};
   starts.reserve(samples.count() + 1);
