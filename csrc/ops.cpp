@@ -33,6 +33,9 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "Tensor ref_log_probs, Tensor? mask, Tensor coeff, int estimator, bool nan_missing) "
       "-> Tensor grad_log_probs");
   m.def(
+      "token_kl_list(Tensor[] log_probs, Tensor[] ref_log_probs, Tensor[] mask, Tensor[] reward, "
+      "Tensor coeff, int estimator, bool nan_missing) -> (Tensor kl, Tensor reward)");
+  m.def(
       "exact_kl(Tensor logits, Tensor ref_logits, Tensor? mask, Tensor? offsets, bool shift, "
       "Tensor temperature, bool jensen_shannon) -> (Tensor kl, Tensor statistics)");
   m.def(

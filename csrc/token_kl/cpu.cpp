@@ -6,6 +6,7 @@
 
 #include "common/tensor.h"
 #include "token_kl/math.h"
+#include "token_kl/samples.h"
 
 namespace fusedrl {
 namespace {
@@ -76,6 +77,26 @@ void spread_rewards(const T* reward, const int64_t* bounds, int64_t sequences, i
   }
 }
 
+// Writes the KL of a piece's tokens and, where `rewards` of them are given, what it leaves of
+// these.
+template <typename T, typename A, typename Kind>
+void forward_piece(const TokenPairs<T>& pairs, int64_t begin, int64_t count, A weight, Kind kind,
+                   const T* rewards, T* kl, T* penalised) {
+  A values[kPiece];
+  Flag<A> dropped[kPiece];
+  for_each_pair(pairs, begin, count, [&](int64_t i, A d, Flag<A> drop) {
+    const A value = kl_of(d, kind());
+    values[i] = drop ? A(0) : value;
+    dropped[i] = drop;
+  });
+  for (int64_t i = 0; i < count; ++i) kl[i] = static_cast<T>(values[i]);
+  if (rewards == nullptr) return;
+  for (int64_t i = 0; i < count; ++i) {
+    const T penalty = static_cast<T>(static_cast<A>(rewards[i]) - weight * values[i]);
+    penalised[i] = dropped[i] ? rewards[i] : penalty;
+  }
+}
+
 std::tuple<Tensor, Tensor> forward(Tensor log_probs, Tensor ref_log_probs,
                                    std::optional<Tensor> mask, std::optional<Tensor> offsets,
                                    std::optional<Tensor> reward, Tensor coeff, int64_t estimator,
@@ -96,27 +117,50 @@ std::tuple<Tensor, Tensor> forward(Tensor log_probs, Tensor ref_log_probs,
     T *out = mutable_data<T>(kl), *out_reward = mutable_data<T>(penalised);
     with_constant(static_cast<Estimator>(estimator), [&](auto kind) {
       for_each_piece(tokens, [=, &offsets](int64_t begin, int64_t count) {
-        A values[kPiece];
-        Flag<A> dropped[kPiece];
-        for_each_pair(pairs, begin, count, [&](int64_t i, A d, Flag<A> drop) {
-          const A value = kl_of(d, kind());
-          values[i] = drop ? A(0) : value;
-          dropped[i] = drop;
-        });
-        for (int64_t i = 0; i < count; ++i) out[begin + i] = static_cast<T>(values[i]);
-        if (before == nullptr) return;
         T spread[kPiece];
-        const T* rewards = before + begin;
+        const T* rewards = before == nullptr ? nullptr : before + begin;
         if (broadcast) {
           spread_rewards(before, data<int64_t>(offsets), offsets->numel() - 1, begin, count,
                          spread);
           rewards = spread;
         }
-        for (int64_t i = 0; i < count; ++i) {
-          const T penalty = static_cast<T>(static_cast<A>(rewards[i]) - weight * values[i]);
-          out_reward[begin + i] = dropped[i] ? rewards[i] : penalty;
-        }
+        forward_piece(pairs, begin, count, weight, kind, rewards, out + begin, out_reward + begin);
       });
+    });
+  });
+  return {kl, penalised};
+}
+
+std::tuple<Tensor, Tensor> forward_list(std::vector<Tensor> log_probs,
+                                        std::vector<Tensor> ref_log_probs, std::vector<Tensor> mask,
+                                        std::vector<Tensor> reward, Tensor coeff, int64_t estimator,
+                                        bool nan_missing) {
+  const Samples samples{log_probs, ref_log_probs, mask, reward};
+  const std::vector<int64_t> starts = checked_starts(samples);
+  Tensor kl = samples.empty_packed(starts.back());
+  Tensor penalised = samples.empty_packed(reward.empty() ? 0 : starts.back());
+  dispatch_floating(log_probs[0], "log_probs", [&]<typename T>() {
+    using A = typename Accumulate<T>::type;
+    const A weight = static_cast<A>(*data<double>(coeff));
+    with_constant(static_cast<Estimator>(estimator), [&](auto kind) {
+      for (size_t s = 0; s < samples.count(); ++s) {
+        const TokenPairs<T> pairs{data<T>(log_probs[s]), data<T>(ref_log_probs[s]),
+                                  samples.mask_of(s), nan_missing};
+        const T* before = samples.reward_of<T>(s);
+        const bool broadcast = samples.one_reward(s);
+        T *out = mutable_data<T>(kl) + starts[s], *out_reward = mutable_data<T>(penalised);
+        if (before != nullptr) out_reward += starts[s];
+        for_each_piece(log_probs[s].numel(), [=](int64_t begin, int64_t count) {
+          T spread[kPiece];
+          const T* rewards = before == nullptr ? nullptr : before + begin;
+          if (broadcast) {
+            std::fill(spread, spread + count, *before);
+            rewards = spread;
+          }
+          forward_piece(pairs, begin, count, weight, kind, rewards, out + begin,
+                        out_reward + begin);
+        });
+      }
     });
   });
   return {kl, penalised};
@@ -156,6 +200,7 @@ Tensor backward(Tensor grad_kl, std::optional<Tensor> grad_reward, Tensor log_pr
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrl, CPU, m) {
   m.impl("token_kl", TORCH_BOX(&forward));
+  m.impl("token_kl_list", TORCH_BOX(&forward_list));
   m.impl("token_kl_backward", TORCH_BOX(&backward));
 }
 

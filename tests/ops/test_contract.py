@@ -62,6 +62,19 @@ def test_opcheck_token_kl(dtype, reward):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("reward", [None, "token", "sequence"])
+def test_opcheck_token_kl_list(dtype, masked, reward):
+    lengths = (3, 0, 6)
+    p, q, r = ([torch.randn(n).to(dtype) for n in lengths] for _ in range(3))
+    mask = [x > 0 for x in p] if masked else []
+    rewards = {None: [], "token": r, "sequence": [torch.randn(1, 1).to(dtype)] * 3}[reward]
+    coeff = torch.tensor(0.1, dtype=torch.float64)
+    args = (p, q, mask, rewards, coeff, 2, True)
+    torch.library.opcheck(torch.ops.fusedrl.token_kl_list.default, args)
+
+
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shift", [False, True])

@@ -231,6 +231,71 @@ def test_token_kl_equals_the_reference(dtype, estimator, nan, per):
         torch.testing.assert_close(got, want.to(dtype), equal_nan=True)
 
 
+def kernels_of(function):
+    """The names of the kernels and copies that a call runs on the device."""
+    function()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    of_device = torch.autograd.DeviceType.CUDA
+    return [event.name for event in profile.events() if event.device_type == of_device]
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float64])
+@pytest.mark.parametrize(("count", "launches"), [(256, 1), (768, 1), (769, 2)])
+def test_lists_are_read_in_place(dtype, count, launches):
+    lengths = torch.randint(0, 900, (count,)).tolist()
+    p, q = ([torch.randn(n, device=DEVICE).to(dtype) for n in lengths] for _ in range(2))
+    p[-1] = torch.full((5,), torch.nan, device=DEVICE, dtype=dtype)
+    q[-1] = torch.zeros_like(p[-1])
+    mask = [torch.rand_like(x, dtype=torch.float32) < 0.7 for x in p]
+    reward = [torch.randn(n, 1, device=DEVICE).to(dtype) for n in lengths[:-2]]
+    reward += [torch.randn(1, device=DEVICE).to(dtype) for _ in range(2)]
+    options = {"estimator": "k3", "coeff": 0.3, "nan": "missing", "reward": reward}
+
+    names = kernels_of(lambda: token_kl(p, q, mask, impl="cuda", **options))
+    assert len(names) == launches
+    assert all("forward_samples" in name for name in names)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours = token_kl(p, q, mask, impl="cuda", **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    exact = token_kl(p, q, mask, impl="reference", **options)
+    for mine, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_kl_computation_is_one_launch_over_a_stack():
+    from tensordict import TensorDict, lazy_stack
+
+    from fusedrl import KLComputation
+
+    def of(device):
+        generator = torch.Generator().manual_seed(0)
+        made = [torch.randn(3, n, generator=generator).to(device) for n in range(1, 257)]
+        keys = (("log_probs", "full"), ("ref_log_probs", "full"), "reward")
+        return lazy_stack(
+            [TensorDict(zip(keys, (*x[:2].clone(), x[2:].mT.clone()), strict=True)) for x in made]
+        )
+
+    transform, data, expected = KLComputation(coeff=0.1), of(DEVICE), of("cpu")
+    names = kernels_of(lambda: transform(data.copy()))
+    assert len(names) == 1
+    assert "forward_samples" in names[0]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        transform(data)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    transform(expected)
+    for key in ("kl_penalty", "reward"):
+        rows = zip(data.get(key, as_list=True), expected.get(key, as_list=True), strict=True)
+        for mine, other in rows:
+            torch.testing.assert_close(mine.cpu(), other)
+
+
 def test_scalars_on_the_device_are_read_there():
     logits, tokens = sample((5, 1001), torch.bfloat16)
     temperature = torch.tensor(0.7, dtype=torch.float64, device=DEVICE)

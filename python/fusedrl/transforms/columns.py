@@ -57,7 +57,8 @@ class Columns:
         if jagged is not None:
             self.td.set(key, ragged.to_jagged(ragged.Ragged(values, jagged)))
             return
-        offsets = ragged.offsets_of(lengths, values.device)
+        # On the CPU: nobody reads them beside lengths, and a copy to a device would wait for it.
+        offsets = ragged.offsets_of(lengths)
         self.td.set(key, ragged.to_strided(ragged.Ragged(values, offsets), lengths))
 
 

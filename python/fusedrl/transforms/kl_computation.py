@@ -13,7 +13,7 @@ from torchrl.data import Composite
 from torchrl.envs.llm.transforms import KLComputation as _KLComputation
 
 from fusedrl import ragged
-from fusedrl.ops.token_kl import PackedSamples, pack_samples, token_kl
+from fusedrl.ops.token_kl import PackedSamples, kl_in_place, pack_samples, token_kl
 from fusedrl.transforms import columns
 from fusedrl.transforms.columns import Column, Columns, Rows
 
@@ -145,6 +145,8 @@ class KLComputation(_KLComputation):
     def _ragged(
         self, data: Data, log_probs: Column, ref_log_probs: Column, reward: Column | None = None
     ) -> None:
+        # torchrl's KL of jagged log-probs is strided; with a jagged reward it has none, and raises.
+        jagged = reward.offsets() if isinstance(reward, NestedTensor) else None
         packed = _pack_nested(log_probs, ref_log_probs, reward)
         if packed is None:
             rows, ref_rows = _rows(log_probs), _rows(ref_log_probs)
@@ -154,28 +156,43 @@ class KLComputation(_KLComputation):
                     _check_reward_dims(rows, rewards)
                 self._each(data, rows, ref_rows, rewards)
                 return
+            in_place = kl_in_place(rows, ref_rows, None, rewards, coeff=self.coeff, nan="missing")
+            if in_place is not None:
+                self._write(data, *in_place, jagged)
+                return
             packed = pack_samples(rows, ref_rows, None, rewards)
-        lengths = packed.lengths
         if packed.reward is None:
             kl = token_kl(packed.log_probs, packed.ref_log_probs, nan="missing")
-            data.set_packed(self.kl_key, kl, lengths)
+            self._write(data, kl, None, packed.lengths)
             return
         rewards = packed.reward
         if not rewards.is_floating_point():
             rewards = rewards.to(packed.log_probs.dtype)
-        broadcast = rewards.shape != packed.log_probs.shape
+        offsets = None
+        if rewards.shape != packed.log_probs.shape:
+            offsets = ragged.offsets_of(packed.lengths, packed.log_probs.device)
         kl, penalised = token_kl(
             packed.log_probs,
             packed.ref_log_probs,
-            offsets=ragged.offsets_of(lengths, packed.log_probs.device) if broadcast else None,
+            offsets=offsets,
             reward=rewards,
             coeff=self.coeff,
             nan="missing",
         )
-        # torchrl's KL of jagged log-probs is strided; with a jagged reward it has none, and raises.
-        jagged = reward.offsets() if isinstance(reward, NestedTensor) else None
+        self._write(data, kl, penalised, packed.lengths, jagged)
+
+    def _write(
+        self,
+        data: Data,
+        kl: Tensor,
+        penalised: Tensor | None,
+        lengths: list[int],
+        jagged: Tensor | None = None,
+    ) -> None:
+        """Store packed results; ``jagged`` are the offsets of a jagged layout."""
         data.set_packed(self.kl_key, kl, lengths, jagged)
-        data.set_packed("reward", penalised.unsqueeze(-1), lengths, jagged)
+        if penalised is not None:
+            data.set_packed("reward", penalised.unsqueeze(-1), lengths, jagged)
 
     def _each(
         self,

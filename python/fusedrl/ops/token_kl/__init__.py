@@ -12,9 +12,22 @@ from torch.autograd.function import once_differentiable
 from fusedrl import ragged
 from fusedrl.ops import _dispatch
 from fusedrl.ops.token_kl import reference
-from fusedrl.ops.token_kl.samples import PackedSamples, pack_samples
+from fusedrl.ops.token_kl.samples import (
+    PackedSamples,
+    device_reads_in_place,
+    may_read_in_place,
+    pack_samples,
+)
 
-__all__ = ["ESTIMATORS", "PackedSamples", "TokenKL", "pack_samples", "token_kl"]
+__all__ = [
+    "ESTIMATORS",
+    "PackedKL",
+    "PackedSamples",
+    "TokenKL",
+    "kl_in_place",
+    "pack_samples",
+    "token_kl",
+]
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 _DTYPES = (*_dispatch.KERNEL_DTYPES, torch.float64)
@@ -25,6 +38,14 @@ class TokenKL(NamedTuple):
 
     kl: Any
     reward: Any
+
+
+class PackedKL(NamedTuple):
+    """KL and penalised reward of a list of samples, packed ``[N]``, and the samples' lengths."""
+
+    kl: Tensor
+    reward: Tensor | None
+    lengths: list[int]
 
 
 def token_kl(
@@ -115,17 +136,56 @@ def _list(
             raise TypeError(f"{name}: expected a list like log_probs, got {_dispatch.kind(value)}")
     if not any(map(len, (log_probs, *lists.values()))):
         return [] if reward is None else TokenKL([], [])
-    packed = pack_samples(log_probs, ref_log_probs, mask, reward)
-    kl, penalised = _dense(
-        packed.log_probs,
-        packed.ref_log_probs,
-        packed.mask,
-        ragged.offsets_of(packed.lengths, packed.log_probs.device),
-        packed.reward,
-        options,
-    )
-    kl = list(kl.split(packed.lengths))
-    return kl if penalised is None else TokenKL(kl, list(penalised.split(packed.lengths)))
+    result = kl_in_place(log_probs, ref_log_probs, mask, reward, **options)
+    if result is None:
+        packed = pack_samples(log_probs, ref_log_probs, mask, reward)
+        offsets = ragged.offsets_of(packed.lengths, packed.log_probs.device)
+        kl, penalised = _dense(*packed[:3], offsets, packed.reward, options)
+        result = PackedKL(kl, penalised, packed.lengths)
+    kl = list(result.kl.split(result.lengths))
+    if result.reward is None:
+        return kl
+    return TokenKL(kl, list(result.reward.split(result.lengths)))
+
+
+def kl_in_place(
+    log_probs: Sequence[Tensor],
+    ref_log_probs: Sequence[Tensor],
+    mask: Sequence[Tensor] | None = None,
+    reward: Sequence[Tensor] | Tensor | None = None,
+    *,
+    estimator: str = "k1",
+    coeff: float | Tensor = 1.0,
+    nan: str = "propagate",
+    impl: str = "auto",
+) -> PackedKL | None:
+    """:func:`token_kl` of lists on CUDA in one launch that reads the samples where they lie.
+
+    ``None`` where they have to be packed: on other devices, where a gradient is recorded, where
+    dtypes differ or memory is not contiguous, and where the lists do not fit, which
+    :func:`pack_samples` explains.
+    """
+    if impl == "reference" or not device_reads_in_place(log_probs):
+        return None
+    if isinstance(reward, Tensor):
+        if reward.shape != (len(log_probs),):
+            return None
+        reward = reward.split(1)
+    first = log_probs[0]
+    if first.dtype not in _DTYPES or not may_read_in_place(log_probs, ref_log_probs, mask, reward):
+        return None
+    if _dispatch.choose(impl, "token_kl", first.device, first.dtype, _DTYPES) == "reference":
+        return None
+    scalar = _dispatch.scalar_tensor("coeff", coeff, first.device)
+    lists = (log_probs, ref_log_probs, mask or (), reward or ())
+    try:
+        kl, penalised = torch.ops.fusedrl.token_kl_list(
+            *lists, scalar, ESTIMATORS.index(estimator), nan == "missing"
+        )
+    except RuntimeError:
+        # Lists that do not fit are refused before a launch; the device's own errors come again.
+        return None
+    return PackedKL(kl, None if reward is None else penalised, list(map(Tensor.numel, log_probs)))
 
 
 def _nested(
@@ -312,10 +372,24 @@ def _fake(
     )
 
 
+def _fake_list(
+    log_probs: list[Tensor],
+    ref_log_probs: list[Tensor],
+    mask: list[Tensor],
+    reward: list[Tensor],
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    tokens = sum(sample.numel() for sample in log_probs)
+    first = log_probs[0]
+    return first.new_empty((tokens,)), first.new_empty((tokens if reward else 0,))
+
+
 def _fake_backward(
     grad_kl: Tensor, grad_reward: Tensor | None, log_probs: Tensor, *rest: Any
 ) -> Tensor:
     return log_probs.new_empty(log_probs.shape)
 
 
-_dispatch.register_fakes({"token_kl": _fake, "token_kl_backward": _fake_backward})
+_dispatch.register_fakes(
+    {"token_kl": _fake, "token_kl_list": _fake_list, "token_kl_backward": _fake_backward}
+)

@@ -1,20 +1,23 @@
-"""Lists of samples packed for ``token_kl``, a concatenation a column."""
+"""Lists of samples for ``token_kl``: packed, a concatenation a column, or read where they lie."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from fusedrl.ops._dispatch import check_device, check_tensor
 
 _FAST_CAT = 32767
 _COLUMNS = (torch.Size(()), torch.Size((1,)))  # trailing dimensions of one value a row
+# On the CPU a concatenation is cheaper than a handle for each tensor, which a list of them takes.
+_DEVICES_IN_PLACE = {"cuda"}
 
 
 class PackedSamples(NamedTuple):
@@ -25,6 +28,37 @@ class PackedSamples(NamedTuple):
     mask: Tensor | None
     reward: Tensor | None
     lengths: list[int]
+
+
+def device_reads_in_place(log_probs: Sequence[Tensor]) -> bool:
+    """Whether ``token_kl_list`` is for the device of these samples."""
+    first = log_probs[0] if log_probs else None
+    return isinstance(first, Tensor) and first.device.type in _DEVICES_IN_PLACE
+
+
+def may_read_in_place(
+    log_probs: Sequence[Tensor],
+    ref_log_probs: Sequence[Tensor],
+    mask: Sequence[Tensor] | None,
+    reward: Sequence[Tensor] | None,
+) -> bool:
+    """Whether to try ``token_kl_list``, which reads samples where they lie.
+
+    The first samples tell about dtypes and memory, since to ask all of them here would take as long
+    as to concatenate them: the op itself refuses lists that do not fit behind these.
+    """
+    # What is traced or transformed has no memory of its own, and subclasses need not have.
+    if torch.compiler.is_compiling() or maybe_current_level() or forward_ad._current_level >= 0:
+        return False
+    values = [log_probs, ref_log_probs, *([] if reward is None else [reward])]
+    columns = [*values, *([] if mask is None else [mask])]
+    if any(set(map(type, column)) != {Tensor} for column in columns):
+        return False
+    if not all(column[0].is_contiguous() for column in columns):
+        return False
+    if len({column[0].dtype for column in values}) > 1:
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in chain(*values)))
 
 
 def pack_samples(
