@@ -80,7 +80,7 @@ def pack(
     packed = ragged.from_nested(nested, name)
     if packed.values.dim() != 2:
         raise ValueError(
-            f"{name}: expected a nested tensor [B, j, columns], got one of {nested.dim()} dimensions"
+            f"{name}: expected a nested [B, j, columns], got one of {nested.dim()} dimensions"
         )
     values = [
         None if value is None else _dispatch.nested_values(key, value, name, packed.offsets)
