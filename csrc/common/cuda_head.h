@@ -202,18 +202,23 @@ class CudaHeadGradient {
     torch::stable::copy_(out, rows_of(*weight_sum_, 0, classes));
   }
 
-  // Of the hidden states, the weight and the bias; empty where not asked for.
-  std::tuple<Tensor, Tensor, Tensor> result() const {
+  // Of the hidden states (in their dtype unless another is given), the weight and the bias; empty
+  // where not asked for.
+  std::tuple<Tensor, Tensor, Tensor> result(
+      std::optional<ScalarType> hidden_dtype = std::nullopt) const {
     const Tensor none = empty_vector(like_, like_.scalar_type());
     Tensor hidden = none;
     if (hidden_.has_value()) {
-      hidden = torch::stable::new_zeros(like_, like_.sizes(), like_.scalar_type());
+      hidden = torch::stable::new_zeros(like_, like_.sizes(),
+                                        hidden_dtype.value_or(like_.scalar_type()));
       Selection dense = rows_.kept;
       dense.map.stride_row = width_;
       dense.map.stride_sequence = dense.map.period * width_;
       if (dense.count > 0) {
-        device_.launch(scatter_rows<T>, dense.count, kElementThreads, dense, data<float>(*hidden_),
-                       width_, mutable_data<T>(hidden));
+        dispatch_half_or_float(hidden, "hidden", [&]<typename Out>() {
+          device_.launch(scatter_rows<Out>, dense.count, kElementThreads, dense,
+                         data<float>(*hidden_), width_, mutable_data<Out>(hidden));
+        });
       }
     }
     return {hidden, weight_.value_or(none),
