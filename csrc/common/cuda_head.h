@@ -206,8 +206,8 @@ class CudaHeadGradient {
   // where not asked for.
   std::tuple<Tensor, Tensor, Tensor> result(
       std::optional<ScalarType> hidden_dtype = std::nullopt) const {
-    const Tensor none = empty_vector(like_, like_.scalar_type());
-    Tensor hidden = none;
+    // Each a tensor of its own: outputs of an op may not share storage.
+    Tensor hidden = none(), weight = none(), bias = none();
     if (hidden_.has_value()) {
       hidden = torch::stable::new_zeros(like_, like_.sizes(),
                                         hidden_dtype.value_or(like_.scalar_type()));
@@ -221,11 +221,14 @@ class CudaHeadGradient {
         });
       }
     }
-    return {hidden, weight_.value_or(none),
-            bias_.has_value() ? torch::stable::to(*bias_, like_.scalar_type()) : none};
+    if (weight_.has_value()) weight = *weight_;
+    if (bias_.has_value()) bias = torch::stable::to(*bias_, like_.scalar_type());
+    return {hidden, weight, bias};
   }
 
  private:
+  Tensor none() const { return empty_vector(like_, like_.scalar_type()); }
+
   void add_to(const Tensor& sums, const Tensor& terms) {
     device_.launch(add_elements, element_blocks(terms.numel()), kElementThreads,
                    mutable_data<float>(sums), data<float>(terms), terms.numel());
