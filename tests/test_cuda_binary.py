@@ -41,8 +41,9 @@ def test_has_machine_code_and_ptx(library):
 def test_kernels_keep_everything_in_registers(library):
     usage = run("cuobjdump", "--dump-resource-usage", library)
     stacks = [int(bytes_) for bytes_ in re.findall(r"STACK:(\d+)", usage)]
-    # Kernels of token_log_probs, token_kl and exact_kl an architecture.
-    assert len(stacks) >= 3 * (9 + 12 + 12)
+    # At least this many kernels an architecture: of token_log_probs, token_kl, exact_kl, and around
+    # the matrix products of a linear head.
+    assert len(stacks) >= 3 * (9 + 12 + 12 + 20)
     assert max(stacks) == 0
 
 

@@ -22,6 +22,8 @@ constexpr int64_t kTileStep = 256;
 
 // Rows of one GEMM where the bits of a row may not depend on how many others there are.
 constexpr int64_t kInvariantRows = 64;
+// Below as many columns MKL sums a row in an order that depends on where the row stands.
+constexpr int64_t kNarrowColumns = 16;
 
 // out = a b
 inline void multiply(Tensor& out, const Tensor& a, const Tensor& b) {
@@ -32,6 +34,25 @@ inline void multiply(Tensor& out, const Tensor& a, const Tensor& b) {
 inline void multiply_add(Tensor& out, const Tensor& a, const Tensor& b) {
   TORCH_ERROR_CODE_CHECK(
       aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
+}
+
+// out = a b, or out += a b, every element summed in the same order.
+inline void multiply_in_order(Tensor& out, const Tensor& a, const Tensor& b, bool add) {
+  const int64_t rows = out.size(0), columns = out.size(1), depth = a.size(1);
+  const int64_t a_row = a.stride(0), a_step = a.stride(1);
+  const int64_t b_step = b.stride(0), b_column = b.stride(1);
+  const float *from_a = data<float>(a), *from_b = data<float>(b);
+  float* to = mutable_data<float>(out);
+  torch::stable::parallel_for(0, rows, 8, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin * columns; i < end * columns; ++i) {
+      const int64_t row = i / columns, column = i % columns;
+      float sum = 0;
+      for (int64_t k = 0; k < depth; ++k) {
+        sum += from_a[row * a_row + k * a_step] * from_b[k * b_step + column * b_column];
+      }
+      to[i] = add ? to[i] + sum : sum;
+    }
+  });
 }
 
 inline Tensor rows_of(const Tensor& matrix, int64_t first, int64_t count) {
@@ -110,6 +131,7 @@ class CpuHead {
       : block_(block_rows(rows.size(), batch_invariant)),
         most_classes_(most_classes),
         rows_(rows.size()),
+        batch_invariant_(batch_invariant),
         hidden_(gathered(hidden, rows, scale, batch_invariant ? block_ : 1)),
         weight_(weight),
         logits_(hidden, block_ * most_classes),
@@ -167,8 +189,19 @@ class CpuHead {
   Tensor logits(int64_t first_row) const {
     const Tensor hidden = hidden_block(first_row);
     Tensor out = logits_.matrix(hidden.size(0), tile_.size(0));
-    multiply(out, hidden, transposed(tile_));
+    multiply_rows(out, hidden, transposed(tile_), false);
     return out;
+  }
+
+  // out = a b, or out += a b, for a block's rows `a`.
+  void multiply_rows(Tensor& out, const Tensor& a, const Tensor& b, bool add) const {
+    if (batch_invariant_ && out.size(1) < kNarrowColumns) {
+      multiply_in_order(out, a, b, add);
+    } else if (add) {
+      multiply_add(out, a, b);
+    } else {
+      multiply(out, a, b);
+    }
   }
 
   // Null without a bias; the loaded classes'.
@@ -181,6 +214,7 @@ class CpuHead {
   bool is_float() const { return weight_.scalar_type() == ScalarType::Float; }
 
   int64_t block_, most_classes_, rows_;
+  bool batch_invariant_;
   Tensor hidden_, weight_;
   Workspace logits_, upcast_;
   Tensor tile_;

@@ -33,7 +33,7 @@ class CpuHeadGradient {
     const Tensor block = head_.hidden_block(first_row);
     if (hidden_.has_value()) {
       Tensor out = rows_of(*hidden_, first_row, block.size(0));
-      multiply_add(out, grads, head_.tile());
+      head_.multiply_rows(out, grads, head_.tile(), true);
     }
     if (weight_.has_value()) {
       Tensor out = weight_tile();
@@ -53,13 +53,16 @@ class CpuHeadGradient {
     torch::stable::copy_(out, weight_tile());
   }
 
-  // Shaped like the hidden states, which these tokens read; empty if it was not asked for.
-  Tensor hidden(const RowMap& map, const std::vector<int64_t>& tokens, float scale) const {
+  // Shaped like the hidden states, which these tokens read, and of their dtype unless another is
+  // asked for; empty if none was asked for.
+  Tensor hidden(const RowMap& map, const std::vector<int64_t>& tokens, float scale,
+                std::optional<ScalarType> dtype = std::nullopt) const {
     if (!hidden_.has_value()) return empty_vector(hidden_like_, hidden_like_.scalar_type());
     const int64_t width = hidden_->size(1), count = tokens.size();
-    Tensor out = zeros(hidden_like_, hidden_like_.sizes(), hidden_like_.scalar_type());
+    Tensor out =
+        zeros(hidden_like_, hidden_like_.sizes(), dtype.value_or(hidden_like_.scalar_type()));
     const float* from = data<float>(*hidden_);
-    dispatch_half_or_float(hidden_like_, "hidden", [&]<typename T>() {
+    dispatch_half_or_float(out, "hidden", [&]<typename T>() {
       T* to = mutable_data<T>(out);
       torch::stable::parallel_for(0, count, 16, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {

@@ -202,25 +202,33 @@ class CudaHeadGradient {
     torch::stable::copy_(out, rows_of(*weight_sum_, 0, classes));
   }
 
-  // Of the hidden states, the weight and the bias; empty where not asked for.
-  std::tuple<Tensor, Tensor, Tensor> result() const {
-    const Tensor none = empty_vector(like_, like_.scalar_type());
-    Tensor hidden = none;
+  // Of the hidden states (in their dtype unless another is given), the weight and the bias; empty
+  // where not asked for.
+  std::tuple<Tensor, Tensor, Tensor> result(
+      std::optional<ScalarType> hidden_dtype = std::nullopt) const {
+    // Each a tensor of its own: outputs of an op may not share storage.
+    Tensor hidden = none(), weight = none(), bias = none();
     if (hidden_.has_value()) {
-      hidden = torch::stable::new_zeros(like_, like_.sizes(), like_.scalar_type());
+      hidden = torch::stable::new_zeros(like_, like_.sizes(),
+                                        hidden_dtype.value_or(like_.scalar_type()));
       Selection dense = rows_.kept;
       dense.map.stride_row = width_;
       dense.map.stride_sequence = dense.map.period * width_;
       if (dense.count > 0) {
-        device_.launch(scatter_rows<T>, dense.count, kElementThreads, dense, data<float>(*hidden_),
-                       width_, mutable_data<T>(hidden));
+        dispatch_half_or_float(hidden, "hidden", [&]<typename Out>() {
+          device_.launch(scatter_rows<Out>, dense.count, kElementThreads, dense,
+                         data<float>(*hidden_), width_, mutable_data<Out>(hidden));
+        });
       }
     }
-    return {hidden, weight_.value_or(none),
-            bias_.has_value() ? torch::stable::to(*bias_, like_.scalar_type()) : none};
+    if (weight_.has_value()) weight = *weight_;
+    if (bias_.has_value()) bias = torch::stable::to(*bias_, like_.scalar_type());
+    return {hidden, weight, bias};
   }
 
  private:
+  Tensor none() const { return empty_vector(like_, like_.scalar_type()); }
+
   void add_to(const Tensor& sums, const Tensor& terms) {
     device_.launch(add_elements, element_blocks(terms.numel()), kElementThreads,
                    mutable_data<float>(sums), data<float>(terms), terms.numel());

@@ -141,7 +141,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     });
     gradient.finish_tile();
   });
-  return {gradient.hidden(kept.map, kept.tokens, factor), gradient.weight(), gradient.bias(factor)};
+  // The ranks of a sharded vocabulary add theirs up before it is rounded.
+  const ScalarType of_hidden_states =
+      vocab_offset.has_value() ? ScalarType::Float : hidden.scalar_type();
+  return {gradient.hidden(kept.map, kept.tokens, factor, of_hidden_states), gradient.weight(),
+          gradient.bias(factor)};
 }
 
 }  // namespace

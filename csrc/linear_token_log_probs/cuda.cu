@@ -78,7 +78,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(
           gradient.add(tile, first_class);
         },
         [&](int64_t first_class) { gradient.finish_classes(first_class); });
-    grads = gradient.result();
+    // The ranks of a sharded vocabulary add theirs up before it is rounded.
+    grads = gradient.result(vocab_offset.has_value() ? ScalarType::Float : hidden.scalar_type());
   });
   return grads;
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedrl import exact_kl, token_kl, token_log_probs
+from fusedrl import exact_kl, linear_token_log_probs, token_kl, token_log_probs
 
 SAMPLES = {
     "packed": ((9, 20), torch.tensor([0, 3, 3, 9])),
@@ -91,6 +91,36 @@ def test_opcheck_exact_kl(kind, dtype, shift, jensen_shannon):
         )
 
 
+def linear_args(kind, dtype, shift):
+    """The head, and the rest of a batch whose logits it makes."""
+    shape, offsets = SAMPLES[kind]
+    hidden, weight = torch.randn(*shape[:-1], 6).to(dtype), torch.randn(20, 6).to(dtype)
+    mask, temperature = torch.rand(shape[:-1]) < 0.7, torch.tensor(0.9, dtype=torch.float64)
+    tokens = torch.randint(0, 20, shape[:-1])
+    return (hidden, weight), torch.randn(20).to(dtype), tokens, mask, offsets, shift, temperature
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("full", [False, True])
+def test_opcheck_linear_token_log_probs(kind, dtype, full):
+    """Without any option, and as a shard with a bias, a softcap, an entropy and fixed blocks."""
+    head, bias, *batch = linear_args(kind, dtype, shift=full)
+    batch = (*head, bias if full else None, *batch, *((1.5, 4.0) if full else (1.0, 0.0)))
+    ops, temperature, options = torch.ops.fusedrl, batch[7], (7 if full else None, full)
+    torch.library.opcheck(ops.linear_token_log_probs.default, (*batch, full, *options))
+    shards = [ops.linear_token_log_probs(*batch, full, first, False) for first in (0, 7)]
+    arguments = (torch.stack(shards), temperature, full)
+    torch.library.opcheck(ops.linear_token_log_probs_finish.default, arguments)
+    results = ops.linear_token_log_probs_finish(*arguments)
+    upstream = torch.randn_like(results[0]), torch.randn_like(results[0]) if full else None
+    for wanted in ((True, True, full), (True, False, False), (False, False, full)):
+        torch.library.opcheck(
+            ops.linear_token_log_probs_backward.default,
+            (*upstream, *batch, *results, *options, *wanted),
+        )
+
+
 @pytest.fixture
 def graphs():
     """Counts the graphs that torch.compile makes."""
@@ -116,6 +146,32 @@ def test_one_graph_over_twenty_temperatures(graphs, kind):
     for temperature in torch.linspace(0.5, 2.0, 20).unbind():
         expected = loss(logits, float(temperature))
         torch.testing.assert_close(compiled(logits, temperature), expected)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_one_graph_over_twenty_temperatures_of_a_head(graphs, kind, autocast):
+    (hidden, weight), bias, tokens, mask, offsets, *_ = linear_args(kind, torch.float32, True)
+    weight.requires_grad_()
+
+    def loss(hidden, temperature):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = linear_token_log_probs(
+                *(hidden, weight, tokens, mask),
+                bias=bias,
+                softcap=3.0,
+                offsets=offsets,
+                shift=True,
+                temperature=temperature,
+                entropy=True,
+            )
+        return (out.log_probs + out.entropy).sum()
+
+    compiled = torch.compile(loss, backend=graphs, fullgraph=True)
+    for temperature in torch.linspace(0.5, 2.0, 20).unbind():
+        expected = loss(hidden, float(temperature))
+        torch.testing.assert_close(compiled(hidden, temperature), expected)
     assert graphs.frame_count == 1
 
 
@@ -168,6 +224,44 @@ def test_twenty_lengths_make_at_most_two_graphs(graphs):
         logits, tokens = torch.randn(2, length, 20), torch.randint(0, 20, (2, length))
         torch.testing.assert_close(compiled(logits, tokens), loss(logits, tokens))
     assert graphs.frame_count <= 2
+
+
+def test_twenty_lengths_of_hidden_states_make_at_most_two_graphs(graphs):
+    weight = torch.randn(20, 6, requires_grad=True)
+
+    def loss(hidden, tokens):
+        return linear_token_log_probs(hidden, weight, tokens, shift=True).sum()
+
+    compiled = torch.compile(loss, backend=graphs, fullgraph=True)
+    for length in range(5, 25):
+        hidden, tokens = torch.randn(2, length, 6), torch.randint(0, 20, (2, length))
+        torch.testing.assert_close(compiled(hidden, tokens), loss(hidden, tokens))
+    assert graphs.frame_count <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_of_a_head_through_aot_autograd(dtype):
+    torch._dynamo.reset()
+    head, bias, tokens, mask, offsets, *_ = linear_args("packed", dtype, True)
+
+    def loss(hidden, weight, bias):
+        out = linear_token_log_probs(
+            *(hidden * 2, weight, tokens, mask),
+            bias=bias,
+            offsets=offsets,
+            shift=True,
+            entropy=True,
+        )
+        n = torch.arange(9.0)
+        return (out.log_probs * n - out.entropy * n.sin()).sum()
+
+    grads = []
+    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        leaves = [x.clone().requires_grad_() for x in (*head, bias)]
+        grads.append(torch.autograd.grad(function(*leaves), leaves))
+    for mine, compiled in zip(*grads, strict=True):
+        assert mine.any()
+        torch.testing.assert_close(mine, compiled)
 
 
 def test_backward_through_inductor():

@@ -68,10 +68,11 @@ def check_dtype(name: str, tensor: Tensor, like: str, dtype: torch.dtype) -> Non
 def reference_logits(head: Head) -> Tensor:
     """Logits ``scale * (hidden W^T + bias)``, capped by ``softcap * tanh(logits / softcap)``.
 
-    In float32 (float64 for float64 input) whatever the dtype of the head.
+    In float32 (float64 for float64 input) whatever the dtype of the head, under autocast too.
     """
     dtype = torch.float64 if head.hidden.dtype == torch.float64 else torch.float32
-    logits = head.hidden.to(dtype) @ head.weight.to(dtype).T
+    with torch.autocast(head.hidden.device.type, enabled=False):
+        logits = head.hidden.to(dtype) @ head.weight.to(dtype).T
     if head.bias is not None:
         logits = logits + head.bias.to(dtype)
     logits = logits * head.scale
@@ -81,7 +82,9 @@ def reference_logits(head: Head) -> Tensor:
 def _autocast(tensor: Tensor) -> Tensor:
     """As ``torch.nn.functional.linear`` takes its arguments under autocast."""
     kind = tensor.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensor
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))
 

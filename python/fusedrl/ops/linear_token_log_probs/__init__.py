@@ -137,10 +137,14 @@ def linear_token_log_probs(
         wait=chosen == "reference",
     )
     if chosen == "reference":
-        for name, value in (("vocab_offset", vocab_offset), ("batch_invariant", batch_invariant)):
-            if value:
+        for name, value, default in (
+            ("vocab_offset", vocab_offset, None),
+            ("batch_invariant", batch_invariant, False),
+        ):
+            if value != default:
                 raise ValueError(
-                    f"{name}: expected the default with the reference implementation, got {value}"
+                    f"{name}: expected {default} with the reference implementation, got {value}; "
+                    "a compiled kernel takes float32, bfloat16 or float16 on the CPU or CUDA"
                 )
         log_probs, row_entropy = reference.linear_token_log_probs(
             head, tokens, mask, offsets, shift, divisor, entropy
@@ -155,7 +159,9 @@ def linear_token_log_probs(
         *(head.hidden, head.weight, head.bias, *batch, shift, divisor),
         *(head.scale, head.softcap, entropy, vocab_offset, batch_invariant),
     )
-    needs_grad = _dispatch.needs_grad(hidden=head.hidden, weight=head.weight, bias=head.bias)
+    needs_grad = _dispatch.needs_grad(
+        hidden=head.hidden, weight=head.weight, bias=head.bias, temperature=divisor
+    )
     if vocab_offset is not None and group is None:
         if needs_grad:
             raise ValueError(

@@ -70,6 +70,7 @@ class _Autograd(torch.autograd.Function):
         )
         if group is not None and of_hidden:
             torch.distributed.all_reduce(of_head[0], group=group)
+            of_head = (of_head[0].to(hidden.dtype), *of_head[1:])
         wanted = (of_hidden, of_weight, of_bias)
         found = (grad if want else None for grad, want in zip(of_head, wanted, strict=True))
         return None, None, *found, *(None,) * 10
@@ -90,12 +91,13 @@ def _fake_finish(
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, hidden, weight, bias, *_, of_hidden, of_weight, of_bias = args
-    none = hidden.new_empty((0,))
+    _, _, hidden, weight, bias, *_, vocab_offset, _, of_hidden, of_weight, of_bias = args
+    # The ranks of a sharded vocabulary add theirs up before it is rounded.
+    dtype = hidden.dtype if vocab_offset is None else torch.float32
     return (
-        hidden.new_empty(hidden.shape) if of_hidden else none,
-        weight.new_empty(weight.shape) if of_weight else none,
-        bias.new_empty(bias.shape) if of_bias else none,
+        hidden.new_empty(hidden.shape, dtype=dtype) if of_hidden else hidden.new_empty((0,)),
+        weight.new_empty(weight.shape) if of_weight else hidden.new_empty((0,)),
+        bias.new_empty(bias.shape) if of_bias else hidden.new_empty((0,)),
     )
 
 

@@ -23,11 +23,11 @@ def linear_token_log_probs(
     if mask is not None:
         keep = keep & mask.flatten()
     kept = keep.nonzero().squeeze(-1)
+    targets = tokens.flatten()[kept]
+    reference.check_targets(targets, kept, len(head.weight))
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[rows[kept]]
     logits = reference_logits(head._replace(hidden=hidden))
-    results = reference.token_log_probs(
-        logits, tokens.flatten()[kept], None, None, False, temperature, entropy
-    )
+    results = reference.token_log_probs(logits, targets, None, None, False, temperature, entropy)
     zeros = torch.zeros(tokens.numel(), dtype=logits.dtype, device=logits.device)
     log_probs, row_entropy = (
         None if x is None else zeros.index_put((kept,), x).view(tokens.shape) for x in results

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusedrl.ops import _dispatch
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
 
@@ -16,9 +17,10 @@ class VocabPart:
     """Softmax statistics of every token over the classes of one shard.
 
     Args:
-        statistics: float32 ``[..., 4]``, token by token: the largest logit ``max``, the sum of
-            ``exp((x - max) / temperature)``, the same sum weighted with its exponents (for the
-            entropy), and the target's logit, ``-inf`` where it is in another shard.
+        statistics: float32 ``[..., 4]``, token by token: ``max``, the largest logit or one so near
+            it that no exponential overflows; the sum of ``exp((x - max) / temperature)``; the same
+            sum weighted with its exponents (for the entropy); and the target's logit, ``-inf``
+            where it is in another shard.
         temperature: the 0-dim temperature they were computed with.
         entropy: whether the third statistic was computed.
 
@@ -40,7 +42,7 @@ class VocabPart:
 
     @property
     def max(self) -> Tensor:
-        """The largest logit of each token."""
+        """The largest logit of each token, or one near it: what ``sum`` is relative to."""
         return self.statistics[..., 0]
 
     @property
@@ -69,15 +71,26 @@ class VocabPart:
                     f"entropy={first.entropy}, got {tuple(part.statistics.shape)} with "
                     f"entropy={part.entropy} in part {i}"
                 )
+            _check_temperature(i, part.temperature, first.temperature)
         log_probs, entropy, _ = torch.ops.fusedrl.linear_token_log_probs_finish(
             torch.stack([part.statistics for part in parts]), first.temperature, first.entropy
         )
         return TokenLogProbs(log_probs, entropy) if first.entropy else log_probs
 
 
+def _check_temperature(i: int, temperature: Tensor, first: Tensor) -> None:
+    """Refuse a part whose temperature is known, without waiting for a device, to be another."""
+    known = all(t.is_cpu and _dispatch.has_values(t) for t in (temperature, first))
+    if known and temperature.item() != first.item():
+        raise ValueError(
+            f"parts: expected all of temperature {first.item():g}, got {temperature.item():g} in "
+            f"part {i}; compute every part with the same one"
+        )
+
+
 def gathered(statistics: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """The statistics ``[1, ..., 4]`` of every rank, ``[ranks, ..., 4]``."""
     ranks = torch.distributed.get_world_size(group)
     out = statistics.new_empty((ranks, *statistics.shape[1:]))
-    torch.distributed.all_gather_into_tensor(out, statistics, group=group)
+    torch.distributed.all_gather(list(out.unbind()), statistics[0], group=group)
     return out

@@ -24,7 +24,8 @@ def rows_of_tokens(tokens: Tensor, offsets: Tensor | None, shift: bool) -> tuple
     return rows, present
 
 
-def _check_targets(targets: Tensor, kept: Tensor, classes: int) -> None:
+def check_targets(targets: Tensor, kept: Tensor, classes: int) -> None:
+    """Refuse a target outside the classes, of which it names the token that ``kept`` says."""
     if torch.compiler.is_compiling():
         return  # gather then checks them itself
     outside = ((targets < 0) | (targets >= classes)).nonzero()
@@ -56,7 +57,7 @@ def token_log_probs(
     z = logits.reshape(-1, logits.shape[-1])[rows[kept]].to(dtype)
     log_softmax = torch.log_softmax(z / temperature.to(z), dim=-1)
     targets = tokens.flatten()[kept]
-    _check_targets(targets, kept, logits.shape[-1])
+    check_targets(targets, kept, logits.shape[-1])
     zeros = torch.zeros(tokens.numel(), dtype=dtype, device=logits.device)
     log_probs = zeros.index_put(
         (kept,), log_softmax.gather(-1, targets[:, None].long()).squeeze(-1)

@@ -1,0 +1,194 @@
+"""A vocabulary in shards: parts that combine, and ranks that each hold one."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from fusedrl import VocabPart, linear_token_log_probs
+
+CLASSES, WIDTH = 2300, 12
+BOUNDS = [0, 1100, 1107, 2300]  # uneven, one of them less than a tile
+
+
+def problem(dtype=torch.float32):
+    torch.manual_seed(0)
+    head = torch.randn(2, 5, WIDTH), torch.randn(CLASSES, WIDTH), torch.randn(CLASSES)
+    mask = torch.arange(10).view(2, 5) % 4 != 2
+    tokens = torch.tensor([0, 1099, 1100, 1106, 1107, 2299, 5, 1103, 2000, 1500]).view(2, 5)
+    return (*(x.to(dtype) for x in head), tokens, mask)
+
+
+def parts_of(hidden, weight, bias, tokens, mask=None, bounds=BOUNDS, **options):
+    return [
+        linear_token_log_probs(
+            *(hidden, weight[start:end], tokens, mask),
+            bias=bias[start:end],
+            vocab_offset=start,
+            **options,
+        )
+        for start, end in itertools.pairwise(bounds)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_parts_in_any_order_are_the_whole(dtype, shift, masked):
+    hidden, weight, bias, tokens, mask = problem(dtype)
+    mask = mask if masked else None
+    options = {"shift": shift, "temperature": 0.8, "softcap": 9.0, "scale": 1.5}
+    truth = linear_token_log_probs(
+        *(hidden.double(), weight.double(), tokens, mask),
+        bias=bias.double(),
+        entropy=True,
+        **options,
+    )
+    options["entropy"] = True
+    for parts in itertools.permutations(parts_of(hidden, weight, bias, tokens, mask, **options)):
+        for mine, exact in zip(VocabPart.combine(parts), truth, strict=True):
+            torch.testing.assert_close(mine.double(), exact, rtol=1e-6, atol=2e-6)
+            assert torch.equal(mine == 0, exact == 0)
+
+
+def test_without_entropy_the_log_probs_come_alone():
+    *inputs, mask = problem()
+    parts = parts_of(*inputs, mask)
+    log_probs = VocabPart.combine(parts)
+    with_entropy = VocabPart.combine(parts_of(*inputs, mask, entropy=True))
+    assert torch.equal(log_probs, with_entropy.log_probs)
+    assert not any(part.entropy for part in parts)
+
+
+def test_what_a_part_knows():
+    hidden, weight, bias, tokens, _ = problem()
+    for part, (start, end) in zip(
+        parts_of(hidden, weight, bias, tokens, temperature=2.0),
+        itertools.pairwise(BOUNDS),
+        strict=True,
+    ):
+        logits = (hidden @ weight[start:end].T + bias[start:end]).double()
+        top = logits.amax(-1)
+        scaled_sum = ((logits - part.max.double()[..., None]) / 2).exp().sum(-1)
+        assert ((top - part.max.double()).abs() < 2 * 80).all()
+        torch.testing.assert_close(part.sum.double(), scaled_sum, rtol=1e-5, atol=1e-5)
+        there = (tokens >= start) & (tokens < end)
+        picked = logits.gather(-1, (tokens - start).clamp(0, end - start - 1)[..., None])
+        assert (part.target[~there] == -torch.inf).all()
+        torch.testing.assert_close(part.target[there].double(), picked[..., 0][there])
+        assert part.temperature.item() == 2.0
+
+
+@pytest.mark.parametrize("token", [-100, -1, CLASSES, 2**40])
+def test_a_token_in_no_shard_has_no_probability(token):
+    hidden, weight, bias, tokens, _ = problem()
+    whole = VocabPart.combine(parts_of(hidden, weight, bias, tokens, entropy=True))
+    wrong = tokens.clone()
+    wrong[1, 2] = token
+    mine = VocabPart.combine(parts_of(hidden, weight, bias, wrong, entropy=True))
+    assert mine.log_probs[1, 2] == -torch.inf
+    others = wrong == tokens
+    assert torch.equal(mine.log_probs[others], whole.log_probs[others])
+    assert torch.equal(mine.entropy, whole.entropy)
+
+
+def test_a_shard_of_banned_classes_changes_nothing():
+    hidden, weight, bias, tokens, _ = problem()
+    tokens = tokens % 1100
+    without = VocabPart.combine(parts_of(hidden, weight, bias, tokens, bounds=[0, 1100]))
+    bias[1100:] = -torch.inf
+    for order in (1, -1):
+        parts = parts_of(hidden, weight, bias, tokens)[::order]
+        assert torch.equal(VocabPart.combine(parts), without)
+
+
+def test_parts_that_do_not_belong_together():
+    *inputs, _ = problem()
+    first = parts_of(*inputs, temperature=0.5)[0]
+    with pytest.raises(ValueError, match="parts: expected the part of every shard, got none"):
+        VocabPart.combine([])
+    with pytest.raises(ValueError, match=r"parts: .* entropy=False, got .* entropy=True in part 1"):
+        VocabPart.combine([first, parts_of(*inputs, temperature=0.5, entropy=True)[1]])
+    with pytest.raises(ValueError, match=r"parts: .* temperature 0.5, got 0.7 in part 1"):
+        VocabPart.combine([first, parts_of(*inputs, temperature=0.7)[1]])
+    shorter = linear_token_log_probs(
+        torch.zeros(2, WIDTH), inputs[1], torch.zeros(2, dtype=torch.int64),
+        vocab_offset=9, temperature=0.5,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"parts: expected all of shape \(2, 5, 4\)"):
+        VocabPart.combine([first, shorter])
+
+
+def run(hidden, weight, bias, upstream, tokens, mask, **options):
+    """Log-probs, entropy and the gradients of the head."""
+    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+    out = linear_token_log_probs(
+        *(*leaves[:2], tokens, mask), bias=leaves[2], entropy=True, temperature=0.8, **options
+    )
+    return [x.detach() for x in out], torch.autograd.grad(
+        tuple(out), leaves, [up.to(x) for up, x in zip(upstream, out, strict=True)]
+    )
+
+
+def on_a_rank(rank: int, bounds: list[int], dtype: torch.dtype, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=len(bounds) - 1,
+        timeout=timedelta(seconds=60),
+    )
+    hidden, weight, bias, tokens, mask = problem(dtype)
+    upstream = torch.randn(2, *tokens.shape)  # the seed is that of `problem`: alike on all ranks
+    mine = slice(bounds[rank], bounds[rank + 1])
+    shard = {"vocab_offset": mine.start, "group": dist.group.WORLD}
+    found = [
+        run(hidden, weight[mine], bias[mine], upstream, tokens, mask, shift=shift, **shard)
+        for shift in (False, True)
+    ]
+    torch.save(found, f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo"
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bounds", [[0, 1150, CLASSES], [0, 2290, CLASSES]], ids=["even", "uneven"])
+def test_ranks_with_a_shard_each_equal_the_whole(tmp_path: Path, bounds, dtype):
+    processes = multiprocessing.start_processes(
+        on_a_rank, (bounds, dtype, str(tmp_path)), nprocs=2, join=False, start_method="spawn"
+    )
+    assert processes is not None
+    try:
+        deadline = time.monotonic() + 120
+        while not processes.join(timeout=10):  # returns as each of them ends
+            assert time.monotonic() < deadline, "the ranks are still running"
+    finally:
+        for process in processes.processes:
+            process.kill()
+    hidden, weight, bias, tokens, mask = problem(dtype)
+    upstream = torch.randn(2, *tokens.shape)
+    ranks = [torch.load(tmp_path / str(rank)) for rank in (0, 1)]
+    half = {} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for i, shift in enumerate((False, True)):
+        inputs = (x.double() for x in (hidden, weight, bias))
+        values, grads = run(*inputs, upstream, tokens, mask, shift=shift)
+        for rank, (start, end) in enumerate(itertools.pairwise(bounds)):
+            mine, of_shard = ranks[rank][i]
+            for got, exact in zip(mine, values, strict=True):
+                torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=2e-6)
+            expected = (grads[0], grads[1][start:end], grads[2][start:end])
+            for got, exact in zip(of_shard, expected, strict=True):
+                torch.testing.assert_close(got, exact.to(dtype), **half)
+        # Bit by bit: training with a sharded head must not let the copies of the body drift apart.
+        assert all(map(torch.equal, ranks[0][i][0], ranks[1][i][0]))
+        assert torch.equal(ranks[0][i][1][0], ranks[1][i][1][0])
