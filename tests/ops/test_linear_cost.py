@@ -71,9 +71,9 @@ import torch
 from fusedrl import linear_token_log_probs
 
 torch.manual_seed(0)
-mask, tokens = torch.arange(300) % 7 == 3, torch.randint(0, 2500, (300,))
+mask, tokens = torch.arange(300) % 7 == 3, torch.randint(0, 9000, (300,))
 hidden = torch.randn(300, 24, requires_grad=True)
-weight = torch.randn(2500, 24, requires_grad=True)
+weight = torch.randn(9000, 24, requires_grad=True)
 with torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON):
     out = linear_token_log_probs(
         hidden, weight, tokens, mask, offsets=torch.tensor([0, 3, 300]), shift=True
@@ -89,7 +89,7 @@ def test_only_kept_rows_are_multiplied():
     products = re.findall(r"SGEMM\(\w,\w,(\d+),(\d+),(\d+),", python(PRODUCTS))
     sizes = sorted(sorted(map(int, product)) for product in products)
     # The logits in either pass, and both gradients, of every tile of classes.
-    tiles = (1024, 1024, 452)
+    tiles = (4096, 4096, 808)
     assert sizes == sorted(sorted((kept, classes, 24)) for classes in tiles * 4)
 
 
@@ -104,7 +104,7 @@ def outcome(hidden, weight, bias, tokens, upstream, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("classes", "width"), [(2500, 40), (1025, 7), (1031, 64), (5, 24)])
+@pytest.mark.parametrize(("classes", "width"), [(5000, 40), (4097, 7), (4103, 64), (5, 24)])
 def test_bits_of_a_row_are_its_own(dtype, classes, width):
     """Alone, in any batch, at any position and on one or two threads."""
     count = 150  # two blocks and a part
