@@ -105,13 +105,15 @@ def test_cuda_library_under_a_cpu_build_of_torch_is_explained():
 
 COMPARE = """
 import torch
-from fusedrl import _host, exact_kl, linear_token_log_probs, token_log_probs
+from fusedrl import _host, exact_kl, linear_exact_kl, linear_token_log_probs, token_log_probs
 
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(0)
 tokens = torch.randint(4099, (7,), generator=generator)
 draw, other = 4 * torch.randn(2, 7, 4099, generator=generator)
 head = [torch.randn(s, generator=generator) for s in ((7, 19), (4099, 19), (4099,))]
+shapes = [(7, 9), (1030, 9), (7, 5), (1030, 5), (1030,)]
+linear = [torch.randn(shape, generator=generator) for shape in shapes]
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     results = []
     for impl, kind in (("cpu", dtype), ("reference", torch.float64)):
@@ -124,6 +126,12 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
             divergence = exact_kl(*rows, direction=direction, temperature=0.7, impl=impl)
             (divergence * torch.arange(7)).sum().backward()
             result += [divergence, *(row.grad for row in rows)]
+            heads = [x.to(dtype).to(kind).detach().requires_grad_() for x in linear]
+            divergence = linear_exact_kl(
+                *heads[:4], bias=heads[4], softcap=5.0, direction=direction, impl=impl
+            )
+            (divergence * torch.arange(7)).sum().backward()
+            result += [divergence, *(x.grad for x in heads)]
         for softcap in (None, 5.0):
             hidden, weight, bias = leaves = [
                 x.to(dtype).to(kind).detach().requires_grad_() for x in head

@@ -119,7 +119,8 @@ class CudaHead {
   static Tensor gathered(const OnDeviceOf& device, const HeadRows& rows, const RowMap& map,
                          const Tensor& hidden) {
     const int64_t width = hidden.size(hidden.dim() - 1);
-    const bool as_they_are = rows.kept.tokens == nullptr && rows.padded == rows.kept.count;
+    // Not by whether there is an index: one without elements has no address either.
+    const bool as_they_are = rows.kept.count == map.tokens && rows.padded == map.tokens;
     if (as_they_are && hidden.is_contiguous()) {
       return torch::stable::view(hidden, {rows.kept.count, width});
     }

@@ -141,16 +141,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     if (of_p && p.cap > 0) chain(capped_x, x, count, p.cap);
     if (of_q && q.cap > 0) chain(capped_y, y, count, q.cap);
   };
-  for_each_tile(
-      p, q, differentiate,
-      [&](int64_t first_row, const Tensor& grads, const Tensor& ref_grads) {
-        if (of_p) grad_p.add(first_row, grads);
-        if (of_q) grad_q.add(first_row, ref_grads);
-      },
-      [&] {
-        grad_p.finish_tile();
-        grad_q.finish_tile();
-      });
+  if (of_p || of_q) {
+    for_each_tile(
+        p, q, differentiate,
+        [&](int64_t first_row, const Tensor& grads, const Tensor& ref_grads) {
+          if (of_p) grad_p.add(first_row, grads);
+          if (of_q) grad_q.add(first_row, ref_grads);
+        },
+        [&] {
+          grad_p.finish_tile();
+          grad_q.finish_tile();
+        });
+  }
   return {grad_p.hidden(p.map, kept, p.scale), grad_p.weight(), grad_p.bias(p.scale),
           grad_q.hidden(q.map, kept, q.scale), grad_q.weight(), grad_q.bias(q.scale)};
 }

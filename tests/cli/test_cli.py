@@ -87,8 +87,9 @@ def test_info_is_markdown_with_a_row_a_fact(capsys):
 def test_check_passes_every_case_here(capsys):
     assert main(["check"]) == 0
     out = capsys.readouterr().out
-    assert "token_log_probs on cpu" in out
-    assert "token_kl on cpu" in out
+    titles = {line.strip() for line in out.splitlines() if line.strip().endswith(" on cpu")}
+    ops = ("token_log_probs", "linear_token_log_probs", "token_kl", "exact_kl", "linear_exact_kl")
+    assert titles == {f"{op} on cpu" for op in ops}
     assert " 0 failed" in out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedrl import exact_kl, linear_token_log_probs, token_kl, token_log_probs
+from fusedrl import exact_kl, linear_exact_kl, linear_token_log_probs, token_kl, token_log_probs
 
 SAMPLES = {
     "packed": ((9, 20), torch.tensor([0, 3, 3, 9])),
@@ -121,6 +121,29 @@ def test_opcheck_linear_token_log_probs(kind, dtype, full):
         )
 
 
+def head_pair(rows, dtype=torch.float32):
+    """The policy's hidden states, weight and bias, and those of a wider reference."""
+    heads = ((torch.randn(*rows, n), torch.randn(20, n), torch.randn(20)) for n in (5, 9))
+    return [x.to(dtype) for head in heads for x in head]
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("jensen_shannon", "batch_invariant"), [(False, True), (True, False)])
+def test_opcheck_linear_exact_kl(kind, dtype, jensen_shannon, batch_invariant):
+    logits, _, *rows, _ = log_prob_args(kind, torch.float32, True, False)
+    hidden, weight, bias, *ref_head = head_pair(logits.shape[:-1], dtype)
+    options = (*rows, jensen_shannon, batch_invariant)
+    args = (hidden, weight, bias, 1.5, 3.0, *ref_head, 1.0, 0.0, *options)
+    torch.library.opcheck(torch.ops.fusedrl.linear_exact_kl.default, args)
+    kl, statistics = torch.ops.fusedrl.linear_exact_kl(*args)
+    for wants in ((True,) * 6, (True,) * 3 + (False,) * 3, (False, True, False) * 2):
+        torch.library.opcheck(
+            torch.ops.fusedrl.linear_exact_kl_backward.default,
+            (torch.randn_like(kl), *args, statistics, *wants),
+        )
+
+
 @pytest.fixture
 def graphs():
     """Counts the graphs that torch.compile makes."""
@@ -197,6 +220,35 @@ def test_one_graph_over_twenty_temperatures_of_exact_kl(graphs, kind, direction)
     for temperature in torch.linspace(0.5, 2.0, 20).unbind():
         expected = loss(logits, float(temperature))
         torch.testing.assert_close(compiled(logits, temperature), expected)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen_shannon"])
+def test_one_graph_over_twenty_temperatures_of_linear_exact_kl(graphs, kind, direction):
+    logits, _, mask, offsets, *_ = log_prob_args(kind, torch.float32, True, False)
+    hidden, weight, bias, ref_hidden, ref_weight, _ = head_pair(logits.shape[:-1])
+    hidden.requires_grad_()
+
+    def loss(hidden, temperature):
+        return linear_exact_kl(
+            hidden,
+            weight,
+            ref_hidden,
+            ref_weight,
+            mask,
+            bias=bias,
+            ref_softcap=4.0,
+            direction=direction,
+            offsets=offsets,
+            shift=True,
+            temperature=temperature,
+        ).sum()
+
+    compiled = torch.compile(loss, backend=graphs, fullgraph=True)
+    for temperature in torch.linspace(0.5, 2.0, 20).unbind():
+        expected = loss(hidden, float(temperature))
+        torch.testing.assert_close(compiled(hidden, temperature), expected)
     assert graphs.frame_count == 1
 
 
@@ -280,4 +332,33 @@ def test_backward_through_inductor():
         x = logits.clone().requires_grad_()
         function(x).backward()
         grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("frozen", [(), (3, 4, 5), (1, 4)], ids=str)
+def test_backward_of_linear_exact_kl_through_aot(frozen):
+    torch._dynamo.reset()
+    heads = head_pair((9,))
+    mask, offsets = torch.rand(9) < 0.7, torch.tensor([0, 3, 3, 9])
+
+    def loss(hidden, weight, bias, ref_hidden, ref_weight, ref_bias):
+        kl = linear_exact_kl(
+            hidden * 2,
+            weight,
+            ref_hidden - hidden.sum(-1, True),
+            ref_weight,
+            mask,
+            bias=bias,
+            ref_bias=ref_bias,
+            softcap=3.0,
+            offsets=offsets,
+            shift=True,
+        )
+        return (kl * torch.arange(9)).sum()
+
+    grads = []
+    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        leaves = [x.clone().requires_grad_(i not in frozen) for i, x in enumerate(heads)]
+        function(*leaves).backward()
+        grads.append([x.grad for x in leaves if x.requires_grad])
     torch.testing.assert_close(*grads)

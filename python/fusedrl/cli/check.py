@@ -19,7 +19,14 @@ from rich.table import Table
 from torch import Tensor
 
 from fusedrl.native import NativeLibraryError
-from fusedrl.ops import token_kl, token_log_probs
+from fusedrl.ops import (
+    exact_kl,
+    linear_exact_kl,
+    linear_token_log_probs,
+    token_kl,
+    token_log_probs,
+)
+from fusedrl.ops.exact_kl import DIRECTIONS
 from fusedrl.ops.token_kl import ESTIMATORS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -109,7 +116,8 @@ def _shown(errors: Errors | None) -> str:
 
 def check(device: torch.device) -> Iterator[Result]:
     """Every case in every dtype on ``device``."""
-    for case in (*_token_log_probs(device), *_token_kl(device)):
+    cases = (_token_log_probs, _linear_token_log_probs, _token_kl, _exact_kl, _linear_exact_kl)
+    for case in (case for op in cases for case in op(device)):
         for dtype in DTYPES:
             yield _compare(case, dtype, device)
 
@@ -184,6 +192,70 @@ def _token_log_probs(device: torch.device) -> Iterator[Case]:
         yield Case(op, f"V={classes}", (logits,), plain)
         yield Case(op, f"V={classes} mask shift entropy", (logits,), full)
         yield Case(op, f"V={classes} packed mask shift entropy", (logits,), packed)
+
+
+def _head(
+    generator: torch.Generator, classes: int, width: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Hidden states of 3 x 9 tokens, weight and bias of logits of order 1."""
+    hidden = torch.randn(3, 9, width, generator=generator)
+    weight = torch.randn(classes, width, generator=generator) / width**0.5
+    bias = torch.randn(classes, generator=generator)
+    return hidden.to(device), weight.to(device), bias.to(device)
+
+
+def _linear_token_log_probs(device: torch.device) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for classes in (2, 2500):
+        head = _head(generator, classes, 64, device)
+        tokens = torch.randint(classes, (3, 9), generator=generator).to(device)
+        mask = (torch.rand(3, 9, generator=generator) < 0.7).to(device)
+
+        def full(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor,
+            impl: str,
+            tokens: Tensor = tokens,
+            mask: Tensor = mask,
+        ) -> tuple[Tensor, ...]:
+            return linear_token_log_probs(
+                x, weight, tokens, mask, bias=bias, softcap=5.0, shift=True, entropy=True, impl=impl
+            )  # pyright: ignore[reportReturnType]
+
+        name = f"V={classes} mask shift softcap entropy"
+        yield Case("linear_token_log_probs", name, head, full)
+
+
+def _exact_kl(device: torch.device) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.rand(3, 9, generator=generator) < 0.7).to(device)
+    for classes in (2, 1001):
+        rows = 2 * torch.randn(2, 3, 9, classes, generator=generator).to(device)
+        for direction in DIRECTIONS:
+
+            def kl(p: Tensor, q: Tensor, impl: str, direction: str = direction) -> tuple[Tensor]:
+                options = {"direction": direction, "temperature": 0.7, "impl": impl}
+                return (exact_kl(p, q, mask, shift=True, **options),)
+
+            yield Case("exact_kl", f"V={classes} {direction} mask shift", (rows[0], rows[1]), kl)
+
+
+def _linear_exact_kl(device: torch.device) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.rand(3, 9, generator=generator) < 0.7).to(device)
+    for classes in (2, 2500):
+        heads = [_head(generator, classes, width, device) for width in (64, 96)]
+        for direction in DIRECTIONS:
+
+            def kl(*heads: Tensor, impl: str, direction: str = direction) -> tuple[Tensor]:
+                x, weight, bias, y, ref_weight, ref_bias = heads
+                options = {"direction": direction, "softcap": 5.0, "impl": impl, "shift": True}
+                options |= {"bias": bias, "ref_bias": ref_bias}
+                return (linear_exact_kl(x, weight, y, ref_weight, mask, **options),)
+
+            name = f"V={classes} {direction} mask shift softcap"
+            yield Case("linear_exact_kl", name, (*heads[0], *heads[1]), kl)
 
 
 def _token_kl(device: torch.device) -> Iterator[Case]:

@@ -102,7 +102,7 @@ def exact_kl(
     offsets = None if offsets is None else offsets.to(torch.int64).contiguous()
     p, q = _rows.with_unit_stride(p), _rows.with_unit_stride(q)
     args = (p, q, mask, offsets, shift, scale, jensen_shannon)
-    if _dispatch.needs_grad(logits=logits, ref_logits=ref_logits):
+    if _dispatch.needs_grad(logits=logits, ref_logits=ref_logits, temperature=scale):
         return _Autograd.apply(*args)
     return torch.ops.fusedrl.exact_kl(*args)[0]
 

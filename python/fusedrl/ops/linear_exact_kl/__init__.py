@@ -110,9 +110,10 @@ def linear_exact_kl(
                 impl=impl,
             )
         )
+    _check_tokens(hidden, ref_hidden, mask, offsets, shift)
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     ref_head = _head.prepare("ref_", ref_hidden, ref_weight, ref_bias, ref_scale, ref_softcap)
-    _check(head, ref_head, mask, offsets, shift)
+    _check_heads(head, ref_head)
     chosen = _dispatch.choose(impl, "linear_exact_kl", head.hidden.device, head.hidden.dtype)
     divisor = _dispatch.scalar_tensor(
         "temperature",
@@ -143,32 +144,38 @@ def linear_exact_kl(
         ref_hidden=ref_head.hidden,
         ref_weight=ref_head.weight,
         ref_bias=ref_head.bias,
+        temperature=divisor,
     ):
         return _Autograd.apply(*args)
     return torch.ops.fusedrl.linear_exact_kl(*args)[0]
 
 
-def _check(
-    head: _head.Head,
-    ref_head: _head.Head,
+def _check_tokens(
+    hidden: Tensor,
+    ref_hidden: Tensor,
     mask: Tensor | None,
     offsets: Tensor | None,
     shift: bool,
 ) -> None:
-    _rows.check_rows("hidden", head.hidden, offsets, shift)
-    rows, ref_rows = head.hidden.shape[:-1], ref_head.hidden.shape[:-1]
+    _rows.check_rows("hidden", hidden, offsets, shift)
+    _dispatch.check_tensor("ref_hidden", ref_hidden, like=" like hidden")
+    _rows.check_rows("ref_hidden", ref_hidden, None, False)
+    rows, ref_rows = hidden.shape[:-1], ref_hidden.shape[:-1]
     if rows != ref_rows:
         raise ValueError(
             f"ref_hidden: expected the tokens {tuple(rows)} of hidden, got {tuple(ref_rows)}"
         )
-    _dispatch.check_device("ref_hidden", ref_head.hidden, head.hidden.device)
+    _dispatch.check_device("ref_hidden", ref_hidden, hidden.device)
+    _dispatch.check_mask(mask, rows, hidden.device)
+
+
+def _check_heads(head: _head.Head, ref_head: _head.Head) -> None:
     _head.check_dtype("ref_hidden", ref_head.hidden, "hidden", head.hidden.dtype)
     if len(ref_head.weight) != len(head.weight):
         raise ValueError(
             f"ref_weight: expected the {len(head.weight)} classes of weight, "
             f"got {len(ref_head.weight)}"
         )
-    _dispatch.check_mask(mask, rows, head.hidden.device)
 
 
 # Positions in the op's arguments of what may require a gradient.
