@@ -43,7 +43,7 @@ def test_kernels_keep_everything_in_registers(library):
     stacks = [int(bytes_) for bytes_ in re.findall(r"STACK:(\d+)", usage)]
     # At least this many kernels an architecture: of token_log_probs, token_kl, exact_kl, and around
     # the matrix products of a linear head.
-    assert len(stacks) >= 3 * (9 + 12 + 12 + 20)
+    assert len(stacks) >= 3 * (9 + 8 + 12 + 22)
     assert max(stacks) == 0
 
 

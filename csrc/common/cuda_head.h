@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "common/cuda.h"
@@ -203,25 +204,12 @@ class CudaHeadGradient {
     torch::stable::copy_(out, rows_of(*weight_sum_, 0, classes));
   }
 
-  // Of the hidden states (in their dtype unless another is given), the weight and the bias; empty
-  // where not asked for.
-  std::tuple<Tensor, Tensor, Tensor> result(
-      std::optional<ScalarType> hidden_dtype = std::nullopt) const {
+  // Of the hidden states (in their dtype or float32), the weight and the bias; empty where not
+  // asked for.
+  std::tuple<Tensor, Tensor, Tensor> result(bool hidden_in_float = false) const {
     // Each a tensor of its own: outputs of an op may not share storage.
     Tensor hidden = none(), weight = none(), bias = none();
-    if (hidden_.has_value()) {
-      hidden = torch::stable::new_zeros(like_, like_.sizes(),
-                                        hidden_dtype.value_or(like_.scalar_type()));
-      Selection dense = rows_.kept;
-      dense.map.stride_row = width_;
-      dense.map.stride_sequence = dense.map.period * width_;
-      if (dense.count > 0) {
-        dispatch_half_or_float(hidden, "hidden", [&]<typename Out>() {
-          device_.launch(scatter_rows<Out>, dense.count, kElementThreads, dense,
-                         data<float>(*hidden_), width_, mutable_data<Out>(hidden));
-        });
-      }
-    }
+    if (hidden_.has_value()) hidden = hidden_in_float ? scattered<float>() : scattered<T>();
     if (weight_.has_value()) weight = *weight_;
     if (bias_.has_value()) bias = torch::stable::to(*bias_, like_.scalar_type());
     return {hidden, weight, bias};
@@ -229,6 +217,22 @@ class CudaHeadGradient {
 
  private:
   Tensor none() const { return empty_vector(like_, like_.scalar_type()); }
+
+  // The sums of the hidden states' gradients, each in its row of the batch.
+  template <typename Out>
+  Tensor scattered() const {
+    const bool in_float = std::is_same_v<Out, float>;
+    Tensor out = torch::stable::new_zeros(like_, like_.sizes(),
+                                          in_float ? ScalarType::Float : like_.scalar_type());
+    Selection dense = rows_.kept;
+    dense.map.stride_row = width_;
+    dense.map.stride_sequence = dense.map.period * width_;
+    if (dense.count > 0) {
+      device_.launch(scatter_rows<Out>, dense.count, kElementThreads, dense, data<float>(*hidden_),
+                     width_, mutable_data<Out>(out));
+    }
+    return out;
+  }
 
   void add_to(const Tensor& sums, const Tensor& terms) {
     device_.launch(add_elements, element_blocks(terms.numel()), kElementThreads,

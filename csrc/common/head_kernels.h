@@ -4,10 +4,9 @@
 
 #include "common/device_rows.h"
 #include "common/softcap.h"
+#include "common/tile_sizes.h"
 
 namespace fusedrl {
-
-constexpr int kElementThreads = 256;
 
 inline int64_t element_blocks(int64_t elements) {
   return (elements + kElementThreads - 1) / kElementThreads;

@@ -79,7 +79,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
         },
         [&](int64_t first_class) { gradient.finish_classes(first_class); });
     // The ranks of a sharded vocabulary add theirs up before it is rounded.
-    grads = gradient.result(vocab_offset.has_value() ? ScalarType::Float : hidden.scalar_type());
+    grads = gradient.result(vocab_offset.has_value());
   });
   return grads;
 }

@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from fusedrl import VocabPart, linear_token_log_probs
 from fusedrl.ops.linear_token_log_probs import triton as kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -170,6 +172,78 @@ def no_rows():
     assert [x.shape for x in mine] == [(0,)] * 4
 
 
+def through_the_op(hidden, weight, bias, tokens, **options):
+    """Log-probs, entropy and gradients of the public function, beside those of float64."""
+    upstream = torch.randn(2, *tokens.shape)
+    results = []
+    for impl, dtype in (("triton", hidden.dtype), ("reference", torch.float64)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+        out = linear_token_log_probs(
+            *(*leaves[:2], tokens), bias=leaves[2], entropy=True, impl=impl, **options
+        )
+        grads = torch.autograd.grad(tuple(out), leaves, [up.to(out[0]) for up in upstream])
+        results.append((out, grads))
+    (mine, grads), (exact, exact_grads) = results
+    for got, want in zip(mine, exact, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
+        assert torch.equal(got == 0, want == 0)
+    rounding = {"rtol": 2e-5, "atol": 2e-5} if hidden.dtype == torch.float32 else {}
+    for got, want in zip(grads, exact_grads, strict=True):
+        torch.testing.assert_close(got, want.to(got.dtype), **rounding)
+
+
+def public_function():
+    """Packed and padded, shifted and masked, with NaN where no kept token reads."""
+    cases = itertools.product((False, True), [(14,), (2, 7)])
+    for dtype, (shift, shape) in zip(itertools.cycle(DTYPES), cases, strict=False):
+        hidden, weight, bias, tokens = problem(14, 150, 24, dtype)
+        hidden, tokens = hidden.view(*shape, 24), tokens.view(shape)
+        offsets = torch.tensor([0, 3, 3, 14]) if len(shape) == 1 else None
+        options = {"offsets": offsets, "shift": shift, "temperature": 0.7}
+        through_the_op(hidden, weight, bias, tokens, softcap=4.0, scale=1.5, **options)
+        mask = torch.arange(14).view(shape) % 3 != 0
+        rows = mask.flatten().roll(-1).view(shape) if shift else mask
+        hidden[~rows] = torch.nan
+        tokens = tokens.masked_fill(~mask, -100)
+        through_the_op(hidden, weight, bias, tokens, mask=mask, **options)
+    through_the_op(*problem(4, 70, 24, torch.float32), mask=torch.zeros(4, dtype=torch.bool))
+    through_the_op(*problem(0, 70, 24, torch.float32))
+
+
+def shards():
+    """Parts combine to the whole; a token in no part has no probability."""
+    hidden, weight, bias, tokens = problem(9, 200, 24, torch.float32)
+    mask, options = torch.arange(9) != 4, {"entropy": True, "temperature": 0.6, "impl": "triton"}
+    whole = linear_token_log_probs(hidden, weight, tokens, mask, bias=bias, **options)
+    tokens[0] = 200
+    parts = [
+        linear_token_log_probs(
+            *(hidden, weight[first:end], tokens, mask),
+            bias=bias[first:end],
+            vocab_offset=first,
+            **options,
+        )
+        for first, end in ((130, 200), (0, 129), (129, 130))
+    ]
+    assert all((part.target == -torch.inf).sum() >= 1 for part in parts)
+    mine = VocabPart.combine(parts)
+    assert mine.log_probs[0] == -torch.inf
+    for got, want in zip(mine, whole, strict=True):
+        torch.testing.assert_close(got[1:], want[1:], rtol=2e-6, atol=2e-6)
+
+
+def wrong_tokens():
+    """A token outside the vocabulary is refused unless it is dropped."""
+    hidden, weight, bias, tokens = problem(3, 70, 24, torch.float32)
+    tokens[1] = 70
+    options = {"bias": bias, "impl": "triton"}
+    with pytest.raises(RuntimeError, match="tokens: expected values in"):
+        linear_token_log_probs(hidden, weight, tokens, **options)
+    keep = tokens < 70
+    assert linear_token_log_probs(hidden, weight, tokens, keep, **options)[1] == 0
+
+
 def main() -> None:
     torch.manual_seed(0)
     np.seterr(all="ignore")  # infinities are among the cases
@@ -186,6 +260,9 @@ def main() -> None:
         nan_rows,
         rows_alone,
         no_rows,
+        public_function,
+        shards,
+        wrong_tokens,
     ):
         check()
         print(f"{check.__name__}: passed", flush=True)

@@ -8,15 +8,24 @@
 namespace fusedrl {
 
 inline Tensor in_float(const Tensor& matrix) {
-  return torch::stable::to(matrix, ScalarType::Float);
+  return torch::stable::contiguous(torch::stable::to(matrix, ScalarType::Float));
 }
 
+// Every element is summed in the same order, which CPU libraries do not where matrices are narrow.
 inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), "multiply: expected one dtype");
   const std::vector<int64_t> sizes(out.sizes().begin(), out.sizes().end());
   Tensor product = torch::stable::new_empty(out, sizes, ScalarType::Float), target = out;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_cpu_mm_out(product.get(), in_float(a).get(), in_float(b).get()));
+  const Tensor left = in_float(a), right = in_float(b);
+  const int64_t depth = a.size(1), columns = b.size(1);
+  for (int64_t i = 0; i < product.numel(); ++i) {
+    float sum = 0;
+    for (int64_t k = 0; k < depth; ++k) {
+      sum += data<float>(left)[i / columns * depth + k] *
+             data<float>(right)[k * columns + i % columns];
+    }
+    mutable_data<float>(product)[i] = sum;
+  }
   torch::stable::copy_(target, product);
 }
 

@@ -9,5 +9,6 @@ constexpr int64_t kTileElements = 64;
 constexpr int64_t kMostRows = 4;
 constexpr int64_t kInvariantRows = 3;
 constexpr int64_t kColumnStep = 4;
+constexpr int kElementThreads = 32;
 
 }  // namespace fusedrl

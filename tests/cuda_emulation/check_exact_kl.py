@@ -1,0 +1,86 @@
+"""exact_kl on host threads."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from values import DTYPES, OFFSETS, TOLERANCE
+
+from fusedrl import exact_kl
+from fusedrl.ops.exact_kl import DIRECTIONS
+
+
+def compare_exact_kl(logits, ref_logits, **options):
+    """Forward and both gradients beside the reference on the same values in float64."""
+    upstream = torch.randn(logits.shape[:-1])
+    results = []
+    for impl, dtype in (("cpu", logits.dtype), ("reference", torch.float64)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (logits, ref_logits)]
+        divergence = exact_kl(*leaves, impl=impl, **options)
+        results.append(
+            (divergence, *torch.autograd.grad(divergence, leaves, upstream.to(divergence)))
+        )
+    (mine, *grads), (exact, *exact_grads) = results
+    torch.testing.assert_close(mine.double(), exact, rtol=3e-6, atol=3e-6)
+    tol = TOLERANCE[logits.dtype]
+    for got, want in zip(grads, exact_grads, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=tol, atol=1e-5)
+        assert torch.equal(got.any(-1), want.any(-1))  # zero rows are zero, not almost
+
+
+def check_sizes_and_dtypes():
+    """As above; rows of even sizes start on a boundary, the two rows of an odd one lie apart."""
+    sizes, directions = [1, 7, 8, 17, 129, 1000, 4097], ("reverse", "jensen_shannon")
+    for dtype, classes, direction in itertools.product(DTYPES, sizes, directions):
+        p = (torch.randn(3, classes) * 4).to(dtype)
+        q = torch.randn(3, classes + classes % 2 * 2).to(dtype)[:, classes % 2 :][:, :classes]
+        compare_exact_kl(p, q, direction=direction, temperature=0.7)
+
+
+def check_shifts_and_masks():
+    """Packed and padded, with dropped rows that hold NaN."""
+    shapes = [(7,), (2, 3)]
+    for dtype, shift, shape in itertools.product(DTYPES, [False, True], shapes):
+        p, q = torch.randn(2, *shape, 65).to(dtype).unbind()
+        mask = torch.arange(p[..., 0].numel()).view(shape) % 3 != 0
+        rows = mask.flatten().roll(-1).view(shape) if shift else mask
+        p[~rows] = q[~rows] = torch.nan
+        offsets = OFFSETS if len(shape) == 1 else None
+        compare_exact_kl(p, q, mask=mask, offsets=offsets, shift=shift, direction="forward")
+
+
+def check_infinities():
+    """Classes without probability in either row or both, whole tiles of them, infinite rows."""
+    for direction in DIRECTIONS:
+        p, q = torch.randn(2, 6, 9001).unbind()
+        p[0, :4500] = q[0, :4500] = -torch.inf
+        p[1, :8900] = q[1, :8800] = -torch.inf
+        order = (q, p) if direction == "forward" else (p, q)
+        compare_exact_kl(order[0][:2], order[1][:2], direction=direction)
+        q[2, 4000:], p[3], q[4], p[5, 9000] = -torch.inf, -torch.inf, -torch.inf, torch.nan
+        order = (q, p) if direction == "forward" else (p, q)
+        mine = exact_kl(*order, direction=direction, impl="cpu")
+        assert mine.isnan().tolist() == [False] * 3 + [True] * 3
+        assert mine[2].isfinite() if direction == "jensen_shannon" else mine[2] == torch.inf
+
+
+def check_rows_alone():
+    """A row's bits do not depend on where either row starts, nor on which side wants a gradient."""
+    for dtype, direction in itertools.product(DTYPES, ("reverse", "jensen_shannon")):
+        p, q = torch.randn(2, 1, 1001).to(dtype).unbind()
+        alone = exact_kl(p, q, direction=direction)
+        for before, ref_before in itertools.product((0, 1, 3), (0, 6)):
+            among, ref_among = (
+                torch.zeros(start + 3 * 1001, dtype=dtype)[start:].view(3, 1001)
+                for start in (before, ref_before)
+            )
+            among[1], ref_among[1] = p, q
+            assert torch.equal(exact_kl(among, ref_among, direction=direction)[1], alone[0])
+        both = [p.clone().requires_grad_(), q.clone().requires_grad_()]
+        exact_kl(*both, direction=direction).sum().backward()
+        for side in (0, 1):
+            pair = [p.clone(), q.clone()]
+            exact_kl(*pair[:side], pair[side].requires_grad_(), *pair[side + 1 :],
+                     direction=direction).sum().backward()  # fmt: skip
+            assert torch.equal(pair[side].grad, both[side].grad)

@@ -1,0 +1,98 @@
+"""linear_exact_kl on host threads, in tiles of a few rows and classes."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from values import DTYPES, OFFSETS, TOLERANCE
+
+from fusedrl import linear_exact_kl
+from fusedrl.ops.exact_kl import DIRECTIONS
+
+
+def head_pair(rows, classes, dtype, widths=(5, 9)):
+    """The policy's hidden states, weight and bias, and those of a reference of its own width."""
+    heads = ((torch.randn(*rows, n), torch.randn(classes, n), torch.randn(classes)) for n in widths)
+    return [x.to(dtype) for head in heads for x in head]
+
+
+def linear_kl(heads, mask=None, **options):
+    hidden, weight, bias, ref_hidden, ref_weight, ref_bias = heads
+    return linear_exact_kl(
+        hidden, weight, ref_hidden, ref_weight, mask, bias=bias, ref_bias=ref_bias, **options
+    )
+
+
+def compare_linear_exact_kl(heads, mask=None, batch_invariant=False, **options):
+    """Forward and the gradients of both heads beside the reference in float64."""
+    upstream = torch.randn(heads[0].shape[:-1])
+    results = []
+    for impl, dtype in (("cpu", heads[0].dtype), ("reference", torch.float64)):
+        leaves = [None if x is None else x.detach().to(dtype).requires_grad_() for x in heads]
+        fixed = batch_invariant and impl == "cpu"
+        divergence = linear_kl(leaves, mask, impl=impl, batch_invariant=fixed, **options)
+        asked = [x for x in leaves if x is not None]
+        results.append(
+            (divergence, *torch.autograd.grad(divergence, asked, upstream.to(divergence)))
+        )
+    (mine, *grads), (exact, *exact_grads) = results
+    torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
+    tol = TOLERANCE[heads[0].dtype]
+    for got, want in zip(grads, exact_grads, strict=True):
+        # Those of the logits are rounded to the dtype too, before they are multiplied.
+        largest = want.abs().max().item()
+        torch.testing.assert_close(got.double(), want, rtol=tol, atol=1e-5 + tol * largest)
+        assert not got[~want.any(-1)].any()  # zero rows are zero, not almost
+
+
+def check_sizes_and_dtypes():
+    """Tiles of four rows and sixteen classes: one, several, the last of either not full."""
+    sizes, directions = [(1, 1), (3, 7), (6, 16), (9, 50)], ("reverse", "jensen_shannon")
+    for (rows, classes), dtype, direction in itertools.product(sizes, DTYPES[:2], directions):
+        heads = head_pair((rows,), classes, dtype)
+        compare_linear_exact_kl(heads, direction=direction, temperature=0.7)
+
+
+def check_shapes_of_logits():
+    """Biases, scales and softcaps of one side, of both, of none."""
+    shapes = [
+        ({2, 5}, {}),
+        ({2}, {"softcap": 3.0, "ref_scale": 1.5}),
+        ({5}, {"scale": 0.5, "ref_softcap": 2.0}),
+        (set(), {"scale": 1.7, "softcap": 3.0, "ref_scale": 0.6, "ref_softcap": 5.0}),
+    ]
+    for (missing, shape), direction in itertools.product(shapes, DIRECTIONS):
+        heads = head_pair((5,), 21, torch.float32)
+        heads = [None if i in missing else x for i, x in enumerate(heads)]
+        compare_linear_exact_kl(heads, direction=direction, **shape)
+
+
+def check_shifts_and_masks():
+    """Packed and padded, with dropped rows that hold NaN, and a reference of other strides."""
+    layouts = itertools.product([(7,), (2, 3)], [False, True], [False, True])
+    for (shape, shift, batch_invariant), dtype in zip(layouts, DTYPES[:2] * 4, strict=True):
+        heads = head_pair(shape, 21, dtype)
+        mask = torch.arange(heads[0][..., 0].numel()).view(shape) % 3 != 0
+        rows = mask.flatten().roll(-1).view(shape) if shift else mask
+        heads[0][~rows] = heads[3][~rows] = torch.nan
+        offsets = OFFSETS if len(shape) == 1 else None
+        options = {"offsets": offsets, "shift": shift, "batch_invariant": batch_invariant}
+        apart = [torch.cat([x, x], -1)[..., :9] if i == 3 else x for i, x in enumerate(heads)]
+        compare_linear_exact_kl(apart, mask, **options)
+        compare_linear_exact_kl(heads, torch.zeros_like(mask), **options)
+
+
+def check_frozen_sides():
+    """A gradient's bits do not depend on which others are wanted."""
+    for dtype, direction in itertools.product(DTYPES[:2], ("reverse", "jensen_shannon")):
+        heads = head_pair((7,), 21, dtype)
+        options = {"direction": direction, "softcap": 3.0, "batch_invariant": True}
+        leaves = [x.clone().requires_grad_() for x in heads]
+        whole = linear_kl(leaves, **options)
+        grads = torch.autograd.grad(whole.sum(), leaves)
+        for side in (slice(0, 3), slice(3, 6), slice(4, 5)):
+            frozen = [x.clone() for x in heads]
+            asked = [x.requires_grad_() for x in frozen[side]]
+            mine = torch.autograd.grad(linear_kl(frozen, **options).sum(), asked)
+            assert all(map(torch.equal, mine, grads[side]))

@@ -1,0 +1,104 @@
+"""token_log_probs on host threads."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from values import DTYPES, OFFSETS, TOLERANCE
+
+from fusedrl import token_log_probs
+
+
+def compare_log_probs(logits, tokens, **options):
+    """Forward and backward beside the reference on the same values in float64."""
+    results = []
+    for x, impl in ((logits, "cpu"), (logits.double(), "reference")):
+        leaf = x.detach().requires_grad_()
+        out = token_log_probs(leaf, tokens, entropy=True, impl=impl, **options)
+        (out.log_probs * 0.7 - out.entropy * 0.3).sum().backward()
+        results.append((*out, leaf.grad))
+    (mine, entropy, grad), (exact, exact_entropy, exact_grad) = results
+    for got, want in ((mine, exact), (entropy, exact_entropy)):
+        torch.testing.assert_close(
+            got.double(), want.detach(), rtol=3e-6, atol=1e-5, equal_nan=True
+        )
+    tol = TOLERANCE[logits.dtype]
+    torch.testing.assert_close(grad.double(), exact_grad, rtol=tol, atol=1e-6, equal_nan=True)
+
+
+def check_sizes_and_dtypes():
+    """Around packs, warps and batches of packs; odd sizes leave every other row misaligned."""
+    for dtype, classes in itertools.product(DTYPES, [1, 7, 8, 17, 129, 1001, 4097]):
+        logits, tokens = (torch.randn(3, classes) * 4).to(dtype), torch.randint(0, classes, (3,))
+        compare_log_probs(logits, tokens, temperature=0.7)
+
+
+def check_shifts_and_masks():
+    """Packed and padded, with dropped rows that hold NaN and tokens that are no class."""
+    for dtype, shift, shape in itertools.product(DTYPES, [False, True], [(7,), (2, 3)]):
+        logits, tokens = torch.randn(*shape, 65).to(dtype), torch.randint(0, 65, shape)
+        mask = torch.arange(tokens.numel()).view(shape) % 3 != 0
+        rows = mask.flatten().roll(-1).view(shape) if shift else mask
+        logits[~rows] = float("nan")
+        offsets = OFFSETS if len(shape) == 1 else None
+        options = {"mask": mask, "offsets": offsets, "shift": shift}
+        compare_log_probs(logits, tokens.masked_fill(~mask, -100), **options)
+
+
+def check_infinities():
+    """A tile of -inf, a row of it, NaN and +inf."""
+    logits, tokens = torch.randn(5, 9001), torch.randint(8000, 8900, (5,))
+    logits[0, :4000] = -torch.inf
+    logits[1, :8900] = -torch.inf
+    logits[1, 8950] = 1.0
+    tokens[1] = 8950
+    compare_log_probs(logits[:2], tokens[:2])
+    logits[2], logits[3, 17], logits[4, 8999] = -torch.inf, torch.nan, torch.inf
+    mine = token_log_probs(logits, tokens, impl="cpu")
+    assert mine.isnan().tolist() == [False, False, True, True, True]
+
+
+def check_misaligned_views():
+    """A row's bits do not depend on where it starts."""
+    for dtype in DTYPES:
+        row, token = torch.randn(1, 1001).to(dtype), torch.tensor([500])
+        alone = token_log_probs(row, token)
+        for before in range(8):
+            among = torch.zeros(before + 3 * 1001, dtype=dtype)[before:].view(3, 1001)
+            among[1] = row
+            assert torch.equal(token_log_probs(among, token.expand(3))[1], alone[0])
+
+
+def check_offsets_beyond_int32():
+    """Rows that lie more than 2^31 elements apart; the pages between them are never touched."""
+    apart = 2**31 + 24
+    storage = torch.empty(apart + 2 * 33, dtype=torch.bfloat16)
+    logits = storage.as_strided((2, 2, 33), (apart, 33, 1))
+    logits.copy_(torch.randn(2, 2, 33))
+    tokens = torch.randint(0, 33, (2, 2))
+    mine = token_log_probs(logits, tokens, shift=True)
+    assert torch.equal(mine, token_log_probs(logits.contiguous(), tokens, shift=True))
+
+
+def check_wrong_tokens_stop_the_kernel():
+    """The device-side check of a kept token."""
+    with pytest.raises(RuntimeError, match="tokens: expected values in"):
+        token_log_probs(torch.zeros(2, 5), torch.tensor([1, 5]))
+
+
+def check_bits_of_few_and_many_rows():
+    """Rows that several blocks share have the bits of rows with a block each."""
+    for dtype, classes in itertools.product(DTYPES, [4100, 20_001]):
+        logits = (torch.randn(8, classes) * 4).to(dtype)
+        tokens, upstream = torch.randint(0, classes, (8,)), torch.randn(8)
+
+        def results(rows, logits=logits, tokens=tokens, upstream=upstream):
+            leaf = logits[:rows].clone().requires_grad_()
+            out = token_log_probs(leaf, tokens[:rows], entropy=True)
+            ((out.log_probs - out.entropy) * upstream[:rows]).sum().backward()
+            return *out, leaf.grad
+
+        for few, many in zip(results(3), results(8), strict=True):
+            assert torch.equal(few, many[:3])
