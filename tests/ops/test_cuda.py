@@ -147,6 +147,16 @@ def test_row_bits_depend_on_the_row_alone(dtype, classes):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("classes", [32000, 151936])
+def test_row_bits_where_blocks_share_a_row(dtype, classes):
+    """Few rows are split among blocks, 640 are more than any GPU takes at a time."""
+    logits, tokens = sample((640, classes), dtype)
+    many, few = (ours(logits[:n], tokens[:n], entropy=True) for n in (640, 3))
+    for got, want in zip(few, many, strict=True):
+        assert torch.equal(got, want[:3])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
 def test_strided_and_misaligned_views(dtype):
     wide, _ = sample((3, 7, 1010), dtype)
     for view in (wide[:, 1:, 5:1006], wide[:, ::2, 3:], wide[1:, :, :-1], wide.transpose(0, 1)):
