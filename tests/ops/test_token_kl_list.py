@@ -131,6 +131,13 @@ def test_what_has_to_be_packed(in_place):
     assert kl_in_place(p, q, impl="reference") is None
 
 
+def test_the_first_samples_tell_without_the_op():
+    p = column()
+    for q, reward in (([x.double() for x in p], None), (p, [torch.randn(2, 3)[:, 0], *p[1:]])):
+        assert samples.may_read_in_place(p, p, None, p)
+        assert not samples.may_read_in_place(p, q, None, reward)
+
+
 def test_gradients_are_recorded_all_the_same(in_place):
     p, q = column(), column()
     p[3].requires_grad_()
@@ -142,7 +149,7 @@ def test_samples_inside_vmap_are_packed(in_place):
     p, q = torch.randn(2, 4, 3)
 
     def row(x, y):
-        assert kl_in_place([x], [y]) is None
+        assert not samples.may_read_in_place([x], [y], None, None)
         return token_kl([x], [y], impl="reference")[0]
 
     torch.testing.assert_close(torch.vmap(row)(p, q), p - q)
