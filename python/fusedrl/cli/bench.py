@@ -218,11 +218,13 @@ def _plot(rows: list[Row], path: Path) -> None:
         label="goal",
     )
     axes.axvline(1, color="#888", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.margins(y=0.005)
     axes.invert_yaxis()
     axes.set_xlabel("speed-up of fusedrl (medians of interleaved repetitions)")
     axes.tick_params(axis="y", labelsize=8)
     axes.legend(loc="lower right")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=72)
     plt.close(figure)
 
 
