@@ -143,6 +143,11 @@ def scalar_tensor(
     return scalar
 
 
+def temperature_tensor(value: float | Tensor, device: torch.device, chosen: str) -> Tensor:
+    """``value`` as a kernel takes a temperature; the reference reads one on any device."""
+    return scalar_tensor("temperature", value, device, low=1 / LARGEST, wait=chosen == "reference")
+
+
 def _check_range(name: str, number: float, low: float, high: float) -> None:
     if not low <= number <= high:
         raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {number}")

@@ -87,13 +87,7 @@ def exact_kl(
     chosen = _dispatch.choose(
         impl, "exact_kl", logits.device, logits.dtype, _dispatch.KERNEL_DTYPES
     )
-    scale = _dispatch.scalar_tensor(
-        "temperature",
-        temperature,
-        logits.device,
-        low=1 / _dispatch.LARGEST,
-        wait=chosen == "reference",
-    )
+    scale = _dispatch.temperature_tensor(temperature, logits.device, chosen)
     jensen_shannon = direction == "jensen_shannon"
     p, q = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
     if chosen == "reference":

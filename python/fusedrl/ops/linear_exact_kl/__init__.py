@@ -115,13 +115,7 @@ def linear_exact_kl(
     ref_head = _head.prepare("ref_", ref_hidden, ref_weight, ref_bias, ref_scale, ref_softcap)
     _check_heads(head, ref_head)
     chosen = _dispatch.choose(impl, "linear_exact_kl", head.hidden.device, head.hidden.dtype)
-    divisor = _dispatch.scalar_tensor(
-        "temperature",
-        temperature,
-        head.hidden.device,
-        low=1 / _dispatch.LARGEST,
-        wait=chosen == "reference",
-    )
+    divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
     p, q = (ref_head, head) if direction == "forward" else (head, ref_head)
     jensen_shannon = direction == "jensen_shannon"
     if chosen == "reference":

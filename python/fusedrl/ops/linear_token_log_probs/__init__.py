@@ -129,13 +129,7 @@ def linear_token_log_probs(
     chosen = _dispatch.choose(
         impl, "linear_token_log_probs", head.hidden.device, head.hidden.dtype, triton=True
     )
-    divisor = _dispatch.scalar_tensor(
-        "temperature",
-        temperature,
-        head.hidden.device,
-        low=1 / _dispatch.LARGEST,
-        wait=chosen == "reference",
-    )
+    divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
     if chosen == "reference":
         for name, value, default in (
             ("vocab_offset", vocab_offset, None),

@@ -103,13 +103,7 @@ def token_log_probs(
     chosen = _dispatch.choose(
         impl, "token_log_probs", logits.device, logits.dtype, _dispatch.KERNEL_DTYPES
     )
-    scale = _dispatch.scalar_tensor(
-        "temperature",
-        temperature,
-        logits.device,
-        low=1 / _dispatch.LARGEST,
-        wait=chosen == "reference",
-    )
+    scale = _dispatch.temperature_tensor(temperature, logits.device, chosen)
     if chosen == "reference":
         log_probs, row_entropy = reference.token_log_probs(
             logits, tokens, mask, offsets, shift, scale, entropy
