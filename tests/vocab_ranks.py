@@ -1,0 +1,52 @@
+"""What each rank of a sharded vocabulary runs, where a spawned process can import it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fusedrl import linear_token_log_probs
+
+CLASSES, WIDTH = 2300, 12
+
+
+def problem(dtype=torch.float32):
+    torch.manual_seed(0)
+    head = torch.randn(2, 5, WIDTH), torch.randn(CLASSES, WIDTH), torch.randn(CLASSES)
+    mask = torch.arange(10).view(2, 5) % 4 != 2
+    tokens = torch.tensor([0, 1099, 1100, 1106, 1107, 2299, 5, 1103, 2000, 1500]).view(2, 5)
+    return (*(x.to(dtype) for x in head), tokens, mask)
+
+
+def run(hidden, weight, bias, upstream, tokens, mask, **options):
+    """Log-probs, entropy and the gradients of the head."""
+    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+    out = linear_token_log_probs(
+        *(*leaves[:2], tokens, mask), bias=leaves[2], entropy=True, temperature=0.8, **options
+    )
+    return [x.detach() for x in out], torch.autograd.grad(
+        tuple(out), leaves, [up.to(x) for up, x in zip(upstream, out, strict=True)]
+    )
+
+
+def on_a_rank(rank: int, bounds: list[int], dtype: torch.dtype, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=len(bounds) - 1,
+        timeout=timedelta(seconds=60),
+    )
+    hidden, weight, bias, tokens, mask = problem(dtype)
+    upstream = torch.randn(2, *tokens.shape)  # the seed is that of `problem`: alike on all ranks
+    mine = slice(bounds[rank], bounds[rank + 1])
+    shard = {"vocab_offset": mine.start, "group": dist.group.WORLD}
+    found = [
+        run(hidden, weight[mine], bias[mine], upstream, tokens, mask, shift=shift, **shard)
+        for shift in (False, True)
+    ]
+    torch.save(found, f"{folder}/{rank}")
+    dist.destroy_process_group()
