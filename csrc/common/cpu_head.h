@@ -145,7 +145,6 @@ class CpuHead {
     });
   }
 
-  int64_t rows() const { return rows_; }
   int64_t most_classes() const { return most_classes_; }
   int64_t padded_rows() const { return hidden_.size(0); }
   int64_t classes() const { return weight_.size(0); }
