@@ -13,8 +13,8 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import LogProbs
 
 from fusedrl import RetrieveLogProb, token_log_probs
-from fusedrl.transforms import scoring
-from fusedrl.transforms.scoring import FusedScorer
+
+
 
 from .dialogs import CHATS, assert_rows_equal, conversations, rows
 

@@ -16,12 +16,13 @@ from tensordict import (
 )
 from torch import Tensor
 from torchrl.data import Composite
-from torchrl.data.llm import History
 from torchrl.envs.llm.transforms import RetrieveLogProb as _RetrieveLogProb
 from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 
+from fusedrl.models import causal_log_probs
 from fusedrl.transforms import columns
-from fusedrl.transforms.scoring import FusedScorer, masks_over
+from fusedrl.transforms.reading import TokenBatch, can_read, read, reading_of
+from fusedrl.transforms.self_scored import score_by_itself
 
 
 class RetrieveLogProb(_RetrieveLogProb):
@@ -29,8 +30,9 @@ class RetrieveLogProb(_RetrieveLogProb):
 
     A drop-in for :class:`torchrl.envs.llm.transforms.RetrieveLogProb`. It reads the full
     conversation of the root and writes to ``"next"`` where there is one. Under a
-    ``TransformersWrapper`` with padded model inputs the log-probs come from
-    :func:`fusedrl.token_log_probs`, in float32; any other wrapper is asked for its own.
+    ``TransformersWrapper`` the log-probs come from :func:`fusedrl.models.causal_log_probs`, in
+    float32: sequences are packed where the model allows it, whatever ``pad_model_input`` says, and
+    only kept tokens reach the head. Any other wrapper is asked for its own log-probs.
 
     Args:
         model: a wrapper with ``generate=False`` and ``return_log_probs=True``.
@@ -44,6 +46,8 @@ class RetrieveLogProb(_RetrieveLogProb):
         device: where the model is put and computes.
         tokenizer: the tokenizer of the assistant mask; by default the model's.
         padding_side: where the padding of ``[B, T]`` log-probs is.
+        max_tokens_per_forward: bounds the tokens of one forward pass of the model; see
+            :func:`fusedrl.models.causal_log_probs`.
 
     Raises:
         ValueError: a model that generates, gives no log-probs, or has another input mode than
@@ -77,10 +81,18 @@ class RetrieveLogProb(_RetrieveLogProb):
         device: torch.device | None = None,
         tokenizer: Any = None,
         padding_side: str = "left",
+        max_tokens_per_forward: int | None = None,
     ) -> None:
         if padding_side not in ("left", "right"):
             raise ValueError(f"padding_side: expected 'left' or 'right', got {padding_side!r}")
-        self._masks_itself = tokenizer_kwargs is not None or (
+        if max_tokens_per_forward is not None and max_tokens_per_forward < 1:
+            raise ValueError(
+                f"max_tokens_per_forward: expected a positive number or None, got "
+                f"{max_tokens_per_forward}"
+            )
+        # The caller's own, before torchrl adds its defaults: they say who marks the assistant.
+        self.marker_kwargs = None if tokenizer_kwargs is None else dict(tokenizer_kwargs)
+        self.marks_itself = tokenizer_kwargs is not None or (
             tokenizer is not None and tokenizer is not getattr(model, "tokenizer", None)
         )
         super().__init__(
@@ -93,122 +105,85 @@ class RetrieveLogProb(_RetrieveLogProb):
             tokenizer=tokenizer,
             padding_side=padding_side,
         )
+        self.max_tokens_per_forward = max_tokens_per_forward
         self._own_key = unravel_key((model.log_probs_key, "full"))
 
-    @set_list_to_stack(True)
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self.score(tensordict, next_tensordict, self.read(tensordict))
+
+    def read(
+        self, tensordict: TensorDictBase, shared: TokenBatch | None = None
+    ) -> TokenBatch | None:
+        """The tokens of ``tensordict``; ``shared`` if it was read in the same way.
+
+        ``None`` where the model reads and scores by itself.
+        """
         if tensordict.batch_dims != 1:
             raise ValueError(
                 f"tensordict: expected one batch dimension, got batch_size "
                 f"{tuple(tensordict.batch_size)}; flatten it with .reshape(-1)"
             )
-        device = getattr(self, "_io_device", None)
-        original_device = tensordict.device
+        model: Any = self.model
+        if not can_read(model):
+            return None
+        marker = None if self.tokenizer is model.tokenizer else self.tokenizer
+        reading = reading_of(model, self.assistant_only, marker, self.marker_kwargs)
+        if shared is not None and reading.same_as(shared.reading):
+            return shared
+        with set_list_to_stack(True):
+            return read(reading, tensordict)
+
+    @set_list_to_stack(True)
+    def score(
+        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, batch: TokenBatch | None
+    ) -> TensorDictBase:
+        """Write the log-probs of what was read from ``tensordict``."""
+        device, original_device = getattr(self, "_io_device", None), tensordict.device
         if device is not None:
-            tensordict, next_tensordict = tensordict.to(device), next_tensordict.to(device)
+            next_tensordict = next_tensordict.to(device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-            self._write(next_tensordict, self._score(tensordict))
+            if batch is None:
+                given = tensordict if device is None else tensordict.to(device)
+                rows = score_by_itself(self, given)
+            else:
+                rows = self._score_batch(batch)
+        self._store(next_tensordict, rows)
         if device is not None and original_device is not None:
             next_tensordict = next_tensordict.to(original_device)
         return next_tensordict
 
-    def _score(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The model's answer, its log-probs masked and padded as asked for."""
-        marked = self._mark(tensordict) if self.assistant_only and self._masks_itself else None
-        if FusedScorer.can_score(self.model):
-            scorer = FusedScorer(self.model, assistant_only=self.assistant_only, marked=marked)
-            scored = scorer(tensordict.copy())
-        else:
-            scored = self.model(tensordict.copy())
-            if self.assistant_only:
-                rows = _column(scored, self._own_key)
-                kept = zip(rows, self._assistant_masks(scored, marked), strict=True)
-                _replace(scored, self._own_key, [row.masked_fill(~mask, 0) for row, mask in kept])
-        if self.model.pad_output and self.padding_side == "right":
-            kept = zip(_column(scored, self._own_key), self._attention_masks(scored), strict=True)
-            rows = [torch.cat((row[mask], row[~mask])) for row, mask in kept]
-            _replace(scored, self._own_key, rows)
-        return scored
-
-    def _mark(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """The conversation as the mask's own tokenizer sees it."""
-        history = tensordict.get(self.model.input_key)
-        if not isinstance(history, History):
-            return None  # the model says what is wrong with it
-        template = {
-            name: getattr(self.model, name)
-            for name in ("chat_template", "chat_template_name")
-            if getattr(self.model, name, None) is not None
-        }
-        tokenizer: Any = self.model.tokenizer if self.tokenizer is None else self.tokenizer
-        marked = history.apply_chat_template(
-            tokenizer=tokenizer, **{**template, **self.tokenizer_kwargs}
+    def _score_batch(self, batch: TokenBatch) -> list[Tensor]:
+        wrapper: Any = self.model
+        values = causal_log_probs(
+            wrapper.model,
+            batch.tokens,
+            batch.lengths,
+            batch.mask,
+            max_tokens_per_forward=self.max_tokens_per_forward,
+            model_kwargs=wrapper.generate_kwargs,
         )
-        if not isinstance(marked, TensorDictBase) or "assistant_masks" not in marked:
-            raise ValueError(
-                f"tokenizer_kwargs: expected arguments that give an assistant mask, "
-                f"got {self.tokenizer_kwargs}; keep tokenize, return_dict and "
-                "return_assistant_tokens_mask true"
-            )
-        return marked
+        assert isinstance(values, Tensor)
+        if wrapper.pad_output:
+            return list(batch.padded(values, self.padding_side))
+        return batch.rows(values)
 
-    def _attention_masks(self, scored: TensorDictBase) -> list[Tensor]:
-        return _column(scored, (self.model.masks_key, "all_attention_mask"))
-
-    def _assistant_masks(
-        self, scored: TensorDictBase, marked: TensorDictBase | None
-    ) -> list[Tensor]:
-        """Masks shaped like the log-probs of a model that gives or implies them."""
-        attended = self._attention_masks(scored)
-        if marked is not None:
-            tokens = _column(scored, (self.model.tokens_key, "full"))
-            ids = [row[mask] for row, mask in zip(tokens, attended, strict=True)]
-            return [
-                torch.zeros_like(mask).masked_scatter(mask, own)
-                for mask, own in zip(attended, masks_over(ids, marked), strict=True)
-            ]
-        masks = _column(scored, (self.model.masks_key, "all_assistant_mask"))
-        if masks is not None:
-            return masks
-        prompts = _column(scored, (self.model.tokens_key, "prompt"))
-        if prompts is None:
-            raise ValueError(
-                f"model: expected an assistant mask under "
-                f"{(self.model.masks_key, 'all_assistant_mask')!r}, or a prompt under "
-                f"{(self.model.tokens_key, 'prompt')!r} to tell the answer from, got neither; "
-                "use a chat template with generation blocks, or assistant_only=False"
-            )
-        return [
-            mask & (mask.cumsum(-1) > prompt.shape[-1])
-            for mask, prompt in zip(attended, prompts, strict=True)
-        ]
-
-    def _write(self, td: TensorDictBase, scored: TensorDictBase) -> None:
-        key, own = self.log_probs_full_key, self._own_key
-        if self.model.pad_output and not isinstance(td, LazyStackedTensorDict):
+    def _store(self, td: TensorDictBase, rows: list[Tensor]) -> None:
+        key, own, padded = self.log_probs_full_key, self._own_key, self.model.pad_output
+        if padded and not isinstance(td, LazyStackedTensorDict):
             # Dense, where the model's own answer is a stack of rows of one length.
-            dense = torch.stack(_column(scored, own))
-            column = TensorDict({key: dense}, batch_size=td.batch_size)
-            if key == own:
-                log_probs: Any = LogProbs._from_tensordict(column.get(own[0]))
-                log_probs.padded = MetaData(True)
-                column.set(own[0], log_probs)
-            td.update(column, keys_to_update=(key,))
+            column = TensorDict({key: torch.stack(rows)}, batch_size=td.batch_size)
         elif key == own:
-            td.update(scored, keys_to_update=(key,))
+            column = TensorDict(batch_size=td.batch_size).to_lazystack(0)
+            column.set(key, torch.nested.as_nested_tensor(rows, layout=torch.strided))
         else:
-            columns.write_rows(td, key, _column(scored, own), self.model.layout or torch.strided)
+            columns.write_rows(td, key, rows, self.model.layout or torch.strided)
+            return
+        if key == own:
+            log_probs: Any = LogProbs._from_tensordict(column.get(own[0]))
+            log_probs.padded = MetaData(padded)
+            column.set(own[0], log_probs)
+        td.update(column, keys_to_update=(key,))
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         columns.declare_tokens(observation_spec, self.log_probs_full_key)
         return observation_spec
-
-
-def _column(td: TensorDictBase, key: NestedKey) -> Any:
-    """The rows of a column, one a sample; ``None`` if there is no such column."""
-    column = td.get(key, as_list=True)  # pyright: ignore[reportCallIssue]
-    return list(column.unbind(0)) if isinstance(column, Tensor) else column
-
-
-def _replace(td: TensorDictBase, key: NestedKey, rows: list[Tensor]) -> None:
-    td.set(key, torch.nested.as_nested_tensor(rows, layout=torch.strided))

@@ -1,0 +1,65 @@
+"""The base model of a policy with adapters, without a second copy of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+class WithoutAdapters(nn.Module):
+    """A peft model as it was before its adapters: the reference of a LoRA policy.
+
+    It shares every weight with the policy and owns none. While it computes, the adapters are
+    disabled for every user of the policy; other threads must not compute with it then.
+
+    Args:
+        adapted: a ``peft.PeftModel``.
+
+    Raises:
+        TypeError: a model without adapters that can be disabled.
+
+    Example:
+        >>> from fusedrl.models import WithoutAdapters
+        >>> def reference_of(policy, tokenizer):
+        ...     from torchrl.modules.llm import TransformersWrapper
+        ...     model = WithoutAdapters(policy)
+        ...     return TransformersWrapper(model, tokenizer=tokenizer, generate=False)
+    """
+
+    def __init__(self, adapted: nn.Module) -> None:
+        super().__init__()
+        if not has_adapters(adapted):
+            raise TypeError(
+                f"adapted: expected a peft model with adapters to disable, got "
+                f"{type(adapted).__name__}; pass the reference model itself instead"
+            )
+        # Not a submodule: the parameters are the policy's, to move, to train and to save.
+        self.__dict__["adapted"] = adapted
+        self.config: Any = adapted.config
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The policy without its adapters; afterwards all is as it was."""
+        adapted: Any = self.adapted
+        # peft makes adapters trainable when it enables them again, frozen ones too.
+        trainable = [(p, p.requires_grad) for p in adapted.parameters()]
+        try:
+            with adapted.disable_adapter():
+                yield
+        finally:
+            for parameter, flag in trainable:
+                parameter.requires_grad_(flag)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The answer of the policy's forward with its adapters disabled."""
+        adapted: Any = self.adapted
+        with self.disabled():
+            return adapted(*args, **kwargs)
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether ``model`` is a peft model, whose adapters can be disabled."""
+    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")

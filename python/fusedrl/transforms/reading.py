@@ -1,0 +1,271 @@
+"""Conversations, texts and tokens of a tensordict, read as a torchrl wrapper reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
+
+import torch
+from tensordict import NonTensorStack, TensorDictBase
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torchrl.data.llm import History
+from torchrl.modules.llm import TransformersWrapper
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a wrapper makes tokens of, and how; equal readings give equal tokens and masks.
+
+    Args:
+        input_mode: ``"history"``, ``"text"`` or ``"tokens"``.
+        input_key: where the input is.
+        tokenizer: the wrapper's tokenizer.
+        template: the wrapper's chat template arguments.
+        tokenizer_kwargs: the wrapper's arguments of the tokenizer for text.
+        attention_mask_key: where the mask of tokens is, beside ``("masks", "all_attention_mask")``.
+        assistant_only: whether tokens of others than the assistant are dropped.
+        marker: another tokenizer that marks the assistant's tokens.
+        marker_kwargs: other arguments of the chat template that marks them.
+    """
+
+    input_mode: str
+    input_key: Any
+    tokenizer: Any
+    template: Mapping[str, Any]
+    tokenizer_kwargs: Mapping[str, Any]
+    attention_mask_key: Any
+    assistant_only: bool
+    marker: Any = None
+    marker_kwargs: Mapping[str, Any] | None = None
+
+    def same_as(self, other: Reading) -> bool:
+        """Whether both make the same tokens and masks of the same data."""
+        mine, theirs = dict(vars(self)), dict(vars(other))
+        for name in ("tokenizer", "marker"):
+            if not _same_tokenizer(mine.pop(name), theirs.pop(name)):
+                return False
+        return mine == theirs
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The tokens of a batch, packed.
+
+    Args:
+        reading: how they were read.
+        tokens: token ids ``[N]``.
+        lengths: tokens of each sample.
+        mask: bool ``[N]``, the tokens to score; ``None`` for all.
+        attended: bool ``[B, T]``, where they stood in the padded batch they came in, if any.
+    """
+
+    reading: Reading
+    tokens: Tensor
+    lengths: list[int]
+    mask: Tensor | None
+    attended: Tensor | None = field(default=None, repr=False)
+
+    def rows(self, values: Tensor) -> list[Tensor]:
+        """Packed values as one row a sample, views of one buffer."""
+        return list(values.split(self.lengths))
+
+    def padded(self, values: Tensor, side: str) -> Tensor:
+        """Packed values as ``[B, T]``, 0 where there is no token."""
+        if self.attended is not None and side == "left":
+            attended = self.attended.to(values.device)
+            return values.new_zeros(attended.shape).masked_scatter(attended, values)
+        dense = pad_sequence(self.rows(values), batch_first=True, padding_side=side)
+        width = dense.shape[1] if self.attended is None else self.attended.shape[1]
+        return torch.nn.functional.pad(dense, (0, width - dense.shape[1]))
+
+
+def can_read(wrapper: Any) -> TypeGuard[TransformersWrapper]:
+    """Whether ``wrapper`` reads and scores in the way that this module and ``models`` do.
+
+    Not so for subclasses, which may do it differently, and for wrappers that batch the calls of
+    several threads.
+    """
+    return type(wrapper) is TransformersWrapper and not wrapper.batching
+
+
+def reading_of(
+    wrapper: TransformersWrapper, assistant_only: bool, marker: Any, marker_kwargs: Any
+) -> Reading:
+    """How ``wrapper`` reads; ``marker`` and its arguments may mark other tokens as kept."""
+    return Reading(
+        wrapper.input_mode,
+        wrapper.input_key,
+        wrapper.tokenizer,
+        {"chat_template": wrapper.chat_template, "chat_template_name": wrapper.chat_template_name},
+        wrapper.tokenizer_kwargs,
+        wrapper.attention_mask_key,
+        assistant_only,
+        marker,
+        marker_kwargs,
+    )
+
+
+def read(reading: Reading, td: TensorDictBase) -> TokenBatch:
+    """The tokens of ``td``.
+
+    Raises:
+        ValueError: the input is missing, or another tokenizer marks other tokens.
+        TypeError: the input is of another kind than the mode says.
+    """
+    column = td.get(reading.input_key, as_list=True)  # pyright: ignore[reportCallIssue]
+    if column is None:
+        raise ValueError(
+            f"tensordict: expected the input of the model under {reading.input_key!r}, found "
+            f"{sorted(map(str, td.keys(True)))}; set input_key of the wrapper to where it is"
+        )
+    if reading.input_mode == "history":
+        return _read_history(reading, td.get(reading.input_key))
+    if reading.input_mode == "text":
+        return _read_text(reading, column)
+    return _read_tokens(reading, td, column)
+
+
+def _read_history(reading: Reading, history: Any) -> TokenBatch:
+    if not isinstance(history, History):
+        raise TypeError(
+            f"tensordict: expected a History under {reading.input_key!r}, got "
+            f"{type(history).__name__}; use another input_mode of the wrapper for other inputs"
+        )
+    marks_itself = reading.marker is not None or reading.marker_kwargs is not None
+    answer = _apply_template(
+        history,
+        reading.tokenizer,
+        reading.template,
+        return_assistant_tokens_mask=reading.assistant_only and not marks_itself,
+    )
+    rows = _list(answer, "input_ids")
+    mask = None
+    if reading.assistant_only:
+        marked = answer
+        if marks_itself:
+            tokenizer = reading.tokenizer if reading.marker is None else reading.marker
+            marked = marks(history, tokenizer, reading.template, reading.marker_kwargs or {})
+        mask = torch.cat(masks_over(rows, marked))
+    return TokenBatch(reading, torch.cat(rows), [len(row) for row in rows], mask)
+
+
+def marks(
+    history: History, tokenizer: Any, template: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> TensorDictBase:
+    """Tokens and assistant masks as another tokenizer or template gives them."""
+    options = {"return_assistant_tokens_mask": True, **template, **kwargs}
+    marked = _apply_template(history, tokenizer, options)
+    if not isinstance(marked, TensorDictBase) or "assistant_masks" not in marked:
+        raise ValueError(
+            f"tokenizer_kwargs: expected arguments that give an assistant mask, got "
+            f"{dict(kwargs)}; keep tokenize, return_dict and return_assistant_tokens_mask true"
+        )
+    return marked
+
+
+def _apply_template(
+    history: History, tokenizer: Any, options: Mapping[str, Any], **more: Any
+) -> Any:
+    defaults = {"add_generation_prompt": False, "tokenize": True, "return_dict": True}
+    given = {name: value for name, value in options.items() if value is not None}
+    return history.apply_chat_template(tokenizer=tokenizer, **{**defaults, **given, **more})
+
+
+def masks_over(tokens: Sequence[Tensor], marked: TensorDictBase) -> list[Tensor]:
+    """The assistant masks of ``marked``, whose tokens must be ``tokens``, one row a sample."""
+    masks = _list(marked, "assistant_masks")
+    for i, (row, own) in enumerate(zip(tokens, _list(marked, "input_ids"), strict=True)):
+        if row is not own and not torch.equal(row, own.to(row.device)):
+            raise ValueError(
+                f"tokenizer: sample {i}: expected the model's {row.shape[-1]} tokens, got "
+                f"{own.shape[-1]} that differ; the assistant mask must come from the same "
+                "vocabulary and the same rendered text"
+            )
+    return [mask.bool() for mask in masks]
+
+
+def _read_text(reading: Reading, texts: Any) -> TokenBatch:
+    if isinstance(texts, NonTensorStack):
+        texts = texts.tolist()
+    texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(
+            f"tensordict: expected strings under {reading.input_key!r}, got "
+            f"{type(texts).__name__}; use another input_mode of the wrapper for other inputs"
+        )
+    answer = reading.tokenizer(texts, **reading.tokenizer_kwargs)
+    ids, attended = answer["input_ids"], answer["attention_mask"].bool()
+    return TokenBatch(reading, ids[attended], attended.sum(1).tolist(), None, attended)
+
+
+def _read_tokens(reading: Reading, td: TensorDictBase, column: Any) -> TokenBatch:
+    dense = isinstance(column, Tensor) and not column.is_nested
+    rows = column_rows(column)
+    masks = None
+    for key in (("masks", "all_attention_mask"), reading.attention_mask_key):
+        masks = td.get(key, as_list=True) if masks is None else masks  # pyright: ignore[reportCallIssue]
+    if masks is not None:
+        attended = [mask.bool() for mask in column_rows(masks)]
+        for i, (row, mask) in enumerate(zip(rows, attended, strict=True)):
+            if row.shape != mask.shape:
+                raise ValueError(
+                    f"masks: sample {i}: expected an attention mask of the tokens' shape "
+                    f"{tuple(row.shape)}, got {tuple(mask.shape)}"
+                )
+    elif reading.tokenizer is None:
+        attended = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    else:
+        attended = _told_by_padding(rows, reading.tokenizer)
+    packed = [row[mask] for row, mask in zip(rows, attended, strict=True)]
+    lengths = [len(row) for row in packed]
+    layout = torch.stack(attended) if dense and attended else None
+    return TokenBatch(reading, torch.cat(packed), lengths, None, layout)
+
+
+def _told_by_padding(rows: list[Tensor], tokenizer: Any) -> list[Tensor]:
+    """Which tokens are no padding where no mask says so: all but a run of it at one end.
+
+    Padding is on the left if a row starts with it. Where the padding token also ends a sequence,
+    the first of a run on the right is that end.
+    """
+    pad = tokenizer.pad_token_id
+    content = [row != pad for row in rows]
+    if any(len(row) and not row[0] for row in content):
+        return [row.cumsum(0) > 0 for row in content]
+    ends = int(pad == tokenizer.eos_token_id)
+    attended = []
+    for row in content:
+        places = row.nonzero()
+        length = int(places[-1]) + 1 + ends if len(places) else 0
+        attended.append(torch.arange(len(row), device=row.device) < length)
+    return attended
+
+
+def _list(td: Any, key: str) -> list[Tensor]:
+    return column_rows(td.get(key, as_list=True))
+
+
+def column_rows(column: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """A dense, nested or stacked column as one row a sample."""
+    return list(column.unbind(0)) if isinstance(column, Tensor) else list(column)
+
+
+_same_splits: WeakKeyDictionary[Any, WeakKeyDictionary[Any, bool]] = WeakKeyDictionary()
+
+
+def _same_tokenizer(one: Any, other: Any) -> bool:
+    """Whether two tokenizers, perhaps loaded one after the other, split and render text alike."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or not getattr(one, "is_fast", False):
+        return False
+    settings = ("chat_template", "special_tokens_map", "name_or_path")  # a template by that name
+    if len(one) != len(other) or any(getattr(one, x) != getattr(other, x) for x in settings):
+        return False
+    known = _same_splits.setdefault(one, WeakKeyDictionary())
+    if other not in known:  # a vocabulary of 150,000 tokens takes long to write out
+        known[other] = one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
+    return known[other]
