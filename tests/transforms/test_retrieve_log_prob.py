@@ -12,13 +12,13 @@ from torchrl.envs.llm.transforms import RetrieveLogProb as TorchrlRetrieveLogPro
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import LogProbs
 
-from fusedrl import RetrieveLogProb, token_log_probs
-
-
+from fusedrl import RetrieveLogProb, linear_token_log_probs
+from fusedrl.models import log_probs
 
 from .dialogs import CHATS, assert_rows_equal, conversations, rows
 
 KEY = ("gen_log_probs", "full")
+MASK = ("masks", "all_assistant_mask")
 
 
 def definition(model, wrapper) -> list[torch.Tensor]:
@@ -81,16 +81,21 @@ def test_log_probs_under_the_models_key_are_a_log_probs_object(policy):
 
 
 def test_bfloat16_models_give_float32_log_probs(wrap, policy_model):
-    """torchrl's are bfloat16, off by hundredths of a nat; ours are those of the logits."""
+    """torchrl's are bfloat16, off by hundredths of a nat; ours are those of the hidden states."""
     model = copy.deepcopy(policy_model).bfloat16()
     seen: list[torch.Tensor] = []
-    model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
+    model.get_decoder().register_forward_hook(
+        lambda module, args, output: seen.append(output.last_hidden_state[0])
+    )
     wrapper = wrap(model, "gen_log_probs")
     out = rows(RetrieveLogProb(wrapper, assistant_only=False)(conversations()), KEY)
-    for row, tokens, logits in zip(out, _tokens(wrapper), seen[0], strict=True):
-        padded = logits[-len(tokens) :].float().log_softmax(-1)[:-1]
-        expected = padded.gather(-1, tokens[1:, None]).squeeze(-1)
-        torch.testing.assert_close(row[1:], expected, rtol=1e-5, atol=1e-5)
+    longest_first = sorted(zip(out, _tokens(wrapper), strict=True), key=lambda x: -len(x[0]))
+    packed = seen[-2].split([len(row) - 1 for row, _ in longest_first])  # before _tokens' own
+    for (row, tokens), hidden in zip(longest_first, packed, strict=True):
+        logits = hidden.double() @ model.lm_head.weight.double().T
+        picked = logits.log_softmax(-1).gather(-1, tokens[1:, None]).squeeze(-1).float()
+        assert row.dtype == torch.float32 and row[0] == 0
+        torch.testing.assert_close(row[1:], picked, rtol=1e-5, atol=1e-5)
 
 
 def _tokens(wrapper) -> list[torch.Tensor]:
@@ -133,14 +138,11 @@ def test_logits_of_dropped_tokens_are_never_read(wrap, policy_model):
     model = copy.deepcopy(policy_model)
     wrapper = wrap(model, "gen_log_probs")
     clean = rows(RetrieveLogProb(wrapper)(conversations()), KEY)
-    scored = wrapper(conversations())
-    masks = rows(scored, ("masks", "all_assistant_mask"))
-    width = max(map(len, masks))
-    # The logits of a token are those at the position before it, in left-padded rows.
-    read = torch.stack([torch.nn.functional.pad(m, (width - len(m), 0)) for m in masks]).roll(-1, 1)
+    first = min(int(mask.nonzero()[0]) for mask in rows(wrapper(conversations()), MASK))
 
-    def poison(module, args, output):
-        output.logits = output.logits.masked_fill(~read[..., None], float("nan"))
+    def poison(module, args, output):  # a hook has the model's own logits computed
+        early = torch.arange(output.logits.shape[1])[:, None] < first - 1
+        output.logits = output.logits.masked_fill(early, float("nan"))
 
     model.register_forward_hook(poison)
     out = rows(RetrieveLogProb(wrapper, detach=False)(conversations()), KEY)
@@ -285,19 +287,18 @@ def test_the_wrapper_is_never_changed(policy):
     assert transform.model is wrapper
 
 
-def test_only_the_assistants_logits_are_asked_for(policy, monkeypatch):
-    """The mask goes into the op, which skips the rest of the vocabulary-wide rows."""
-    asked: list[torch.Tensor] = []
+def test_only_the_assistants_tokens_reach_the_head(policy, monkeypatch):
+    asked: list[int] = []
 
-    def recording(logits, tokens, mask, **options):
-        asked.append(mask)
-        return token_log_probs(logits, tokens, mask, **options)
+    def recording(hidden, weight, tokens, **options):
+        asked.append(len(hidden))
+        return linear_token_log_probs(hidden, weight, tokens, **options)
 
-    monkeypatch.setattr(scoring, "token_log_probs", recording)
+    monkeypatch.setattr(log_probs, "linear_token_log_probs", recording)
     wrapper = policy()
     RetrieveLogProb(wrapper)(conversations())
-    masks = rows(wrapper(conversations()), ("masks", "all_assistant_mask"))
-    assert asked[0].sum(1).tolist() == [int(mask.sum()) for mask in masks]
+    masks = rows(wrapper(conversations()), MASK)
+    assert asked == [sum(int(mask.sum()) for mask in masks)]
 
 
 @pytest.mark.parametrize("assistant_only", [False, True])
@@ -324,18 +325,18 @@ def test_device_places_the_model_and_the_answer(policy):
     assert_rows_equal(rows(out, KEY), rows(expected, KEY))
 
 
-def test_fused_scoring_overrides_methods_that_torchrl_has():
-    """The scorer relies on three private methods of the installed torchrl."""
-    overridden = [name for name in vars(FusedScorer) if name[0] == "_" and name[1] != "_"]
-    assert len(overridden) == 3
-    for name in overridden:
-        assert name in vars(TransformersWrapper)
+def test_packed_model_inputs_are_scored_right(policy, policy_model):
+    """torchrl packs without a causal mask, and scores a first token from its neighbour's last."""
+    wrapper = policy(pad_model_input=False)
+    out = rows(RetrieveLogProb(wrapper)(conversations()), KEY)
+    assert_rows_equal(out, definition(policy_model, policy()))
 
 
-def test_packed_model_inputs_are_left_to_torchrl(policy):
-    """Its packed forward loses the sequence boundaries before the log-probs are computed."""
-    assert FusedScorer.can_score(policy())
-    assert not FusedScorer.can_score(policy(pad_model_input=False))
+@pytest.mark.parametrize("limit", [1, 64, 10_000])
+def test_the_bound_of_a_forward_does_not_change_the_answer(policy, limit):
+    expected = rows(RetrieveLogProb(policy())(conversations()), KEY)
+    bounded = RetrieveLogProb(policy(), max_tokens_per_forward=limit)
+    assert_rows_equal(rows(bounded(conversations()), KEY), expected)
 
 
 def test_the_spec_declares_the_key_that_is_written(policy):
@@ -367,5 +368,7 @@ def test_unsuitable_models_are_refused(policy, options, message):
 def test_bad_arguments_are_refused(policy):
     with pytest.raises(ValueError, match="padding_side: expected 'left' or 'right', got 'both'"):
         RetrieveLogProb(policy(), padding_side="both")
+    with pytest.raises(ValueError, match="max_tokens_per_forward: expected a positive number"):
+        RetrieveLogProb(policy(), max_tokens_per_forward=0)
     with pytest.raises(ValueError, match=r"tensordict: expected one batch dimension, got .*\(\)"):
         RetrieveLogProb(policy())(conversations(stacked=True)[0])

@@ -13,8 +13,10 @@ from torchrl.envs import Compose, Transform
 from torchrl.envs.llm.transforms import RetrieveKL as _RetrieveKL
 from torchrl.modules.llm.policies import LLMWrapperBase
 
+from fusedrl.models.adapters import WithoutAdapters, has_adapters
 from fusedrl.transforms import columns
 from fusedrl.transforms.kl_computation import KLComputation, refuse
+from fusedrl.transforms.reading import TokenBatch
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 
 
@@ -22,12 +24,14 @@ class RetrieveKL(_RetrieveKL):
     """Score a conversation under a policy and a reference, and write their per-token KL.
 
     A drop-in for :class:`torchrl.envs.llm.transforms.RetrieveKL`: a ``Compose`` of two
-    :class:`fusedrl.RetrieveLogProb` and a :class:`fusedrl.KLComputation`. With
+    :class:`fusedrl.RetrieveLogProb` and a :class:`fusedrl.KLComputation`. Models that read the
+    data alike share its tokens: the chat template is applied once a conversation. With
     ``"from_collector"`` the policy is taken from the collector at the first step.
 
     Args:
         gen_model: the policy as a log-prob wrapper, or ``"from_collector"``.
-        ref_model: the reference as a log-prob wrapper.
+        ref_model: the reference as a log-prob wrapper. ``None`` for a policy with peft adapters:
+            the same model with its adapters disabled, without a second copy of the weights.
         gen_model_factory: makes ``gen_model``.
         ref_model_factory: makes ``ref_model``.
         assistant_only: KL 0 for every token that is not the assistant's; needs
@@ -43,6 +47,7 @@ class RetrieveKL(_RetrieveKL):
         kl_key: where the KL goes.
         add_to_reward: replace ``"reward"`` by ``reward - coeff * kl``.
         coeff: weight of the KL, a float or a 0-dim tensor.
+        max_tokens_per_forward: see :class:`fusedrl.RetrieveLogProb`.
         use_ray_service: torchrl's; it then builds torchrl's Ray class.
 
     Raises:
@@ -76,6 +81,7 @@ class RetrieveKL(_RetrieveKL):
         add_to_reward: bool = True,
         coeff: float | Tensor = 1.0,
         use_ray_service: bool = False,
+        max_tokens_per_forward: int | None = None,
         **unknown: Any,
     ) -> None:
         refuse(unknown)
@@ -83,44 +89,44 @@ class RetrieveKL(_RetrieveKL):
             gen_model = None
         policy = _one_of("gen_model", gen_model, gen_model_factory)
         reference = _one_of("ref_model", ref_model, ref_model_factory)
-        scoring = {
+        if policy is None:
+            raise ValueError(
+                "gen_model: expected a log-prob wrapper or gen_model_factory, got neither"
+            )
+        self._scoring = {
             "assistant_only": assistant_only,
             "tokenizer_kwargs": tokenizer_kwargs,
             "detach": detach,
             "device": device,
             "tokenizer": tokenizer,
             "padding_side": padding_side,
+            "max_tokens_per_forward": max_tokens_per_forward,
         }
-        _check_history_key(reference, history_key)
-        following = [
-            RetrieveLogProb(reference, log_probs_full_key=ref_log_probs_full_key, **scoring),
-            KLComputation(
-                gen_log_probs_full_key,
-                ref_log_probs_full_key,
-                kl_key=kl_key,
-                add_to_reward=add_to_reward,
-                coeff=coeff,
-            ),
-        ]
+        self._keys = (gen_log_probs_full_key, ref_log_probs_full_key)
+        self._history_key = history_key
         # torchrl's own deferral resolves the collector while specs are read, before there is one.
         self._initialized = True
-        self._pending: dict[str, Any] | None = None
-        if policy == "from_collector":
-            _check_full("gen_log_probs_full_key", gen_log_probs_full_key)
-            _check_full("ref_log_probs_full_key", ref_log_probs_full_key)
-            self._pending = scoring | {"log_probs_full_key": gen_log_probs_full_key}
+        self._pending = policy == "from_collector"
+        if self._pending:
+            for name, key in zip(("gen", "ref"), self._keys, strict=True):
+                _check_full(f"{name}_log_probs_full_key", key)
+            scorers = [] if reference is None else [self._scorer(reference, 1)]
         else:
-            _check_history_key(policy, history_key)
+            if reference is None:
+                reference = _without_adapters(policy, self._keys[1])
             _check_pair(policy, reference)
-            following.insert(
-                0, RetrieveLogProb(policy, log_probs_full_key=gen_log_probs_full_key, **scoring)
-            )
-        Compose.__init__(self, *following)
+            scorers = [self._scorer(policy, 0), self._scorer(reference, 1)]
+        computation = KLComputation(
+            self._keys[0], self._keys[1], kl_key=kl_key, add_to_reward=add_to_reward, coeff=coeff
+        )
+        Compose.__init__(self, *scorers, computation)
+
+    def _scorer(self, model: Any, which: int) -> RetrieveLogProb:
+        _check_history_key(model, self._history_key)
+        return RetrieveLogProb(model, log_probs_full_key=self._keys[which], **self._scoring)
 
     def _init_deferred(self) -> None:
-        """Build the policy's scorer; it shares the weights of the collector's policy."""
-        pending = self._pending
-        assert pending is not None
+        """Build the scorers that need the collector's policy; they share its weights."""
         container = self.container
         if container is None:
             raise ValueError(
@@ -133,34 +139,45 @@ class RetrieveKL(_RetrieveKL):
                 "gen_model: 'from_collector' expected an environment run by a collector, got one "
                 "without; build the collector before stepping, or pass gen_model"
             )
-        ref_model: Any = self.transforms[0].model
-        # Fresh settings: get_new_version would edit the dict that the policy tokenizes with, and a
-        # policy that samples several answers would have each conversation scored as often.
-        options = {"tokenizer_kwargs": {}, "generate_kwargs": {}, "num_samples": None}
-        key = pending["log_probs_full_key"]
-        model = collector.policy.get_new_version(
+        policy: Any = collector.policy
+        first: Any = self.transforms[0]
+        given = first.model if isinstance(first, RetrieveLogProb) else None
+        scoring_policy = _new_version(
+            policy,
+            self._keys[0],
             generate=False,
             return_log_probs=True,
-            log_probs_key=key[0] if len(key) == 2 else key[:-1],
-            input_mode=ref_model.input_mode,
-            input_key=ref_model.input_key,
-            pad_output=ref_model.pad_output,
-            **options,
+            input_mode="history" if given is None else given.input_mode,
+            input_key=(self._history_key, "full") if given is None else given.input_key,
+            pad_output=policy.pad_output if given is None else given.pad_output,
         )
-        scorer = RetrieveLogProb(model, **pending)
-        self.transforms.insert(0, scorer)
-        scorer.set_container(self)
-        self._pending = None
+        scorers = [self._scorer(scoring_policy, 0)]
+        if given is None:
+            reference = _without_adapters(scoring_policy, self._keys[1])
+            scorers.append(self._scorer(reference, 1))
+        for place, scorer in enumerate(scorers):
+            self.transforms.insert(place, scorer)
+            scorer.set_container(self)
+        self._pending = False
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        if self._pending is not None:
+        if self._pending:
             self._init_deferred()
-        return super()._step(tensordict, next_tensordict)
+        batch: TokenBatch | None = None
+        transforms: Any = self.transforms
+        for transform in transforms:
+            if isinstance(transform, RetrieveLogProb):
+                batch = transform.read(tensordict, shared=batch)
+                next_tensordict = transform.score(tensordict, next_tensordict, batch)
+            else:
+                next_tensordict = transform._step(tensordict, next_tensordict)
+        return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if self._pending is not None:
-            self._init_deferred()
-        return super().forward(tensordict)
+        following = tensordict.get("next")
+        if following is None:
+            return self._step(tensordict, tensordict)
+        return tensordict.set("next", self._step(tensordict, following))
 
     def clone(self) -> RetrieveKL:
         """A copy that shares the models and is in no environment yet.
@@ -184,19 +201,39 @@ class RetrieveKL(_RetrieveKL):
         return self._declare_pending(super().transform_observation_spec(observation_spec))
 
     def _declare_pending(self, observation_spec: Composite) -> Composite:
-        if self._pending is not None:
-            columns.declare_tokens(observation_spec, self._pending["log_probs_full_key"])
+        if self._pending:
+            for key in self._keys:
+                columns.declare_tokens(observation_spec, key)
         return observation_spec
 
 
 def _one_of(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
     if model is not None and factory is not None:
         raise ValueError(f"{name}: expected a model or {name}_factory, got both; drop one")
-    if factory is not None:
-        model = factory()
-    if model is None:
-        raise ValueError(f"{name}: expected a log-prob wrapper or {name}_factory, got neither")
-    return model
+    return model if factory is None else factory()
+
+
+def _without_adapters(policy: Any, key: NestedKey) -> Any:
+    """A wrapper of the policy's base model, as the reference of a policy with adapters."""
+    model: Any = getattr(policy, "model", None)
+    if not has_adapters(model):
+        raise ValueError(
+            "ref_model: expected a log-prob wrapper or ref_model_factory, got neither; only a "
+            f"policy with peft adapters is its own reference, not a {type(model).__name__}"
+        )
+    return _new_version(policy, key, model=WithoutAdapters(model))
+
+
+def _new_version(wrapper: Any, key: NestedKey, **options: Any) -> Any:
+    """A version of ``wrapper`` that writes its log-probs under ``key``.
+
+    With settings of its own: get_new_version would edit the dict that the policy tokenizes with,
+    and a policy that samples several answers would have each conversation scored as often.
+    """
+    _check_full("log_probs_full_key", key)
+    settings = {"tokenizer_kwargs": {}, "generate_kwargs": {}, "num_samples": None}
+    name = key[0] if len(key) == 2 else key[:-1]
+    return wrapper.get_new_version(log_probs_key=name, **settings, **options)
 
 
 def _check_full(name: str, key: NestedKey) -> None:
