@@ -119,7 +119,8 @@ class RetrieveKL(_RetrieveKL):
         computation = KLComputation(
             self._keys[0], self._keys[1], kl_key=kl_key, add_to_reward=add_to_reward, coeff=coeff
         )
-        Compose.__init__(self, *scorers, computation)
+        transforms = [*scorers, computation]
+        Compose.__init__(self, *transforms)
 
     def _scorer(self, model: Any, which: int) -> RetrieveLogProb:
         _check_history_key(model, self._history_key)

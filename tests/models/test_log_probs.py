@@ -1,0 +1,171 @@
+"""``causal_log_probs``: the log-probs of each sequence alone, however they share a forward."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from fusedrl.models import causal_log_probs, log_probs, trial
+from fusedrl.ops.token_log_probs import TokenLogProbs
+
+from .tiny import PACKING, VOCAB, definition, model_of
+
+LENGTHS = [17, 3, 1, 0, 9, 25]
+N = sum(LENGTHS)
+TOKENS = torch.randint(0, VOCAB, (N,), generator=torch.Generator().manual_seed(1))
+MASK = torch.rand(N, generator=torch.Generator().manual_seed(2)) < 0.5
+
+
+def close(ours, theirs, tolerance=1e-5):
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_every_type_that_packs_is_tested():
+    assert set(PACKING) == trial.PACKABLE
+
+
+@pytest.mark.parametrize("kind", [*PACKING, "opt", "gpt2", "mamba"])
+@pytest.mark.parametrize("mask", [MASK, None])
+def test_log_probs_are_those_of_each_sequence_alone(kind, mask):
+    model = model_of(kind)
+    assert trial.way_of(model).packs == (kind in PACKING)
+    with torch.no_grad():
+        expected = definition(model, TOKENS, LENGTHS, mask)
+        for limit in (None, 20):
+            close(
+                causal_log_probs(model, TOKENS, LENGTHS, mask, max_tokens_per_forward=limit),
+                expected,
+            )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_eager_attention_packs(kind):
+    model = model_of(kind, attention="eager")
+    assert trial.way_of(model).packs
+    close(causal_log_probs(model, TOKENS, LENGTHS, MASK), definition(model, TOKENS, LENGTHS, MASK))
+
+
+def test_temperature_and_entropy():
+    model = model_of("llama")
+    both = causal_log_probs(model, TOKENS, LENGTHS, MASK, temperature=2.0, entropy=True)
+    assert isinstance(both, TokenLogProbs)
+    logits = model(input_ids=TOKENS[None, :17]).logits[0, :-1] / 2
+    full = logits.log_softmax(-1)
+    entropy = -(full.exp() * full).sum(-1) * MASK[1:17]
+    picked = full.gather(-1, TOKENS[1:17, None]).squeeze(-1) * MASK[1:17]
+    close(both.entropy[1:17], entropy)
+    close(both.log_probs[1:17], picked)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "opt"])
+def test_gradients_are_those_of_each_sequence_alone(kind):
+    weights = torch.randn(N, generator=torch.Generator().manual_seed(3))
+    grads = []
+    for compute in (causal_log_probs, definition):
+        model = model_of(kind)
+        (compute(model, TOKENS, LENGTHS, MASK) * weights).sum().backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        close(grad, grads[1][name], 1e-4)
+
+
+def test_nothing_behind_the_last_kept_token_is_computed():
+    model = model_of("llama")
+    causal_log_probs(model, TOKENS, LENGTHS)  # the trial
+    seen = []
+    model.model.embed_tokens.register_forward_hook(lambda _, args, out: seen.append(args[0]))
+    mask = torch.zeros(N, dtype=torch.bool)
+    mask[[5, 30]] = True  # in the first and the last of the sequences
+    causal_log_probs(model, TOKENS, LENGTHS, mask)
+    assert [ids.tolist() for ids in seen] == [[TOKENS[:5].tolist()]]
+
+
+def test_nothing_to_score_computes_nothing():
+    model = model_of("llama")
+    nothing = torch.zeros(N, dtype=torch.bool)
+    assert not causal_log_probs(model, TOKENS, LENGTHS, nothing).any()
+    empty = causal_log_probs(model, TOKENS[:0], [], entropy=True)
+    assert [len(values) for values in empty] == [0, 0]
+    hooked = model_of("llama")
+    hooked.register_forward_hook(lambda *_: pytest.fail("the model was called"))
+    assert not causal_log_probs(hooked, TOKENS, LENGTHS, nothing).any()
+
+
+@pytest.mark.parametrize("limit", [1, 12, 30, 1000])
+def test_a_forward_takes_no_more_tokens_than_allowed(limit):
+    for kind in ("llama", "opt"):
+        model = model_of(kind)
+        causal_log_probs(model, TOKENS, LENGTHS)  # the trial
+        seen = []
+        model.get_input_embeddings().register_forward_hook(
+            lambda _, args, out, seen=seen: seen.append(args[0].numel())
+        )
+        causal_log_probs(model, TOKENS, LENGTHS, max_tokens_per_forward=limit)
+        assert max(seen) <= max(limit, max(LENGTHS))
+        assert len(seen) == 1 or limit < 1000
+
+
+def test_bfloat16_rounds_hidden_states_alone():
+    model = model_of("qwen2").bfloat16()
+    out = causal_log_probs(model, TOKENS, LENGTHS, MASK)
+    exact = definition(copy.deepcopy(model).float(), TOKENS, LENGTHS, MASK)
+    rounded = definition(model, TOKENS, LENGTHS, MASK)
+    assert out.dtype == torch.float32
+    assert (out - exact).abs().mean() < (rounded - exact).abs().mean()
+
+
+def test_autocast_computes_as_the_model_would():
+    model = model_of("qwen2")
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        out = causal_log_probs(model, TOKENS, LENGTHS, MASK)
+    assert out.dtype == torch.float32
+    close(out, definition(model, TOKENS, LENGTHS, MASK), 0.2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((TOKENS, [N - 1]), "tokens: expected"),
+        ((TOKENS.float(), LENGTHS), "tokens: expected"),
+        ((TOKENS, LENGTHS, MASK[1:]), "mask: expected bool"),
+        ((TOKENS, LENGTHS, MASK.long()), "mask: expected bool"),
+        ((TOKENS.repeat(2), [80, 30]), "sequence 0: expected at most 64 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        causal_log_probs(model_of("llama"), *arguments)
+
+
+def test_a_bound_below_one_is_refused():
+    with pytest.raises(ValueError, match="max_tokens_per_forward: expected a positive number"):
+        causal_log_probs(model_of("llama"), TOKENS, LENGTHS, max_tokens_per_forward=0)
+
+
+def test_the_head_multiplies_kept_rows_alone(monkeypatch):
+    seen = []
+
+    def recording(hidden, *arguments, **options):
+        seen.append(len(hidden))
+        return original(hidden, *arguments, **options)
+
+    original = log_probs.linear_token_log_probs
+    monkeypatch.setattr(log_probs, "linear_token_log_probs", recording)
+    causal_log_probs(model_of("llama"), TOKENS, LENGTHS, MASK)
+    firsts = torch.tensor([0, 17, 20, 21, 30])
+    assert seen == [int(MASK.sum() - MASK[firsts].sum())]
+
+
+def test_a_slower_way_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(trial, "_warned", set())
+    with caplog.at_level(logging.WARNING, "fusedrl"):
+        for _ in range(2):
+            causal_log_probs(model_of("opt"), TOKENS, LENGTHS)
+            causal_log_probs(model_of("llama"), TOKENS, LENGTHS)
+    assert [record.getMessage() for record in caplog.records] == [
+        "OPTForCausalLM: it is not known to keep packed sequences apart; they are padded"
+    ]

@@ -1,0 +1,156 @@
+"""Which way a model's log-probs take, and that finding out leaves the model as it was."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fusedrl.models import causal_log_probs
+from fusedrl.models.trial import way_of
+
+from .test_log_probs import LENGTHS, MASK, TOKENS, close
+from .tiny import definition, model_of
+
+
+def scaled(model):
+    """A head that no configuration tells of."""
+    original = type(model).forward
+
+    class Scaled(type(model)):
+        def forward(self, *args, **kwargs):
+            out = original(self, *args, **kwargs)
+            out.logits = 2 * out.logits
+            return out
+
+    model.__class__ = Scaled
+    return model
+
+
+def leaking(model):
+    """Tokens see their neighbour in the row, whichever sequence it belongs to."""
+
+    class Leaking(type(model.model)):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            states = out.last_hidden_state
+            before = torch.cat((torch.zeros_like(states[:, :1]), states[:, :-1]), 1)
+            out.last_hidden_state = states + before
+            return out
+
+    model.model.__class__ = Leaking
+    return model
+
+
+def bespoke(model):
+    class Head(nn.Linear):
+        """Could compute anything."""
+
+    model.lm_head.__class__ = Head
+    return model
+
+
+def hooked(model):
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+def hooked_head(model):
+    model.lm_head.register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("spoil", "splits", "packs"),
+    [
+        (lambda model: model, True, True),
+        (leaking, True, False),
+        (scaled, False, False),
+        (bespoke, False, False),
+        (hooked, False, False),
+        (hooked_head, False, False),
+    ],
+)
+def test_what_would_give_other_numbers_goes_a_slower_way(spoil, splits, packs):
+    model = spoil(model_of("llama"))
+    way = way_of(model)
+    assert (way.parts is not None, way.packs) == (splits, packs)
+    with torch.no_grad():
+        expected = definition(model, TOKENS, LENGTHS, MASK)
+        close(causal_log_probs(model, TOKENS, LENGTHS, MASK), expected)
+
+
+def test_models_of_other_makes_are_asked_for_their_logits():
+    class Bigram(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(100, 100)
+
+        def forward(self, input_ids, attention_mask, **options):
+            assert options == {"extra": 1}
+            return {"logits": self.table(input_ids)}
+
+    model = Bigram()
+    out = causal_log_probs(model, TOKENS, LENGTHS, MASK, model_kwargs={"extra": 1})
+    logits = model.table(TOKENS[:16]).log_softmax(-1)
+    close(out[1:17], logits.gather(-1, TOKENS[1:17, None]).squeeze(-1) * MASK[1:17])
+
+
+def test_a_model_is_tried_once_until_its_head_changes():
+    model = model_of("llama")
+    calls = []
+    forward = type(model).forward
+
+    class Counting(type(model)):
+        def forward(self, *args, **kwargs):
+            calls.append(1)
+            return forward(self, *args, **kwargs)
+
+    model.__class__ = Counting
+    for _ in range(3):
+        causal_log_probs(model, TOKENS, LENGTHS)
+    assert len(calls) == 2, "the two sequences of the trial"
+    model.config.final_logit_softcapping = 1.0  # the model itself does not read it
+    assert way_of(model).parts is None
+
+
+def test_a_model_in_training_is_tried_without_its_dropout():
+    model = model_of("llama", attention_dropout=0.5).train()
+    random_state = torch.get_rng_state()
+    assert way_of(model).packs
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert model.training
+
+
+def test_the_model_is_left_as_it_was():
+    model = model_of("llama")
+
+    def state():
+        modules = list(model.modules())
+        return (
+            [dict(vars(module)["_parameters"]) for module in modules],
+            [list(module._forward_hooks) + list(module._forward_pre_hooks) for module in modules],
+            [module.training for module in modules],
+            [set(vars(module)) for module in modules],
+            copy.deepcopy(model.config.to_dict()),
+        )
+
+    before = state()
+    causal_log_probs(model, TOKENS, LENGTHS)
+    assert str(state()) == str(before)
+
+
+def test_an_error_of_the_model_reaches_the_caller():
+    model = model_of("llama")
+    way_of(model)
+
+    def fail(*_):
+        raise RuntimeError("out of order")
+
+    handle = model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of order"):
+        causal_log_probs(model, TOKENS, LENGTHS)
+    handle.remove()
+    close(causal_log_probs(model, TOKENS, LENGTHS, MASK), definition(model, TOKENS, LENGTHS, MASK))
