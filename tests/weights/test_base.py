@@ -80,6 +80,12 @@ def test_a_remote_update_maps_once_and_sends_to_workers_that_are_not_skipped(cal
     assert hooked == [4]
 
 
+def test_nothing_is_fetched_where_every_worker_is_skipped():
+    updater = Remote(skipped=[0, 1, 2])
+    updater.update_weights()
+    assert updater.calls == []
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [

@@ -62,9 +62,9 @@ def test_ray_collectors_act_by_one_put_an_update_until_one_is_dead(ray, monkeypa
 
     updater.max_interval = 1
     collector.update_policy_weights_()
-    assert actions(iterator) == [5, 7]
+    assert actions(iterator) == [5, 7] and len(puts) == 3
     collector.update_policy_weights_()
-    assert actions(iterator) == [3, 3]
+    assert actions(iterator) == [3, 3] and len(puts) == 4
     updater.max_interval = 0
 
     with pytest.raises(ValueError, match="'other'"):

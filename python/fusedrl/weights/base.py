@@ -138,7 +138,7 @@ class RemoteWeightUpdaterBase(_Updater):
     A subclass defines :meth:`_get_server_weights`, :meth:`_maybe_map_weights`,
     :meth:`all_worker_ids` and :meth:`_sync_weights_with_worker`; it may define
     :meth:`_skip_update`. An update fetches and maps once, sends to each chosen worker that is not
-    skipped, then runs the post-hooks.
+    skipped, then runs the post-hooks. It fetches nothing where all are skipped.
 
     Example:
         >>> from fusedrl import RemoteWeightUpdaterBase
@@ -206,12 +206,12 @@ class RemoteWeightUpdaterBase(_Updater):
         self._call_post_hooks()
 
     def _push_weights(self, *, policy_or_weights: Weights = None, worker_ids: Any = None) -> None:
-        workers = self._chosen(worker_ids)
+        due = [worker for worker in self._chosen(worker_ids) if not self._skip_update(worker)]
+        if not due:
+            return
         weights = policy_or_weights
         server_weights = self._get_server_weights() if weights is None else unwrap(weights)
-        mapped_weights = self._maybe_map_weights(server_weights)
-        due = [worker for worker in workers if not self._skip_update(worker)]
-        self._distribute(due, mapped_weights)
+        self._distribute(due, self._maybe_map_weights(server_weights))
 
     def _chosen(self, worker_ids: Any) -> list[Any]:
         known = self.all_worker_ids()

@@ -96,12 +96,13 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
     def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> list[Any]:
         import ray
 
-        if mapped_weights is None or not worker_ids:
+        if mapped_weights is None:
             return []
         if not isinstance(mapped_weights, ray.ObjectRef):
             mapped_weights = ray.put(mapped_weights)
         answers = super()._distribute(worker_ids, mapped_weights)
-        self._wait({ref: w for w, ref in zip(worker_ids, answers, strict=True) if ref is not None})
+        sent = zip(answers, worker_ids, strict=True)
+        self._wait({ref: worker for ref, worker in sent if isinstance(ref, ray.ObjectRef)})
         return answers
 
     def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> Any:
