@@ -191,7 +191,7 @@ def test_processes_with_policies_of_their_own_get_weights_through_pipes_within_t
         with pytest.raises(TimeoutError, match=rf"worker 0 \(pid {stopped.pid}\).*within 0.2 s"):
             collector.update_policy_weights_()
         # More than a pipe holds, and nobody reads it.
-        many = TensorDict({f"w{i}": torch.zeros(1) for i in range(3000)})
+        many = TensorDict({f"{i}" * 500: torch.zeros(1) for i in range(100, 500)})
         workers[0] = many
         with pytest.raises(TimeoutError, match="worker 0"):
             updater(many, worker_ids=0)

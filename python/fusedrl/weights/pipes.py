@@ -69,8 +69,9 @@ def update(collector: Any, index: int, weights: TensorDictBase, timeout: float) 
             "update through its pipe makes a worker drop its batch and stop; pass the collector "
             "the policy itself, and TensorDict.from_module(policy) as policy_weights"
         )
-    # Sending moves tensors into shared memory for good, hence copies.
-    answer = _ask(collector, index, (weights.data.clone(), "update"), timeout)
+    # Sending moves tensors into shared memory for good, hence a copy; one buffer is one open file.
+    copy = weights.data.consolidate(device=torch.device("cpu"))
+    answer = _ask(collector, index, (copy, "update"), timeout)
     if not (isinstance(answer, tuple) and answer[-1] == "updated"):
         raise RuntimeError(
             f"{_name(collector, index)}: expected the answer 'updated', got {answer!r}; it belongs "
@@ -94,7 +95,7 @@ def _ask(collector: Any, index: int, message: Any, timeout: float) -> Any:
     writer.start()
     writer.join(timeout)
     if failures:
-        if not isinstance(failures[0], OSError):
+        if not isinstance(failures[0], ConnectionError):
             raise failures[0]
         raise _dead(collector, index) from failures[0]
     if not writer.is_alive():
