@@ -202,7 +202,7 @@ ERRORS: dict[str, tuple[str, Callable[..., Any]]] = {
             )
         ),
     ),
-    "an unknown argument": ("KLComputation", lambda cls, **_: cls(coef=1.0)),
+    "an unknown argument": ("KLComputation", lambda cls, **_: cls(nonsense=1.0)),
     "a model that generates": (
         "RetrieveLogProb",
         lambda cls, policy, **_: cls(policy(generate=True)),
