@@ -276,6 +276,12 @@ def test_missing_log_probs_are_named(samples, missing):
         KLComputation()(stack(samples))
 
 
+def test_one_key_for_both_models_is_refused():
+    """torchrl answers a KL of 0."""
+    with pytest.raises(ValueError, match="ref_log_probs_full_key: expected another key"):
+        KLComputation(GEN, ("log_probs", ("full",)))
+
+
 BAD = {
     "lengths": (lambda s: s[1].update({REF: torch.zeros(4)}), "ref_log_probs: sample 1"),
     "reward dimensions": (lambda s: s[2].update(reward=torch.zeros(2)), "reward: sample 2"),

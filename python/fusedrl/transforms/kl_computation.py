@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torchrl.data import Composite
@@ -44,7 +44,8 @@ class KLComputation(_KLComputation):
 
     Raises:
         TypeError: an unknown argument, or one under its old and its present name.
-        ValueError: missing or mismatching columns. The tensordict is then unchanged.
+        ValueError: one key for both log-probs; missing or mismatching columns. The tensordict is
+            then unchanged.
 
     Example:
         >>> import torch
@@ -78,6 +79,11 @@ class KLComputation(_KLComputation):
         **unknown: Any,
     ) -> None:
         refuse(unknown)
+        if unravel_key(gen_log_probs_full_key) == unravel_key(ref_log_probs_full_key):
+            raise ValueError(
+                f"ref_log_probs_full_key: expected another key than gen_log_probs_full_key's "
+                f"{gen_log_probs_full_key!r}, got the same, of which every KL is 0"
+            )
         super().__init__(
             gen_log_probs_full_key,
             ref_log_probs_full_key,
