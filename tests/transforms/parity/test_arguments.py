@@ -18,11 +18,13 @@ NAMES = ["KLComputation", "RetrieveLogProb", "RetrieveKL"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_signatures(name):
-    """Ours only adds the collector of unknown and renamed arguments."""
+    """Ours only adds keywords that may be left out, and the collector of unknown ones."""
     ours, theirs = (dict(inspect.signature(cls.__init__).parameters) for cls in both(name))
     for parameters in (ours, theirs):
         for unnamed in [k for k, p in parameters.items() if p.kind is p.VAR_KEYWORD]:
             del parameters[unnamed]
+    for added in [ours.pop(key) for key in set(ours) - set(theirs)]:
+        assert added.kind is added.KEYWORD_ONLY and added.default is not added.empty
     assert list(ours) == list(theirs)
     for key, parameter in theirs.items():
         assert ours[key].default == parameter.default
