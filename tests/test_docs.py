@@ -16,23 +16,30 @@ ROOT = Path(__file__).parents[1]
 NAMES = [name for name in fusedrl.__all__ if name != "__version__"]
 
 
+NAMED_TUPLES = {"TokenLogProbs", "TokenKL"}  # shown where they are returned
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_docstring_examples(name):
+    """Those of methods, too."""
     public = getattr(fusedrl, name)
     assert public.__doc__
-    tests = doctest.DocTestFinder(recurse=False).find(public, name, globs={})
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
-    for test in tests:
+    for test in doctest.DocTestFinder().find(public, name, globs={}):
         runner.run(test)
     assert runner.summarize(verbose=False).failed == 0
 
 
-def test_every_function_and_transform_has_an_example():
-    named_tuples = {"TokenLogProbs", "TokenKL"}
-    missing = [
-        n for n in NAMES if n not in named_tuples and ">>>" not in getattr(fusedrl, n).__doc__
-    ]
-    assert missing == []
+ONLY_DEFINE = {"RetrieveKL", "RetrieveLogProb"}
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - NAMED_TUPLES))
+def test_every_example_shows_an_answer(name, request):
+    """One that only defines a function proves nothing when it runs."""
+    if name in ONLY_DEFINE:
+        request.applymarker(pytest.mark.xfail(reason="the example only defines a function"))
+    examples = doctest.DocTestParser().get_examples(getattr(fusedrl, name).__doc__)
+    assert any(example.want for example in examples)
 
 
 def test_readme_python_runs():

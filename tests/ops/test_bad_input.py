@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from fusedrl import token_kl, token_log_probs
+from fusedrl import linear_token_log_probs, token_kl, token_log_probs
 
 LOGITS, TOKENS = torch.linspace(-2, 2, 20).view(4, 5), torch.tensor([0, 1, 2, 3])
 P, Q = torch.linspace(-3, -1, 4), torch.linspace(-2, -1.5, 4)
@@ -42,10 +42,20 @@ def test_a_scalar_that_is_no_number(op, name, value):
         op(value)
 
 
-@pytest.mark.parametrize("value", [2, np.float32(2), np.float64(2), np.int64(2), Fraction(2)])
+REAL_NUMBERS = [2, np.float16(2), np.float32(2), np.float64(2), np.int64(2), Fraction(2)]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", REAL_NUMBERS, ids=repr)
 def test_every_real_number_is_a_scalar(value):
     assert torch.equal(scaled(value), scaled(2.0))
     assert torch.equal(penalised(value), penalised(2.0))
+    for name in ("scale", "softcap", "temperature"):
+        ours, expected = (
+            linear_token_log_probs(LOGITS, torch.eye(LOGITS.shape[-1]), TOKENS, **{name: number})
+            for number in (value, 2.0)
+        )
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])

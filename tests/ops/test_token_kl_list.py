@@ -173,6 +173,15 @@ def test_errors_are_those_of_packing(in_place, change, error, match):
         token_kl(**(lists | change))
 
 
+def test_other_errors_of_the_op_are_not_hidden(in_place, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.ops.fusedrl, "token_kl_list", fails)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        token_kl(zeros(2, 3), zeros(2, 3))
+
+
 @pytest.mark.parametrize("one_value", [False, True])
 def test_kl_computation_does_not_concatenate(in_place, monkeypatch, one_value):
     rewards = column(1, lengths=[1] * len(LENGTHS)) if one_value else column(1)

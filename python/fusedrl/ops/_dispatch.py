@@ -114,13 +114,14 @@ def scalar_tensor(
     with ``wait`` on any device; in a traced graph it is not.
     """
     if not isinstance(value, Tensor):
-        if not isinstance(value, (int, float, numbers.Real)):
+        number = real_number(value)
+        if number is None:
             raise TypeError(
                 f"{name}: expected a real number or a floating-point tensor of one element, "
                 f"got {kind(value)}"
             )
-        _check_range(name, value, low, high)
-        return torch.full((), float(value), dtype=torch.float64, device="cpu")
+        _check_range(name, number, low, high)
+        return torch.full((), float(number), dtype=torch.float64, device="cpu")
     check_tensor(name, value)
     if value.numel() != 1 or not value.dtype.is_floating_point:
         raise ValueError(
@@ -141,6 +142,14 @@ def scalar_tensor(
     if (wait or scalar.is_cpu) and has_values(scalar):
         _check_range(name, scalar.item(), low, high)
     return scalar
+
+
+def real_number(value: object) -> Any:
+    """``value`` as a number to compare with any bound, ``None`` where it is no real one."""
+    if isinstance(value, (int, float, numbers.Rational)):
+        return value  # an integer may be too large for a float
+    # Bounds that numpy's float16 and float32 cannot hold overflow in a comparison with them.
+    return float(value) if isinstance(value, numbers.Real) else None
 
 
 def temperature_tensor(value: float | Tensor, device: torch.device, chosen: str) -> Tensor:

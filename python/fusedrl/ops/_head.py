@@ -93,6 +93,7 @@ def _positive(name: str, value: float | None, default: float) -> float:
     if value is None:
         return default
     low, high = 1 / _dispatch.LARGEST, _dispatch.LARGEST
-    if not isinstance(value, (int, float)) or not low <= value <= high:
+    number = _dispatch.real_number(value)
+    if number is None or not low <= number <= high:
         raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {value!r}")
-    return float(value)
+    return float(number)

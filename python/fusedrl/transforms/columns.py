@@ -41,10 +41,10 @@ class Columns:
         """The column: a list of rows from a stack of samples, else the tensor as stored."""
         return self.td.get(key, as_list=True)  # pyright: ignore[reportCallIssue]
 
-    def set(self, key: NestedKey, value: Column) -> None:
-        """Store a dense or nested column, or rows."""
+    def set(self, key: NestedKey, value: Column, layout: torch.layout = torch.strided) -> None:
+        """Store a dense or nested column, or rows as a nested one of this layout."""
         if not isinstance(value, Tensor):
-            value = torch.nested.as_nested_tensor(list(value), layout=torch.strided)
+            value = torch.nested.as_nested_tensor(list(value), layout=layout)
         self.td.set(key, value)
 
     def set_packed(
@@ -81,8 +81,8 @@ class Rows:
         rows = [sample.get(key) for sample in self.samples]
         return rows if all(isinstance(row, Tensor) for row in rows) else None
 
-    def set(self, key: NestedKey, value: Column) -> None:
-        """Store one row a sample."""
+    def set(self, key: NestedKey, value: Column, layout: torch.layout = torch.strided) -> None:
+        """Store one row a sample, whatever the layout."""
         rows = value.unbind(0) if isinstance(value, Tensor) else value
         if isinstance(key, str):
             for entries, row in zip(self._dicts, rows, strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torchrl.data import Composite
@@ -15,15 +15,12 @@ from torchrl.envs.llm.transforms import KLComputation as _KLComputation
 from fusedrl import ragged
 from fusedrl.ops.token_kl import PackedSamples, kl_in_place, pack_samples, token_kl
 from fusedrl.transforms import columns
+from fusedrl.transforms.arguments import accept_renamed, refuse
 from fusedrl.transforms.columns import Column, Columns, Rows
 
-Data = Rows | Columns
+__all__ = ["KLComputation", "refuse"]
 
-RENAMED = {
-    "coef": "coeff",
-    "gen_log_probs_key": "gen_log_probs_full_key",
-    "ref_log_probs_key": "ref_log_probs_full_key",
-}
+Data = Rows | Columns
 
 
 class KLComputation(_KLComputation):
@@ -46,8 +43,9 @@ class KLComputation(_KLComputation):
         padding_side: kept for torchrl's signature; nothing is padded here.
 
     Raises:
-        TypeError: an unknown argument; the message names the one that was meant.
-        ValueError: missing or mismatching columns. The tensordict is then unchanged.
+        TypeError: an unknown argument, or one under its old and its present name.
+        ValueError: one key for both log-probs; missing or mismatching columns. The tensordict is
+            then unchanged.
 
     Example:
         >>> import torch
@@ -68,6 +66,7 @@ class KLComputation(_KLComputation):
         tensor([-0.1000, -0.1000])
     """
 
+    @accept_renamed
     def __init__(
         self,
         gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
@@ -80,6 +79,11 @@ class KLComputation(_KLComputation):
         **unknown: Any,
     ) -> None:
         refuse(unknown)
+        if unravel_key(gen_log_probs_full_key) == unravel_key(ref_log_probs_full_key):
+            raise ValueError(
+                f"ref_log_probs_full_key: expected another key than gen_log_probs_full_key's "
+                f"{gen_log_probs_full_key!r}, got the same, of which every KL is 0"
+            )
         super().__init__(
             gen_log_probs_full_key,
             ref_log_probs_full_key,
@@ -131,6 +135,8 @@ class KLComputation(_KLComputation):
             data.set(self.kl_key, token_kl(log_probs, ref_log_probs, nan="missing"))
             return
         _check_reward_dims([log_probs], [reward])
+        if not reward.is_floating_point():
+            reward = reward.to(log_probs.dtype)
         if reward.shape == (*log_probs.shape, 1):
             kl, penalised = token_kl(
                 log_probs, ref_log_probs, reward=reward.squeeze(-1), coeff=self.coeff, nan="missing"
@@ -146,7 +152,7 @@ class KLComputation(_KLComputation):
         self, data: Data, log_probs: Column, ref_log_probs: Column, reward: Column | None = None
     ) -> None:
         # torchrl's KL of jagged log-probs is strided; with a jagged reward it has none, and raises.
-        jagged = reward.offsets() if isinstance(reward, NestedTensor) else None
+        layout = torch.jagged if isinstance(reward, NestedTensor) else torch.strided
         packed = _pack_nested(log_probs, ref_log_probs, reward)
         if packed is None:
             rows, ref_rows = _rows(log_probs), _rows(ref_log_probs)
@@ -154,10 +160,11 @@ class KLComputation(_KLComputation):
             if not _are_token_rows(rows, rewards):
                 if rewards is not None:
                     _check_reward_dims(rows, rewards)
-                self._each(data, rows, ref_rows, rewards)
+                self._each(data, rows, ref_rows, rewards, layout)
                 return
             in_place = kl_in_place(rows, ref_rows, None, rewards, coeff=self.coeff, nan="missing")
             if in_place is not None:
+                jagged = _offsets(log_probs, in_place.kl, in_place.lengths, layout)
                 self._write(data, *in_place, jagged)
                 return
             packed = pack_samples(rows, ref_rows, None, rewards)
@@ -179,6 +186,7 @@ class KLComputation(_KLComputation):
             coeff=self.coeff,
             nan="missing",
         )
+        jagged = _offsets(log_probs, kl, packed.lengths, layout)
         self._write(data, kl, penalised, packed.lengths, jagged)
 
     def _write(
@@ -200,6 +208,7 @@ class KLComputation(_KLComputation):
         rows: Sequence[Tensor],
         ref_rows: Sequence[Tensor],
         rewards: Sequence[Tensor] | None,
+        layout: torch.layout,
     ) -> None:
         """Rows of several dimensions and rewards of several columns, one sample after the other."""
         if len(rows) != len(ref_rows):
@@ -210,9 +219,9 @@ class KLComputation(_KLComputation):
                 reward - self.coeff * row.unsqueeze(-1)
                 for reward, row in zip(rewards, kl, strict=True)
             ]
-        data.set(self.kl_key, kl)
+        data.set(self.kl_key, kl, layout)
         if rewards is not None:
-            data.set("reward", rewards)
+            data.set("reward", rewards, layout)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         columns.declare_tokens(observation_spec, self.kl_key)
@@ -223,13 +232,6 @@ class KLComputation(_KLComputation):
         if before is not None:
             columns.declare_tokens(reward_spec, "reward", 1, dtype=before.dtype)
         return reward_spec
-
-
-def refuse(unknown: dict[str, Any]) -> None:
-    """Raise ``TypeError`` for an argument that does not exist, naming the one that was meant."""
-    for name in unknown:
-        remedy = f"; the argument is called {RENAMED[name]}" if name in RENAMED else ""
-        raise TypeError(f"{name}: expected a known argument, got an unknown one{remedy}")
 
 
 def _rows(column: Column) -> Sequence[Tensor]:
@@ -248,11 +250,26 @@ def _are_token_rows(rows: Sequence[Tensor], rewards: Sequence[Tensor] | None) ->
 
 def _check_reward_dims(rows: Sequence[Tensor], rewards: Sequence[Tensor]) -> None:
     for i, (row, reward) in enumerate(zip(rows, rewards, strict=True)):
-        if reward.dim() != row.dim() + 1:
+        fits = zip(reward.shape, row.shape, strict=False)
+        if reward.dim() != row.dim() + 1 or any(size not in (1, n) for size, n in fits):
             raise ValueError(
                 f"reward: sample {i}: expected one dimension more than the log-probs, "
                 f"{(*row.shape, 1)}, got {tuple(reward.shape)}; add it with .unsqueeze(-1)"
             )
+
+
+def _offsets(
+    log_probs: Column, kl: Tensor, lengths: list[int], layout: torch.layout
+) -> Tensor | None:
+    """Offsets ``[B + 1]`` of a jagged ``kl [N]``; ``None`` of a strided one.
+
+    Those of jagged log-probs where they have no holes: torch combines columns of one offsets only.
+    """
+    if layout != torch.jagged:
+        return None
+    if isinstance(log_probs, NestedTensor) and log_probs._lengths is None:
+        return log_probs.offsets()
+    return ragged.offsets_of(lengths, kl.device)
 
 
 def _pack_nested(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
+# What the op over lists says of lists that do not fit, before it launches anything.
+_DO_NOT_FIT = re.compile(r"\b(log_probs|ref_log_probs|mask|reward): (sample \d+: )?expected ")
 _DTYPES = (*_dispatch.KERNEL_DTYPES, torch.float64)
 
 
@@ -182,8 +185,9 @@ def kl_in_place(
         kl, penalised = torch.ops.fusedrl.token_kl_list(
             *lists, scalar, ESTIMATORS.index(estimator), nan == "missing"
         )
-    except RuntimeError:
-        # Lists that do not fit are refused before a launch; the device's own errors come again.
+    except RuntimeError as error:
+        if _DO_NOT_FIT.search(str(error)) is None:
+            raise
         return None
     return PackedKL(kl, None if reward is None else penalised, list(map(Tensor.numel, log_probs)))
 

@@ -1,0 +1,70 @@
+"""Names, order, kinds and defaults of arguments; every name that torchrl's own examples use."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+from torchrl.data import Composite, Unbounded
+
+from fusedrl.transforms import arguments
+
+from .comparison import both
+
+NAMES = ["KLComputation", "RetrieveLogProb", "RetrieveKL"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signatures(name):
+    """Ours only adds keywords that may be left out, and the collector of unknown ones."""
+    ours, theirs = (dict(inspect.signature(cls.__init__).parameters) for cls in both(name))
+    for parameters in (ours, theirs):
+        for unnamed in [k for k, p in parameters.items() if p.kind is p.VAR_KEYWORD]:
+            del parameters[unnamed]
+    for added in [ours.pop(key) for key in set(ours) - set(theirs)]:
+        assert added.kind is added.KEYWORD_ONLY and added.default is not added.empty
+    assert list(ours) == list(theirs)
+    for key, parameter in theirs.items():
+        assert ours[key].default == parameter.default
+        assert ours[key].kind == parameter.kind
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_of_the_examples(name):
+    """torchrl's docstring of ``KLComputation`` calls it with names that it refuses."""
+    ours, theirs = both(name)
+    used = {
+        argument
+        for call in re.findall(rf"= {name}\((.*?)\.\.\. \)", theirs.__doc__, re.DOTALL)
+        for argument in re.findall(r"(\w+)=", call)
+    }
+    assert used
+    known = set(inspect.signature(ours.__init__).parameters) | set(arguments.RENAMED)
+    assert used <= known
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_instances_are_torchrl_instances(name):
+    ours, theirs = both(name)
+    assert issubclass(ours, theirs) and ours is not theirs
+
+
+class TestWhereTorchrlIsWrong:
+    """Each test shows torchrl's answer first, so that a torchrl that mends it is noticed."""
+
+    def test_the_kl_spec_lacks_the_tokens(self):
+        ours, theirs = (
+            cls().transform_observation_spec(Composite(shape=(2,)))["kl_penalty"]
+            for cls in both("KLComputation")
+        )
+        assert theirs.shape == (2,) and ours.shape == (2, -1)
+
+    def test_the_reward_spec_has_a_dimension_too_many(self):
+        def spec(cls) -> torch.Size:
+            before = Composite(reward=Unbounded((2, 1)), shape=(2,))
+            return cls().transform_reward_spec(before)["reward"].shape
+
+        ours, theirs = map(spec, both("KLComputation"))
+        assert theirs == (2, 1, -1, 1) and ours == (2, -1, 1)

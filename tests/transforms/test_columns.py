@@ -1,0 +1,84 @@
+"""Columns of a stack of samples: which are reached directly, and which through tensordict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+
+from fusedrl import KLComputation
+from fusedrl.transforms import columns
+
+LENGTHS = (3, 5, 2)
+GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
+
+
+@pytest.fixture
+def samples() -> list[dict]:
+    return [
+        {GEN: torch.randn(n), REF: torch.randn(n), "reward": torch.randn(n, 1)} for n in LENGTHS
+    ]
+
+
+def stack(samples: list[dict]) -> LazyStackedTensorDict:
+    return lazy_stack([TensorDict(sample) for sample in samples])
+
+
+def check(samples: list[dict], data: LazyStackedTensorDict) -> None:
+    """The data is the samples, penalised by a tenth of their KL."""
+    for sample, out in zip(samples, data.tensordicts, strict=True):
+        kl = sample[GEN] - sample[REF]
+        torch.testing.assert_close(out["kl_penalty"], kl)
+        torch.testing.assert_close(out["reward"], sample["reward"] - 0.1 * kl.unsqueeze(-1))
+
+
+class Untouchable(TensorDict):
+    """A subclass, which may store its entries in any way."""
+
+
+def _locked(samples):
+    return stack(samples).lock_()
+
+
+def _subclassed(samples):
+    return lazy_stack([Untouchable(sample) for sample in samples])
+
+
+class TestPrivateAccess:
+    """Samples' dicts are touched for exact, unlocked, known types only; this pins them."""
+
+    def test_exact_types_are_reached_directly(self, samples):
+        data = stack(samples)
+        reached = columns.columns_of(data)
+        assert isinstance(reached, columns.Rows)
+        assert all(type(td._tensordict) is dict for td in data.tensordicts)
+        assert reached.get(GEN)[0] is samples[0][GEN]
+        reached.set("x", [torch.ones(2)] * 3)
+        assert data.tensordicts[0].get("x").shape == (2,)
+
+    @pytest.mark.parametrize(
+        "build",
+        [
+            _locked,
+            _subclassed,
+            lambda s: stack(s).to_tensordict(retain_none=True),
+            lambda s: stack(s)[0],
+        ],
+        ids=["locked", "subclass", "unstacked", "one sample"],
+    )
+    def test_anything_else_goes_through_the_public_interface(self, samples, build):
+        uniform = [{key: x[:2] for key, x in sample.items()} for sample in samples]
+        assert isinstance(columns.columns_of(build(uniform)), columns.Columns)
+
+    def test_a_subclass_gives_the_same_numbers(self, samples):
+        data = KLComputation(coeff=0.1)(_subclassed(samples))
+        check(samples, data)
+
+    def test_a_locked_stack_is_refused_by_tensordict(self, samples):
+        with pytest.raises(RuntimeError, match="locked"):
+            KLComputation()(_locked(samples))
+
+    def test_one_sample_with_a_tensor_subclass_reads_the_same(self, samples):
+        samples[1][GEN] = torch.nn.Parameter(samples[1][GEN])
+        data = KLComputation(coeff=0.1)(stack(samples))
+        check(samples, data)

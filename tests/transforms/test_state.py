@@ -1,0 +1,146 @@
+"""Copies, saved state and specs of the three transforms, before and after there are models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import Compose
+from torchrl.envs.llm import transforms as torchrl_transforms
+
+import fusedrl
+from fusedrl import KLComputation, RetrieveKL, RetrieveLogProb
+
+from .dialogs import CHATS, assert_rows_equal, conversations, rows
+
+GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
+
+COPIES = {
+    "clone": lambda transform: transform.clone(),
+    "pickle": lambda transform: pickle.loads(pickle.dumps(transform)),
+    "deepcopy": copy.deepcopy,
+    "compose": lambda transform: Compose(transform).clone()[0],
+}
+
+
+@pytest.fixture
+def retrieve_kl(policy, reference):
+    """``RetrieveKL`` of both models, which pad alike."""
+
+    def build(pad_output: bool = False, **options: Any) -> RetrieveKL:
+        return RetrieveKL(*(make(pad_output=pad_output) for make in (policy, reference)), **options)
+
+    return build
+
+
+def rewarded(**options: Any) -> TensorDictBase:
+    return conversations(**options).set("reward", torch.ones(len(CHATS), 1, 1))
+
+
+SPECS = {
+    "observation": lambda: Composite(shape=(2,)),
+    "reward": lambda: Composite(reward=Unbounded((2, 1, 1)), shape=(2,)),
+    "action": lambda: Composite(action=Unbounded((2, 3)), shape=(2,)),
+    "state": lambda: Composite(state=Unbounded((2, 3)), shape=(2,)),
+    "input": lambda: Composite(
+        full_action_spec=Composite(action=Unbounded((2, 3)), shape=(2,)),
+        full_state_spec=Composite(shape=(2,)),
+        shape=(2,),
+    ),
+    "output": lambda: Composite(
+        full_observation_spec=Composite(shape=(2,)),
+        full_reward_spec=Composite(reward=Unbounded((2, 1, 1)), shape=(2,)),
+        full_done_spec=Composite(shape=(2,)),
+        shape=(2,),
+    ),
+}
+
+
+class TestDeferred:
+    """``"from_collector"`` before there is one, which torchrl's class asks for in every method."""
+
+    @pytest.fixture
+    def deferred(self, reference):
+        return RetrieveKL("from_collector", reference())
+
+    @pytest.mark.parametrize("name", SPECS)
+    def test_specs_are_those_of_given_models(self, deferred, retrieve_kl, name):
+        before = SPECS[name]()
+        ours, given = (
+            getattr(transform, f"transform_{name}_spec")(SPECS[name]())
+            for transform in (deferred, retrieve_kl())
+        )
+        assert ours == given
+        assert (ours != before) == (name in ("observation", "reward", "output"))
+        assert len(deferred.transforms) == 2, "still deferred"
+
+    @pytest.mark.parametrize("name", SPECS)
+    def test_torchrl_asks_for_the_collector(self, reference, name):
+        theirs = torchrl_transforms.RetrieveKL("from_collector", reference())
+        with pytest.raises(ValueError, match="container is not set"):
+            getattr(theirs, f"transform_{name}_spec")(SPECS[name]())
+
+    @pytest.mark.parametrize("method", ["_inv_call", "inv"])
+    def test_inverses_change_nothing(self, deferred, method):
+        data = TensorDict({"action": torch.ones(2)}, batch_size=(2,))
+        out = getattr(deferred, method)(data.clone())
+        assert (out == data).all() and set(out.keys()) == {"action"}
+
+    def test_a_reset_needs_no_collector(self, deferred):
+        data = TensorDict(batch_size=(2,))
+        assert deferred._reset(data, data) is data
+
+    @pytest.mark.parametrize("copied", ["clone", "pickle", "deepcopy"])
+    def test_copies_are_still_deferred(self, deferred, copied, chat_env, generating_policy):
+        other = COPIES[copied](deferred)
+        env = chat_env(other)
+        with pytest.raises(ValueError, match="run by a collector"):
+            env.step(generating_policy(env.reset()))
+
+
+class TestCopiesAndState:
+    @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+    def test_copies_answer_alike(self, retrieve_kl, copied):
+        transform = retrieve_kl(coeff=torch.tensor(0.3), kl_key="kl", padding_side="right")
+        other = copied(transform)
+        assert type(other) is RetrieveKL and other is not transform
+        ours, theirs = other(rewarded()), transform(rewarded())
+        for key in (GEN, REF, "kl", "reward"):
+            assert_rows_equal(rows(ours, key), rows(theirs, key))
+
+    @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+    def test_copies_of_the_parts(self, policy, copied):
+        for part in (RetrieveLogProb(policy()), KLComputation(REF, GEN, kl_key="kl", coeff=0.5)):
+            other = copied(part)
+            assert type(other) is type(part) and other.out_keys == part.out_keys
+            assert other.in_keys == part.in_keys
+
+    def test_clones_share_the_models_and_pickles_do_not(self, policy):
+        transform = RetrieveLogProb(policy())
+        assert transform.clone().model.model is transform.model.model
+        pickled = COPIES["pickle"](transform).model.model
+        assert pickled is not transform.model.model
+
+    @pytest.mark.parametrize("name", ["RetrieveLogProb", "RetrieveKL", "KLComputation"])
+    def test_the_state_is_torchrls(self, policy, reference, name):
+        """A checkpoint of torchrl's transform loads into ours, and the other way round."""
+        models = {"RetrieveLogProb": [policy()], "RetrieveKL": [policy(), reference()]}
+        ours, theirs = (
+            getattr(module, name)(*models.get(name, [])) for module in (fusedrl, torchrl_transforms)
+        )
+        assert list(ours.state_dict()) == list(theirs.state_dict())
+        ours.load_state_dict(theirs.state_dict())
+        assert bool(ours.state_dict()) == (name != "KLComputation")
+
+    def test_empty_cache(self, retrieve_kl, chat_env):
+        transform = retrieve_kl()
+        env = chat_env(transform)
+        spec = env.observation_spec.clone()
+        for part in (*transform, transform, env):
+            part.empty_cache()
+        assert env.observation_spec == spec
