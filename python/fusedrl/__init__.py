@@ -23,11 +23,13 @@ _HOME = {
     "KLComputation": "fusedrl.transforms",
     "RetrieveLogProb": "fusedrl.transforms",
     "RetrieveKL": "fusedrl.transforms",
+    "patch_torchrl": "fusedrl.integrations.torchrl",
 }
 
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.ops import TokenKL as TokenKL
     from fusedrl.ops import TokenLogProbs as TokenLogProbs
     from fusedrl.ops import VocabPart as VocabPart
