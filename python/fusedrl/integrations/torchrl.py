@@ -14,6 +14,9 @@ HOMES = {
     "KLComputation": _KL,
     "RetrieveLogProb": _KL,
     "RetrieveKL": _KL,
+    "KLRewardTransform": _KL,
+    "RayRetrieveKL": _KL,
+    "RayKLRewardTransform": _KL,
 }
 
 # Names that torchrl had in an earlier release -> the modules that exported them.
