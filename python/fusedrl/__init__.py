@@ -23,16 +23,21 @@ _HOME = {
     "KLComputation": "fusedrl.transforms",
     "RetrieveLogProb": "fusedrl.transforms",
     "RetrieveKL": "fusedrl.transforms",
+    "KLRewardTransform": "fusedrl.transforms",
+    "RayRetrieveKL": "fusedrl.transforms",
+    "RayKLRewardTransform": "fusedrl.transforms",
     "LocalWeightUpdaterBase": "fusedrl.weights",
     "RemoteWeightUpdaterBase": "fusedrl.weights",
     "VanillaLocalWeightUpdater": "fusedrl.weights",
     "MultiProcessedRemoteWeightUpdate": "fusedrl.weights",
     "RayRemoteWeightUpdater": "fusedrl.weights",
+    "patch_torchrl": "fusedrl.integrations.torchrl",
 }
 
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.ops import TokenKL as TokenKL
     from fusedrl.ops import TokenLogProbs as TokenLogProbs
     from fusedrl.ops import VocabPart as VocabPart
@@ -42,6 +47,9 @@ if TYPE_CHECKING:
     from fusedrl.ops import token_kl as token_kl
     from fusedrl.ops import token_log_probs as token_log_probs
     from fusedrl.transforms import KLComputation as KLComputation
+    from fusedrl.transforms import KLRewardTransform as KLRewardTransform
+    from fusedrl.transforms import RayKLRewardTransform as RayKLRewardTransform
+    from fusedrl.transforms import RayRetrieveKL as RayRetrieveKL
     from fusedrl.transforms import RetrieveKL as RetrieveKL
     from fusedrl.transforms import RetrieveLogProb as RetrieveLogProb
     from fusedrl.weights import LocalWeightUpdaterBase as LocalWeightUpdaterBase

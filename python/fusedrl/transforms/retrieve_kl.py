@@ -16,6 +16,7 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 from fusedrl.models.adapters import WithoutAdapters, has_adapters
 from fusedrl.transforms import columns
 from fusedrl.transforms.kl_computation import KLComputation, refuse
+from fusedrl.transforms.ray import RayRetrieveKL, RayService
 from fusedrl.transforms.reading import TokenBatch
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 
@@ -48,7 +49,8 @@ class RetrieveKL(_RetrieveKL):
         add_to_reward: replace ``"reward"`` by ``reward - coeff * kl``.
         coeff: weight of the KL, a float or a 0-dim tensor.
         max_tokens_per_forward: see :class:`fusedrl.RetrieveLogProb`.
-        use_ray_service: torchrl's; it then builds torchrl's Ray class.
+        use_ray_service: torchrl's old spelling of ``service_backend="ray"``, which builds a
+            :class:`fusedrl.RayRetrieveKL`; ``actor_name`` names its actor, if there is one.
 
     Raises:
         TypeError: an unknown argument; the message names the one that was meant.
@@ -60,6 +62,8 @@ class RetrieveKL(_RetrieveKL):
         >>> def penalise(env, ref_model):
         ...     return env.append_transform(RetrieveKL("from_collector", ref_model, coeff=0.05))
     """
+
+    _RayServiceClass = RayService(RayRetrieveKL)
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class RetrieveKL(_RetrieveKL):
         max_tokens_per_forward: int | None = None,
         **unknown: Any,
     ) -> None:
+        unknown.pop("actor_name", None)  # without Ray there is none to name
         refuse(unknown)
         if gen_model == "from_collector" and gen_model_factory is not None:
             gen_model = None

@@ -1,0 +1,81 @@
+"""torchrl's own names, replaced by the fused classes in a whole program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import fusedrl
+from fusedrl.patching import Replacement, Report, replace
+
+_KL = "torchrl.envs.llm.transforms.kl"
+
+# Public name -> the torchrl module that defines it.
+HOMES = {
+    "KLComputation": _KL,
+    "RetrieveLogProb": _KL,
+    "RetrieveKL": _KL,
+    "KLRewardTransform": _KL,
+    "RayRetrieveKL": _KL,
+    "RayKLRewardTransform": _KL,
+}
+
+# Names that torchrl had in an earlier release -> the modules that exported them.
+_UPDATERS = ("torchrl.collectors.weight_update", "torchrl.collectors")
+FORMER = {
+    "LocalWeightUpdaterBase": _UPDATERS,
+    "RemoteWeightUpdaterBase": _UPDATERS,
+    "VanillaLocalWeightUpdater": _UPDATERS,
+    "MultiProcessedRemoteWeightUpdate": _UPDATERS,
+    "RayRemoteWeightUpdater": _UPDATERS,
+}
+
+
+def patch_torchrl(names: Iterable[str] | None = None) -> Report:
+    """Put the fused classes in the place of torchrl's own, wherever torchrl's modules hold them.
+
+    Code that names a class through torchrl gets ours from then on, be it yours, torchrl's own or a
+    configuration that names it by its path. Modules of torchrl that are imported later take ours
+    from the patched ones. Names that torchrl no longer has are added again.
+
+    Not reached: names that your modules imported before (``report.held`` lists them), instances
+    that exist already, and classes that derive from torchrl's. Worker processes that are started
+    afresh patch for themselves. Patching is safe to repeat: a name is replaced once, and only the
+    report that replaced it puts it back.
+
+    Args:
+        names: classes to replace; by default all that are known.
+
+    Returns:
+        What was replaced, and where: iterable, printable, with ``revert()``. As a context manager
+        it reverts at the end of the block.
+
+    Raises:
+        TypeError: a single string.
+        ValueError: an unknown name. Nothing is changed then.
+
+    Example:
+        >>> import fusedrl, torchrl.envs.llm
+        >>> with fusedrl.patch_torchrl(["KLComputation"]) as report:
+        ...     torchrl.envs.llm.KLComputation is fusedrl.KLComputation
+        True
+        >>> torchrl.envs.llm.KLComputation is fusedrl.KLComputation
+        False
+    """
+    known = (*HOMES, *FORMER)
+    if isinstance(names, str):
+        raise TypeError(f"names: expected a list of names, got a string; pass [{names!r}]")
+    chosen = dict.fromkeys(known if names is None else names)
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise ValueError(f"names: expected some of {', '.join(known)}; got {', '.join(unknown)}")
+    # Every class of ours is defined before the first of torchrl's gives way: it derives from it.
+    ours = {name: getattr(fusedrl, name) for name in known}
+    return replace(
+        "torchrl",
+        [
+            Replacement(HOMES[name], name, ours[name])
+            if name in HOMES
+            else Replacement(FORMER[name][0], name, ours[name], add_to=FORMER[name])
+            for name in chosen
+        ],
+    )

@@ -1,0 +1,288 @@
+"""Replace what a package's modules hold by something of ours, and put it back.
+
+An object is found by identity, under whatever name a loaded module of the package holds it. Only
+the modules' own dicts are read and written: no attribute of a module is looked up, since that would
+import what lazy modules stand for.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType, TracebackType
+from typing import Any
+
+logger = logging.getLogger("fusedrl")
+
+_lock = threading.RLock()
+_namespace: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
+_NEW_OBJECT = vars(copyreg)["__newobj__"]
+
+# (module, name) -> the original there, while it is replaced.
+_originals: dict[tuple[str, str], Any] = {}
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What ``module.name`` is gives way to ``new`` in the whole package.
+
+    Where the module has no such name, ``new`` is added to the modules ``add_to``; with none of them
+    that is an error.
+    """
+
+    module: str
+    name: str
+    new: Any
+    add_to: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Change:
+    """One global of one module: ``old`` gave way to ``new``, or ``new`` was added."""
+
+    module: str
+    name: str
+    old: Any
+    new: Any
+    added: bool = False
+
+    def __str__(self) -> str:
+        """One line, ``where -> what``."""
+        verb = "added:" if self.added else "->"
+        return f"{self.module}.{self.name} {verb} {self.new.__module__}.{self.new.__qualname__}"
+
+
+class Report:
+    """What a patch replaced; iterable, one :class:`Change` a global.
+
+    As a context manager it reverts the patch at the end of the block.
+
+    Attributes:
+        package: the package whose modules were changed.
+        changes: what was changed.
+        already: names that were ours before; reverting this patch leaves them.
+        held: ``(module, name)`` of globals of other packages that hold an original. They are the
+            user's own and stay as they are.
+        active: whether the patch is in place.
+    """
+
+    def __init__(
+        self,
+        patch: _Patch,
+        changes: Iterable[Change],
+        already: Iterable[str],
+        held: Iterable[tuple[str, str]],
+    ) -> None:
+        self.package = patch.package
+        self.changes = tuple(changes)
+        self.already = tuple(already)
+        self.held = tuple(held)
+        self.active = True
+        self._patch = patch
+
+    def revert(self) -> None:
+        """Put back what this patch replaced, as it was; a second call does nothing.
+
+        Modules of the package that were imported under the patch get the originals too. A global
+        that something else has changed since is left alone, and logged.
+        """
+        with _lock:
+            if self.active:
+                self._patch.undo()
+                self.active = False
+
+    def __enter__(self) -> Report:
+        """The report itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Revert, whether or not the block raised."""
+        self.revert()
+
+    def __iter__(self) -> Iterator[Change]:
+        """The changes, in the order they were made."""
+        return iter(self.changes)
+
+    def __len__(self) -> int:
+        """How many globals were changed."""
+        return len(self.changes)
+
+    def __bool__(self) -> bool:
+        """Always true: a patch that found nothing to change is still a patch."""
+        return True
+
+    def __str__(self) -> str:
+        """A line a change, then what was left alone."""
+        state = "" if self.active else ", reverted since"
+        lines = [f"{self.package}: {len(self.changes)} globals changed{state}"]
+        lines += [f"  {change}" for change in self.changes]
+        if self.already:
+            lines.append(f"ours before this patch: {', '.join(self.already)}")
+        if self.held:
+            lines.append("held elsewhere and left as they are:")
+            lines += [f"  {module}.{name}" for module, name in self.held]
+        return "\n".join(lines)
+
+
+def replace(package: str, replacements: Iterable[Replacement]) -> Report:
+    """Replace objects wherever loaded modules of ``package`` hold them as globals.
+
+    Modules that are imported later take the new object from the patched ones. Not reached are
+    references other than globals (base classes, default arguments, attributes of classes, closures)
+    and every module outside the package; the report names those.
+
+    Instances of a replaced class still pickle, copy and load as what they are.
+
+    Args:
+        package: name of the package, such as ``"torchrl"``.
+        replacements: what to replace. Each ``new`` must hold its original by reference, if it needs
+            it, before this call.
+
+    Raises:
+        ValueError: a module without the name, and no ``add_to``. Nothing is changed then.
+    """
+    wanted = list(replacements)
+    for r in wanted:
+        for module in (r.module, *r.add_to):
+            importlib.import_module(module)
+    with _lock:
+        patch = _Patch(package)
+        already: dict[tuple[str, str], Any] = {}
+        for r in wanted:
+            slot, current = (r.module, r.name), _namespace(sys.modules[r.module])
+            if r.name not in current:
+                if not r.add_to:
+                    raise ValueError(
+                        f"{r.module}: expected it to have {r.name}, got none; "
+                        f"this version of {package} cannot be patched with it"
+                    )
+                patch.added.append(r)
+            elif current[r.name] is r.new:
+                already[slot] = _originals.get(slot)
+            else:
+                patch.replaced[slot] = (current[r.name], r.new)
+        originals = [old for old, _ in patch.replaced.values()]
+        originals += [old for old in already.values() if old is not None]
+        held = _held_outside(package, originals)
+        return Report(patch, patch.apply(), [name for _, name in already], held)
+
+
+@dataclass
+class _Patch:
+    """The replacements of one call, and what is needed to undo them."""
+
+    package: str
+    replaced: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
+    added: list[Replacement] = field(default_factory=list)
+    written: list[tuple[Change, dict[str, Any]]] = field(default_factory=list)
+    kept: set[tuple[str, str]] = field(default_factory=set)
+    reducers: list[type] = field(default_factory=list)
+
+    def apply(self) -> list[Change]:
+        # What holds ours already was not our doing, and is not ours to revert.
+        new = [new for _, new in self.replaced.values()]
+        self.kept = {(module, name) for module, name, _ in _holders(self.package, new)}
+        for slot, (old, new) in self.replaced.items():
+            for module, name, namespace in _holders(self.package, [old]):
+                self.write(Change(module, name, old, new), namespace)
+            _originals[slot] = old
+            if isinstance(old, type) and old not in copyreg.dispatch_table:
+                copyreg.pickle(old, partial(_reduce, *slot))  # pyright: ignore[reportArgumentType]
+                self.reducers.append(old)
+        for r in self.added:
+            for module in r.add_to:
+                namespace = _namespace(sys.modules[module])
+                if r.name not in namespace:
+                    self.write(Change(module, r.name, None, r.new, added=True), namespace)
+        return [change for change, _ in self.written]
+
+    def write(self, change: Change, namespace: dict[str, Any]) -> None:
+        namespace[change.name] = change.new
+        self.written.append((change, namespace))
+
+    def undo(self) -> None:
+        for change, namespace in self.written:
+            if namespace.get(change.name) is not change.new:
+                logger.warning(
+                    "%s.%s was changed under the patch and stays as it is",
+                    change.module,
+                    change.name,
+                )
+            elif change.added:
+                del namespace[change.name]
+            else:
+                namespace[change.name] = change.old
+        for slot, (old, new) in self.replaced.items():
+            for module, name, namespace in _holders(self.package, [new]):
+                if (module, name) not in self.kept:
+                    namespace[name] = old
+            _originals.pop(slot, None)
+        for cls in self.reducers:
+            copyreg.dispatch_table.pop(cls, None)
+
+
+def instance_of(module: str, name: str, *args: Any) -> Any:
+    """A bare instance of the class that ``module.name`` is without a patch.
+
+    Pickles refer to this function: it keeps its name.
+    """
+    cls = _originals.get((module, name))
+    if cls is None:
+        cls = getattr(importlib.import_module(module), name)
+    return cls.__new__(cls, *args)
+
+
+def _reduce(module: str, name: str, instance: Any) -> tuple[Any, ...]:
+    """As pickle does, but without looking the class up under its name, which is another's now."""
+    function, args, *rest = instance.__reduce_ex__(4)
+    if function is _NEW_OBJECT and args[0] is type(instance):
+        function, args = instance_of, (module, name, *args[1:])
+    return (function, args, *rest)
+
+
+def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Loaded modules and their dicts, each once; objects that only pose as modules are left out."""
+    seen: set[int] = set()
+    for name, module in list(sys.modules.items()):
+        if issubclass(type(module), ModuleType) and id(module) not in seen:
+            seen.add(id(module))
+            yield name, _namespace(module)
+
+
+def _holders(package: str, objects: Collection[Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Globals of the package's modules that are one of the objects."""
+    ids = set(map(id, objects))
+    return [
+        (module, name, namespace)
+        for module, namespace in _namespaces()
+        if _within(module, package)
+        for name, value in list(namespace.items())
+        if id(value) in ids
+    ]
+
+
+def _held_outside(package: str, objects: Collection[Any]) -> list[tuple[str, str]]:
+    """Globals that are one of the objects, in modules that are neither the package's nor ours."""
+    ids = set(map(id, objects))
+    return [
+        (module, name)
+        for module, namespace in _namespaces()
+        if not _within(module, package) and not _within(module, "fusedrl")
+        for name, value in list(namespace.items())
+        if id(value) in ids
+    ]
+
+
+def _within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")

@@ -1,0 +1,100 @@
+"""What runs in a Ray actor: a transform, and the columns that it needs and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data import Composite
+from torchrl.envs import Compose, Transform
+
+from fusedrl.transforms.kl_computation import KLComputation
+from fusedrl.transforms.parcel import Parcel, pack, unpack
+from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
+
+
+class Description(NamedTuple):
+    """What the local side knows of the transform in an actor."""
+
+    transform_class: str
+    text: str
+    in_keys: list[NestedKey]
+    out_keys: list[NestedKey]
+    read: list[NestedKey]
+    read_next: list[NestedKey]
+
+
+class TransformActor:
+    """A transform, run on the columns that it is sent."""
+
+    def __init__(self, transform_class: Any, arguments: dict[str, Any]) -> None:
+        self._error: Exception | None = None
+        try:
+            self._transform: Transform = transform_class(**arguments, service_backend="direct")
+        except Exception as error:
+            # Kept for whoever asks: raised here, it would be a dead actor's, of another type.
+            self._error = error
+
+    def describe(self) -> Description:
+        """What the local side has to know; raises what the transform's constructor raised."""
+        if self._error is not None:
+            raise self._error
+        transform = self._transform
+        name, text = full_name(type(transform)), repr(transform)
+        keys = list(transform.in_keys), list(transform.out_keys)
+        return Description(name, text, *keys, *_columns_read(transform))
+
+    def spec(self, method: str, spec: Composite) -> Composite:
+        """A spec as the transform changes it."""
+        return getattr(self._transform, method)(spec)
+
+    def run(self, method: str, parcel: Parcel, missing_tolerance: bool) -> Parcel:
+        """Call a method on packed tensordicts, and pack what it wrote."""
+        self._transform.set_missing_tolerance(missing_tolerance)
+        result: TensorDictBase = getattr(self._transform, method)(*unpack(parcel))
+        if method == "forward":
+            result = result.get("next", result)
+        return pack(result.exclude(*self._unchanged()))
+
+    def _unchanged(self) -> set[NestedKey]:
+        """The columns that are read only, or all of their parent where nothing in it is written."""
+        written = {key for leaf in _leaves(self._transform) for key in leaf.out_keys}
+        parents = {key[0] for key in written if isinstance(key, tuple)}
+        read = {key for columns in _columns_read(self._transform) for key in columns} - written
+        return {key if isinstance(key, str) or key[0] in parents else key[0] for key in read}
+
+
+def full_name(cls: type) -> str:
+    """The name by which one process tells another of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _leaves(transform: Transform) -> Iterator[Transform]:
+    if isinstance(transform, Compose):
+        for part in transform:
+            yield from _leaves(part)
+    else:
+        yield transform
+
+
+def _columns_read(transform: Transform) -> tuple[list[NestedKey], list[NestedKey]]:
+    """The columns that a transform reads from the root, and those that it reads from ``"next"``."""
+    root: list[NestedKey] = []
+    following: list[NestedKey] = []
+    written: set[NestedKey] = set()
+    for leaf in _leaves(transform):
+        own: Any = getattr(leaf, "columns_read", None)
+        if own is not None:
+            root += own[0]
+            following += own[1]
+        elif isinstance(leaf, RetrieveLogProb):
+            root += leaf.in_keys
+            if leaf.model.input_mode == "tokens":  # read as well, and in no wrapper's keys
+                root += [("masks", "all_attention_mask"), leaf.model.attention_mask_key]
+        else:
+            # In "next" a penalty reads what was written there; any other transform may read both.
+            following += [key for key in leaf.in_keys if key not in written]
+            root += [] if isinstance(leaf, KLComputation) else leaf.in_keys
+        written.update(leaf.out_keys)
+    return root, following

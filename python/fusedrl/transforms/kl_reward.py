@@ -1,0 +1,392 @@
+"""torchrl's first KL transform: a reference model scores the tokens, the reward pays for the KL."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack, unravel_key
+from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
+from torch.nn.utils.rnn import pad_sequence
+from torchrl.data import Composite
+from torchrl.envs import EnvBase, Transform
+from torchrl.envs.llm.transforms import KLRewardTransform as _KLRewardTransform
+from torchrl.modules.llm.policies import LLMWrapperBase
+
+from fusedrl import ragged
+from fusedrl.ops.token_kl import pack_samples, token_kl
+from fusedrl.transforms import columns
+from fusedrl.transforms.columns import Column, Columns, Rows
+from fusedrl.transforms.ray import RayKLRewardTransform, RayService
+from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
+
+PROMPT = ("tokens", "prompt")
+ASSISTANT, ATTENTION = ("masks", "all_assistant_mask"), ("masks", "all_attention_mask")
+
+_warned_of_coeff = False
+
+
+class KLRewardTransform(_KLRewardTransform):
+    """Penalise the reward by the KL between log-probs in the data and a reference model's.
+
+    A drop-in for :class:`torchrl.envs.llm.transforms.KLRewardTransform`; torchrl calls it legacy,
+    :class:`fusedrl.RetrieveKL` scores with both models and reads conversations too. This one reads
+    the tokens of the root, with the log-probs that the policy wrote beside them, and writes to
+    ``"next"`` where there is one: ``reward - coef * kl``, the KL and the reference's log-probs,
+    each ``[T, 1]`` a sample, dense ``[B, T, 1]`` where the data are dense. A token that the mask
+    drops has KL and log-prob 0 and keeps its reward; one whose log-prob is NaN has KL 0.
+
+    Args:
+        ref_model: the reference as a log-prob wrapper with ``input_mode="tokens"``.
+        ref_model_factory: makes ``ref_model``.
+        coef: weight of the KL, a float or a tensor of one element; a buffer.
+        in_keys: where the reward is, one key. Without a reward, 0 is penalised.
+        out_keys: where the penalised reward goes, or the three keys of reward, KL and the
+            reference's log-probs; by default ``["reward", "kl_penalty", "ref_log_probs"]``.
+        log_prob_key: the policy's log-probs in nats, ``[T]`` a sample. Where a policy wrote those
+            of its answer only, under ``"response"`` instead of ``"full"``, the prompt has KL 0.
+        device: where the model is put and computes.
+        add_to_reward: write the reward.
+        tokenizer: kept for the property; by default the model's.
+        assistant_only: keep the tokens of ``("masks", "all_assistant_mask")``; without one, those
+            behind ``("tokens", "prompt")``.
+        padding_side: kept for torchrl's signature; rows stay where the data has them.
+        use_ray_service: torchrl's old spelling of ``service_backend="ray"``, which builds a
+            :class:`fusedrl.RayKLRewardTransform`.
+        **more: ``detach=False`` keeps the gradient graph; ``coeff`` is ``coef`` in the spelling of
+            the other transforms, and warns once; ``actor_name`` names the actor, if there is one.
+
+    Raises:
+        TypeError: an unknown argument.
+        ValueError: a model that is missing, given twice, generates, or reads no tokens; keys that
+            are not one reward in and one or three out; columns that do not fit, which are then
+            unchanged.
+        RuntimeError: a step without tokens.
+
+    Example:
+        >>> from fusedrl import KLRewardTransform
+        >>> def penalise(env, ref_model):
+        ...     return env.append_transform(KLRewardTransform(ref_model, coef=0.05))
+    """
+
+    _RayServiceClass = RayService(RayKLRewardTransform)
+
+    def __init__(
+        self,
+        ref_model: LLMWrapperBase | None = None,
+        *,
+        ref_model_factory: Callable[[], LLMWrapperBase] | None = None,
+        coef: float | Tensor = 1.0,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        log_prob_key: NestedKey = ("log_probs", "full"),
+        device: torch.device | None = None,
+        add_to_reward: bool = True,
+        tokenizer: Any = None,
+        assistant_only: bool = True,
+        padding_side: str = "left",
+        use_ray_service: bool = False,
+        **more: Any,
+    ) -> None:
+        detach = _also_known(more)
+        if (ref_model is None) == (ref_model_factory is None):
+            given = "neither" if ref_model is None else "both"
+            raise ValueError(f"ref_model: expected a wrapper or ref_model_factory, got {given}")
+        read, written = _checked_keys(in_keys, out_keys)
+        model: Any = ref_model if ref_model_factory is None else ref_model_factory()
+        _check_model(model)
+        coef = torch.as_tensor(more.get("coeff", coef))
+        if coef.numel() != 1:
+            raise ValueError(f"coef: expected one element, got shape {tuple(coef.shape)}")
+        super().__init__(
+            model,
+            coef=coef if coef.is_floating_point() else coef.float(),  # pyright: ignore[reportArgumentType]
+            in_keys=read,
+            out_keys=written,
+            log_prob_key=log_prob_key,
+            device=device,
+            add_to_reward=add_to_reward,
+            tokenizer=tokenizer,
+            assistant_only=assistant_only,
+            padding_side=padding_side,
+        )
+        self.detach = detach
+        # Not a submodule: the model would be in the state dict twice.
+        scorer = RetrieveLogProb(model, assistant_only=False, detach=detach)
+        object.__setattr__(self, "_scorer", scorer)
+
+    @property
+    def action_key(self) -> NestedKey:
+        """The full conversation, in the input mode of the environment; tokens without one."""
+        parent: Any = self.parent
+        mode = "tokens" if parent is None else parent.base_env.input_mode
+        if mode not in ("history", "text", "tokens"):
+            raise ValueError(
+                f"input_mode: expected 'history', 'text' or 'tokens' of the environment, got {mode}"
+            )
+        return (mode, "full")
+
+    @property
+    def columns_read(self) -> tuple[list[NestedKey], list[NestedKey]]:
+        """The columns that are read from the root, and those that are read from ``"next"``."""
+        reward, *inputs = self.in_keys
+        log_probs = [self.log_prob_full_key, _answer_key(self.log_prob_full_key)]
+        return [*inputs, PROMPT, ASSISTANT, ATTENTION, *log_probs], [reward]
+
+    def set_container(self, container: Transform | EnvBase) -> None:
+        # torchrl assigns the action key here, a property that the parent has to answer.
+        Transform.set_container(self, container)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        following = tensordict.get("next", None)
+        if following is None:
+            return self._step(tensordict, tensordict)
+        return tensordict.set("next", self._step(tensordict, following))
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        data, target = columns.columns_of(tensordict), columns.columns_of(next_tensordict)
+        key = unravel_key(self.ref_model.in_keys[0])
+        tokens = data.get(key)
+        if tokens is None:
+            return self._without_tokens(key, next_tensordict)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
+            ref_log_probs = self._score(tensordict, key, tokens)
+            log_probs = self._policy_log_probs(data, tokens)
+            mask = self._mask(data, tokens) if self.assistant_only else None
+            reward = target.get(self.in_keys[0]) if self.add_to_reward else None
+            self._penalise(target, log_probs, ref_log_probs, mask, reward)
+        return next_tensordict
+
+    def _without_tokens(self, key: NestedKey, td: TensorDictBase) -> TensorDictBase:
+        if not self.missing_tolerance:
+            raise RuntimeError(
+                f"tensordict: expected the tokens to score under {key!r}, found none; let the "
+                "policy write them, or reset the environment before"
+            )
+        if self.out_keys[0] != "reward":
+            td.set(self.out_keys[0], torch.zeros(*td.batch_size, 1, 1, device=td.device))
+        return td
+
+    def _score(self, td: TensorDictBase, key: NestedKey, tokens: Column) -> Column:
+        """The reference's log-probs of ``tokens``, in their form."""
+        if not _is_dense(tokens) and (self.pad_output or isinstance(tokens, Tensor)):
+            td = _readable(tokens, columns.columns_of(td).get(ATTENTION), key, self.pad_output)
+        device = getattr(self, "_io_device", None)
+        td = td if device is None else td.to(device)
+        scorer: RetrieveLogProb = self.__dict__["_scorer"]
+        scored = scorer._step(td, td.empty())
+        log_probs = columns.columns_of(scored).get(scorer.log_probs_full_key)
+        assert log_probs is not None
+        if _is_dense(log_probs) and _is_dense(tokens):
+            return log_probs.to(tokens.device)
+        # A model that pads answers rows of one length, padded on the left.
+        pairs = zip(_rows(log_probs), _rows(tokens), strict=True)
+        return [row[row.shape[-1] - len(ids) :].to(ids.device) for row, ids in pairs]
+
+    def _policy_log_probs(self, data: Rows | Columns, tokens: Column) -> Column:
+        log_probs = data.get(self.log_prob_full_key)
+        if log_probs is not None:
+            return log_probs
+        answers = data.get(_answer_key(self.log_prob_full_key))
+        if answers is None:
+            raise ValueError(
+                f"tensordict: expected the policy's log-probs under {self.log_prob_full_key!r}, "
+                "found none; let the policy write them (return_log_probs=True), or name their key"
+            )
+        if _is_dense(tokens) and _is_dense(answers):
+            return _behind_prompt(answers, tokens)
+        pairs = zip(_rows(answers), _rows(tokens), strict=True)
+        return [_behind_prompt(answer, ids) for answer, ids in pairs]
+
+    def _mask(self, data: Rows | Columns, tokens: Column) -> Column:
+        mask = data.get(ASSISTANT)
+        if mask is not None:
+            return mask
+        attended, prompts = data.get(ATTENTION), data.get(PROMPT)
+        if prompts is None or (attended is None and _is_dense(tokens)):
+            raise ValueError(
+                f"tensordict: expected an assistant mask under {ASSISTANT!r}, or {PROMPT!r} and "
+                f"{ATTENTION!r} to tell the answer from, found neither; use assistant_only=False"
+            )
+        if attended is None:
+            attended = [torch.ones_like(ids, dtype=torch.bool) for ids in _rows(tokens)]
+        if _is_dense(attended) and _is_dense(prompts):
+            return _after(attended, prompts)
+        return [_after(row, own) for row, own in zip(_rows(attended), _rows(prompts), strict=True)]
+
+    def _penalise(
+        self,
+        target: Rows | Columns,
+        log_probs: Column,
+        ref_log_probs: Column,
+        mask: Column | None,
+        reward: Column | None,
+    ) -> None:
+        given = (x for x in (log_probs, ref_log_probs, mask, reward) if x is not None)
+        if all(map(_is_dense, given)):
+            results = self._kl(log_probs, ref_log_probs, mask, _dense_reward(reward, log_probs))
+            for key, values in results.items():
+                target.set(key, values.unsqueeze(-1))
+            return
+        packed = pack_samples(
+            _rows(log_probs),
+            _rows(ref_log_probs),
+            None if mask is None else _rows(mask),
+            None if reward is None else _rows(reward),
+        )
+        lengths, offsets = packed.lengths, None
+        if packed.reward is not None and packed.reward.shape != packed.log_probs.shape:
+            offsets = ragged.offsets_of(lengths, packed.log_probs.device)
+        jagged = reward.offsets() if isinstance(reward, NestedTensor) else None
+        results = self._kl(*packed[:4], offsets)
+        for key, values in results.items():
+            target.set_packed(key, values.unsqueeze(-1), lengths, jagged)
+
+    def _kl(
+        self,
+        log_probs: Any,
+        ref_log_probs: Any,
+        mask: Any,
+        reward: Any,
+        offsets: Tensor | None = None,
+    ) -> dict[NestedKey, Tensor]:
+        """What is written, dense ``[B, T]`` or packed ``[N]``, all of it before any is stored."""
+        mask = None if mask is None else mask.bool()
+        if self.add_to_reward:
+            reward = torch.zeros_like(log_probs) if reward is None else reward
+            kl, penalised = token_kl(
+                log_probs,
+                ref_log_probs,
+                mask,
+                offsets=offsets,
+                reward=reward if reward.is_floating_point() else reward.to(log_probs.dtype),
+                coeff=self.coef.to(log_probs.device),  # pyright: ignore[reportArgumentType, reportCallIssue]
+                nan="missing",
+            )
+            results = {self.out_keys[0]: penalised, self.out_keys[1]: kl}
+        else:
+            kl = token_kl(log_probs, ref_log_probs, mask, offsets=offsets, nan="missing")
+            results = {self.out_keys[1]: kl}
+        kept = ref_log_probs if mask is None else ref_log_probs.masked_fill(~mask, 0)
+        return results | {self.out_keys[2]: kept}
+
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        if "full_observation_spec" not in list(output_spec.keys()):
+            output_spec["full_observation_spec"] = output_spec.empty()
+        observations: Any = output_spec["full_observation_spec"]
+        rewards: Any = output_spec.get("full_reward_spec", None)
+        read, written = self.in_keys[0], self.out_keys[0]
+        if self.add_to_reward:
+            before = None if rewards is None else rewards.get(read, None)
+            in_place = (
+                rewards is not None and written == read and (before is not None or read == "reward")
+            )
+            dtype = torch.float32 if before is None else before.dtype
+            where: Any = rewards if in_place else observations
+            columns.declare_tokens(where, written, 1, dtype=dtype)
+        for key in self.out_keys[1:]:
+            columns.declare_tokens(observations, key, 1)
+        return output_spec
+
+
+def _checked_keys(
+    in_keys: Sequence[NestedKey] | None, out_keys: Sequence[NestedKey] | None
+) -> tuple[list[NestedKey], list[NestedKey]]:
+    read = list(KLRewardTransform.DEFAULT_IN_KEYS if in_keys is None else in_keys)
+    written = list(read if out_keys is None else out_keys)
+    if len(read) != 1:
+        raise ValueError(f"in_keys: expected one key, the reward's, got {read}")
+    if len(written) not in (1, 3):
+        raise ValueError(
+            f"out_keys: expected one key, the reward's, or three, those of reward, KL and the "
+            f"reference's log-probs, got {written}"
+        )
+    return read, written
+
+
+def _check_model(model: Any) -> None:
+    if getattr(model, "generate", False):
+        raise ValueError(
+            "ref_model: expected a wrapper that scores, got one that generates; build it with "
+            "generate=False and return_log_probs=True"
+        )
+    mode = getattr(model, "input_mode", "tokens")
+    if mode != "tokens":
+        raise ValueError(
+            f"ref_model: expected input_mode='tokens', got {mode!r}; build it with "
+            "input_mode='tokens', or use RetrieveKL"
+        )
+
+
+def _also_known(more: dict[str, Any]) -> bool:
+    """Check the arguments that torchrl documents, or has elsewhere, and give ``detach``."""
+    global _warned_of_coeff
+    for name in more.keys() - {"detach", "coeff", "actor_name"}:
+        raise TypeError(f"{name}: expected a known argument, got an unknown one")
+    if "coeff" in more and not _warned_of_coeff:
+        _warned_of_coeff = True
+        warnings.warn(
+            "coeff: KLRewardTransform calls it coef; that name will stay",
+            FutureWarning,
+            stacklevel=4,
+        )
+    return more.get("detach", True)
+
+
+def _readable(tokens: Column, attended: Column | None, key: NestedKey, pad: bool) -> TensorDictBase:
+    """Ragged tokens as wrappers read them: rows, or dense if they pad their output."""
+    ids = _rows(tokens)
+    masks = [torch.ones_like(row) for row in ids] if attended is None else _rows(attended)
+    given = {key: ids, ATTENTION: [mask.bool() for mask in masks]}
+    if not pad:
+        parts = zip(*given.values(), strict=True)
+        return lazy_stack([TensorDict(dict(zip(given, row, strict=True))) for row in parts])
+    dense = {
+        name: pad_sequence(list(rows), batch_first=True, padding_side="left")
+        for name, rows in given.items()
+    }
+    return TensorDict(dense, batch_size=(len(ids),))
+
+
+def _answer_key(key: NestedKey) -> NestedKey:
+    return (*key[:-1], "response") if isinstance(key, tuple) else key
+
+
+def _rows(column: Column) -> Sequence[Tensor]:
+    return column.unbind(0) if isinstance(column, Tensor) else column
+
+
+def _is_dense(column: Column | None) -> TypeGuard[Tensor]:
+    return isinstance(column, Tensor) and not columns.is_nested(column)
+
+
+def _behind_prompt(answer: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probs of an answer, missing for the tokens before it."""
+    before = tokens.shape[-1] - answer.shape[-1]
+    if before < 0:
+        raise ValueError(
+            f"tensordict: expected at most {tokens.shape[-1]} log-probs of an answer, as many as "
+            f"tokens, got {answer.shape[-1]}; they must be of the same conversation"
+        )
+    return torch.nn.functional.pad(answer, (before, 0), value=float("nan"))
+
+
+def _after(attended: Tensor, prompt: Tensor) -> Tensor:
+    """The attended tokens behind as many as the prompt has."""
+    answer = attended.bool().clone()
+    answer[..., : prompt.shape[-1]] = False
+    return answer
+
+
+def _dense_reward(reward: Any, log_probs: Any) -> Tensor | None:
+    if reward is None:
+        return None
+    if reward.dim() != 3 or reward.shape[-1] != 1:
+        raise ValueError(
+            f"reward: expected {(*log_probs.shape, 1)}, or {(len(log_probs), 1, 1)} to broadcast, "
+            f"got {tuple(reward.shape)}; add the missing dimension with .unsqueeze(-1)"
+        )
+    return reward.squeeze(-1).expand(log_probs.shape)

@@ -1,0 +1,156 @@
+"""patch_torchrl: where torchrl's names lead under it, and that all is as before after it."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torchrl.envs.llm
+import torchrl.envs.llm.transforms.kl as torchrl_kl
+from tensordict import TensorDict
+
+import fusedrl
+from fusedrl.integrations import torchrl as integration
+from fusedrl.transforms import kl_computation
+
+HomeOfKL = torchrl_kl.KLComputation  # a user's import from before the patch
+
+
+def everywhere() -> dict[tuple[str, str], object]:
+    return {
+        (module, name): value
+        for module, loaded in list(sys.modules.items())
+        if module.split(".")[0] == "torchrl"
+        for name, value in list(vars(loaded).items())
+    }
+
+
+@pytest.mark.parametrize("name", integration.HOMES)
+def test_each_name_leads_to_ours(name):
+    with fusedrl.patch_torchrl() as report:
+        home = importlib.import_module(integration.HOMES[name])
+        assert getattr(home, name) is getattr(fusedrl, name)
+        places = {change.module for change in report if change.name == name}
+        for module in ("torchrl.envs.llm", "torchrl.envs.llm.transforms"):
+            exported = getattr(sys.modules[module], name, None)
+            assert exported in (None, getattr(fusedrl, name))
+            assert (module in places) == (exported is not None)
+
+
+def test_revert_restores_every_global_of_torchrl():
+    before = everywhere()
+    report = fusedrl.patch_torchrl()
+    changed = {k for k, v in everywhere().items() if before.get(k) is not v}
+    assert changed == {(change.module, change.name) for change in report}
+    report.revert()
+    after = everywhere()
+    assert after.keys() == before.keys()
+    assert all(after[k] is before[k] for k in before)
+
+
+@pytest.mark.parametrize("name", integration.FORMER)
+def test_names_that_torchrl_dropped_are_there_again(name):
+    """Programs written for its first LLM API import them from either module."""
+    homes = [importlib.import_module(module) for module in integration.FORMER[name]]
+    assert not any(hasattr(home, name) for home in homes)
+    with fusedrl.patch_torchrl([name]) as report:
+        assert all(getattr(home, name) is getattr(fusedrl, name) for home in homes)
+        assert [change.added for change in report] == [True, True]
+        assert fusedrl.patch_torchrl([name]).already == (name,)
+    assert not any(hasattr(home, name) for home in homes)
+
+
+def test_only_the_named_classes_are_replaced():
+    before = torchrl_kl.RetrieveKL
+    with fusedrl.patch_torchrl(["KLComputation"]) as report:
+        assert {change.name for change in report} == {"KLComputation"}
+        assert torchrl_kl.RetrieveKL is before
+
+
+def test_unknown_names_are_refused_before_anything_changes():
+    before = torchrl_kl.KLComputation
+    with pytest.raises(ValueError, match=r"expected some of KLComputation, .*; got KLPenalty"):
+        fusedrl.patch_torchrl(["KLComputation", "KLPenalty"])
+    with pytest.raises(TypeError, match=r"pass \['KLComputation'\]"):
+        fusedrl.patch_torchrl("KLComputation")
+    assert torchrl_kl.KLComputation is before
+
+
+def test_a_users_import_is_reported_and_left_alone():
+    with fusedrl.patch_torchrl() as report:
+        assert (__name__, "HomeOfKL") in report.held
+        assert HomeOfKL is not fusedrl.KLComputation
+        assert not any(module.startswith("fusedrl") for module, _ in report.held)
+
+
+class ModelStub(torch.nn.Module):
+    """As much of a log-prob wrapper as building a transform asks for."""
+
+    generate, return_log_probs, pad_output, input_mode = False, True, False, "history"
+    in_keys, out_keys = (("history", "full"),), ()
+
+    def __init__(self, log_probs_key: str) -> None:
+        super().__init__()
+        self.log_probs_key = log_probs_key
+
+
+def test_torchrls_own_code_builds_ours():
+    """Its methods look the classes up in its module when they are called."""
+    theirs = torchrl_kl.RetrieveKL
+    with fusedrl.patch_torchrl():
+        made = theirs(ModelStub("log_probs"), ModelStub("ref_log_probs"))
+    assert [type(part) for part in made] == [
+        fusedrl.RetrieveLogProb,
+        fusedrl.RetrieveLogProb,
+        fusedrl.KLComputation,
+    ]
+
+
+def test_ours_still_reach_the_originals():
+    data = TensorDict(
+        {("log_probs", "full"): torch.ones(2, 3), ("ref_log_probs", "full"): torch.zeros(2, 3)},
+        batch_size=(2,),
+    )
+    with fusedrl.patch_torchrl():
+        made = torchrl.envs.llm.KLComputation(coeff=0.5)
+        assert isinstance(made, HomeOfKL) and made.out_keys == ["kl_penalty", "reward"]
+        assert kl_computation._KLComputation is HomeOfKL
+        assert made(data)["kl_penalty"].sum() == 6
+
+
+@pytest.mark.parametrize("stored", ["before", "during"])
+def test_old_transforms_load_with_and_without_the_patch(stored):
+    old = HomeOfKL(coeff=0.25)
+    pickles = {"before": pickle.dumps(old)}
+    with fusedrl.patch_torchrl():
+        pickles["during"] = pickle.dumps(old)
+        under = pickle.loads(pickles[stored])
+        assert type(under) is (fusedrl.KLComputation if stored == "before" else HomeOfKL)
+    loaded = pickle.loads(pickles[stored])
+    assert type(loaded) is HomeOfKL and loaded.coeff == under.coeff == 0.25
+
+
+def test_our_transforms_load_with_and_without_the_patch():
+    with fusedrl.patch_torchrl():
+        stored = pickle.dumps(torchrl_kl.KLComputation(coeff=0.25))
+        assert type(pickle.loads(stored)) is fusedrl.KLComputation
+    assert type(pickle.loads(stored)) is fusedrl.KLComputation
+
+
+def test_a_fresh_program_can_patch_first():
+    """Before torchrl or a class of ours was imported."""
+    script = (
+        "import fusedrl\n"
+        "report = fusedrl.patch_torchrl()\n"
+        "from torchrl.envs.llm import KLComputation, RetrieveKL\n"
+        "from torchrl.envs.llm.transforms.kl import RetrieveLogProb\n"
+        "assert KLComputation is fusedrl.KLComputation and RetrieveKL is fusedrl.RetrieveKL\n"
+        "assert RetrieveLogProb is fusedrl.RetrieveLogProb\n"
+        "assert not report.held, report.held\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,274 @@
+"""Replacing what a package's modules hold, on made-up packages."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import logging
+import pickle
+import sys
+import threading
+from types import ModuleType
+
+import pytest
+
+from fusedrl import patching
+from fusedrl.patching import Replacement, replace
+
+HOME = """
+class Thing:
+    def __init__(self, value=0):
+        self.value = value
+
+def make():
+    return Thing()
+
+def twice(x):
+    return 2 * x
+"""
+SOURCES = {
+    "toys": "from toys.shelf import Thing as Toy, twice\n__all__ = ['Toy', 'twice']",
+    "toys.shelf": HOME,
+    "toys.box": "from toys.shelf import Thing, make, twice",
+}
+
+
+def load(name: str, source: str) -> ModuleType:
+    module = ModuleType(name)
+    sys.modules[name] = module
+    exec(source, vars(module))
+    return module
+
+
+@pytest.fixture
+def toys(monkeypatch):
+    """The package ``toys``: a class and a function at home in ``shelf``, imported elsewhere."""
+    for name in (*SOURCES, "toys.late", "user"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("toys.shelf", "toys", "toys.box"):
+        load(name, SOURCES[name])
+    yield sys.modules["toys"]
+    for name in (*SOURCES, "toys.late", "user"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def better(toys):
+    class Better(sys.modules["toys.shelf"].Thing):
+        pass
+
+    return Better
+
+
+def snapshot() -> dict[str, dict]:
+    return {name: dict(vars(sys.modules[name])) for name in SOURCES}
+
+
+def test_every_name_of_the_object_is_replaced(toys, better):
+    shelf, box = sys.modules["toys.shelf"], sys.modules["toys.box"]
+    old = shelf.Thing
+    report = replace("toys", [Replacement("toys.shelf", "Thing", better)])
+    assert shelf.Thing is toys.Toy is box.Thing is better
+    assert {(c.module, c.name) for c in report} == {
+        ("toys.shelf", "Thing"),
+        ("toys", "Toy"),
+        ("toys.box", "Thing"),
+    }
+    assert all(c.old is old and c.new is better and not c.added for c in report)
+    assert len(report) == 3 and report.active
+    assert type(box.make()) is better
+    assert toys.__all__ == ["Toy", "twice"] and old.__module__ == "toys.shelf"
+    report.revert()
+
+
+def test_revert_restores_the_very_same_objects(toys, better):
+    before = snapshot()
+    report = replace("toys", [Replacement("toys.shelf", "Thing", better)])
+    assert snapshot() != before
+    report.revert()
+    assert snapshot() == before and not report.active
+    sys.modules["toys.shelf"].Thing = better
+    report.revert()
+    assert sys.modules["toys.shelf"].Thing is better
+
+
+def test_functions_are_replaced_like_classes(toys):
+    with replace("toys", [Replacement("toys.shelf", "twice", abs)]) as report:
+        assert toys.twice is sys.modules["toys.box"].twice is abs
+        assert "toys.box.twice -> builtins.abs" in str(report)
+    assert toys.twice(2) == 4
+
+
+def test_the_block_reverts_although_it_raises(toys, better):
+    before = snapshot()
+    with (
+        pytest.raises(ZeroDivisionError),
+        replace("toys", [Replacement("toys.shelf", "Thing", better)]),
+    ):
+        _ = 1 / 0
+    assert snapshot() == before
+
+
+def test_a_second_patch_changes_nothing_and_says_so(toys, better):
+    before = snapshot()
+    wanted = [Replacement("toys.shelf", "Thing", better)]
+    first, second = replace("toys", wanted), replace("toys", wanted)
+    assert second and len(second) == 0 and second.already == ("Thing",)
+    assert "ours before this patch: Thing" in str(second)
+    second.revert()
+    assert sys.modules["toys.shelf"].Thing is better
+    first.revert()
+    assert snapshot() == before
+
+
+def test_patches_revert_in_any_order(toys, better):
+    before = snapshot()
+    thing, twice = (
+        Replacement("toys.shelf", "Thing", better),
+        Replacement("toys.shelf", "twice", abs),
+    )
+    first, second = replace("toys", [thing]), replace("toys", [thing, twice])
+    first.revert()
+    assert toys.twice is abs and toys.Toy is not better
+    again = replace("toys", [thing])
+    second.revert()
+    assert toys.Toy is better and toys.twice is not abs
+    again.revert()
+    assert snapshot() == before
+
+
+def test_a_module_imported_under_the_patch_gets_the_new_and_later_the_old(toys, better):
+    with replace("toys", [Replacement("toys.shelf", "Thing", better)]):
+        late = load("toys.late", "from toys import Toy as Late")
+        assert late.Late is better
+    assert late.Late is toys.Toy is not better
+
+
+def test_what_was_ours_before_the_patch_stays(toys, better):
+    toys.Mine = better
+    with replace("toys", [Replacement("toys.shelf", "Thing", better)]):
+        pass
+    assert toys.Mine is better
+
+
+def test_a_global_changed_under_the_patch_stays_and_is_logged(toys, better, caplog):
+    with (
+        caplog.at_level(logging.WARNING, "fusedrl"),
+        replace("toys", [Replacement("toys.shelf", "Thing", better)]),
+    ):
+        toys.Toy = int
+    assert toys.Toy is int and sys.modules["toys.shelf"].Thing is not better
+    assert "toys.Toy was changed" in caplog.text
+
+
+def test_a_missing_name_is_added_and_removed(toys, better):
+    wanted = [Replacement("toys.shelf", "Former", better, add_to=("toys.shelf", "toys"))]
+    with replace("toys", wanted) as report:
+        assert toys.Former is sys.modules["toys.shelf"].Former is better
+        assert [c.added for c in report] == [True, True]
+        assert "toys.Former added:" in str(report)
+        assert len(replace("toys", wanted)) == 0
+    assert not hasattr(toys, "Former") and not hasattr(sys.modules["toys.shelf"], "Former")
+
+
+def test_a_missing_name_is_refused_before_anything_changes(toys, better):
+    before = snapshot()
+    with pytest.raises(ValueError, match=r"toys\.box: expected it to have Nothing"):
+        replace(
+            "toys",
+            [Replacement("toys.shelf", "Thing", better), Replacement("toys.box", "Nothing", abs)],
+        )
+    assert snapshot() == before
+
+
+def test_other_packages_are_reported_and_left_alone(toys, better):
+    user = load("user", "import toys.shelf\nfrom toys import Toy as Mine")
+    user.toys = None
+    old = user.Mine
+    with replace("toys", [Replacement("toys.shelf", "Thing", better)]) as report:
+        assert user.Mine is old
+        assert ("user", "Mine") in report.held
+        assert "user.Mine" in str(report)
+        again = replace("toys", [Replacement("toys.shelf", "Thing", better)])
+        assert ("user", "Mine") in again.held
+
+
+def test_a_module_whose_name_only_begins_alike_is_another_package(toys, better, monkeypatch):
+    other = ModuleType("toystore")
+    other.Thing = toys.Toy
+    monkeypatch.setitem(sys.modules, "toystore", other)
+    with replace("toys", [Replacement("toys.shelf", "Thing", better)]) as report:
+        assert other.Thing is not better
+        assert ("toystore", "Thing") in report.held
+
+
+class _Odd(ModuleType):
+    def __getattribute__(self, name: str):
+        raise RuntimeError(f"looked up {name}")
+
+
+class _Pretender:
+    def __getattr__(self, name: str):
+        raise RuntimeError(f"looked up {name}")
+
+
+def test_odd_modules_are_not_disturbed(toys, better, monkeypatch):
+    spec = importlib.util.find_spec("this")
+    assert spec is not None and spec.loader is not None
+    loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    loader.exec_module(lazy)
+    odd = {"toys.odd": _Odd("toys.odd"), "toys.none": None, "odd": _Pretender(), "this": lazy}
+    for name, module in odd.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with replace("toys", [Replacement("toys.shelf", "Thing", better)]) as report:
+        assert len(report) == 3
+    assert type(lazy) is not ModuleType  # it becomes one when it is loaded
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_instances_of_the_old_class_pickle_under_the_patch(toys, better, protocol):
+    old_class = toys.Toy
+    instance = old_class(7)
+    before = pickle.dumps(instance, protocol)
+    with replace("toys", [Replacement("toys.shelf", "Thing", better)]):
+        during = pickle.dumps(instance, protocol)
+        ours = pickle.loads(before)
+        assert type(ours) is better and ours.value == 7
+        same = pickle.loads(during)
+        assert type(same) is old_class and same.value == 7
+        assert type(copy.deepcopy(instance)) is type(copy.copy(instance)) is old_class
+    for stored in (before, during):
+        loaded = pickle.loads(stored)
+        assert type(loaded) is old_class and loaded.value == 7
+    assert pickle.dumps(instance, protocol) == before
+
+
+def test_threads_that_patch_at_once_leave_nothing_behind(toys, better):
+    before = snapshot()
+    errors = []
+
+    def work():
+        try:
+            for _ in range(50):
+                with replace("toys", [Replacement("toys.shelf", "Thing", better)]):
+                    pass
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and snapshot() == before and not patching._originals
+
+
+def test_the_home_module_is_imported(toys, better, monkeypatch, tmp_path):
+    (tmp_path / "freshly_imported.py").write_text("class Thing: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    with replace("freshly_imported", [Replacement("freshly_imported", "Thing", better)]) as report:
+        assert sys.modules["freshly_imported"].Thing is better and len(report) == 1
+    del sys.modules["freshly_imported"]

@@ -1,0 +1,437 @@
+"""``KLRewardTransform``: the policy's log-probs in the data against a reference's."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict, lazy_stack
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import TransformedEnv
+from torchrl.envs.llm import ChatEnv
+from torchrl.envs.llm.transforms import DataLoadingPrimer
+from torchrl.envs.llm.transforms import KLRewardTransform as TorchrlKLRewardTransform
+from torchrl.modules.llm import TransformersWrapper
+
+from fusedrl import KLRewardTransform
+from fusedrl.transforms import kl_reward
+
+from .conftest import QUESTIONS, OneReward
+from .dialogs import assert_rows_equal, rows
+
+FULL = ("log_probs", "full")
+LENGTHS, PROMPTS = (7, 4, 9), (3, 1, 4)
+COEF = 0.3
+
+
+@pytest.fixture
+def tokens_reference(wrap, reference_model):
+    """The reference as torchrl wants it here: of tokens, its log-probs under the policy's key."""
+    return lambda **options: wrap(reference_model, **{"input_mode": "tokens", **options})
+
+
+def samples(*, assistant: bool = True) -> list[TensorDict]:
+    """What a policy leaves of three answers, without a batch."""
+    torch.manual_seed(3)
+    made = []
+    for length, prompt in zip(LENGTHS, PROMPTS, strict=True):
+        ids = torch.randint(10, 200, (length,))
+        td = TensorDict(
+            {
+                ("tokens", "full"): ids,
+                ("tokens", "prompt"): ids[:prompt],
+                ("masks", "all_attention_mask"): torch.ones(length, dtype=torch.bool),
+                FULL: -torch.rand(length),
+            }
+        )
+        if assistant:
+            td["masks", "all_assistant_mask"] = torch.arange(length) >= prompt
+        made.append(td)
+    return made
+
+
+def with_reward(made: list[TensorDict], *, per_token: bool = True) -> list[TensorDict]:
+    for i, td in enumerate(made):
+        shape = (len(td["tokens", "full"]), 1) if per_token else (1, 1)
+        td["next"] = TensorDict(reward=torch.full(shape, 1.0 + i))
+    return made
+
+
+def expected(model, made, *, assistant_only=True) -> tuple[list, list, list]:
+    """Reward, KL and reference by hand, from logits of each sample on its own."""
+    answers = ([], [], [])
+    for i, td in enumerate(made):
+        ids = td["tokens", "full"]
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0].double().log_softmax(-1)
+        ref = torch.cat([torch.zeros(1), logits[:-1].gather(1, ids[1:, None])[:, 0].float()])
+        kept = torch.arange(len(ids)) >= PROMPTS[i]
+        kept = kept if assistant_only else torch.ones_like(kept)
+        kl = torch.where(kept, td[FULL] - ref, 0)
+        assert kl.abs().max() > 0.1
+        reward = td["next", "reward"] if "next" in td else torch.zeros(1, 1)
+        for answer, value in zip(
+            answers, (reward - COEF * kl[:, None], kl[:, None], (ref * kept)[:, None]), strict=True
+        ):
+            answer.append(value)
+    return answers
+
+
+def check(out, wanted, keys=("reward", "kl_penalty", "ref_log_probs")) -> None:
+    for key, value in zip(keys, wanted, strict=True):
+        assert_rows_equal(rows(out, key), value)
+
+
+def plain(made: list[TensorDict], layout: torch.layout) -> TensorDict:
+    """The samples as one tensordict of nested columns."""
+    data = TensorDict(batch_size=(len(made),))
+    for key in made[0].keys(True, True):
+        data[key] = torch.nested.as_nested_tensor([td[key] for td in made], layout=layout)
+    return data
+
+
+def padded(made: list[TensorDict]) -> TensorDict:
+    """The samples as a policy pads them: prompts on the left, answers on the right."""
+    widest = [max(PROMPTS), max(n - p for n, p in zip(LENGTHS, PROMPTS, strict=True))]
+    data = TensorDict(batch_size=(len(made),))
+    for key in made[0].keys(True, True):
+        column = []
+        for td, prompt in zip(made, PROMPTS, strict=True):
+            row, pad = td[key], [0] * (2 * (td[key].dim() - 1))
+            left = (widest[0] - prompt, 0)
+            if key == ("tokens", "prompt"):
+                column.append(torch.nn.functional.pad(row, left))
+                continue
+            right = (0, widest[1] - (len(row) - prompt))
+            column.append(torch.nn.functional.pad(row, (*pad, left[0], right[1])))
+        data[key] = torch.stack(column)
+    return data
+
+
+@pytest.mark.parametrize("assistant_only", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_stack_of_samples(tokens_reference, reference_model, assistant_only, per_token, masked):
+    """torchrl needs an environment, and has an UnboundLocalError with assistant_only=False."""
+    made = with_reward(samples(assistant=masked), per_token=per_token)
+    data = lazy_stack(made)
+    transform = KLRewardTransform(tokens_reference(), coef=COEF, assistant_only=assistant_only)
+    wanted = expected(reference_model, samples_of(made), assistant_only=assistant_only)
+    out = transform(data)
+    assert out is data
+    check(out["next"], wanted)
+
+
+def samples_of(made):
+    return [td.clone() for td in made]
+
+
+def test_without_next_the_root_is_written(tokens_reference, reference_model):
+    made = samples()
+    for i, td in enumerate(made):
+        td["reward"] = torch.full((1, 1), 1.0 + i)
+    wanted = expected(reference_model, with_reward(samples(), per_token=False))
+    check(KLRewardTransform(tokens_reference(), coef=COEF)(lazy_stack(made)), wanted)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("assistant_only", [False, True])
+def test_nested_columns(tokens_reference, reference_model, layout, assistant_only):
+    made = with_reward(samples())
+    transform = KLRewardTransform(tokens_reference(), coef=COEF, assistant_only=assistant_only)
+    out = transform(plain(made, layout))["next"]
+    check(out, expected(reference_model, made, assistant_only=assistant_only))
+    assert out["reward"].layout == layout
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_padded_columns(tokens_reference, reference_model, masked, per_token):
+    made = with_reward(samples(assistant=masked))
+    data = padded(made)
+    if not per_token:
+        data["next", "reward"] = torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
+    attended = data["masks", "all_attention_mask"]
+    out = KLRewardTransform(tokens_reference(pad_output=True), coef=COEF)(data)["next"]
+    for key, value in zip(
+        ("reward", "kl_penalty", "ref_log_probs"), expected(reference_model, made), strict=True
+    ):
+        assert out[key].shape == (*attended.shape, 1)
+        assert_rows_equal([row[mask] for row, mask in zip(out[key], attended, strict=True)], value)
+    assert not out["kl_penalty"][~attended].any()
+
+
+def test_a_stack_under_a_model_that_pads(tokens_reference, reference_model):
+    made = with_reward(samples())
+    transform = KLRewardTransform(tokens_reference(pad_output=True), coef=COEF)
+    check(transform(lazy_stack(samples_of(made)))["next"], expected(reference_model, made))
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_the_values_are_those_of_torchrl(tokenizer, wrap, reference_model, pad_output):
+    """Where torchrl's runs: in an environment, with dense data or a sample of its own."""
+    answers = []
+    for cls in (KLRewardTransform, TorchrlKLRewardTransform):
+        reference = wrap(reference_model, input_mode="tokens", pad_output=pad_output)
+        transform = cls(reference, coef=COEF)
+        data = (
+            padded(with_reward(samples())) if pad_output else lazy_stack(with_reward(samples())[:1])
+        )
+        env = ChatEnv(batch_size=data.batch_size, tokenizer=tokenizer, input_mode="tokens")
+        env = TransformedEnv(env, transform)
+        answers.append((transform, transform._step(data, data["next"])))
+    (ours, out), (theirs, other) = answers
+    assert (ours.in_keys, ours.out_keys) == (theirs.in_keys, theirs.out_keys)
+    assert ours.action_key == theirs.action_key == ("tokens", "full")
+    for key in ours.out_keys:
+        assert_rows_equal(rows(out, key), [row.detach() for row in rows(other, key)])
+
+
+def test_no_reward_in_the_data_is_a_reward_of_zero(tokens_reference, reference_model):
+    """torchrl raises AttributeError."""
+    made = samples()
+    data = lazy_stack(samples_of(made))
+    check(KLRewardTransform(tokens_reference(), coef=COEF)(data), expected(reference_model, made))
+
+
+def test_without_add_to_reward_the_reward_is_left(tokens_reference):
+    data = lazy_stack(with_reward(samples()))
+    before = [row.clone() for row in rows(data["next"], "reward")]
+    out = KLRewardTransform(tokens_reference(), add_to_reward=False)(data)["next"]
+    assert_rows_equal(rows(out, "reward"), before)
+    assert {"kl_penalty", "ref_log_probs"} <= set(out.keys())
+
+
+def test_own_keys(tokens_reference, wrap, reference_model):
+    made = with_reward(samples())
+    wanted = expected(reference_model, made)
+    for td in made:
+        td.rename_key_("log_probs", "mine")
+        td["next"].rename_key_("reward", "score")
+    out_keys = ["total", ("info", "kl"), ("info", "ref")]
+    transform = KLRewardTransform(
+        wrap(reference_model, "theirs", input_mode="tokens"),
+        coef=COEF,
+        in_keys=["score"],
+        out_keys=out_keys,
+        log_prob_key=("mine", "full"),
+    )
+    check(transform(lazy_stack(made))["next"], wanted, out_keys)
+
+
+def test_log_probs_of_the_answer_alone(tokens_reference, reference_model):
+    """What a policy that generates writes; the prompt then has no KL, masked or not."""
+    made = with_reward(samples())
+    wanted = expected(reference_model, made)
+    for td, prompt in zip(made, PROMPTS, strict=True):
+        td["log_probs"] = TensorDict(response=td[FULL][prompt:])
+    for assistant_only in (True, False):
+        transform = KLRewardTransform(tokens_reference(), coef=COEF, assistant_only=assistant_only)
+        out = transform(lazy_stack(samples_of(made)))["next"]
+        check(out, wanted[:2], ("reward", "kl_penalty"))
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_gradients_only_where_asked_for(tokens_reference, detach):
+    made = samples()
+    leaf = made[0][FULL].requires_grad_()
+    made[0][FULL] = leaf
+    out = KLRewardTransform(tokens_reference(), coef=COEF, detach=detach)(lazy_stack(made))
+    reward = rows(out, "reward")[0]
+    assert reward.requires_grad is not detach
+    if not detach:
+        reward.sum().backward()
+        torch.testing.assert_close(leaf.grad, -COEF * (torch.arange(7) >= PROMPTS[0]).float())
+
+
+@pytest.mark.parametrize("coef", [1, COEF, torch.tensor(COEF), torch.tensor([COEF])])
+def test_coef_is_a_buffer(tokens_reference, coef):
+    transform = KLRewardTransform(tokens_reference(), coef=coef)
+    assert "coef" in dict(transform.named_buffers())
+    out = transform(lazy_stack(with_reward(samples(), per_token=False)))["next"]
+    kl, reward = rows(out, "kl_penalty"), rows(out, "reward")
+    assert_rows_equal(reward, [1.0 + i - float(coef) * row for i, row in enumerate(kl)])
+
+
+def test_the_model_is_in_the_state_once(tokens_reference):
+    keys = KLRewardTransform(tokens_reference()).state_dict().keys()
+    assert len([key for key in keys if key.endswith("embed_tokens.weight")]) == 1
+
+
+def test_a_pickled_copy_scores_alike(tokens_reference, reference_model):
+    transform = pickle.loads(pickle.dumps(KLRewardTransform(tokens_reference(), coef=COEF)))
+    made = with_reward(samples())
+    check(transform(lazy_stack(samples_of(made)))["next"], expected(reference_model, made))
+
+
+def test_coeff_is_another_name_of_coef_that_warns_once(tokens_reference, monkeypatch):
+    monkeypatch.setattr(kl_reward, "_warned_of_coeff", False)
+    with pytest.warns(FutureWarning, match="coeff: .* coef"):
+        assert KLRewardTransform(tokens_reference(), coeff=0.5).coef == 0.5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KLRewardTransform(tokens_reference(), coeff=0.5)
+
+
+def test_properties(tokens_reference, tokenizer):
+    reference = tokens_reference()
+    transform = KLRewardTransform(reference, padding_side="right", actor_name="unused")
+    assert isinstance(transform, TorchrlKLRewardTransform)
+    assert transform.tokenizer is reference.tokenizer and transform.padding_side == "right"
+    assert transform.pad_output is reference.pad_output is False
+    assert KLRewardTransform(reference, tokenizer=tokenizer).tokenizer is tokenizer
+    with pytest.warns(DeprecationWarning, match="device"):
+        assert KLRewardTransform(reference, device="cpu").device == torch.device("cpu")
+
+
+def test_bad_arguments_are_refused(tokens_reference):
+    cases = [
+        ({}, "ref_model: .* neither"),
+        ({"ref_model": tokens_reference(), "ref_model_factory": tokens_reference}, "both"),
+        ({"ref_model": tokens_reference(generate=True)}, "one that generates"),
+        ({"ref_model": tokens_reference(input_mode="history")}, "input_mode='tokens'"),
+        ({"ref_model": tokens_reference(), "in_keys": ["a", "b"]}, "in_keys: expected one"),
+        ({"ref_model": tokens_reference(), "out_keys": ["a", "b"]}, "out_keys: expected one"),
+        ({"ref_model": tokens_reference(), "coef": torch.ones(2)}, "coef: expected one element"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=message):
+            KLRewardTransform(**arguments)
+    with pytest.raises(TypeError, match="nonsense"):
+        KLRewardTransform(tokens_reference(), nonsense=1)
+
+
+def refused_data():
+    def drop(key):
+        made = with_reward(samples())
+        for td in made:
+            del td[key]
+        return lazy_stack(made)
+
+    short = with_reward(samples())
+    short[1][FULL] = short[1][FULL][1:]
+    flat = padded(with_reward(samples()))
+    flat["next", "reward"] = torch.ones(3, 1)
+    no_mask = lazy_stack(with_reward(samples(assistant=False)))
+    for td in no_mask.tensordicts:
+        del td["tokens", "prompt"]
+    return {
+        "tokens": (drop(("tokens", "full")), RuntimeError, "tokens to score"),
+        "log-probs": (drop(FULL), ValueError, "policy's log-probs"),
+        "lengths": (lazy_stack(short), ValueError, "sample 1"),
+        "mask": (no_mask, ValueError, "assistant mask"),
+        "reward": (flat, ValueError, "reward: expected"),
+    }
+
+
+@pytest.mark.parametrize("what", ["tokens", "log-probs", "lengths", "mask", "reward"])
+def test_refused_data_are_unchanged(tokens_reference, what):
+    """torchrl has popped "next" by then."""
+    data, error, message = refused_data()[what]
+    before = set(data.keys(True, True)), set(data["next"].keys())
+    reward = [row.clone() for row in rows(data["next"], "reward")]
+    with pytest.raises(error, match=message):
+        KLRewardTransform(tokens_reference(pad_output=what == "reward"))(data)
+    assert (set(data.keys(True, True)), set(data["next"].keys())) == before
+    assert_rows_equal(rows(data["next"], "reward"), reward)
+
+
+def chat_env(tokenizer, mode, questions, *transforms):
+    loader = torch.utils.data.DataLoader(
+        [{"query": question} for question in questions * 4],
+        batch_size=2,
+        collate_fn=lambda batch: TensorDict(
+            query=NonTensorStack(*(x["query"] for x in batch)), batch_size=(len(batch),)
+        ),
+    )
+    env = TransformedEnv(ChatEnv(batch_size=(2,), tokenizer=tokenizer, input_mode=mode))
+    for transform in (DataLoadingPrimer(dataloader=loader), OneReward(), *transforms):
+        env.append_transform(transform)
+    return env
+
+
+# torchrl's environment of tokens cannot reset to prompts of different lengths.
+ENVIRONMENTS = [("history", QUESTIONS), ("tokens", ["How are you?"] * 2)]
+
+
+@pytest.mark.parametrize(("mode", "questions"), ENVIRONMENTS)
+@pytest.mark.parametrize("pad_output", [False, True])
+class TestEnvironment:
+    @pytest.fixture
+    def generating(self, tokenizer, policy_model, mode, pad_output):
+        return TransformersWrapper(
+            policy_model,
+            tokenizer=tokenizer,
+            input_mode=mode,
+            generate=True,
+            return_log_probs=True,
+            pad_output=pad_output,
+            generate_kwargs={"max_new_tokens": 6, "do_sample": True},
+        )
+
+    @pytest.fixture
+    def env(self, tokenizer, tokens_reference, mode, questions, pad_output):
+        transform = KLRewardTransform(tokens_reference(pad_output=pad_output), coef=COEF)
+        return chat_env(tokenizer, mode, questions, transform)
+
+    def test_a_step_and_its_specs(self, env, generating, reference_model):
+        data = generating(env.reset())
+        out = env.step(data)["next"]
+        assert env.transform[-1].action_key[-1] == "full"
+        answers = rows(data, ("log_probs", "response"))
+        for i, (ids, answer) in enumerate(
+            zip(rows(data, ("tokens", "full")), answers, strict=True)
+        ):
+            attended = rows(data, ("masks", "all_attention_mask"))[i]
+            first = len(ids) - len(answer)
+            with torch.no_grad():
+                logits = reference_model(ids[attended][None]).logits[0].log_softmax(-1)
+            scores = torch.zeros(len(ids))
+            scores[attended] = torch.cat(
+                [torch.zeros(1), logits[:-1].gather(1, ids[attended][1:, None])[:, 0]]
+            )
+            kl = torch.where(attended[first:], answer - scores[first:], 0)
+            assert kl.abs().max() > 0.1
+            got = rows(out, "kl_penalty")[i].squeeze(-1)
+            assert not got[:first].any()
+            torch.testing.assert_close(got[first:], kl, rtol=1e-4, atol=1e-4)
+            reward = rows(out, "reward")[i].squeeze(-1)
+            torch.testing.assert_close(reward, 1 - COEF * got)
+        for key in ("kl_penalty", "ref_log_probs"):
+            spec = env.observation_spec[key]
+            assert spec.shape == (2, -1, 1) and spec.dtype == rows(out, key)[0].dtype
+            assert {row.dim() for row in rows(out, key)} == {2}
+        assert env.full_reward_spec["reward"].shape == (2, -1, 1)
+
+    def test_a_collector(self, env, generating):
+        collector = LLMCollector(
+            env, policy=generating, dialog_turns_per_batch=2, total_dialog_turns=4
+        )
+        batches = [batch.view(-1)["next"] for batch in collector]
+        assert len(batches) == 2
+        for data in batches:
+            assert all(row.abs().max() > 0.1 for row in rows(data, "kl_penalty"))
+
+
+def test_a_reset_gives_a_zero_under_a_key_of_ones_own(tokenizer, tokens_reference):
+    transform = KLRewardTransform(tokens_reference(), out_keys=["penalised"])
+    env = chat_env(tokenizer, "history", QUESTIONS, transform)
+    assert env.observation_spec["penalised"].shape == (2, -1, 1)
+    out = env.reset()
+    assert not transform.missing_tolerance
+    assert out["penalised"].shape == (2, 1, 1) and not out["penalised"].any()
+
+
+def test_specs_need_no_environment(tokens_reference):
+    spec = Composite(
+        full_observation_spec=Composite(shape=(2,)),
+        full_reward_spec=Composite(reward=Unbounded((2, 1), dtype=torch.float64), shape=(2,)),
+        shape=(2,),
+    )
+    out = KLRewardTransform(tokens_reference()).transform_output_spec(spec)
+    assert out["full_reward_spec", "reward"].shape == (2, -1, 1)
+    assert out["full_reward_spec", "reward"].dtype == torch.float64
+    assert set(out["full_observation_spec"].keys()) == {"kl_penalty", "ref_log_probs"}

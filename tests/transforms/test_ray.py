@@ -1,0 +1,384 @@
+"""The Ray classes: what their transform gives locally, from an actor that others share."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray_models
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import Composite, Unbounded
+from torchrl.envs.llm.transforms.kl import RayKLRewardTransform as TorchrlRayKLRewardTransform
+from torchrl.envs.llm.transforms.kl import RayRetrieveKL as TorchrlRayRetrieveKL
+from torchrl.modules.llm import TransformersWrapper
+
+import fusedrl
+from fusedrl import KLRewardTransform, RayKLRewardTransform, RayRetrieveKL, RetrieveKL
+from fusedrl.transforms.parcel import unpack
+
+from .dialogs import CHATS, assert_rows_equal, conversations, rows
+from .test_kl_reward import QUESTIONS, chat_env, samples, with_reward
+
+ray = pytest.importorskip("ray")
+
+TESTS = Path(__file__).parent.parent
+GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
+FACTORIES = {
+    "gen_model_factory": ray_models.policy,
+    "ref_model_factory": ray_models.reference,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """A Ray of this machine alone, whose workers can import the factories."""
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        namespace="fusedrl-tests",
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}},
+    )
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shared(cluster):
+    """One actor for all tests that do not ask how it starts or ends."""
+    return RayRetrieveKL(**FACTORIES, coeff=0.1, num_cpus=0.5)
+
+
+@pytest.fixture(scope="module")
+def shared_reward(cluster):
+    return RayKLRewardTransform(
+        ref_model_factory=ray_models.tokens_reference, coef=0.1, num_cpus=0.5
+    )
+
+
+@pytest.fixture
+def local():
+    return RetrieveKL(**FACTORIES, coeff=0.1)
+
+
+@pytest.fixture
+def local_reward():
+    return KLRewardTransform(ref_model_factory=ray_models.tokens_reference, coef=0.1)
+
+
+def alive() -> int:
+    """The actors that run, once those that end have ended."""
+    from ray._private.state import actors
+
+    return sum(actor["State"] in ("ALIVE", "PENDING_CREATION") for actor in actors().values())
+
+
+def assert_ends_with(before: int) -> None:
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while alive() > before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive() == before
+
+
+def assert_same(ours, theirs, keys) -> None:
+    assert type(ours) is type(theirs)
+    assert set(map(str, ours.keys(True))) == set(map(str, theirs.keys(True)))
+    for key in keys:
+        column, other = ours.get(key, as_list=True), theirs.get(key, as_list=True)
+        assert type(column) is type(other)
+        if isinstance(column, torch.Tensor):
+            assert column.layout == other.layout
+        assert_rows_equal(rows(ours, key), rows(theirs, key))
+
+
+def dialogs(*, stacked: bool, with_next: bool):
+    data = conversations(stacked=stacked, with_next=with_next)
+    target = data["next"] if with_next else data
+    target.set("reward", torch.ones(len(CHATS), 1, 1))
+    if with_next:
+        data.set("next", target)
+    return data
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("with_next", [False, True])
+def test_the_answer_is_that_of_the_local_transform(shared, local, stacked, with_next):
+    data, other = (dialogs(stacked=stacked, with_next=with_next) for _ in range(2))
+    out, wanted = shared(data), local(other)
+    assert out is data
+    if with_next:
+        out, wanted = out["next"], wanted["next"]
+    assert_same(out, wanted, (GEN, REF, "kl_penalty", "reward"))
+    assert all(row.abs().max() > 0.1 for row in rows(out, "kl_penalty"))
+
+
+@pytest.mark.parametrize("with_next", [False, True])
+def test_the_reward_transform_answers_as_the_local_one(shared_reward, local_reward, with_next):
+    answers = []
+    for transform in (shared_reward, local_reward):
+        made = with_reward(samples())
+        if not with_next:
+            made = [td.exclude("next").set("reward", td["next", "reward"]) for td in made]
+        out = transform(lazy_stack(made))
+        answers.append(out["next"] if with_next else out)
+    assert_same(*answers, ("reward", "kl_penalty", "ref_log_probs"))
+
+
+def test_they_are_instances_of_what_they_stand_for(shared, shared_reward):
+    assert isinstance(shared, TorchrlRayRetrieveKL) and isinstance(shared, RetrieveKL)
+    assert isinstance(shared_reward, TorchrlRayKLRewardTransform)
+    assert isinstance(shared_reward, KLRewardTransform)
+
+
+def test_keys_and_repr_are_those_of_the_transform(shared_reward, local_reward, shared, local):
+    for ours, theirs in ((shared_reward, local_reward), (shared, local)):
+        assert ours.in_keys == theirs.in_keys and ours.out_keys == theirs.out_keys
+        assert repr(theirs) in repr(ours)
+
+
+class TestEnvironment:
+    """torchrl's actor has no container, and its reward transform asks there for the parent."""
+
+    @pytest.fixture
+    def generating(self):
+        return TransformersWrapper(
+            ray_models.policy_model(),
+            tokenizer=ray_models.tokenizer(),
+            generate=True,
+            return_log_probs=True,
+            generate_kwargs={"max_new_tokens": 6, "do_sample": True},
+        )
+
+    @pytest.mark.parametrize("name", ["shared", "shared_reward"])
+    def test_a_rollout_with_its_specs(self, name, generating, request):
+        transform = request.getfixturevalue(name).clone()
+        local = request.getfixturevalue(name.replace("shared", "local"))
+        env, other = (
+            chat_env(ray_models.tokenizer(), "history", QUESTIONS, t) for t in (transform, local)
+        )
+        assert transform.parent is not None and transform.container is env
+        assert env.observation_spec == other.observation_spec
+        assert env.full_reward_spec == other.full_reward_spec
+        for environment in (env, other):
+            environment.reset()
+        data = generating(env.reset())
+        out, wanted = env.step(data.copy())["next"], other.step(data.copy())["next"]
+        assert_same(out, wanted, ("kl_penalty", "reward"))
+        assert all(row.abs().max() > 0.1 for row in rows(out, "kl_penalty"))
+        turns = env.rollout(2, generating, break_when_any_done=False)
+        assert turns.shape == (2, 2) and "kl_penalty" in turns["next"]
+
+    def test_specs_of_float64_rewards_on_a_device(self, shared_reward, local_reward):
+        def specs(transform):
+            spec = Composite(
+                full_observation_spec=Composite(shape=(2,)),
+                full_reward_spec=Composite(
+                    reward=Unbounded((2, 1), dtype=torch.float64), shape=(2,)
+                ),
+                shape=(2,),
+                device="cpu",
+            )
+            return transform.transform_output_spec(spec)
+
+        assert specs(shared_reward) == specs(local_reward)
+        assert specs(shared_reward).device == torch.device("cpu")
+
+
+class TestWhatCrosses:
+    @pytest.fixture
+    def parcels(self, monkeypatch):
+        """What goes to the actor and what comes back, by key."""
+        seen = []
+
+        def keep(parcel):
+            seen.append(unpack(parcel))
+            return parcel
+
+        real_pack, real_unpack = fusedrl.transforms.ray.pack, fusedrl.transforms.ray.unpack
+        monkeypatch.setattr(fusedrl.transforms.ray, "pack", lambda value: keep(real_pack(value)))
+        monkeypatch.setattr(
+            fusedrl.transforms.ray, "unpack", lambda parcel: real_unpack(keep(parcel))
+        )
+        return seen
+
+    def test_columns_that_are_read_and_those_that_are_written(self, shared, parcels):
+        data = dialogs(stacked=True, with_next=True)
+        for td in (data, data["next"]):
+            td.set("unrelated", torch.zeros(len(CHATS), 1000))
+        shared._step(data, data["next"])
+        (root, following), back = parcels
+        assert set(root.keys()) == {"history"}
+        assert set(following.keys()) == {"reward"}
+        assert set(back.keys()) == {"log_probs", "ref_log_probs", "kl_penalty", "reward"}
+
+    def test_the_reward_transform_sends_the_policys_log_probs(self, shared_reward, parcels):
+        data = lazy_stack(with_reward(samples()))
+        data.set("unrelated", torch.zeros(3, 1000))
+        shared_reward._step(data, data["next"])
+        (root, following), back = parcels
+        assert set(root.keys()) == {"tokens", "masks", "log_probs"}
+        assert set(following.keys()) == {"reward"}
+        assert set(back.keys()) == {"reward", "kl_penalty", "ref_log_probs"}
+
+
+def test_the_actors_exception_arrives(shared, shared_reward):
+    """And what was refused is unchanged."""
+    data = TensorDict(reward=torch.ones(2, 1, 1), batch_size=(2,))
+    with pytest.raises(ValueError, match="history"):
+        shared(data)
+    with pytest.raises(RuntimeError, match="tokens to score"):
+        shared_reward(data)
+    assert set(data.keys()) == {"reward"}
+
+
+def test_what_the_constructor_raises_arrives_and_leaves_no_actor(cluster):
+    before = alive()
+    for arguments, error, message in (
+        ({"ref_model_factory": ray_models.broken}, LookupError, "no such checkpoint"),
+        ({"ref_model_factory": ray_models.reference}, ValueError, "input_mode='tokens'"),
+        (
+            {"ref_model_factory": ray_models.tokens_reference, "nonsense": 1},
+            TypeError,
+            "nonsense",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            RayKLRewardTransform(**arguments, num_cpus=0)
+    assert_ends_with(before)
+
+
+class TestDispatch:
+    def test_a_subclass_runs_in_the_actor(self):
+        """Built from models themselves, where torchrl's class fails."""
+        before = alive()
+        with pytest.warns(FutureWarning, match="use_ray_service"):
+            transform = ray_models.Doubled(
+                ray_models.policy(), ray_models.reference(), use_ray_service=True, num_cpus=0
+            )
+        assert type(transform) is RayRetrieveKL and isinstance(transform, ray_models.Doubled)
+        assert transform._description.transform_class == "ray_models.Doubled"
+        out = transform(dialogs(stacked=True, with_next=False))
+        wanted = RetrieveKL(ray_models.policy(), ray_models.reference())
+        wanted = wanted(dialogs(stacked=True, with_next=False))
+        assert_rows_equal(rows(out, "kl_penalty"), rows(wanted, "kl_penalty"))
+        assert (out["longest"] == 2).all()
+        transform.close()
+        assert repr(transform) == "RayRetrieveKL(actor=None)"
+        with pytest.raises(RuntimeError, match="closed"):
+            transform(dialogs(stacked=True, with_next=False))
+        assert_ends_with(before)
+
+    def test_service_backend(self):
+        before = alive()
+        transform = KLRewardTransform(
+            ray_models.tokens_reference(),
+            coef=0.1,
+            service_backend="ray",
+            service_backend_options={"num_cpus": 0},
+        )
+        assert type(transform) is RayKLRewardTransform
+        name = transform._description.transform_class
+        assert name == "fusedrl.transforms.kl_reward.KLRewardTransform"
+        copied = transform.clone()
+        del transform
+        assert "kl_penalty" in copied(lazy_stack(samples()))
+        del copied
+        assert_ends_with(before)
+
+    def test_without_ray_an_actors_name_names_nothing(self):
+        assert type(RetrieveKL(**FACTORIES, actor_name="unused")) is RetrieveKL
+
+    def test_the_ray_classes_are_ours(self):
+        assert RetrieveKL._RayServiceClass is RayRetrieveKL
+        assert KLRewardTransform._RayServiceClass is RayKLRewardTransform
+
+
+class TestNames:
+    """torchrl names the actor of RetrieveKL for good, and that of the other until it ends."""
+
+    def test_a_name_is_shared(self, cluster, local):
+        first = RayRetrieveKL(**FACTORIES, coeff=0.1, actor_name="kl", num_cpus=0)
+        running = alive()
+        second = RetrieveKL(actor_name="kl", service_backend="ray")
+        assert alive() == running
+        assert first._actor._actor_id == second._actor._actor_id
+        del first
+        gc.collect()
+        wanted = rows(local(dialogs(stacked=True, with_next=False)), "kl_penalty")
+        assert_rows_equal(
+            rows(second(dialogs(stacked=True, with_next=False)), "kl_penalty"), wanted
+        )
+        self.from_another_process(cluster)
+        second.close()
+        del second
+        gc.collect()
+        with pytest.raises(ValueError, match="actor_name: expected 'kl' to be an actor of"):
+            RayKLRewardTransform(actor_name="kl")
+        third = RayRetrieveKL(actor_name="kl")
+        ray.kill(third._actor)
+
+    def from_another_process(self, address):
+        code = f"""
+import ray
+from fusedrl import RayRetrieveKL
+ray.init(address={address!r}, namespace="fusedrl-tests", log_to_driver=False)
+print(RayRetrieveKL(actor_name="kl"))
+"""
+        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "KLComputation" in done.stdout
+
+    def test_a_name_of_another_actor_is_refused(self):
+        @ray.remote(num_cpus=0)
+        class Other:
+            pass
+
+        other = Other.options(name="other").remote()
+        with pytest.raises(ValueError, match="another under 'other'"):
+            RayRetrieveKL(**FACTORIES, actor_name="other")
+        ray.kill(other)
+
+
+def test_it_travels_to_a_task(shared):
+    """As a collector in an actor takes its transforms along."""
+    wanted = rows(shared(dialogs(stacked=True, with_next=False)), "kl_penalty")
+
+    @ray.remote(num_cpus=0)
+    def score(transform, data):
+        return transform(data).get("kl_penalty", as_list=True)
+
+    data = dialogs(stacked=True, with_next=False)
+    assert_rows_equal(ray.get(score.remote(shared, data)), wanted)
+    copied = pickle.loads(pickle.dumps(shared))
+    assert_rows_equal(rows(copied(data), "kl_penalty"), wanted)
+
+
+def test_bad_arguments_are_refused_before_an_actor_starts(cluster):
+    before = alive()
+    model = ray_models.reference()
+    cases = [
+        (lambda: RayRetrieveKL(model, model, gen_model_factory=ray_models.policy), "got both"),
+        (lambda: RayRetrieveKL(model, model, ref_model_factory=ray_models.policy), "got both"),
+        (lambda: RayRetrieveKL(ref_model=model), "'from_collector'; an actor has no collector"),
+        (lambda: RayRetrieveKL(None, model), "gen_model: .* got neither"),
+        (lambda: RayRetrieveKL(model), "ref_model: .* got neither"),
+        (lambda: RayRetrieveKL(**FACTORIES, detach=False), "detach: expected True"),
+        (lambda: RayKLRewardTransform(), "ref_model: .* got neither"),
+        (lambda: RayKLRewardTransform(model, ref_model_factory=ray_models.policy), "got both"),
+        (lambda: ray_models.Inverting(model, service_backend="ray"), "Inverting._inv_call"),
+    ]
+    for build, message in cases:
+        with pytest.raises(ValueError, match=message):
+            build()
+    assert alive() == before
