@@ -10,12 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TORCHRL = "torchrl"
+TRL = "TRL"
 LINEAR_CE = "F.linear_cross_entropy"
 LIGER = "Liger"
 CCE = "cut-cross-entropy"
 
 # Name -> the module that it needs. The last two are asked for with --peers.
-MODULES = {TORCHRL: "torchrl", LINEAR_CE: "torch", LIGER: "liger_kernel", CCE: "cut_cross_entropy"}
+MODULES = {
+    TORCHRL: "torchrl",
+    TRL: "trl",
+    LINEAR_CE: "torch",
+    LIGER: "liger_kernel",
+    CCE: "cut_cross_entropy",
+}
 THIRD_PARTY = (LIGER, CCE)
 
 

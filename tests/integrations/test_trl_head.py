@@ -6,7 +6,7 @@ import pytest
 import torch
 from accuracy import no_worse
 
-pytest.importorskip("trl.kernels.chunked_logprob", reason="this trl has no fused LM head")
+pytest.importorskip("trl.kernels.chunked_logprob", reason="no trl, or one without a fused LM head")
 
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, ChunkedLogProbFunction
 

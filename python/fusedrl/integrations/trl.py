@@ -69,7 +69,7 @@ def selective_log_softmax(
     if index.dim() != logits.dim():
         log_probs = _rowwise(logits, index, temperature, row_mask, entropy=False)
         assert isinstance(log_probs, Tensor)
-        return log_probs.to(dtype)
+        return log_probs.to(dtype, copy=True)  # trainers write zeros into it; the op keeps its own
     if index.shape[:-1] != logits.shape[:-1]:
         raise ValueError(
             f"index: expected shape {tuple(logits.shape[:-1])}, with or without a last dimension "
@@ -111,7 +111,7 @@ def entropy_from_logits(
     index = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     results = _rowwise(logits, index, 1.0, None, entropy=True)
     assert isinstance(results, TokenLogProbs)
-    return results.entropy.to(_result_dtype(logits) if dtype is None else dtype)
+    return results.entropy.to(_result_dtype(logits) if dtype is None else dtype, copy=True)
 
 
 def selective_log_softmax_and_entropy(
@@ -153,7 +153,7 @@ def selective_log_softmax_and_entropy(
     results = _rowwise(logits, index, temperature, row_mask, entropy=True)
     assert isinstance(results, TokenLogProbs)
     entropy = results.entropy if entropy_requires_grad else results.entropy.detach()
-    return results.log_probs.to(dtype), entropy.to(dtype)
+    return results.log_probs.to(dtype, copy=True), entropy.to(dtype, copy=True)
 
 
 def _result_dtype(logits: Tensor) -> torch.dtype:
@@ -225,9 +225,10 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
     """Put the fused functions in the place of TRL's own, wherever TRL's modules hold them.
 
     ``ChunkedLogProbFunction`` is the fused LM head of the GRPO, RLOO, DPO, KTO and SFT trainers;
-    the functions over logits are what the experimental trainers call. Trainers that exist already
-    run on ours too, and modules of TRL that are imported later take ours from the patched ones.
-    Modules of yours that imported a function before keep it: ``report.held`` lists them.
+    the functions over logits are what the experimental ones call, and every trainer of a TRL
+    without that head. Trainers that exist already run on ours too, and modules of TRL that are
+    imported later take ours from the patched ones. Modules of yours that imported a function before
+    keep it: ``report.held`` lists them.
 
     Args:
         names: what to replace, of ``selective_log_softmax``, ``entropy_from_logits``,
