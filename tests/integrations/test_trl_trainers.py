@@ -134,6 +134,12 @@ def dpo(folder: str, out: Any) -> Any:
     return trl.DPOTrainer(folder, args=args, train_dataset=Dataset.from_dict(PAIRS))
 
 
+def kto(folder: str, out: Any) -> Any:
+    rows = {"prompt": TEXTS, "completion": PAIRS["chosen"], "label": [True, False, True, False]}
+    args = trl.KTOConfig(**options(out))
+    return trl.KTOTrainer(folder, args=args, train_dataset=Dataset.from_dict(rows))
+
+
 def sft(folder: str, out: Any) -> Any:
     args = trl.SFTConfig(**options(out))
     return trl.SFTTrainer(folder, args=args, train_dataset=Dataset.from_dict({"text": TEXTS}))
@@ -148,6 +154,14 @@ def cpo(folder: str, out: Any) -> Any:
         train_dataset=Dataset.from_dict(PAIRS),
         processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
     )
+
+
+def tpo(folder: str, out: Any) -> Any:
+    from trl.experimental.tpo import TPOConfig, TPOTrainer
+
+    rows = {**PAIRS, "reference": PAIRS["chosen"][::-1]}
+    args = TPOConfig(**options(out))
+    return TPOTrainer(folder, args=args, train_dataset=Dataset.from_dict(rows))
 
 
 def trained(make: Any, folder: str, out: Any) -> tuple[list[dict[str, float]], Any]:
@@ -170,8 +184,10 @@ def trained(make: Any, folder: str, out: Any) -> tuple[list[dict[str, float]], A
         (grpo, "linear_token_log_probs"),
         (rloo, "linear_token_log_probs"),
         (dpo, "linear_token_log_probs"),
+        (kto, "linear_token_log_probs"),
         (sft, "linear_token_log_probs"),
         (cpo, "token_log_probs"),
+        (tpo, "token_log_probs"),
     ],
 )
 def test_steps_under_the_patch_are_those_without_it(make, op, folder, called, tmp_path):
