@@ -23,6 +23,11 @@ _HOME = {
     "KLComputation": "fusedrl.transforms",
     "RetrieveLogProb": "fusedrl.transforms",
     "RetrieveKL": "fusedrl.transforms",
+    "LocalWeightUpdaterBase": "fusedrl.weights",
+    "RemoteWeightUpdaterBase": "fusedrl.weights",
+    "VanillaLocalWeightUpdater": "fusedrl.weights",
+    "MultiProcessedRemoteWeightUpdate": "fusedrl.weights",
+    "RayRemoteWeightUpdater": "fusedrl.weights",
     "patch_torchrl": "fusedrl.integrations.torchrl",
     "patch_trl": "fusedrl.integrations.trl",
 }
@@ -43,6 +48,11 @@ if TYPE_CHECKING:
     from fusedrl.transforms import KLComputation as KLComputation
     from fusedrl.transforms import RetrieveKL as RetrieveKL
     from fusedrl.transforms import RetrieveLogProb as RetrieveLogProb
+    from fusedrl.weights import LocalWeightUpdaterBase as LocalWeightUpdaterBase
+    from fusedrl.weights import MultiProcessedRemoteWeightUpdate as MultiProcessedRemoteWeightUpdate
+    from fusedrl.weights import RayRemoteWeightUpdater as RayRemoteWeightUpdater
+    from fusedrl.weights import RemoteWeightUpdaterBase as RemoteWeightUpdaterBase
+    from fusedrl.weights import VanillaLocalWeightUpdater as VanillaLocalWeightUpdater
 
 
 def __getattr__(name: str) -> Any:

@@ -52,6 +52,18 @@ def test_revert_restores_every_global_of_torchrl():
     assert all(after[k] is before[k] for k in before)
 
 
+@pytest.mark.parametrize("name", integration.FORMER)
+def test_names_that_torchrl_dropped_are_there_again(name):
+    """Programs written for its first LLM API import them from either module."""
+    homes = [importlib.import_module(module) for module in integration.FORMER[name]]
+    assert not any(hasattr(home, name) for home in homes)
+    with fusedrl.patch_torchrl([name]) as report:
+        assert all(getattr(home, name) is getattr(fusedrl, name) for home in homes)
+        assert [change.added for change in report] == [True, True]
+        assert fusedrl.patch_torchrl([name]).already == (name,)
+    assert not any(hasattr(home, name) for home in homes)
+
+
 def test_only_the_named_classes_are_replaced():
     before = torchrl_kl.RetrieveKL
     with fusedrl.patch_torchrl(["KLComputation"]) as report:

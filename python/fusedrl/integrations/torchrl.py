@@ -17,7 +17,14 @@ HOMES = {
 }
 
 # Names that torchrl had in an earlier release -> the modules that exported them.
-FORMER: dict[str, tuple[str, ...]] = {}
+_UPDATERS = ("torchrl.collectors.weight_update", "torchrl.collectors")
+FORMER = {
+    "LocalWeightUpdaterBase": _UPDATERS,
+    "RemoteWeightUpdaterBase": _UPDATERS,
+    "VanillaLocalWeightUpdater": _UPDATERS,
+    "MultiProcessedRemoteWeightUpdate": _UPDATERS,
+    "RayRemoteWeightUpdater": _UPDATERS,
+}
 
 
 def patch_torchrl(names: Iterable[str] | None = None) -> Report:

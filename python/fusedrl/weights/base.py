@@ -1,0 +1,251 @@
+"""The two directions of a weight update, as torchrl's collectors take them."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchrl.collectors.weight_update import WeightUpdaterBase
+
+from fusedrl.weights.copying import Weights, copy_weights, unwrap
+
+WorkerId = int | torch.device
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+
+    class _Updater(WeightUpdaterBase):
+        """What both directions share: the collector, and one way in for every call form."""
+
+        _collector_wr: Any = None
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            # Past torchrl's own, which calls every subclass deprecated.
+            super(WeightUpdaterBase, cls).__init_subclass__(**kwargs)
+
+        def register_collector(self, collector: Any) -> None:
+            """Keep a weak reference to the collector; collectors call this themselves.
+
+            Raises:
+                RuntimeError: a collector is registered already.
+            """
+            if self._collector_wr is not None:
+                raise RuntimeError(
+                    "Cannot register collector twice: expected an updater of its own for each "
+                    f"collector, got one that has {self.collector!r}; make another updater"
+                )
+            self._collector_wr = weakref.ref(collector)
+
+        @property
+        def collector(self) -> Any | None:
+            """The registered collector, ``None`` before and once it is gone."""
+            return None if self._collector_wr is None else self._collector_wr()
+
+        @property
+        def collectors(self) -> list[Any] | None:
+            """The registered collector in a list, as torchrl asks for it."""
+            return None if self.collector is None else [self.collector]
+
+        def __getstate__(self) -> dict[str, Any]:
+            # A copy in another process belongs to the collector there.
+            return {k: v for k, v in vars(self).items() if k != "_collector_wr"}
+
+
+class LocalWeightUpdaterBase(_Updater):
+    """Base of updaters that fetch weights into the policy of their own process.
+
+    A subclass defines :meth:`_get_server_weights`, :meth:`_get_local_weights` and
+    :meth:`_maybe_map_weights`; it may define :meth:`_update_local_weights`. An update runs them in
+    this order, then the post-hooks.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from fusedrl import LocalWeightUpdaterBase
+        >>> class Halved(LocalWeightUpdaterBase):
+        ...     local = TensorDict({"w": torch.zeros(2)})
+        ...     def _get_server_weights(self):
+        ...         return TensorDict({"w": torch.ones(2)})
+        ...     def _get_local_weights(self):
+        ...         return self.local
+        ...     def _maybe_map_weights(self, server_weights, local_weights):
+        ...         return server_weights / 2
+        >>> updater = Halved()
+        >>> updater.update_weights()
+        >>> updater.local["w"]
+        tensor([0.5000, 0.5000])
+    """
+
+    @abstractmethod
+    def _get_server_weights(self) -> Weights:
+        """The weights to fetch, where an update is given none."""
+
+    @abstractmethod
+    def _get_local_weights(self) -> Weights:
+        """The policy's weights, which are written in place."""
+
+    @abstractmethod
+    def _maybe_map_weights(self, server_weights: Weights, local_weights: Weights) -> Weights:
+        """The server's weights under the names and in the shapes of the local ones."""
+
+    def _update_local_weights(self, local_weights: Weights, mapped_weights: Weights) -> Any:
+        copy_weights(mapped_weights, local_weights)
+
+    def __call__(
+        self, weights: Weights = None, worker_ids: Any = None, *, policy_or_weights: Any = None
+    ) -> None:
+        """As :meth:`update_weights`."""
+        weights = _one_of(weights, policy_or_weights)
+        _refuse_workers(worker_ids)
+        self.update_weights(weights=weights)
+
+    def push_weights(self, policy_or_weights: Weights = None, worker_ids: Any = None) -> None:
+        """As :meth:`update_weights`, under torchrl's name."""
+        self(policy_or_weights, worker_ids)
+
+    def update_weights(self, weights: Weights = None) -> None:
+        """Write weights into the local policy.
+
+        Args:
+            weights: a tensordict or a module; fetched with :meth:`_get_server_weights` if ``None``.
+
+        Raises:
+            ValueError: entries that the policy does not have, or of other shapes. No weight has
+                changed then.
+        """
+        self._push_weights(policy_or_weights=weights)
+        self._call_post_hooks()
+
+    def _push_weights(self, *, policy_or_weights: Weights = None, worker_ids: Any = None) -> None:
+        _refuse_workers(worker_ids)
+        weights = policy_or_weights
+        server_weights = self._get_server_weights() if weights is None else unwrap(weights)
+        self._sync_weights_with_worker(server_weights=server_weights)
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Weights) -> None:
+        local_weights = self._get_local_weights()
+        mapped_weights = self._maybe_map_weights(server_weights, local_weights)
+        self._update_local_weights(local_weights, mapped_weights)
+
+
+class RemoteWeightUpdaterBase(_Updater):
+    """Base of updaters that send weights to workers.
+
+    A subclass defines :meth:`_get_server_weights`, :meth:`_maybe_map_weights`,
+    :meth:`all_worker_ids` and :meth:`_sync_weights_with_worker`; it may define
+    :meth:`_skip_update`. An update fetches and maps once, sends to each chosen worker that is not
+    skipped, then runs the post-hooks.
+
+    Example:
+        >>> from fusedrl import RemoteWeightUpdaterBase
+        >>> class Printed(RemoteWeightUpdaterBase):
+        ...     def all_worker_ids(self):
+        ...         return [0, 1]
+        ...     def _get_server_weights(self):
+        ...         return 1.0
+        ...     def _maybe_map_weights(self, server_weights):
+        ...         return server_weights / 2
+        ...     def _sync_weights_with_worker(self, worker_id, server_weights):
+        ...         print(worker_id, server_weights)
+        >>> updater = Printed()
+        >>> updater.update_weights()
+        0 0.5
+        1 0.5
+        >>> updater.update_weights(4.0, worker_ids=1)
+        1 2.0
+    """
+
+    @abstractmethod
+    def _sync_weights_with_worker(self, worker_id: WorkerId, server_weights: Weights) -> Any:
+        """Send mapped weights to one worker."""
+
+    @abstractmethod
+    def _get_server_weights(self) -> Weights:
+        """The weights to send, where an update is given none."""
+
+    @abstractmethod
+    def _maybe_map_weights(self, server_weights: Weights) -> Weights:
+        """The weights as workers take them; what this returns is sent."""
+
+    @abstractmethod
+    def all_worker_ids(self) -> list[int] | list[torch.device]:
+        """Every worker, as it is named in ``worker_ids``."""
+
+    def _skip_update(self, worker_id: WorkerId) -> bool:
+        return False
+
+    def __call__(
+        self, weights: Weights = None, worker_ids: Any = None, *, policy_or_weights: Any = None
+    ) -> None:
+        """As :meth:`update_weights`."""
+        self.update_weights(weights=_one_of(weights, policy_or_weights), worker_ids=worker_ids)
+
+    def push_weights(self, policy_or_weights: Weights = None, worker_ids: Any = None) -> None:
+        """As :meth:`update_weights`, under torchrl's name."""
+        self.update_weights(weights=policy_or_weights, worker_ids=worker_ids)
+
+    def update_weights(
+        self,
+        weights: Weights = None,
+        worker_ids: WorkerId | Sequence[WorkerId] | None = None,
+    ) -> None:
+        """Send weights to workers.
+
+        Args:
+            weights: a tensordict or a module; fetched with :meth:`_get_server_weights` if ``None``.
+            worker_ids: one worker or several, of :meth:`all_worker_ids`; all if ``None``.
+
+        Raises:
+            ValueError: an unknown worker. Nothing has been sent then.
+        """
+        self._push_weights(policy_or_weights=weights, worker_ids=worker_ids)
+        self._call_post_hooks()
+
+    def _push_weights(self, *, policy_or_weights: Weights = None, worker_ids: Any = None) -> None:
+        workers = self._chosen(worker_ids)
+        weights = policy_or_weights
+        server_weights = self._get_server_weights() if weights is None else unwrap(weights)
+        mapped_weights = self._maybe_map_weights(server_weights)
+        due = [worker for worker in workers if not self._skip_update(worker)]
+        self._distribute(due, mapped_weights)
+
+    def _chosen(self, worker_ids: Any) -> list[Any]:
+        known = self.all_worker_ids()
+        if worker_ids is None:
+            return list(known)
+        single = isinstance(worker_ids, int | str | torch.device)
+        chosen = [
+            torch.device(worker) if isinstance(worker, str) and worker not in known else worker
+            for worker in ([worker_ids] if single else worker_ids)
+        ]
+        for worker in chosen:
+            if worker not in known:
+                raise ValueError(
+                    f"worker_ids: expected one or several of {list(known)}, got {worker!r}; "
+                    "all_worker_ids() lists them"
+                )
+        return chosen
+
+    def _distribute(self, worker_ids: list[Any], mapped_weights: Weights) -> list[Any]:
+        """Send mapped weights to all of ``worker_ids``: the transport of one update."""
+        return [self._sync_weights_with_worker(worker, mapped_weights) for worker in worker_ids]
+
+
+def _one_of(weights: Weights, policy_or_weights: Weights) -> Weights:
+    if weights is not None and policy_or_weights is not None:
+        raise ValueError(
+            "policy_or_weights: expected weights or policy_or_weights, got both; they mean the same"
+        )
+    return policy_or_weights if weights is None else weights
+
+
+def _refuse_workers(worker_ids: Any) -> None:
+    if worker_ids is not None:
+        raise ValueError(
+            f"worker_ids: expected None, got {worker_ids!r}; a local updater writes the policy of "
+            "its own process: leave worker_ids out, or use a remote updater"
+        )

@@ -1,0 +1,125 @@
+"""What torchrl's multi-process collectors offer for weights: shared memory, and a pipe a worker."""
+
+from __future__ import annotations
+
+import threading
+import time
+from multiprocessing import connection
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+
+def processes_of(collector: Any, worker_id: int | torch.device) -> list[int]:
+    """Indices of the worker processes that ``worker_id`` names, all alive.
+
+    None for a collector without processes, or no collector.
+
+    Raises:
+        ValueError: the collector has no such worker.
+        RuntimeError: the collector is shut down, or a worker is dead.
+    """
+    if not hasattr(collector, "procs"):
+        return []
+    if collector.closed:
+        raise RuntimeError(
+            "collector: expected a running one, got one that is shut down; make another"
+        )
+    if isinstance(worker_id, int):
+        indices = [worker_id] if 0 <= worker_id < len(collector.procs) else []
+    else:
+        # Without a device the policy stays where it is.
+        devices = enumerate(collector.policy_device)
+        indices = [i for i, device in devices if device is None or device == worker_id]
+    if not indices:
+        raise ValueError(
+            f"policy_weights: expected workers of the collector, 0 to {len(collector.procs) - 1} "
+            f"or devices {collector.policy_device}, got {worker_id!r}; name them by index or device"
+        )
+    for index in indices:
+        if not collector.procs[index].is_alive():
+            raise _dead(collector, index)
+    return indices
+
+
+def reads(collector: Any, index: int, weights: TensorDictBase) -> bool:
+    """Whether a worker's policy lives in the memory of ``weights``."""
+    by_device = getattr(collector, "_policy_weights_dict", {})
+    theirs = by_device.get(collector.policy_device[index])
+    if theirs is None:
+        return False
+    for key, tensor in theirs.items(include_nested=True, leaves_only=True):
+        ours = weights.get(key, None)
+        if ours is None or ours.data_ptr() != tensor.data_ptr() or not ours.is_shared():
+            return False
+    return True
+
+
+def update(collector: Any, index: int, weights: TensorDictBase, timeout: float) -> None:
+    """Send weights through a worker's pipe, and wait until the worker has applied them.
+
+    Raises:
+        RuntimeError: the worker dies meanwhile, or drops batches if it is updated now.
+        TimeoutError: it does not answer within ``timeout`` seconds.
+    """
+    if getattr(collector, "running", False) and not collector._running_free:
+        raise RuntimeError(
+            "collector: expected idle workers, got an asynchronous collector that is iterated: an "
+            "update through its pipe makes a worker drop its batch and stop; pass the collector "
+            "the policy itself, and TensorDict.from_module(policy) as policy_weights"
+        )
+    # Sending moves tensors into shared memory for good, hence copies.
+    answer = _ask(collector, index, (weights.data.clone(), "update"), timeout)
+    if not (isinstance(answer, tuple) and answer[-1] == "updated"):
+        raise RuntimeError(
+            f"{_name(collector, index)}: expected the answer 'updated', got {answer!r}; it belongs "
+            "to an earlier message: make another collector"
+        )
+
+
+def _ask(collector: Any, index: int, message: Any, timeout: float) -> Any:
+    deadline = time.monotonic() + timeout
+    pipe, process = collector.pipes[index], collector.procs[index]
+    failures: list[Exception] = []
+
+    def send() -> None:
+        try:
+            pipe.send(message)
+        except Exception as error:
+            failures.append(error)
+
+    # A full pipe blocks its writer for as long as nobody reads it.
+    writer = threading.Thread(target=send, daemon=True)
+    writer.start()
+    writer.join(timeout)
+    if failures:
+        if not isinstance(failures[0], OSError):
+            raise failures[0]
+        raise _dead(collector, index) from failures[0]
+    if not writer.is_alive():
+        connection.wait([pipe, process.sentinel], max(0.0, deadline - time.monotonic()))
+    try:
+        if pipe.poll():
+            return pipe.recv()
+    except (EOFError, OSError) as error:
+        raise _dead(collector, index) from error
+    if not process.is_alive():
+        raise _dead(collector, index)
+    raise TimeoutError(
+        f"{_name(collector, index)}: expected an answer within {timeout} s, got none; raise "
+        "timeout if its rollouts take longer, else shut the collector down"
+    )
+
+
+def _name(collector: Any, index: int) -> str:
+    return f"worker {index} (pid {collector.procs[index].pid})"
+
+
+def _dead(collector: Any, index: int) -> RuntimeError:
+    collector.procs[index].join(1)  # its pipe closes a moment before it has an exit code
+    return RuntimeError(
+        f"{_name(collector, index)}: expected a living process, got exit code "
+        f"{collector.procs[index].exitcode}; its own output says why it ended: make another "
+        "collector"
+    )

@@ -1,0 +1,139 @@
+"""Weight updater to collectors that are Ray actors, from torchrl's first LLM API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from fusedrl.weights.arguments import check_timeout, check_weights
+from fusedrl.weights.base import RemoteWeightUpdaterBase
+from fusedrl.weights.copying import match_weights
+
+
+class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
+    """Send weights to collectors that are Ray actors: one ``ray.put`` an update.
+
+    The weights go into Ray's object store once, and every chosen actor gets the reference as the
+    first argument of its ``update_policy_weights_``. The update returns when all have applied it.
+
+    Args:
+        policy_weights: the trainer's weights, such as ``TensorDict.from_module(policy)``, as they
+            are when an update without weights is called.
+        remote_collectors: handles of the actors; a worker's id is its index here. ``None``: those
+            of the :class:`torchrl.collectors.distributed.RayCollector` that the updater is
+            registered with.
+        max_interval: updates that each worker skips between two that it gets.
+        timeout: seconds within which the workers have to answer.
+
+    Raises:
+        ValueError: an unknown worker; weights of other names or shapes than ``policy_weights``.
+        RuntimeError: workers are dead or failed; the message names each.
+        TimeoutError: workers did not answer in time.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from fusedrl import RayRemoteWeightUpdater
+        >>> updater = RayRemoteWeightUpdater(
+        ...     TensorDict.from_module(torch.nn.Linear(1, 1)), remote_collectors=[], max_interval=2
+        ... )
+        >>> updater.all_worker_ids()
+        []
+    """
+
+    def __init__(
+        self,
+        policy_weights: TensorDictBase,
+        remote_collectors: Sequence[Any] | None = None,
+        max_interval: int = 0,
+        *,
+        timeout: float = 300.0,
+    ) -> None:
+        check_weights("policy_weights", policy_weights)
+        check_timeout(timeout)
+        self.policy_weights = policy_weights
+        self.remote_collectors = remote_collectors
+        self.max_interval = max(0, max_interval)
+        self.timeout = timeout
+        self._batches_since_weight_update = [0] * len(remote_collectors or ())
+
+    def register_collector(self, collector: Any) -> None:
+        """Keep a weak reference to the collector, and its actors if none were given."""
+        super().register_collector(collector)
+        if self.remote_collectors is None:
+            self.remote_collectors = collector.remote_collectors
+            self._batches_since_weight_update = [0] * len(collector.remote_collectors)
+
+    def all_worker_ids(self) -> list[int]:
+        """The indices of the actors."""
+        if self.remote_collectors is None:
+            raise RuntimeError(
+                "remote_collectors: expected handles of Ray actors, got None and no collector; "
+                "pass them, or give this updater to a RayCollector first"
+            )
+        return list(range(len(self.remote_collectors)))
+
+    def _get_server_weights(self) -> Any:
+        import ray
+
+        return ray.put(self.policy_weights.data)
+
+    def _maybe_map_weights(self, server_weights: Any) -> Any:
+        import ray
+
+        # A collector that is an actor dies of weights that it cannot apply.
+        if server_weights is not None and not isinstance(server_weights, ray.ObjectRef):
+            match_weights(server_weights, self.policy_weights)
+        return server_weights
+
+    def _skip_update(self, worker_id: int) -> bool:
+        self._batches_since_weight_update[worker_id] += 1
+        return self._batches_since_weight_update[worker_id] <= self.max_interval
+
+    def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> list[Any]:
+        import ray
+
+        if mapped_weights is None or not worker_ids:
+            return []
+        if not isinstance(mapped_weights, ray.ObjectRef):
+            mapped_weights = ray.put(mapped_weights)
+        answers = super()._distribute(worker_ids, mapped_weights)
+        self._wait({ref: w for w, ref in zip(worker_ids, answers, strict=True) if ref is not None})
+        return answers
+
+    def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> Any:
+        answer = self._send(worker_id, server_weights)
+        self._batches_since_weight_update[worker_id] = 0
+        return answer
+
+    def _send(self, worker_id: int, weights: Any) -> Any:
+        """The transport: returns what Ray will resolve once the worker has the weights."""
+        assert self.remote_collectors is not None
+        return self.remote_collectors[worker_id].update_policy_weights_.remote(weights)
+
+    def _wait(self, answers: dict[Any, int]) -> None:
+        import ray
+        from ray.exceptions import RayError
+
+        if not answers:
+            return
+        ready, missing = ray.wait(list(answers), num_returns=len(answers), timeout=self.timeout)
+        told = {answers[ref]: f"no answer within {self.timeout} s" for ref in missing}
+        cause = None
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except RayError as error:
+                cause = error
+                pid = re.search(r"pid[:=] ?(\d+)", str(error))
+                where = f" (pid {pid[1]})" if pid else ""
+                told[answers[ref]] = f"{type(error).__name__}{where}"
+        if told:
+            got = ", ".join(f"worker {worker}: {told[worker]}" for worker in sorted(told))
+            raise (RuntimeError if cause else TimeoutError)(
+                f"worker_ids: expected each to apply the weights, got {got}; replace dead workers "
+                "or leave them out, raise timeout if rollouts take longer"
+            ) from cause

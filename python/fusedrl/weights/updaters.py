@@ -1,0 +1,161 @@
+"""Weight updaters within a process and to worker processes, from torchrl's first LLM API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from fusedrl.weights import pipes
+from fusedrl.weights.arguments import check_getter, check_timeout, check_weights
+from fusedrl.weights.base import (
+    LocalWeightUpdaterBase,
+    RemoteWeightUpdaterBase,
+    WorkerId,
+)
+from fusedrl.weights.copying import copy_weights, match_weights, unwrap
+
+
+class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
+    """Write the weights that a function returns into a policy of the same process.
+
+    Args:
+        weight_getter: returns the trainer's weights, a tensordict or a module. ``None`` where
+            every update is given its weights: one that is not changes nothing.
+        policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``; they are
+            written in place, also where they require grad. ``None``: those of the policy of the
+            collector that the updater is registered with.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from fusedrl import VanillaLocalWeightUpdater
+        >>> policy, trained = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        >>> updater = VanillaLocalWeightUpdater(lambda: trained, TensorDict.from_module(policy))
+        >>> updater.update_weights()
+        >>> bool(policy.weight == trained.weight)
+        True
+    """
+
+    def __init__(
+        self,
+        weight_getter: Callable[[], TensorDictBase] | None,
+        policy_weights: TensorDictBase | None,
+    ) -> None:
+        check_getter("weight_getter", weight_getter)
+        if policy_weights is not None:
+            check_weights("policy_weights", policy_weights)
+        self.weight_getter = weight_getter
+        self.policy_weights = policy_weights
+
+    def _get_server_weights(self) -> TensorDictBase | None:
+        return None if self.weight_getter is None else unwrap(self.weight_getter())
+
+    def _get_local_weights(self) -> TensorDictBase | None:
+        policy = getattr(self.collector, "policy", None)
+        if self.policy_weights is None and isinstance(policy, torch.nn.Module):
+            return TensorDict.from_module(policy)
+        return self.policy_weights
+
+    def _map_weights(self, server_weights: TensorDictBase) -> TensorDictBase:
+        return server_weights
+
+    def _maybe_map_weights(
+        self, server_weights: TensorDictBase | None, local_weights: TensorDictBase | None
+    ) -> TensorDictBase | None:
+        return None if server_weights is None else self._map_weights(server_weights)
+
+    def _update_local_weights(
+        self, local_weights: TensorDictBase | None, mapped_weights: TensorDictBase | None
+    ) -> None:
+        if local_weights is not None and mapped_weights is not None:
+            copy_weights(mapped_weights, local_weights)
+
+
+class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
+    """Send weights to the worker processes of a torchrl multi-process collector.
+
+    An update writes ``policy_weights`` in place. Workers whose policy lives in that shared memory
+    have the new weights then; any other worker is sent them through its pipe, and answers once it
+    has applied them.
+
+    Args:
+        get_server_weights: returns the trainer's weights, a tensordict or a module. ``None`` where
+            every update is given its weights, or where the trainer's *are* the shared ones: an
+            update without weights changes nothing.
+        policy_weights: a policy's weights for each worker: by the device of the workers' policy,
+            or by the worker's index, each such as ``TensorDict.from_module(policy)``. A
+            collector that is given ``policy`` puts these tensors into shared memory; for one that
+            is given ``policy_factory`` they are the trainer's copy of what a worker has.
+        timeout: seconds within which a worker has to answer.
+
+    Raises:
+        ValueError: names or shapes that the policy does not have; an unknown worker.
+        RuntimeError: a worker is dead; the message has its index and pid.
+        TimeoutError: a worker did not answer in time.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from fusedrl import MultiProcessedRemoteWeightUpdate
+        >>> trained = TensorDict({"w": torch.ones(2)})
+        >>> workers = {torch.device("cpu"): TensorDict({"w": torch.zeros(2)})}
+        >>> MultiProcessedRemoteWeightUpdate(lambda: trained, workers).update_weights()
+        >>> workers[torch.device("cpu")]["w"]
+        tensor([1., 1.])
+    """
+
+    def __init__(
+        self,
+        get_server_weights: Callable[[], TensorDictBase] | None,
+        policy_weights: Mapping[Any, TensorDictBase],
+        *,
+        timeout: float = 300.0,
+    ) -> None:
+        check_getter("get_server_weights", get_server_weights)
+        if not isinstance(policy_weights, Mapping) or isinstance(policy_weights, TensorDictBase):
+            raise TypeError(
+                "policy_weights: expected a dict from a worker's device or index to its weights, "
+                f"got {type(policy_weights).__name__}; pass {{torch.device('cpu'): weights}}"
+            )
+        for worker, weights in policy_weights.items():
+            check_weights(f"policy_weights[{worker!r}]", weights)
+        check_timeout(timeout)
+        self.weights_getter = get_server_weights
+        self._policy_weights = policy_weights
+        self.timeout = timeout
+
+    def all_worker_ids(self) -> list[Any]:
+        """The keys of ``policy_weights``."""
+        return list(self._policy_weights)
+
+    def _get_server_weights(self) -> TensorDictBase | None:
+        weights = None if self.weights_getter is None else unwrap(self.weights_getter())
+        return None if weights is None else weights.data
+
+    def _maybe_map_weights(self, server_weights: TensorDictBase | None) -> TensorDictBase | None:
+        return server_weights
+
+    def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> list[Any]:
+        if mapped_weights is not None:
+            for worker in worker_ids:
+                match_weights(mapped_weights, self._policy_weights[worker])
+                pipes.processes_of(self.collector, worker)
+        return super()._distribute(worker_ids, mapped_weights)
+
+    def _sync_weights_with_worker(
+        self, worker_id: WorkerId, server_weights: TensorDictBase | None
+    ) -> None:
+        if server_weights is not None:
+            self._send(worker_id, server_weights)
+
+    def _send(self, worker_id: WorkerId, weights: TensorDictBase) -> None:
+        """The transport: shared memory where the worker reads it, its pipe where it does not."""
+        ours = self._policy_weights[worker_id]
+        processes = pipes.processes_of(self.collector, worker_id)
+        copy_weights(weights, ours)
+        for index in processes:
+            if not pipes.reads(self.collector, index, ours):
+                pipes.update(self.collector, index, ours, self.timeout)

@@ -1,0 +1,94 @@
+"""The Ray weight updater: real Ray collectors act by what it sends."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from weights_workers import Ones, make_policy
+
+from fusedrl import RayRemoteWeightUpdater
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def ray():
+    ray = pytest.importorskip("ray")
+    tests = str(Path(__file__).parents[1])
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": tests}},
+    )
+    yield ray
+    ray.shutdown()
+
+
+def actions(iterator) -> list[float]:
+    return next(iterator)["action"].flatten().tolist()
+
+
+def test_ray_collectors_act_by_one_put_an_update_until_one_is_dead(ray, monkeypatch):
+    from torchrl.collectors.distributed import RayCollector
+
+    puts = []
+    put = ray.put
+    monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
+    trained = make_policy(3.0)
+    updater = RayRemoteWeightUpdater(TensorDict.from_module(trained), timeout=60)
+    collector = RayCollector(
+        [Ones, Ones],
+        make_policy(),
+        frames_per_batch=2,
+        total_frames=1000,
+        sync=True,
+        collector_class="single",
+        remote_configs={"num_cpus": 1},
+        weight_updater=updater,
+    )
+    iterator = iter(collector)
+    assert updater.all_worker_ids() == [0, 1]
+    collector.update_policy_weights_()
+    assert actions(iterator) == [3, 3] and len(puts) == 1
+    collector.update_policy_weights_(make_policy(5.0))
+    assert actions(iterator) == [5, 5] and len(puts) == 2
+    collector.update_policy_weights_(make_policy(7.0), worker_ids=[1])
+    assert actions(iterator) == [5, 7] and len(puts) == 3
+
+    updater.max_interval = 1
+    collector.update_policy_weights_()
+    assert actions(iterator) == [5, 7]
+    collector.update_policy_weights_()
+    assert actions(iterator) == [3, 3]
+    updater.max_interval = 0
+
+    with pytest.raises(ValueError, match="'other'"):
+        collector.update_policy_weights_(TensorDict({"other": torch.ones(1)}))
+    busy = updater.remote_collectors[0].__ray_call__.remote(lambda _: time.sleep(1))
+    updater.timeout = 0.2
+    with pytest.raises(TimeoutError, match=r"worker 0: no answer within 0\.2 s"):
+        collector.update_policy_weights_()
+    ray.get(busy)
+    updater.timeout = 60
+    ray.kill(updater.remote_collectors[1])
+    with pytest.raises(RuntimeError, match="got worker 1: ActorDied"):
+        collector.update_policy_weights_()
+    collector.update_policy_weights_(make_policy(1.0), worker_ids=0)
+    collector.shutdown(shutdown_ray=False)
+
+
+def test_a_ray_worker_is_updated_after_max_interval_skipped_updates():
+    updater = RayRemoteWeightUpdater(TensorDict(), [None, None], max_interval=2)
+    skipped = [updater._skip_update(0) for _ in range(4)]
+    assert skipped == [True, True, False, False]  # due until it is sent
+    assert updater._skip_update(1) is True
+
+
+def test_a_ray_updater_without_collectors_says_so():
+    with pytest.raises(RuntimeError, match="remote_collectors: expected handles"):
+        RayRemoteWeightUpdater(TensorDict()).update_weights()

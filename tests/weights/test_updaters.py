@@ -1,0 +1,216 @@
+"""The weight updaters: what they write and refuse, and that collectors act by what they send."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.collectors.llm import LLMCollector
+from weights_workers import Ones, make_policy
+
+from fusedrl import (
+    MultiProcessedRemoteWeightUpdate,
+    RayRemoteWeightUpdater,
+    VanillaLocalWeightUpdater,
+)
+
+CPU = torch.device("cpu")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using WeightUpdaterBase:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl"),
+]
+
+
+class Stub(SimpleNamespace):
+    """A namespace that a weak reference can point to."""
+
+
+def weights_of(policy: nn.Module) -> TensorDict:
+    return TensorDict.from_module(policy)
+
+
+def actions(iterator) -> list[float]:
+    return next(iterator)["action"].flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [lambda p: p, weights_of, lambda p: p.state_dict(), lambda p: weights_of(p).half()],
+    ids=["module", "tensordict", "state dict", "another dtype"],
+)
+def test_leaves_that_require_grad_are_written_in_place(source):
+    policy, trained = make_policy(), make_policy(3.0)
+    leaf = policy.module.weight
+    address = leaf.data_ptr()
+    VanillaLocalWeightUpdater(None, weights_of(policy).lock_()).update_weights(source(trained))
+    assert policy.module.weight is leaf and leaf.data_ptr() == address
+    assert leaf.requires_grad and leaf.grad_fn is None
+    assert leaf.item() == 3.0
+
+
+class Doubled(VanillaLocalWeightUpdater):
+    def _map_weights(self, server_weights):
+        return server_weights * 2
+
+
+def test_the_map_of_a_vanilla_updater_is_applied():
+    policy = make_policy()
+    Doubled(lambda: weights_of(make_policy(3.0)), weights_of(policy)).update_weights()
+    assert policy.module.weight.item() == 6.0
+
+
+def test_without_a_getter_an_update_without_weights_changes_nothing():
+    local = TensorDict({"w": torch.ones(2)})
+    VanillaLocalWeightUpdater(None, local).update_weights()
+    MultiProcessedRemoteWeightUpdate(None, {CPU: local}).update_weights()
+    assert local["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "error"),
+    [
+        (TensorDict({"a": torch.ones(2), "c": torch.ones(2)}), ValueError),
+        (TensorDict({"a": torch.ones(2), "b": torch.ones(1)}), ValueError),
+        (torch.ones(2), TypeError),
+    ],
+    ids=["unknown name", "shape that would broadcast", "tensor"],
+)
+def test_weights_that_do_not_fit_are_refused_and_nothing_changes(weights, error):
+    first, second = (TensorDict({"a": torch.zeros(2), "b": torch.zeros(2)}) for _ in range(2))
+    second["more"] = torch.zeros(1)
+    for updater in (
+        VanillaLocalWeightUpdater(None, first),
+        MultiProcessedRemoteWeightUpdate(None, {0: first, 1: second}),
+    ):
+        with pytest.raises(error, match=r"weights: .*expected"):
+            updater.update_weights(weights)
+    assert first.sum(reduce=True) == 0 == second.sum(reduce=True)
+
+
+def test_weights_that_fit_one_worker_only_change_none():
+    wide, narrow = TensorDict({"a": torch.zeros(2)}), TensorDict({"a": torch.zeros(1)})
+    updater = MultiProcessedRemoteWeightUpdate(None, {0: wide, 1: narrow})
+    with pytest.raises(ValueError, match="'a'"):
+        updater.update_weights(TensorDict({"a": torch.ones(2)}))
+    assert wide["a"].tolist() == [0, 0]
+
+
+def test_arguments_of_a_wrong_kind_are_refused():
+    weights = TensorDict({"w": torch.ones(2)})
+    with pytest.raises(TypeError, match="weight_getter: expected a function"):
+        VanillaLocalWeightUpdater(weights, weights)
+    with pytest.raises(TypeError, match="policy_weights: expected a dict"):
+        MultiProcessedRemoteWeightUpdate(None, weights)
+    for make in (
+        lambda policy: VanillaLocalWeightUpdater(None, policy),
+        lambda policy: MultiProcessedRemoteWeightUpdate(None, {0: policy}),
+        lambda policy: RayRemoteWeightUpdater(policy),
+    ):
+        with pytest.raises(TypeError, match=r"policy_weights.*: expected a tensordict, got"):
+            make(make_policy())
+    for timeout in (0, float("inf")):
+        with pytest.raises(ValueError, match="timeout: expected a positive, finite"):
+            MultiProcessedRemoteWeightUpdate(None, {}, timeout=timeout)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["given weights", "the collector's weights"])
+@pytest.mark.parametrize("make", [Collector, LLMCollector])
+def test_a_collector_acts_by_the_weights_that_were_fetched_or_given(make, known):
+    policy, trained = make_policy(), make_policy(3.0)
+    updater = VanillaLocalWeightUpdater(lambda: trained, weights_of(policy) if known else None)
+    size = {"dialog_turns_per_batch": 2} if make is LLMCollector else {"frames_per_batch": 2}
+    collector = make(Ones(), policy=policy, weight_updater=updater, **size)
+    iterator = iter(collector)
+    with torch.no_grad():
+        assert actions(iterator) == [0, 0]
+        collector.update_policy_weights_()
+        assert actions(iterator) == [3, 3]
+        collector.update_policy_weights_(make_policy(5.0))
+        assert actions(iterator) == [5, 5]
+
+
+@contextlib.contextmanager
+def two_processes(updater, **policy):
+    collector = MultiSyncCollector(
+        [Ones, Ones],
+        frames_per_batch=2,
+        total_frames=-1,
+        cat_results="stack",
+        weight_updater=updater,
+        **policy,
+    )
+    try:
+        yield collector, iter(collector)
+    finally:
+        collector.shutdown(timeout=5, raise_on_error=False)
+
+
+def test_processes_act_by_shared_weights_until_one_is_dead():
+    policy, trained = make_policy(), make_policy(3.0)
+    updater = MultiProcessedRemoteWeightUpdate(lambda: trained, {CPU: weights_of(policy)})
+    with two_processes(updater, policy=policy) as (collector, iterator):
+        assert actions(iterator) == [0, 0]
+        collector.update_policy_weights_()
+        assert actions(iterator) == [3, 3]
+        collector.update_policy_weights_(make_policy(5.0), worker_ids="cpu")
+        assert actions(iterator) == [5, 5]
+
+        killed = collector.procs[1]
+        killed.kill()
+        killed.join(10)
+        with pytest.raises(RuntimeError, match=rf"worker 1 \(pid {killed.pid}\).*exit code -9"):
+            collector.update_policy_weights_()
+        assert policy.module.weight.item() == 5.0
+    with pytest.raises(RuntimeError, match="collector: expected a running one"):
+        collector.update_policy_weights_()
+
+
+def test_processes_with_policies_of_their_own_get_weights_through_pipes_within_the_timeout():
+    workers = {i: weights_of(make_policy()) for i in range(2)}
+    updater = MultiProcessedRemoteWeightUpdate(lambda: make_policy(3.0), workers, timeout=30)
+    with two_processes(updater, policy_factory=make_policy) as (collector, iterator):
+        assert actions(iterator) == [0, 0]
+        collector.update_policy_weights_()
+        assert actions(iterator) == [3, 3]
+        collector.update_policy_weights_(make_policy(5.0), worker_ids=1)
+        assert actions(iterator) == [3, 5]
+        assert not workers[1]["module", "weight"].is_shared()
+
+        stopped = collector.procs[0]
+        os.kill(stopped.pid, signal.SIGSTOP)
+        updater.timeout = 0.2
+        with pytest.raises(TimeoutError, match=rf"worker 0 \(pid {stopped.pid}\).*within 0.2 s"):
+            collector.update_policy_weights_()
+        # More than a pipe holds, and nobody reads it.
+        many = TensorDict({f"w{i}": torch.zeros(1) for i in range(3000)})
+        workers[0] = many
+        with pytest.raises(TimeoutError, match="worker 0"):
+            updater(many, worker_ids=0)
+        # Dies while it is waited for.
+        workers[0] = weights_of(make_policy())
+        updater.timeout = 30
+        killer = threading.Timer(0.2, stopped.kill)
+        killer.start()
+        with pytest.raises(RuntimeError, match=rf"worker 0 \(pid {stopped.pid}\).*exit code -9"):
+            collector.update_policy_weights_()
+        killer.join()
+
+
+def test_an_asynchronous_collector_that_is_iterated_is_not_stalled():
+    alive = SimpleNamespace(is_alive=lambda: True)
+    collector = Stub(
+        running=True, _running_free=False, closed=False, policy_device=[CPU], procs=[alive]
+    )
+    updater = MultiProcessedRemoteWeightUpdate(None, {0: weights_of(make_policy())})
+    updater.register_collector(collector)
+    with pytest.raises(RuntimeError, match="asynchronous collector that is iterated"):
+        updater.update_weights(make_policy(3.0))
