@@ -11,6 +11,7 @@ from torch import Tensor
 
 TORCHRL = "torchrl"
 TRANSFORMERS = "transformers"
+TRL = "TRL"
 LINEAR_CE = "F.linear_cross_entropy"
 LIGER = "Liger"
 CCE = "cut-cross-entropy"
@@ -19,6 +20,7 @@ CCE = "cut-cross-entropy"
 MODULES = {
     TORCHRL: "torchrl",
     TRANSFORMERS: "transformers",
+    TRL: "trl",
     LINEAR_CE: "torch",
     LIGER: "liger_kernel",
     CCE: "cut_cross_entropy",

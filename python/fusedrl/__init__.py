@@ -32,12 +32,14 @@ _HOME = {
     "MultiProcessedRemoteWeightUpdate": "fusedrl.weights",
     "RayRemoteWeightUpdater": "fusedrl.weights",
     "patch_torchrl": "fusedrl.integrations.torchrl",
+    "patch_trl": "fusedrl.integrations.trl",
 }
 
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
+    from fusedrl.integrations.trl import patch_trl as patch_trl
     from fusedrl.ops import TokenKL as TokenKL
     from fusedrl.ops import TokenLogProbs as TokenLogProbs
     from fusedrl.ops import VocabPart as VocabPart

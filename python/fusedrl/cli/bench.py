@@ -33,6 +33,7 @@ OPS = (
     "exact_kl",
     "linear_exact_kl",
     "retrieve_kl",
+    "trl",
 )
 
 

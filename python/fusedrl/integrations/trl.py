@@ -1,0 +1,298 @@
+"""TRL's log-prob functions over the fused ops, and a patch that puts them in place of TRL's."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedrl.ops.token_log_probs import TokenLogProbs, token_log_probs
+from fusedrl.patching import Replacement, Report, replace
+
+__all__ = [
+    "entropy_from_logits",
+    "patch_trl",
+    "selective_log_softmax",
+    "selective_log_softmax_and_entropy",
+]
+
+
+def selective_log_softmax(
+    logits: Tensor,
+    index: Tensor,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Log-probs of chosen classes, as ``trl.trainer.utils.selective_log_softmax`` takes them.
+
+    Computes in float32 whatever the dtype of the logits, and makes no ``log_softmax``. Prefer
+    :func:`selective_log_softmax_and_entropy` to a second call for the entropy.
+
+    Args:
+        logits: ``[..., V]``; float32, bfloat16 or float16 (float64 runs through the reference).
+        index: integer classes, ``[...]`` for one a row or ``[..., K]`` for K a row.
+        temperature: positive divisor of the logits.
+        row_mask: shaped like ``index``; where it is 0 the log-prob is exactly 0. With one class a
+            row, neither the logits nor the class are read there.
+        dtype: of the result. ``None`` is TRL's: that of the logits on the CPU, float32 on a GPU.
+            A bfloat16 result is the float32 one rounded once, to 3 digits; ``torch.float32`` keeps
+            the 7 that were computed.
+
+    Returns:
+        Log-probs in nats, shaped like ``index``. Gradients reach ``logits`` in its own dtype.
+
+    Raises:
+        TypeError: logits that are not floating point, an index that is not integer.
+        ValueError: shapes that do not fit, a temperature out of range.
+        RuntimeError: a class outside ``[0, V)``.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl.integrations.trl import selective_log_softmax
+        >>> logits = torch.tensor([[0.0, 0.0], [0.0, 1.0986123]])
+        >>> selective_log_softmax(logits, torch.tensor([0, 1])).exp()
+        tensor([0.5000, 0.7500])
+        >>> selective_log_softmax(logits, torch.tensor([[0, 1], [0, 1]])).exp()
+        tensor([[0.5000, 0.5000],
+                [0.2500, 0.7500]])
+    """
+    dtype = _result_dtype(logits) if dtype is None else dtype
+    if index.dim() != logits.dim():
+        log_probs = _rowwise(logits, index, temperature, row_mask, entropy=False)
+        assert isinstance(log_probs, Tensor)
+        return log_probs.to(dtype, copy=True)  # trainers write zeros into it; the op keeps its own
+    if index.shape[:-1] != logits.shape[:-1]:
+        raise ValueError(
+            f"index: expected shape {tuple(logits.shape[:-1])}, with or without a last dimension "
+            f"of classes a row, got {tuple(index.shape)}"
+        )
+    if index.shape[-1] == 1:
+        row_mask = None if row_mask is None else row_mask.squeeze(-1)
+        log_probs = selective_log_softmax(
+            logits, index.squeeze(-1), temperature, row_mask, dtype=dtype
+        )
+        return log_probs.unsqueeze(-1)
+    log_probs = _ManyClasses.apply(logits, index.long(), temperature).to(dtype)
+    return log_probs if row_mask is None else log_probs.masked_fill(row_mask == 0, 0.0)
+
+
+def entropy_from_logits(
+    logits: Tensor, chunk_size: int = 128, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Entropy of each row's softmax, as ``trl.trainer.utils.entropy_from_logits`` takes it.
+
+    Args:
+        logits: ``[..., V]``, as in :func:`selective_log_softmax`. A class at -inf adds 0.
+        chunk_size: without effect: rows are read one by one, and no probabilities are stored.
+        dtype: of the result, as in :func:`selective_log_softmax`.
+
+    Returns:
+        Entropies in nats, ``[...]``, with gradient.
+
+    Raises:
+        TypeError: logits that are not floating point.
+        ValueError: logits without a class.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl.integrations.trl import entropy_from_logits
+        >>> entropy_from_logits(torch.zeros(2, 10)).exp()
+        tensor([10., 10.])
+    """
+    index = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    results = _rowwise(logits, index, 1.0, None, entropy=True)
+    assert isinstance(results, TokenLogProbs)
+    return results.entropy.to(_result_dtype(logits) if dtype is None else dtype, copy=True)
+
+
+def selective_log_softmax_and_entropy(
+    logits: Tensor,
+    index: Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of one class a row and the row's entropy, from one reading of the logits.
+
+    Takes what TRL's function of that name takes.
+
+    Args:
+        logits: ``[..., V]``, as in :func:`selective_log_softmax`.
+        index: integer class of each row, ``[...]``.
+        entropy_requires_grad: whether a gradient flows through the entropy.
+        temperature: positive divisor of the logits; the entropy is that of the divided ones.
+        row_mask: shaped like ``index``; where it is 0 both are exactly 0, and nothing is read.
+        dtype: of both, as in :func:`selective_log_softmax`.
+
+    Raises:
+        TypeError: logits that are not floating point, an index that is not integer.
+        ValueError: shapes that do not fit, a temperature out of range.
+        RuntimeError: a class outside ``[0, V)``.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl.integrations.trl import selective_log_softmax_and_entropy
+        >>> log_probs, entropy = selective_log_softmax_and_entropy(
+        ...     torch.zeros(2, 10), torch.tensor([0, 9])
+        ... )
+        >>> log_probs + entropy
+        tensor([0., 0.])
+    """
+    dtype = _result_dtype(logits) if dtype is None else dtype
+    results = _rowwise(logits, index, temperature, row_mask, entropy=True)
+    assert isinstance(results, TokenLogProbs)
+    entropy = results.entropy if entropy_requires_grad else results.entropy.detach()
+    return results.log_probs.to(dtype, copy=True), entropy.to(dtype, copy=True)
+
+
+def _result_dtype(logits: Tensor) -> torch.dtype:
+    # TRL computes half logits in their dtype on the CPU, and in float32 where Triton runs.
+    return logits.dtype if logits.is_cpu or logits.dtype == torch.float64 else torch.float32
+
+
+def _rowwise(
+    logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, entropy: bool
+) -> Tensor | TokenLogProbs:
+    """``token_log_probs`` of rows in any number of dimensions."""
+    mask = None if row_mask is None else row_mask != 0
+    for name, rows in (("index", index), ("row_mask", mask)):
+        if rows is not None and rows.shape != logits.shape[:-1]:
+            raise ValueError(
+                f"{name}: expected shape {tuple(logits.shape[:-1])} for logits of shape "
+                f"{tuple(logits.shape)}, got {tuple(rows.shape)}"
+            )
+    if logits.dim() in (2, 3):  # taken as they lie: a slice of a batch is not copied
+        return token_log_probs(logits, index, mask, temperature=temperature, entropy=entropy)
+    results = token_log_probs(
+        logits.reshape(-1, logits.shape[-1]),
+        index.reshape(-1),
+        None if mask is None else mask.reshape(-1),
+        temperature=temperature,
+        entropy=entropy,
+    )
+    if isinstance(results, TokenLogProbs):
+        return TokenLogProbs(*(x.view(index.shape) for x in results))
+    return results.view(index.shape)
+
+
+class _ManyClasses(torch.autograd.Function):
+    """Log-probs of several classes a row, from that of its largest logit."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, index: Tensor, temperature: float) -> Tensor:
+        largest = logits.argmax(-1)
+        log_prob = _rowwise(logits, largest, temperature, None, entropy=False)
+        assert isinstance(log_prob, Tensor)
+        log_prob = log_prob.unsqueeze(-1)
+        top = logits.gather(-1, largest.unsqueeze(-1)).to(log_prob.dtype)
+        ctx.save_for_backward(logits, index, top, log_prob)
+        ctx.temperature = temperature
+        return log_prob + (logits.gather(-1, index) - top) / temperature
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, index, top, log_prob = ctx.saved_tensors
+        upstream = grads[0] / ctx.temperature
+        gradient = (logits - top).div_(ctx.temperature).add_(log_prob).exp_()
+        gradient.mul_(-upstream.sum(-1, keepdim=True)).scatter_add_(-1, index, upstream)
+        return gradient.to(logits.dtype), None, None
+
+
+# Name in TRL -> the module that defines it.
+_HOMES = {
+    "selective_log_softmax": "trl.trainer.utils",
+    "entropy_from_logits": "trl.trainer.utils",
+    "selective_log_softmax_and_entropy": "trl.trainer.utils",
+    "ChunkedLogProbFunction": "trl.kernels.chunked_logprob",
+}
+
+logger = logging.getLogger("fusedrl")
+
+
+def patch_trl(names: Iterable[str] | None = None) -> Report:
+    """Put the fused functions in the place of TRL's own, wherever TRL's modules hold them.
+
+    ``ChunkedLogProbFunction`` is the fused LM head of the GRPO, RLOO, DPO, KTO and SFT trainers;
+    the functions over logits are what the experimental ones call, and every trainer of a TRL
+    without that head. Trainers that exist already run on ours too, and modules of TRL that are
+    imported later take ours from the patched ones. Modules of yours that imported a function before
+    keep it: ``report.held`` lists them.
+
+    Args:
+        names: what to replace, of ``selective_log_softmax``, ``entropy_from_logits``,
+            ``selective_log_softmax_and_entropy`` and ``ChunkedLogProbFunction``. By default all of
+            them that the installed TRL has; those it has not are logged.
+
+    Returns:
+        What was replaced, and where: iterable, printable, with ``revert()``. As a context manager
+        it reverts at the end of the block.
+
+    Raises:
+        ImportError: without TRL.
+        TypeError: a single string.
+        ValueError: an unknown name, or one that the installed TRL has not, or has with other
+            arguments. Nothing is changed then.
+
+    Example:
+        >>> import fusedrl, trl.trainer.utils
+        >>> from fusedrl.integrations.trl import entropy_from_logits
+        >>> with fusedrl.patch_trl() as report:
+        ...     trl.trainer.utils.entropy_from_logits is entropy_from_logits
+        True
+        >>> trl.trainer.utils.entropy_from_logits is entropy_from_logits
+        False
+    """
+    if isinstance(names, str):
+        raise TypeError(f"names: expected a list of names, got a string; pass [{names!r}]")
+    chosen = list(dict.fromkeys(_HOMES if names is None else names))
+    unknown = [name for name in chosen if name not in _HOMES]
+    if unknown:
+        raise ValueError(f"names: expected some of {', '.join(_HOMES)}; got {', '.join(unknown)}")
+    replacements = []
+    for name in chosen:
+        ours, problem = _ours(name)
+        if problem is None:
+            replacements.append(Replacement(_HOMES[name], name, ours))
+        elif names is not None:
+            raise ValueError(f"names: {problem}; leave {name} out")
+        else:
+            logger.warning("patch_trl: %s; left out", problem)
+    return replace("trl", replacements)
+
+
+def _ours(name: str) -> tuple[Any, str | None]:
+    """What replaces a name of TRL, or why nothing can: it is missing, or takes other arguments."""
+    if importlib.util.find_spec("trl") is None:
+        raise ImportError('trl: expected it to be installed; pip install "fusedrl[trl]"')
+    try:
+        theirs = getattr(importlib.import_module(_HOMES[name]), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("trl."):
+            raise  # something that TRL itself needs
+        return None, f"this TRL has no {_HOMES[name]}.{name}"
+    if name == "ChunkedLogProbFunction":
+        # Its module derives what it falls back on from TRL's, so it is loaded before TRL's is gone.
+        from fusedrl.integrations._trl_head import ChunkedLogProbFunction as ours
+
+        same = theirs is ours or _arguments(theirs.forward)[1:] == _arguments(ours.apply)
+    else:
+        ours = globals()[name]
+        taken = _arguments(theirs)
+        same = taken == _arguments(ours)[: len(taken)]
+    return ours, None if same else f"{name} takes other arguments in this TRL"
+
+
+def _arguments(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
