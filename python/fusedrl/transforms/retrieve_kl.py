@@ -15,7 +15,8 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from fusedrl.transforms import columns
 from fusedrl.transforms.kl_computation import KLComputation, refuse
-from fusedrl.transforms.ray import RayRetrieveKL, RayService
+from fusedrl.transforms.ray import RayRetrieveKL
+from fusedrl.transforms.ray_service import RayService
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 
 
