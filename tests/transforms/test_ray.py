@@ -196,6 +196,16 @@ class TestEnvironment:
         assert specs(shared_reward).device == torch.device("cpu")
 
 
+def test_a_reset_scores_tokens_that_are_there_already(shared_reward, local_reward):
+    answers = []
+    for transform in (shared_reward, local_reward):
+        data = lazy_stack(samples())
+        answers.append(transform._reset(data.empty(), data))
+        empty = TensorDict(batch_size=(2,))
+        assert transform._reset(empty, empty.copy()).is_empty()
+    assert_same(*answers, ("reward", "kl_penalty", "ref_log_probs"))
+
+
 class TestWhatCrosses:
     @pytest.fixture
     def parcels(self, monkeypatch):

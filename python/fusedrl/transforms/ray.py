@@ -96,6 +96,13 @@ class RayKLRewardTransform(RayKL, _RayKLRewardTransform):
         ImportError: without Ray.
         ValueError: a model given twice or not at all, ``detach=False``, a name that is another
             actor's; and what the transform in the actor raises.
+
+    Example:
+        >>> from fusedrl import RayKLRewardTransform
+        >>> def shared(make_reference):
+        ...     return RayKLRewardTransform(
+        ...         ref_model_factory=make_reference, actor_name="reference", num_gpus=1
+        ...     )
     """
 
     def __init__(

@@ -185,7 +185,9 @@ class RayKL(RayTransform):
             following = sent
         else:
             sent = root.select(*read, strict=False)
-            following = target.select(*read_next, strict=False)
+            # A reset reads what was reset; a step reads "next" for what is penalised alone.
+            own = [*read, *read_next] if method == "_reset" else read_next
+            following = target.select(*own, strict=False)
         if method != "forward":
             sent = (sent, following)
         elif following is not sent:
