@@ -19,8 +19,8 @@ from torchrl.envs.llm.transforms.kl import RayKLRewardTransform as TorchrlRayKLR
 from torchrl.envs.llm.transforms.kl import RayRetrieveKL as TorchrlRayRetrieveKL
 from torchrl.modules.llm import TransformersWrapper
 
-import fusedrl
 from fusedrl import KLRewardTransform, RayKLRewardTransform, RayRetrieveKL, RetrieveKL
+from fusedrl.transforms import ray_service
 from fusedrl.transforms.parcel import unpack
 
 from .dialogs import CHATS, assert_rows_equal, conversations, rows
@@ -58,8 +58,12 @@ def shared(cluster):
 
 @pytest.fixture(scope="module")
 def shared_reward(cluster):
-    return RayKLRewardTransform(
-        ref_model_factory=ray_models.tokens_reference, coef=0.1, num_cpus=0.5
+    """Another, from a model itself, where torchrl's class fails."""
+    return KLRewardTransform(
+        ray_models.tokens_reference(),
+        coef=0.1,
+        service_backend="ray",
+        service_backend_options={"num_cpus": 0.5},
     )
 
 
@@ -192,6 +196,16 @@ class TestEnvironment:
         assert specs(shared_reward).device == torch.device("cpu")
 
 
+def test_a_reset_scores_tokens_that_are_there_already(shared_reward, local_reward):
+    answers = []
+    for transform in (shared_reward, local_reward):
+        data = lazy_stack(samples())
+        answers.append(transform._reset(data.empty(), data))
+        empty = TensorDict(batch_size=(2,))
+        assert transform._reset(empty, empty.copy()).is_empty()
+    assert_same(*answers, ("reward", "kl_penalty", "ref_log_probs"))
+
+
 class TestWhatCrosses:
     @pytest.fixture
     def parcels(self, monkeypatch):
@@ -202,11 +216,9 @@ class TestWhatCrosses:
             seen.append(unpack(parcel))
             return parcel
 
-        real_pack, real_unpack = fusedrl.transforms.ray.pack, fusedrl.transforms.ray.unpack
-        monkeypatch.setattr(fusedrl.transforms.ray, "pack", lambda value: keep(real_pack(value)))
-        monkeypatch.setattr(
-            fusedrl.transforms.ray, "unpack", lambda parcel: real_unpack(keep(parcel))
-        )
+        real_pack, real_unpack = ray_service.pack, ray_service.unpack
+        monkeypatch.setattr(ray_service, "pack", lambda value: keep(real_pack(value)))
+        monkeypatch.setattr(ray_service, "unpack", lambda parcel: real_unpack(keep(parcel)))
         return seen
 
     def test_columns_that_are_read_and_those_that_are_written(self, shared, parcels):
@@ -241,23 +253,13 @@ def test_the_actors_exception_arrives(shared, shared_reward):
 
 def test_what_the_constructor_raises_arrives_and_leaves_no_actor(cluster):
     before = alive()
-    for arguments, error, message in (
-        ({"ref_model_factory": ray_models.broken}, LookupError, "no such checkpoint"),
-        ({"ref_model_factory": ray_models.reference}, ValueError, "input_mode='tokens'"),
-        (
-            {"ref_model_factory": ray_models.tokens_reference, "nonsense": 1},
-            TypeError,
-            "nonsense",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            RayKLRewardTransform(**arguments, num_cpus=0)
+    with pytest.raises(LookupError, match="no such checkpoint"):
+        RayKLRewardTransform(ref_model_factory=ray_models.broken, actor_name="broken", num_cpus=0)
     assert_ends_with(before)
 
 
 class TestDispatch:
-    def test_a_subclass_runs_in_the_actor(self):
-        """Built from models themselves, where torchrl's class fails."""
+    def test_a_subclass_runs_in_the_actor_which_ends_with_its_last_transform(self):
         before = alive()
         with pytest.warns(FutureWarning, match="use_ray_service"):
             transform = ray_models.Doubled(
@@ -265,33 +267,23 @@ class TestDispatch:
             )
         assert type(transform) is RayRetrieveKL and isinstance(transform, ray_models.Doubled)
         assert transform._description.transform_class == "ray_models.Doubled"
-        out = transform(dialogs(stacked=True, with_next=False))
-        wanted = RetrieveKL(ray_models.policy(), ray_models.reference())
-        wanted = wanted(dialogs(stacked=True, with_next=False))
-        assert_rows_equal(rows(out, "kl_penalty"), rows(wanted, "kl_penalty"))
-        assert (out["longest"] == 2).all()
+        copied = transform.clone()
         transform.close()
         assert repr(transform) == "RayRetrieveKL(actor=None)"
+        data = dialogs(stacked=True, with_next=False)
         with pytest.raises(RuntimeError, match="closed"):
-            transform(dialogs(stacked=True, with_next=False))
-        assert_ends_with(before)
-
-    def test_service_backend(self):
-        before = alive()
-        transform = KLRewardTransform(
-            ray_models.tokens_reference(),
-            coef=0.1,
-            service_backend="ray",
-            service_backend_options={"num_cpus": 0},
-        )
-        assert type(transform) is RayKLRewardTransform
-        name = transform._description.transform_class
-        assert name == "fusedrl.transforms.kl_reward.KLRewardTransform"
-        copied = transform.clone()
-        del transform
-        assert "kl_penalty" in copied(lazy_stack(samples()))
+            transform(data)
+        out = copied._step(data, data)
+        assert (out["longest"] == 2).all() and "kl_penalty" in out
         del copied
         assert_ends_with(before)
+
+    def test_the_actor_is_of_our_class(self, shared, shared_reward):
+        names = [t._description.transform_class for t in (shared, shared_reward)]
+        assert names == [
+            f"{cls.__module__}.{cls.__qualname__}" for cls in (RetrieveKL, KLRewardTransform)
+        ]
+        assert [type(t) for t in (shared, shared_reward)] == [RayRetrieveKL, RayKLRewardTransform]
 
     def test_without_ray_an_actors_name_names_nothing(self):
         assert type(RetrieveKL(**FACTORIES, actor_name="unused")) is RetrieveKL
@@ -350,18 +342,12 @@ print(RayRetrieveKL(actor_name="kl"))
         ray.kill(other)
 
 
-def test_it_travels_to_a_task(shared):
-    """As a collector in an actor takes its transforms along."""
+def test_a_copy_that_ray_or_pickle_made_has_the_same_actor(shared):
+    """A collector in an actor takes its transforms along."""
     wanted = rows(shared(dialogs(stacked=True, with_next=False)), "kl_penalty")
-
-    @ray.remote(num_cpus=0)
-    def score(transform, data):
-        return transform(data).get("kl_penalty", as_list=True)
-
-    data = dialogs(stacked=True, with_next=False)
-    assert_rows_equal(ray.get(score.remote(shared, data)), wanted)
-    copied = pickle.loads(pickle.dumps(shared))
-    assert_rows_equal(rows(copied(data), "kl_penalty"), wanted)
+    for copied in (ray.get(ray.put(shared)), pickle.loads(pickle.dumps(shared))):
+        out = copied(dialogs(stacked=True, with_next=False))
+        assert_rows_equal(rows(out, "kl_penalty"), wanted)
 
 
 def test_bad_arguments_are_refused_before_an_actor_starts(cluster):

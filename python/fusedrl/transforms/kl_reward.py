@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
-from torch.nn.utils.rnn import pad_sequence
 from torchrl.data import Composite
 from torchrl.envs import EnvBase, Transform
 from torchrl.envs.llm.transforms import KLRewardTransform as _KLRewardTransform
@@ -20,11 +19,21 @@ from fusedrl import ragged
 from fusedrl.ops.token_kl import pack_samples, token_kl
 from fusedrl.transforms import columns
 from fusedrl.transforms.columns import Column, Columns, Rows
-from fusedrl.transforms.ray import RayKLRewardTransform, RayService
+from fusedrl.transforms.ray import RayKLRewardTransform
+from fusedrl.transforms.ray_service import RayService
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
-
-PROMPT = ("tokens", "prompt")
-ASSISTANT, ATTENTION = ("masks", "all_assistant_mask"), ("masks", "all_attention_mask")
+from fusedrl.transforms.token_columns import (
+    ASSISTANT,
+    ATTENTION,
+    PROMPT,
+    answer_key,
+    assistant_mask,
+    dense_reward,
+    is_dense,
+    policy_log_probs,
+    readable,
+    rows,
+)
 
 _warned_of_coeff = False
 
@@ -133,8 +142,14 @@ class KLRewardTransform(_KLRewardTransform):
     def columns_read(self) -> tuple[list[NestedKey], list[NestedKey]]:
         """The columns that are read from the root, and those that are read from ``"next"``."""
         reward, *inputs = self.in_keys
-        log_probs = [self.log_prob_full_key, _answer_key(self.log_prob_full_key)]
-        return [*inputs, PROMPT, ASSISTANT, ATTENTION, *log_probs], [reward]
+        log_probs = [self.log_prob_full_key, answer_key(self.log_prob_full_key)]
+        return [
+            *inputs,
+            PROMPT,
+            ASSISTANT,
+            ATTENTION,
+            *log_probs,
+        ], [reward]
 
     def set_container(self, container: Transform | EnvBase) -> None:
         # torchrl assigns the action key here, a property that the parent has to answer.
@@ -154,8 +169,8 @@ class KLRewardTransform(_KLRewardTransform):
             return self._without_tokens(key, next_tensordict)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             ref_log_probs = self._score(tensordict, key, tokens)
-            log_probs = self._policy_log_probs(data, tokens)
-            mask = self._mask(data, tokens) if self.assistant_only else None
+            log_probs = policy_log_probs(data, self.log_prob_full_key, tokens)
+            mask = assistant_mask(data, tokens) if self.assistant_only else None
             reward = target.get(self.in_keys[0]) if self.add_to_reward else None
             self._penalise(target, log_probs, ref_log_probs, mask, reward)
         return next_tensordict
@@ -172,50 +187,19 @@ class KLRewardTransform(_KLRewardTransform):
 
     def _score(self, td: TensorDictBase, key: NestedKey, tokens: Column) -> Column:
         """The reference's log-probs of ``tokens``, in their form."""
-        if not _is_dense(tokens) and (self.pad_output or isinstance(tokens, Tensor)):
-            td = _readable(tokens, columns.columns_of(td).get(ATTENTION), key, self.pad_output)
+        if not is_dense(tokens) and (self.pad_output or isinstance(tokens, Tensor)):
+            td = readable(tokens, columns.columns_of(td).get(ATTENTION), key, self.pad_output)
         device = getattr(self, "_io_device", None)
         td = td if device is None else td.to(device)
         scorer: RetrieveLogProb = self.__dict__["_scorer"]
         scored = scorer._step(td, td.empty())
         log_probs = columns.columns_of(scored).get(scorer.log_probs_full_key)
         assert log_probs is not None
-        if _is_dense(log_probs) and _is_dense(tokens):
+        if is_dense(log_probs) and is_dense(tokens):
             return log_probs.to(tokens.device)
         # A model that pads answers rows of one length, padded on the left.
-        pairs = zip(_rows(log_probs), _rows(tokens), strict=True)
+        pairs = zip(rows(log_probs), rows(tokens), strict=True)
         return [row[row.shape[-1] - len(ids) :].to(ids.device) for row, ids in pairs]
-
-    def _policy_log_probs(self, data: Rows | Columns, tokens: Column) -> Column:
-        log_probs = data.get(self.log_prob_full_key)
-        if log_probs is not None:
-            return log_probs
-        answers = data.get(_answer_key(self.log_prob_full_key))
-        if answers is None:
-            raise ValueError(
-                f"tensordict: expected the policy's log-probs under {self.log_prob_full_key!r}, "
-                "found none; let the policy write them (return_log_probs=True), or name their key"
-            )
-        if _is_dense(tokens) and _is_dense(answers):
-            return _behind_prompt(answers, tokens)
-        pairs = zip(_rows(answers), _rows(tokens), strict=True)
-        return [_behind_prompt(answer, ids) for answer, ids in pairs]
-
-    def _mask(self, data: Rows | Columns, tokens: Column) -> Column:
-        mask = data.get(ASSISTANT)
-        if mask is not None:
-            return mask
-        attended, prompts = data.get(ATTENTION), data.get(PROMPT)
-        if prompts is None or (attended is None and _is_dense(tokens)):
-            raise ValueError(
-                f"tensordict: expected an assistant mask under {ASSISTANT!r}, or {PROMPT!r} and "
-                f"{ATTENTION!r} to tell the answer from, found neither; use assistant_only=False"
-            )
-        if attended is None:
-            attended = [torch.ones_like(ids, dtype=torch.bool) for ids in _rows(tokens)]
-        if _is_dense(attended) and _is_dense(prompts):
-            return _after(attended, prompts)
-        return [_after(row, own) for row, own in zip(_rows(attended), _rows(prompts), strict=True)]
 
     def _penalise(
         self,
@@ -226,16 +210,16 @@ class KLRewardTransform(_KLRewardTransform):
         reward: Column | None,
     ) -> None:
         given = (x for x in (log_probs, ref_log_probs, mask, reward) if x is not None)
-        if all(map(_is_dense, given)):
-            results = self._kl(log_probs, ref_log_probs, mask, _dense_reward(reward, log_probs))
+        if all(map(is_dense, given)):
+            results = self._kl(log_probs, ref_log_probs, mask, dense_reward(reward, log_probs))
             for key, values in results.items():
                 target.set(key, values.unsqueeze(-1))
             return
         packed = pack_samples(
-            _rows(log_probs),
-            _rows(ref_log_probs),
-            None if mask is None else _rows(mask),
-            None if reward is None else _rows(reward),
+            rows(log_probs),
+            rows(ref_log_probs),
+            None if mask is None else rows(mask),
+            None if reward is None else rows(reward),
         )
         lengths, offsets = packed.lengths, None
         if packed.reward is not None and packed.reward.shape != packed.log_probs.shape:
@@ -334,59 +318,3 @@ def _also_known(more: dict[str, Any]) -> bool:
             stacklevel=4,
         )
     return more.get("detach", True)
-
-
-def _readable(tokens: Column, attended: Column | None, key: NestedKey, pad: bool) -> TensorDictBase:
-    """Ragged tokens as wrappers read them: rows, or dense if they pad their output."""
-    ids = _rows(tokens)
-    masks = [torch.ones_like(row) for row in ids] if attended is None else _rows(attended)
-    given = {key: ids, ATTENTION: [mask.bool() for mask in masks]}
-    if not pad:
-        parts = zip(*given.values(), strict=True)
-        return lazy_stack([TensorDict(dict(zip(given, row, strict=True))) for row in parts])
-    dense = {
-        name: pad_sequence(list(rows), batch_first=True, padding_side="left")
-        for name, rows in given.items()
-    }
-    return TensorDict(dense, batch_size=(len(ids),))
-
-
-def _answer_key(key: NestedKey) -> NestedKey:
-    return (*key[:-1], "response") if isinstance(key, tuple) else key
-
-
-def _rows(column: Column) -> Sequence[Tensor]:
-    return column.unbind(0) if isinstance(column, Tensor) else column
-
-
-def _is_dense(column: Column | None) -> TypeGuard[Tensor]:
-    return isinstance(column, Tensor) and not columns.is_nested(column)
-
-
-def _behind_prompt(answer: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probs of an answer, missing for the tokens before it."""
-    before = tokens.shape[-1] - answer.shape[-1]
-    if before < 0:
-        raise ValueError(
-            f"tensordict: expected at most {tokens.shape[-1]} log-probs of an answer, as many as "
-            f"tokens, got {answer.shape[-1]}; they must be of the same conversation"
-        )
-    return torch.nn.functional.pad(answer, (before, 0), value=float("nan"))
-
-
-def _after(attended: Tensor, prompt: Tensor) -> Tensor:
-    """The attended tokens behind as many as the prompt has."""
-    answer = attended.bool().clone()
-    answer[..., : prompt.shape[-1]] = False
-    return answer
-
-
-def _dense_reward(reward: Any, log_probs: Any) -> Tensor | None:
-    if reward is None:
-        return None
-    if reward.dim() != 3 or reward.shape[-1] != 1:
-        raise ValueError(
-            f"reward: expected {(*log_probs.shape, 1)}, or {(len(log_probs), 1, 1)} to broadcast, "
-            f"got {tuple(reward.shape)}; add the missing dimension with .unsqueeze(-1)"
-        )
-    return reward.squeeze(-1).expand(log_probs.shape)

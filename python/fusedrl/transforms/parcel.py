@@ -16,11 +16,15 @@ from torch import Tensor
 
 
 class Parcel(NamedTuple):
-    """``structure`` is a pickle that refers to tensors by number; ``shapes`` has theirs."""
+    """``structure`` is a pickle that refers to tensors by number; ``shapes`` has theirs.
+
+    ``device`` is where the first tensor was; ``None`` without one.
+    """
 
     structure: bytes
     shapes: list[tuple[torch.dtype, torch.Size]]
     buffers: dict[torch.dtype, np.ndarray[Any, Any]]
+    device: torch.device | None
 
 
 class _Pickler(pickle.Pickler):
@@ -68,15 +72,21 @@ def pack(value: Any) -> Parcel:
     buffers = {
         dtype: torch.cat(parts).cpu().view(torch.uint8).numpy() for dtype, parts in flat.items()
     }
-    return Parcel(file.getvalue(), [(x.dtype, x.shape) for x in pickler.tensors], buffers)
+    shapes = [(tensor.dtype, tensor.shape) for tensor in pickler.tensors]
+    device = pickler.tensors[0].device if pickler.tensors else None
+    return Parcel(file.getvalue(), shapes, buffers, device)
 
 
 def unpack(parcel: Parcel) -> Any:
     """What was packed; tensors of one dtype are views of one buffer."""
     parts = {}
     for dtype, buffer in parcel.buffers.items():
-        # The memory of a message is read-only.
-        values = torch.from_numpy(buffer.copy()).view(dtype)
+        # The memory of a message is read-only, hence a copy.
+        values = (
+            torch.frombuffer(bytearray(buffer), dtype=dtype)
+            if len(buffer)
+            else torch.empty(0, dtype=dtype)
+        )
         sizes = [shape.numel() for other, shape in parcel.shapes if other == dtype]
         parts[dtype] = iter(values.split_with_sizes(sizes))
     tensors = [next(parts[dtype]).view(shape) for dtype, shape in parcel.shapes]

@@ -16,7 +16,8 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 from fusedrl.models.adapters import WithoutAdapters, has_adapters
 from fusedrl.transforms import columns
 from fusedrl.transforms.kl_computation import KLComputation, refuse
-from fusedrl.transforms.ray import RayRetrieveKL, RayService
+from fusedrl.transforms.ray import RayRetrieveKL
+from fusedrl.transforms.ray_service import RayService
 from fusedrl.transforms.reading import TokenBatch
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 

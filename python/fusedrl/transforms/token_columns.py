@@ -1,0 +1,111 @@
+"""Columns beside the tokens of a conversation: a policy's log-probs, masks, and a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fusedrl.transforms.columns import Column, Columns, Rows, is_nested
+
+PROMPT = ("tokens", "prompt")
+ASSISTANT, ATTENTION = ("masks", "all_assistant_mask"), ("masks", "all_attention_mask")
+
+
+def rows(column: Column) -> Sequence[Tensor]:
+    """A column as one tensor a sample."""
+    return column.unbind(0) if isinstance(column, Tensor) else column
+
+
+def is_dense(column: Column | None) -> TypeGuard[Tensor]:
+    """Whether a column is one tensor without ragged dimensions."""
+    return isinstance(column, Tensor) and not is_nested(column)
+
+
+def readable(tokens: Column, attended: Column | None, key: NestedKey, pad: bool) -> TensorDictBase:
+    """Ragged tokens as wrappers read them: rows, or dense if they pad their output."""
+    ids = rows(tokens)
+    masks = [torch.ones_like(row) for row in ids] if attended is None else rows(attended)
+    given = {key: ids, ATTENTION: [mask.bool() for mask in masks]}
+    if not pad:
+        parts = zip(*given.values(), strict=True)
+        return lazy_stack([TensorDict(dict(zip(given, row, strict=True))) for row in parts])
+    dense = {
+        name: pad_sequence(list(column), batch_first=True, padding_side="left")
+        for name, column in given.items()
+    }
+    return TensorDict(dense, batch_size=(len(ids),))
+
+
+def answer_key(key: NestedKey) -> NestedKey:
+    """Where a policy that generates keeps the answer's part of a full column."""
+    return (*key[:-1], "response") if isinstance(key, tuple) else key
+
+
+def dense_reward(reward: Any, log_probs: Any) -> Tensor | None:
+    """A reward ``[B, T, 1]`` or ``[B, 1, 1]`` as ``[B, T]``."""
+    if reward is None:
+        return None
+    if reward.dim() != 3 or reward.shape[-1] != 1:
+        raise ValueError(
+            f"reward: expected {(*log_probs.shape, 1)}, or {(len(log_probs), 1, 1)} to broadcast, "
+            f"got {tuple(reward.shape)}; add the missing dimension with .unsqueeze(-1)"
+        )
+    return reward.squeeze(-1).expand(log_probs.shape)
+
+
+def policy_log_probs(data: Rows | Columns, key: NestedKey, tokens: Column) -> Column:
+    """The policy's log-probs of ``tokens``; those before an answer scored alone are missing."""
+    log_probs = data.get(key)
+    if log_probs is not None:
+        return log_probs
+    answers = data.get(answer_key(key))
+    if answers is None:
+        raise ValueError(
+            f"tensordict: expected the policy's log-probs under {key!r}, "
+            "found none; let the policy write them (return_log_probs=True), or name their key"
+        )
+    if is_dense(tokens) and is_dense(answers):
+        return _behind_prompt(answers, tokens)
+    pairs = zip(rows(answers), rows(tokens), strict=True)
+    return [_behind_prompt(answer, ids) for answer, ids in pairs]
+
+
+def assistant_mask(data: Rows | Columns, tokens: Column) -> Column:
+    """The assistant's tokens, or without a mask of them all behind the prompt."""
+    mask = data.get(ASSISTANT)
+    if mask is not None:
+        return mask
+    attended, prompts = data.get(ATTENTION), data.get(PROMPT)
+    if prompts is None or (attended is None and is_dense(tokens)):
+        raise ValueError(
+            f"tensordict: expected an assistant mask under {ASSISTANT!r}, or {PROMPT!r} and "
+            f"{ATTENTION!r} to tell the answer from, found neither; use assistant_only=False"
+        )
+    if attended is None:
+        attended = [torch.ones_like(ids, dtype=torch.bool) for ids in rows(tokens)]
+    if is_dense(attended) and is_dense(prompts):
+        return _after(attended, prompts)
+    return [_after(row, own) for row, own in zip(rows(attended), rows(prompts), strict=True)]
+
+
+def _behind_prompt(answer: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probs of an answer, missing for the tokens before it."""
+    before = tokens.shape[-1] - answer.shape[-1]
+    if before < 0:
+        raise ValueError(
+            f"tensordict: expected at most {tokens.shape[-1]} log-probs of an answer, as many as "
+            f"tokens, got {answer.shape[-1]}; they must be of the same conversation"
+        )
+    return torch.nn.functional.pad(answer, (before, 0), value=float("nan"))
+
+
+def _after(attended: Tensor, prompt: Tensor) -> Tensor:
+    """The attended tokens behind as many as the prompt has."""
+    answer = attended.bool().clone()
+    answer[..., : prompt.shape[-1]] = False
+    return answer
