@@ -153,6 +153,14 @@ def columns_of(td: TensorDictBase) -> Rows | Columns:
     return Columns(td) if samples is None else Rows(samples)
 
 
+def as_batch(
+    td: TensorDictBase, following: TensorDictBase
+) -> tuple[TensorDictBase, TensorDictBase]:
+    """One sample, and where its results go, as stacks of one over the same tensordicts."""
+    stack = lazy_stack([td])
+    return stack, stack if following is td else lazy_stack([following])
+
+
 def write_rows(
     td: TensorDictBase, key: NestedKey, rows: Sequence[Tensor], layout: torch.layout
 ) -> None:

@@ -127,6 +127,14 @@ class KLRewardTransform(_KLRewardTransform):
         scorer = RetrieveLogProb(model, assistant_only=False, detach=detach)
         object.__setattr__(self, "_scorer", scorer)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of torchrl's class, where a patch has put this one in its place."""
+        super().__setstate__(state)
+        if "_scorer" not in state:
+            self.detach = True
+            scorer = RetrieveLogProb(self.ref_model, assistant_only=False)
+            object.__setattr__(self, "_scorer", scorer)
+
     @property
     def action_key(self) -> NestedKey:
         """The full conversation, in the input mode of the environment; tokens without one."""

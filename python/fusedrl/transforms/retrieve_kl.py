@@ -15,7 +15,8 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from fusedrl.models.adapters import WithoutAdapters, has_adapters
 from fusedrl.transforms import columns
-from fusedrl.transforms.kl_computation import KLComputation, refuse
+from fusedrl.transforms.arguments import accept_renamed, refuse
+from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.ray import RayRetrieveKL
 from fusedrl.transforms.ray_service import RayService
 from fusedrl.transforms.reading import TokenBatch
@@ -59,13 +60,36 @@ class RetrieveKL(_RetrieveKL):
             models that pad differently or share their ``log_probs_key``.
 
     Example:
+        >>> import torch
+        >>> from tensordict import TensorDict, set_list_to_stack
+        >>> from torchrl.data.llm import History
+        >>> from torchrl.modules.llm import TransformersWrapper
+        >>> from torchrl.modules.llm.policies import ChatHistory
         >>> from fusedrl import RetrieveKL
-        >>> def penalise(env, ref_model):
-        ...     return env.append_transform(RetrieveKL("from_collector", ref_model, coeff=0.05))
+        >>> from fusedrl.demo.models import make_model, make_tokenizer  # tiny, not trained
+        >>> tokenizer = make_tokenizer(["2 + 2? It is 4."])
+        >>> def wrapper(key):
+        ...     return TransformersWrapper(make_model(len(tokenizer)), tokenizer=tokenizer,
+        ...         generate=False, return_log_probs=True, log_probs_key=key)
+        >>> chats = [
+        ...     [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": answer}]
+        ...     for answer in ("4", "It is 4.")
+        ... ]
+        >>> transform = RetrieveKL(wrapper("log_probs"), wrapper("ref_log_probs"), coeff=0.05)
+        >>> with set_list_to_stack(True):
+        ...     history = ChatHistory(full=History.from_chats(chats))
+        ...     data = TensorDict(history=history, batch_size=(2,)).to_lazystack(0)
+        ...     data["reward"] = torch.ones(2, 1, 1)
+        ...     data = transform(data)
+        >>> [len(row) for row in data.get("kl_penalty", as_list=True)]
+        [25, 28]
+        >>> [tuple(row.shape) for row in data.get("reward", as_list=True)]
+        [(25, 1), (28, 1)]
     """
 
     _RayServiceClass = RayService(RayRetrieveKL)
 
+    @accept_renamed
     def __init__(
         self,
         gen_model: LLMWrapperBase | Literal["from_collector"] | None = "from_collector",
@@ -170,6 +194,8 @@ class RetrieveKL(_RetrieveKL):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         if self._pending:
             self._init_deferred()
+        if tensordict.batch_dims == 0:
+            return self._step(*columns.as_batch(tensordict, next_tensordict))[0]
         batch: TokenBatch | None = None
         transforms: Any = self.transforms
         for transform in transforms:
@@ -185,6 +211,19 @@ class RetrieveKL(_RetrieveKL):
         if following is None:
             return self._step(tensordict, tensordict)
         return tensordict.set("next", self._step(tensordict, following))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of torchrl's class, where a patch has put this one in its place."""
+        super().__setstate__(state)
+        if "_pending" in state:
+            return
+        waiting = self.__dict__.pop("_init_params", None)
+        self._pending = False
+        if waiting is not None:
+            container = self._container
+            made = {"gen_model_factory": None, "ref_model_factory": None}
+            RetrieveKL.__init__(self, "from_collector", **(waiting | made))
+            self._container = container
 
     def clone(self) -> RetrieveKL:
         """A copy that shares the models and is in no environment yet.
@@ -260,7 +299,7 @@ def _check_history_key(model: Any, history_key: str) -> None:
 def _check_pair(gen_model: Any, ref_model: Any) -> None:
     if gen_model.pad_output != ref_model.pad_output:
         raise ValueError(
-            f"gen_model: expected pad_output={ref_model.pad_output} as in ref_model, "
+            f"gen_model: pad_output mismatch: expected {ref_model.pad_output} as in ref_model, "
             f"got {gen_model.pad_output}; both must pad alike"
         )
     if gen_model.log_probs_key == ref_model.log_probs_key:

@@ -54,20 +54,26 @@ class RetrieveLogProb(_RetrieveLogProb):
             ``assistant_only`` needs; a mask over other tokens than the model's.
 
     Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
+        >>> from tensordict import TensorDict, set_list_to_stack
         >>> from torchrl.data.llm import History
         >>> from torchrl.modules.llm import TransformersWrapper
         >>> from torchrl.modules.llm.policies import ChatHistory
         >>> from fusedrl import RetrieveLogProb
-        >>> def log_probs_of(model, tokenizer, chats):
-        ...     wrapper = TransformersWrapper(
-        ...         model, tokenizer=tokenizer, generate=False, return_log_probs=True
-        ...     )
-        ...     data = TensorDict(
-        ...         history=ChatHistory(full=History.from_chats(chats)), batch_size=(len(chats),)
-        ...     )
-        ...     return RetrieveLogProb(wrapper)(data).get(("log_probs", "full"), as_list=True)
+        >>> from fusedrl.demo.models import make_model, make_tokenizer  # tiny, not trained
+        >>> tokenizer = make_tokenizer(["2 + 2? It is 4."])
+        >>> wrapper = TransformersWrapper(make_model(len(tokenizer)), tokenizer=tokenizer,
+        ...     generate=False, return_log_probs=True)
+        >>> chats = [
+        ...     [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": answer}]
+        ...     for answer in ("4", "It is 4.")
+        ... ]
+        >>> with set_list_to_stack(True):
+        ...     history = ChatHistory(full=History.from_chats(chats))
+        ...     data = TensorDict(history=history, batch_size=(2,))
+        ...     data = RetrieveLogProb(wrapper)(data)
+        >>> log_probs = data.get(("log_probs", "full"), as_list=True)
+        >>> [(len(row), int((row < 0).sum())) for row in log_probs]
+        [(25, 1), (28, 4)]
     """
 
     def __init__(
@@ -109,6 +115,8 @@ class RetrieveLogProb(_RetrieveLogProb):
         self._own_key = unravel_key((model.log_probs_key, "full"))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        if tensordict.batch_dims == 0:
+            return self._step(*columns.as_batch(tensordict, next_tensordict))[0]
         return self.score(tensordict, next_tensordict, self.read(tensordict))
 
     def read(
@@ -120,7 +128,7 @@ class RetrieveLogProb(_RetrieveLogProb):
         """
         if tensordict.batch_dims != 1:
             raise ValueError(
-                f"tensordict: expected one batch dimension, got batch_size "
+                f"tensordict: expected one batch dimension or none, got batch_size "
                 f"{tuple(tensordict.batch_size)}; flatten it with .reshape(-1)"
             )
         model: Any = self.model
@@ -183,6 +191,14 @@ class RetrieveLogProb(_RetrieveLogProb):
             log_probs.padded = MetaData(padded)
             column.set(own[0], log_probs)
         td.update(column, keys_to_update=(key,))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of torchrl's class, where a patch has put this one in its place."""
+        super().__setstate__(state)
+        if "_own_key" not in state:
+            self.marker_kwargs = self.max_tokens_per_forward = None
+            self.marks_itself = False
+            self._own_key = unravel_key((self.model.log_probs_key, "full"))
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         columns.declare_tokens(observation_spec, self.log_probs_full_key)
