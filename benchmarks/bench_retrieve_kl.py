@@ -19,6 +19,7 @@ LEAST = {128: 5.0, 512: 3.0}  # hidden size -> least speed-up over torchrl
 MEMORY_SHARE = 1 / 8  # of torchrl's three copies of the logits
 OVERHEAD = 1.15  # RetrieveKL over the two decoders and the kept rows' products
 PACKED_GOAL = 1.5  # ragged conversations, over one padded batch
+RAGGED = ((128, VOCAB, 2), (512, 32000, 4))  # hidden size, vocabulary, layers
 KEY = ("log_probs", "full")
 
 
@@ -32,8 +33,9 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped
         yield log_prob_case(even, hidden, goal, device)
     for hidden in list(LEAST)[: 1 if quick else None]:
         yield kl_case(even, hidden, device)
-    lengths = torch.linspace(32, 1024, 16).int().tolist()
-    yield ragged_case(conversations(lengths), 128, device)
+    ragged = conversations(torch.linspace(32, 1024, 16).int().tolist())
+    for hidden, vocab, layers in RAGGED[: 1 if quick else None]:
+        yield ragged_case(ragged, hidden, vocab, layers, device)
 
 
 def conversations(lengths: Sequence[int]) -> list[list[dict[str, str]]]:
@@ -61,16 +63,16 @@ def tokenizer() -> Any:
 
 
 @cache
-def model(hidden: int, seed: int, device: str) -> Any:
-    """A Qwen2 of 2 layers with the vocabulary of the real ones."""
+def model(hidden: int, seed: int, device: str, vocab: int = VOCAB, layers: int = 2) -> Any:
+    """A random Qwen2."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=hidden // 64,
         num_key_value_heads=hidden // 64,
         max_position_embeddings=2048,
@@ -78,12 +80,12 @@ def model(hidden: int, seed: int, device: str) -> Any:
     return Qwen2ForCausalLM(config).eval().to(device)
 
 
-def wrapper(hidden: int, seed: int, device: str, key: str = "log_probs") -> Any:
+def wrapper(network: Any, key: str = "log_probs") -> Any:
     """As torchrl scores conversations."""
     from torchrl.modules.llm import TransformersWrapper
 
     return TransformersWrapper(
-        model(hidden, seed, device),
+        network,
         tokenizer=tokenizer(),
         input_mode="history",
         generate=False,
@@ -111,7 +113,7 @@ class Tokens:
     def __init__(self, chats: Any, device: str):
         from fusedrl.transforms.reading import read, reading_of
 
-        reading = reading_of(wrapper(128, 0, device), True, None, None)
+        reading = reading_of(wrapper(model(128, 0, device)), True, None, None)
         batch = read(reading, data(chats))
         assert batch.mask is not None
         self.rows = [row.to(device) for row in batch.rows(batch.tokens)]
@@ -130,13 +132,13 @@ class Tokens:
 
 def bare(tokens: Tokens, networks: Sequence[Any]) -> Run:
     """The forwards of the decoders over the real tokens, and the kept rows' products."""
+    head = networks[0].lm_head.weight
+    logits = head.new_zeros(tokens.kept, len(head))  # there before the clock starts
 
     @torch.no_grad()
     def run(_: Any) -> None:
         for network in networks:
-            hidden = tokens.decode(network)
-            for block in hidden.split(64):  # as a tile: nobody keeps the logits
-                torch.mm(block, network.lm_head.weight.T)
+            torch.mm(tokens.decode(network), network.lm_head.weight.T, out=logits)
 
     return run
 
@@ -148,7 +150,7 @@ def log_prob_case(chats: Any, hidden: int, goal: float, device: str) -> Case:
     from fusedrl import RetrieveLogProb
 
     tokens = Tokens(chats, device)
-    scored = wrapper(hidden, 0, device)
+    scored = wrapper(model(hidden, 0, device))
     theirs, ours = Reference(scored), RetrieveLogProb(scored)
     mib = 3 * 4 * tokens.padded * VOCAB / 2**20
     return Case(
@@ -172,8 +174,8 @@ def kl_case(chats: Any, hidden: int, device: str) -> Case:
     from fusedrl import RetrieveKL
 
     tokens = Tokens(chats, device)
-    pair = wrapper(hidden, 0, device), wrapper(hidden, 1, device, "ref_log_probs")
-    networks = [each.model for each in pair]
+    networks = [model(hidden, seed, device) for seed in (0, 1)]
+    pair = wrapper(networks[0]), wrapper(networks[1], "ref_log_probs")
     return Case(
         op="RetrieveKL",
         setting=f"{len(chats)} x ~270 tokens, 30% kept, hidden {hidden}, V {VOCAB}",
@@ -190,12 +192,12 @@ def kl_case(chats: Any, hidden: int, device: str) -> Case:
     )
 
 
-def ragged_case(chats: Any, hidden: int, device: str) -> Case:
+def ragged_case(chats: Any, hidden: int, vocab: int, layers: int, device: str) -> Case:
     """Lengths 32 to 1024: rows without padding, beside one padded batch through the same ops."""
     from fusedrl import RetrieveLogProb, linear_token_log_probs
 
     tokens = Tokens(chats, device)
-    scored = wrapper(hidden, 0, device)
+    scored = wrapper(model(hidden, 0, device, vocab, layers))
     ours = RetrieveLogProb(scored)
     pad: Any = torch.nn.utils.rnn.pad_sequence
     ids = pad(tokens.rows, batch_first=True, padding_side="left")
@@ -210,7 +212,7 @@ def ragged_case(chats: Any, hidden: int, device: str) -> Case:
 
     return Case(
         op="RetrieveLogProb",
-        setting=f"{len(chats)} x 32 to 1024 tokens, 30% kept, hidden {hidden}, V {VOCAB}",
+        setting=f"{len(chats)} x 32 to 1024 tokens, hidden {hidden}, V {vocab}, {layers} layers",
         make_input=lambda: data(chats),
         contenders={"padded": padded, "fusedrl": ours},
         truth=lambda _: truth(tokens, scored.model),

@@ -139,6 +139,8 @@ def to_strided(ragged: Ragged, lengths: Sequence[int] | None = None) -> Tensor:
     sizes[:, 0] = rows
     steps = torch.tensor(strides, device="cpu").expand(count, -1).contiguous()
     starts = offsets_of(rows)[:-1] * strides[0]
+    if values.storage_offset() != 0:
+        values = values.clone()  # the view starts at the storage, not at the slice
     return torch._nested_view_from_buffer(  # pyright: ignore[reportPrivateImportUsage]
         values.view(-1), sizes, steps, starts
     )

@@ -109,10 +109,10 @@ def test_batches_respect_the_limit_and_change_nothing(score):
         )
 
 
-def test_windows_keep_the_order_of_the_input(score, monkeypatch):
+def test_batches_keep_the_order_of_the_input(score, monkeypatch):
     _, out = score(CHATS)
     whole = rows(out / "tokens.parquet")
-    monkeypatch.setattr(job, "WINDOW", 7)
+    monkeypatch.setattr(job, "BATCH", 7)
     _, out = score(CHATS)
     keys = [(t["chat"], t["position"]) for t in rows(out / "tokens.parquet")]
     assert keys == [(t["chat"], t["position"]) for t in whole]

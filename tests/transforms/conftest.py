@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_thread import one_thread
 from tensordict import NonTensorStack, TensorDict, TensorDictBase, set_list_to_stack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchrl.data import Composite, Unbounded
@@ -26,16 +27,9 @@ from transformers import (
 
 from .dialogs import CHATS
 
+__all__ = ["one_thread"]
+
 QUESTIONS = ["How are you?", "What is the capital of France?"]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread():
-    """Models this small only lose time to threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

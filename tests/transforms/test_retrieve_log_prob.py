@@ -370,5 +370,16 @@ def test_bad_arguments_are_refused(policy):
         RetrieveLogProb(policy(), padding_side="both")
     with pytest.raises(ValueError, match="max_tokens_per_forward: expected a positive number"):
         RetrieveLogProb(policy(), max_tokens_per_forward=0)
-    with pytest.raises(ValueError, match=r"tensordict: expected one batch dimension, got .*\(\)"):
-        RetrieveLogProb(policy())(conversations(stacked=True)[0])
+    two = conversations(stacked=True).unsqueeze(0)
+    with pytest.raises(ValueError, match=r"tensordict: expected one batch dimension or none, got"):
+        RetrieveLogProb(policy())(two)
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_one_conversation_without_a_batch(policy, pad_output):
+    transform = RetrieveLogProb(policy(pad_output=pad_output))
+    one = conversations(stacked=True)[0]
+    out = transform(one)
+    assert out is one
+    expected = rows(RetrieveLogProb(policy())(conversations()), KEY)[0]
+    assert_rows_equal([out.get(KEY)], [expected])

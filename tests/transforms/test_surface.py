@@ -121,12 +121,10 @@ class TestOptions:
             RetrieveKL(gen_model, reference(), gen_log_probs_full_key=REF)
 
     @pytest.mark.parametrize("old", ["coef", "gen_log_probs_key", "ref_log_probs_key"])
-    @pytest.mark.xfail(reason="RetrieveKL refuses the names of older releases")
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     def test_old_names(self, retrieve_kl, old):
         retrieve_kl(**{old: 0.5 if old == "coef" else ("mine", "full")})
 
-    @pytest.mark.xfail(reason="RetrieveKL refuses the name of a Ray actor it does not make")
     def test_the_name_of_an_actor(self, retrieve_kl):
         retrieve_kl(actor_name="scorer")
 

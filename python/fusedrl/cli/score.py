@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=defaults.max_tokens_per_batch,
         metavar="N",
-        help="tokens of one forward pass, padding included (default: %(default)s)",
+        help="tokens of one forward pass (default: 512 on the CPU, more on a GPU)",
     )
     parser.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's template"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -12,15 +12,15 @@ from typing import Any
 import numpy
 
 import fusedrl
-from fusedrl.scoring.batches import ScoredChat, batches, score_batch
+from fusedrl.scoring.batches import score_batch
 from fusedrl.scoring.chats import ChatError, ScoreError, parse_chat, read_records
 from fusedrl.scoring.masks import TokenizedChat, tokenize_chat
 from fusedrl.scoring.models import ModelPair, load_pair
 from fusedrl.scoring.report import Report
 from fusedrl.scoring.tables import Tables
 
-# Chats read ahead to be batched by length; bounds the memory of a long input.
-WINDOW = 1024
+# Chats scored at a time, which share forward passes.
+BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Settings:
         temperature: divisor of both models' logits.
         device: torch device, or ``"auto"``.
         dtype: ``"auto"`` (float32 on the CPU, the checkpoint's own elsewhere) or a torch dtype.
-        max_tokens_per_batch: tokens, padding included, of one forward pass.
+        max_tokens_per_batch: tokens of one forward pass, padding included; ``None`` for what
+            :func:`fusedrl.models.causal_log_probs` chooses.
         chat_template: file with a Jinja chat template that replaces the tokenizer's.
         strict: stop at the first chat that cannot be scored, instead of skipping it.
         report_chats: how many of the most-drifted chats the report shows.
@@ -43,7 +44,7 @@ class Settings:
     temperature: float = 1.0
     device: str = "auto"
     dtype: str = "auto"
-    max_tokens_per_batch: int = 2048
+    max_tokens_per_batch: int | None = None
     chat_template: Path | None = None
     strict: bool = False
     report_chats: int = 50
@@ -130,10 +131,14 @@ def score_chats(
         tables = Tables(Path(unfinished), settings.estimator, facts)
         report = Report(facts, settings.estimator, settings.report_chats)
         tokenized = _tokenized(chats, models, template, skip)
-        while window := list(islice(tokenized, WINDOW)):
-            for scored in _score(window, models, settings, on_progress):
+        estimators = sorted({"k1", "k3", settings.estimator})
+        while batch := list(islice(tokenized, BATCH)):
+            for scored in score_batch(
+                models, batch, estimators, settings.temperature, settings.max_tokens_per_batch
+            ):
                 tables.write(scored)
                 report.add(scored)
+            on_progress(len(batch))
         tables.close()
         summary.rows = tables.chats
         if not summary.rows:
@@ -161,18 +166,3 @@ def _tokenized(
             skip(error)
         else:
             yield tokenized
-
-
-def _score(
-    window: Sequence[TokenizedChat],
-    models: ModelPair,
-    settings: Settings,
-    on_progress: Callable[[int], None],
-) -> list[ScoredChat]:
-    """The window's chats scored, in the order of the input."""
-    estimators = sorted({"k1", "k3", settings.estimator})
-    scored: list[ScoredChat] = []
-    for batch in batches(window, settings.max_tokens_per_batch):
-        scored += score_batch(models, batch, estimators, settings.temperature)
-        on_progress(len(batch))
-    return sorted(scored, key=lambda chat: chat.tokenized.chat.line)

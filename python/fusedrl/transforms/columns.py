@@ -8,7 +8,7 @@ samples' own dicts; everywhere else :class:`Columns` goes through the public int
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -153,12 +153,14 @@ def columns_of(td: TensorDictBase) -> Rows | Columns:
     return Columns(td) if samples is None else Rows(samples)
 
 
-def as_batch(
-    td: TensorDictBase, following: TensorDictBase
-) -> tuple[TensorDictBase, TensorDictBase]:
-    """One sample, and where its results go, as stacks of one over the same tensordicts."""
+def step_one(
+    step: Callable[[TensorDictBase, TensorDictBase], Any],
+    td: TensorDictBase,
+    following: TensorDictBase,
+) -> Any:
+    """A transform's step on one sample without a batch, through stacks of one over it."""
     stack = lazy_stack([td])
-    return stack, stack if following is td else lazy_stack([following])
+    return step(stack, stack if following is td else lazy_stack([following]))[0]
 
 
 def write_rows(

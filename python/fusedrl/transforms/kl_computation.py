@@ -18,8 +18,6 @@ from fusedrl.transforms import columns
 from fusedrl.transforms.arguments import accept_renamed, refuse
 from fusedrl.transforms.columns import Column, Columns, Rows
 
-__all__ = ["KLComputation", "refuse"]
-
 Data = Rows | Columns
 
 

@@ -195,7 +195,7 @@ class RetrieveKL(_RetrieveKL):
         if self._pending:
             self._init_deferred()
         if tensordict.batch_dims == 0:
-            return self._step(*columns.as_batch(tensordict, next_tensordict))[0]
+            return columns.step_one(self._step, tensordict, next_tensordict)
         batch: TokenBatch | None = None
         transforms: Any = self.transforms
         for transform in transforms:

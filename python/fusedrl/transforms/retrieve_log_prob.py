@@ -116,7 +116,7 @@ class RetrieveLogProb(_RetrieveLogProb):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_dims == 0:
-            return self._step(*columns.as_batch(tensordict, next_tensordict))[0]
+            return columns.step_one(self._step, tensordict, next_tensordict)
         return self.score(tensordict, next_tensordict, self.read(tensordict))
 
     def read(

@@ -136,7 +136,6 @@ class TestWhereTorchrlIsWrong:
             cls(policy(), tokenizer_kwargs=options)
         assert given[0] == {} and given[1] != {}
 
-    @pytest.mark.xfail(reason="packed model inputs are scored by torchrl's own forward")
     def test_packed_model_inputs_see_later_tokens(self, policy):
         """A token's log-prob must not depend on how the batch is laid out."""
         ours, theirs = answers(lambda cls: cls(policy(pad_model_input=False)), conversations)

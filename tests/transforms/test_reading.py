@@ -1,0 +1,129 @@
+"""Conversations, texts and tokens as wrappers read them, and once for models that read alike."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from transformers import AutoTokenizer
+
+from fusedrl import RetrieveKL, RetrieveLogProb
+
+from .dialogs import CHATS, assert_rows_equal, conversations, rows
+
+KEY = ("gen_log_probs", "full")
+TOKENS, ATTENTION = ("tokens", "full"), ("masks", "all_attention_mask")
+
+
+@pytest.fixture
+def template_calls(tokenizer, monkeypatch):
+    """The number of conversations that a chat template was applied to, for their tokens."""
+    calls: list[int] = []
+    original = type(tokenizer).apply_chat_template
+
+    def counting(self, *args, **kwargs):
+        if kwargs.get("tokenize"):
+            calls.append(1)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", counting)
+    return calls
+
+
+def loaded_again(tokenizer):
+    return AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_template_is_applied_once_for_both_models(
+    policy, reference, tokenizer, template_calls, same
+):
+    other = tokenizer if same else loaded_again(tokenizer)
+    RetrieveKL(policy(), reference(tokenizer=other))(conversations())
+    assert len(template_calls) == len(CHATS)
+
+
+@pytest.mark.parametrize("how", ["chat template", "token", "template argument"])
+def test_models_that_read_differently_read_for_themselves(
+    policy, reference, tokenizer, template_calls, how
+):
+    other = loaded_again(tokenizer)
+    options = {"tokenizer": other}
+    if how == "chat template":
+        other.chat_template = "{{ messages }}"
+    elif how == "token":
+        other.add_tokens(["unheard-of"])
+    else:
+        options["chat_template_name"] = "qwen"
+    transform = RetrieveKL(policy(), reference(**options), assistant_only=False)
+    first, second, _ = transform
+    batch = first.read(conversations())
+    assert second.read(conversations(), shared=batch) is not batch
+
+
+def test_a_tokenizer_without_a_padding_token_to_tell_by(wrap, policy, policy_model):
+    """Rows of their own length need none."""
+    expected = rows(RetrieveLogProb(policy(), assistant_only=False)(conversations()), KEY)
+    ids = rows(policy()(conversations()), TOKENS)
+    data = lazy_stack([TensorDict({TOKENS: row}) for row in ids])
+    wrapper = wrap(policy_model, "gen_log_probs", input_mode="tokens", tokenizer=None)
+    out = RetrieveLogProb(wrapper, assistant_only=False)(data)
+    assert_rows_equal(rows(out, KEY), expected)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("same", [False, True])
+def test_dense_tokens_end_where_their_sequence_ends(
+    wrap, policy, policy_model, tokenizer, side, masked, same
+):
+    """With ``pad == eos`` too, where torchrl loses the end of every sequence."""
+    own = copy.deepcopy(tokenizer)
+    if same:
+        own.pad_token = own.eos_token
+    ids = [torch.cat((row, row.new_tensor([own.eos_token_id]))) for row in _ids(policy)]
+    options = {"batch_first": True, "padding_side": side}
+    dense = torch.nn.utils.rnn.pad_sequence(ids, padding_value=own.pad_token_id, **options)
+    attended = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], **options)
+    data = TensorDict({TOKENS: dense}, batch_size=len(ids))
+    if masked:
+        data[ATTENTION] = attended.bool()
+    wrapper = wrap(
+        policy_model, "gen_log_probs", input_mode="tokens", tokenizer=own, pad_output=True
+    )
+    out = RetrieveLogProb(wrapper, assistant_only=False)(data)[KEY]
+    assert out.shape == dense.shape
+    for i, row in enumerate(ids):
+        alone = policy_model(row[None]).logits[0, :-1].log_softmax(-1)
+        expected = alone.gather(-1, row[1:, None]).squeeze(-1)
+        own_row = out[i][attended[i].bool()]
+        torch.testing.assert_close(own_row[1:], expected, rtol=1e-4, atol=1e-5)
+    assert not out[~attended.bool()].any()
+
+
+def _ids(policy):
+    return rows(policy()(conversations()), TOKENS)
+
+
+def test_masks_that_do_not_fit_are_refused(wrap, policy, policy_model):
+    ids = _ids(policy)
+    data = lazy_stack([TensorDict({TOKENS: r, ATTENTION: torch.ones(3).bool()}) for r in ids])
+    wrapper = wrap(policy_model, input_mode="tokens")
+    with pytest.raises(ValueError, match=r"masks: sample 0: expected an attention mask of"):
+        RetrieveLogProb(wrapper, assistant_only=False)(data)
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "message"),
+    [
+        ("history", ("history", "full"), "expected a History under"),
+        ("text", ("text", "full"), "expected strings under"),
+    ],
+)
+def test_input_of_another_kind_is_refused(wrap, policy_model, mode, key, message):
+    data = TensorDict({key: torch.ones(2, 3)}, batch_size=2)
+    transform = RetrieveLogProb(wrap(policy_model, input_mode=mode), assistant_only=False)
+    with pytest.raises(TypeError, match=message):
+        transform(data)
