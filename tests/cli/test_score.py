@@ -213,6 +213,7 @@ def test_an_interrupted_job_leaves_the_earlier_files_alone(score, monkeypatch, f
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     assert set(before) == OUTPUTS
     real, calls = batches.score_batch, []
+    monkeypatch.setattr(job, "BATCH", 4)
 
     def failing(*args):
         calls.append(args)

@@ -54,7 +54,7 @@ def test_in_a_collector(lora, tokenizer, chat_env):
     collector = LLMCollector(env=env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2)
     (batch,) = list(collector)
     collector.shutdown()
-    assert any(row.any() for row in rows(batch["next"], "kl_penalty"))
+    assert any(row.any() for row in rows(batch.reshape(-1)["next"], "kl_penalty"))
 
 
 def test_a_policy_without_adapters_needs_a_reference(policy, chat_env, generating_policy):

@@ -242,7 +242,10 @@ def test_models_that_do_not_fit_are_refused(policy, reference, wrap, policy_mode
     cases = [
         (lambda: RetrieveKL(policy()), "ref_model: expected a log-prob wrapper"),
         (lambda: RetrieveKL(None, reference()), "gen_model: expected a log-prob wrapper"),
-        (lambda: RetrieveKL(policy(pad_output=True), reference()), "pad_output=False as in"),
+        (
+            lambda: RetrieveKL(policy(pad_output=True), reference()),
+            "pad_output mismatch: expected False",
+        ),
         (lambda: RetrieveKL(wrap(policy_model, "ref_log_probs"), reference()), "log_probs_key"),
         (lambda: RetrieveKL(policy(generate=True), reference()), "generate=False"),
         (lambda: RetrieveKL(policy(), reference(), gen_model_factory=policy), "got both"),

@@ -76,9 +76,28 @@ class KLRewardTransform(_KLRewardTransform):
         RuntimeError: a step without tokens.
 
     Example:
+        >>> import torch
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> from torchrl.modules.llm import TransformersWrapper
         >>> from fusedrl import KLRewardTransform
-        >>> def penalise(env, ref_model):
-        ...     return env.append_transform(KLRewardTransform(ref_model, coef=0.05))
+        >>> from fusedrl.demo.models import make_model, make_tokenizer  # tiny, not trained
+        >>> tokenizer = make_tokenizer(["2 + 2? It is 4."])
+        >>> reference = TransformersWrapper(make_model(len(tokenizer)), tokenizer=tokenizer,
+        ...     input_mode="tokens", generate=False, return_log_probs=True)
+        >>> samples = [
+        ...     TensorDict({
+        ...         ("tokens", "full"): torch.arange(n),
+        ...         ("tokens", "prompt"): torch.arange(2),
+        ...         ("log_probs", "full"): -torch.ones(n),
+        ...         "reward": torch.zeros(1, 1),
+        ...     })
+        ...     for n in (4, 5)
+        ... ]
+        >>> data = KLRewardTransform(reference, coef=0.05)(lazy_stack(samples))
+        >>> [tuple(row.shape) for row in data.get("reward", as_list=True)]
+        [(4, 1), (5, 1)]
+        >>> data.get("kl_penalty", as_list=True)[0].squeeze(-1)[:2]  # the prompt's
+        tensor([0., 0.])
     """
 
     _RayServiceClass = RayService(RayKLRewardTransform)

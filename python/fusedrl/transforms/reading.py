@@ -215,7 +215,7 @@ def _read_tokens(reading: Reading, td: TensorDictBase, column: Any) -> TokenBatc
                     f"masks: sample {i}: expected an attention mask of the tokens' shape "
                     f"{tuple(row.shape)}, got {tuple(mask.shape)}"
                 )
-    elif reading.tokenizer is None:
+    elif reading.tokenizer is None or len({len(row) for row in rows}) > 1:  # not padded
         attended = [torch.ones_like(row, dtype=torch.bool) for row in rows]
     else:
         attended = _told_by_padding(rows, reading.tokenizer)

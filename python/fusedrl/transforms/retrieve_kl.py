@@ -217,9 +217,10 @@ class RetrieveKL(_RetrieveKL):
         super().__setstate__(state)
         if "_pending" in state:
             return
-        waiting = self.__dict__.pop("_init_params", None)
+        waiting = vars(self).get("_init_params")
         self._pending = False
         if waiting is not None:
+            del self._init_params
             container = self._container
             made = {"gen_model_factory": None, "ref_model_factory": None}
             RetrieveKL.__init__(self, "from_collector", **(waiting | made))
