@@ -7,23 +7,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
+from one_thread import one_thread
 
 from fusedrl.cli import main
+
+__all__ = ["one_thread"]
 
 
 class Models(NamedTuple):
     policy: str
     reference: str
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Models this small run slower on several threads, the more so when tests run in parallel."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

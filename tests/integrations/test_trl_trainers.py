@@ -11,6 +11,7 @@ pytest.importorskip("trl.kernels.chunked_logprob", reason="no trl, or one withou
 
 import trl
 from datasets import Dataset
+from one_thread import one_thread
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -18,20 +19,14 @@ import fusedrl
 from fusedrl.integrations import _trl_head
 from fusedrl.integrations import trl as ours
 
+__all__ = ["one_thread"]
+
 TEXTS = ["the cat sat on the mat", "a dog ran in the park", "no cat ran", "the dog sat"]
 PAIRS = {
     "prompt": TEXTS,
     "chosen": [" and slept", " and barked at it", " today", " down"],
     "rejected": [" nowhere", " no", " in the", " on a cat mat"],
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
