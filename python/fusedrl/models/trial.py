@@ -1,13 +1,14 @@
 """What a model allows, found out once a model by trying it on a few tokens.
 
 A decoder and a head that a model names need not be all of it, and several sequences in one row
-need not stay apart in it. Either would give plausible, wrong numbers, so both are tried: the logits
-of the parts must be those of the whole, and a packed row those of its sequences alone.
+need not stay apart in it. Either would give plausible, wrong numbers, so both are tried: the parts
+must predict what the whole does, and a packed row what its sequences do alone.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fusedrl.models.split import CannotSplit, Parts, split
-from fusedrl.ops._head import Head, reference_logits
+from fusedrl.ops import linear_token_log_probs, token_log_probs
+from fusedrl.ops.token_log_probs import TokenLogProbs
 
 logger = logging.getLogger("fusedrl")
 
@@ -47,6 +49,7 @@ PACKABLE = frozenset(
 ATTENTIONS = frozenset({"eager", "sdpa", "flash_attention_2", "flash_attention_3"})
 
 SHORT, LONG = 5, 8  # tokens of the two sequences of the trial
+TARGETS = 3  # classes whose log-probs are compared, after each token
 
 
 class Way(NamedTuple):
@@ -94,20 +97,22 @@ def _warn(model: Any, why: str) -> None:
 
 
 def _try(model: Any, parts: Parts, packable: bool) -> tuple[bool, bool]:
-    """Whether the parts give the model's logits, and whether packed sequences stay apart."""
+    """Whether the parts predict what the model does, and whether packed sequences stay apart."""
     device = parts.embeddings.device
     ids = torch.arange(SHORT + LONG, device=device).remainder(len(parts.weight))[None]
-    first, second = ids[:, :SHORT], ids[:, SHORT:]
+    rows = ids.split((SHORT, LONG), dim=1)
     with _undisturbed(device):
-        whole = [model(input_ids=row, use_cache=False).logits for row in (first, second)]
-        apart = [_logits(parts, parts.hidden(input_ids=row)) for row in (first, second)]
-        if not all(map(_agree, apart, whole)):
+        whole = [_predictions(model(input_ids=row, use_cache=False).logits) for row in rows]
+        apart = [_predictions(parts.hidden(input_ids=row), parts) for row in rows]
+        dtype = parts.weight.dtype
+        if not all(_agree(*pair, dtype) for pair in zip(apart, whole, strict=True)):
             return False, False
         if not packable:
             return True, False
         positions = torch.cat([torch.arange(n, device=device) for n in (SHORT, LONG)])[None]
-        packed = _logits(parts, parts.hidden(input_ids=ids, position_ids=positions))
-        return True, all(map(_agree, packed.split((SHORT, LONG), dim=1), whole))
+        packed = _predictions(parts.hidden(input_ids=ids, position_ids=positions), parts)
+        packed = packed.split((SHORT, LONG), dim=-1)
+        return True, all(_agree(*pair, dtype) for pair in zip(packed, whole, strict=True))
 
 
 @contextmanager
@@ -131,13 +136,35 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _logits(parts: Parts, hidden: Tensor) -> Tensor:
-    head = Head(hidden, parts.weight, parts.bias, parts.scale or 1.0, parts.softcap or 0.0)
-    return reference_logits(head)
+def _predictions(states: Tensor, parts: Parts | None = None) -> Tensor:
+    """Log-probs of a few classes and the entropy ``[K + 1, T]``, above those of a uniform guess.
+
+    From logits, or from hidden states and the parts: by the ops, which never hold the logits of a
+    large vocabulary in float32.
+    """
+    states = states[0]
+    classes = len(parts.weight) if parts is not None else states.shape[-1]
+    columns = []
+    for target in torch.linspace(0, classes - 1, TARGETS).long().tolist():
+        tokens = torch.full((len(states),), target, device=states.device)
+        if parts is None:
+            scored = token_log_probs(states, tokens, entropy=True)
+        else:
+            scored = linear_token_log_probs(
+                states,
+                parts.weight,
+                tokens,
+                bias=parts.bias,
+                softcap=parts.softcap,
+                scale=parts.scale,
+                entropy=True,
+            )
+        assert isinstance(scored, TokenLogProbs)
+        columns.append(scored.log_probs + math.log(classes))
+    return torch.stack([*columns, math.log(classes) - scored.entropy])
 
 
-def _agree(logits: Tensor, whole: Tensor) -> bool:
-    """Equal to the rounding of the model's dtype, seen against the largest logit."""
-    tolerance = 2e-4 if whole.dtype == torch.float32 else 5e-2
-    whole = whole.float()
-    return bool((logits - whole).abs().max() <= tolerance * whole.abs().max())
+def _agree(parts: Tensor, whole: Tensor, dtype: torch.dtype) -> bool:
+    """Equal to the rounding of the model's dtype, seen against the surest prediction."""
+    tolerance = 2e-4 if dtype == torch.float32 else 5e-2
+    return bool((parts - whole).abs().max() <= tolerance * whole.abs().max())
