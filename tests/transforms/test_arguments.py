@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from fusedrl import KLComputation
+from fusedrl import KLComputation, KLRewardTransform
 from fusedrl.transforms import arguments
 
 GEN, REF = ("a", "full"), ("b", "full")
@@ -40,12 +40,20 @@ def test_each_old_name_warns_once_and_at_its_caller(caught):
     assert {(w.category, w.filename) for w in caught} == {(DeprecationWarning, __file__)}
 
 
+def test_the_caller_is_warned_past_the_metaclass_of_a_transform_that_may_run_in_ray(caught):
+    with pytest.raises(ValueError, match=r"ref_model: .* neither"):
+        KLRewardTransform(coeff=1.0)
+    assert [(w.category, w.filename) for w in caught] == [(DeprecationWarning, __file__)]
+
+
 @pytest.mark.usefixtures("caught")
 def test_both_names_are_refused():
     with pytest.raises(TypeError, match=r"coef: expected it or coeff.*got both"):
         KLComputation(coef=1.0, coeff=1.0)
     with pytest.raises(TypeError, match="gen_log_probs_full_key"):
         KLComputation(GEN, gen_log_probs_key=GEN)
+    with pytest.raises(TypeError, match="coeff: expected it or coef, got both"):
+        KLRewardTransform(coef=1.0, coeff=1.0)
 
 
 def test_the_present_names_do_not_warn(caught):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torchrl.envs.llm.transforms import KLRewardTransform as TorchrlKLRewardTran
 from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl import KLRewardTransform
-from fusedrl.transforms import kl_reward
+from fusedrl.transforms import arguments
 
 from .conftest import QUESTIONS, OneReward
 from .dialogs import assert_rows_equal, rows
@@ -137,10 +136,23 @@ def test_without_next_the_root_is_written(tokens_reference, reference_model):
     check(KLRewardTransform(tokens_reference(), coef=COEF)(lazy_stack(made)), wanted)
 
 
+@pytest.mark.parametrize("with_next", [False, True])
+def test_one_sample_without_a_batch(tokens_reference, reference_model, with_next):
+    td = with_reward(samples())[0]
+    wanted = [column[0] for column in expected(reference_model, [td])]
+    if not with_next:
+        td = td.exclude("next").set("reward", td["next", "reward"])
+    out = KLRewardTransform(tokens_reference(), coef=COEF)(td)
+    assert out is td
+    out = out["next"] if with_next else out
+    assert_rows_equal([out[key] for key in ("reward", "kl_penalty", "ref_log_probs")], wanted)
+
+
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("assistant_only", [False, True])
-def test_nested_columns(tokens_reference, reference_model, layout, assistant_only):
-    made = with_reward(samples())
+def test_nested_columns(tokens_reference, reference_model, layout, per_token, assistant_only):
+    made = with_reward(samples(), per_token=per_token)
     transform = KLRewardTransform(tokens_reference(), coef=COEF, assistant_only=assistant_only)
     out = transform(plain(made, layout))["next"]
     check(out, expected(reference_model, made, assistant_only=assistant_only))
@@ -267,13 +279,17 @@ def test_a_pickled_copy_scores_alike(tokens_reference, reference_model):
     check(transform(lazy_stack(samples_of(made)))["next"], expected(reference_model, made))
 
 
-def test_coeff_is_another_name_of_coef_that_warns_once(tokens_reference, monkeypatch):
-    monkeypatch.setattr(kl_reward, "_warned_of_coeff", False)
-    with pytest.warns(FutureWarning, match="coeff: .* coef"):
+def test_coeff_is_another_name_of_coef(tokens_reference, monkeypatch):
+    monkeypatch.setattr(arguments, "_warned", set())
+    with pytest.warns(DeprecationWarning, match="coeff is called coef"):
         assert KLRewardTransform(tokens_reference(), coeff=0.5).coef == 0.5
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        KLRewardTransform(tokens_reference(), coeff=0.5)
+
+
+def test_a_model_that_is_replaced_scores(wrap, tokens_reference, reference_model, policy_model):
+    transform = KLRewardTransform(wrap(policy_model, input_mode="tokens"), coef=COEF)
+    transform.ref_model = tokens_reference()
+    made = with_reward(samples())
+    check(transform(lazy_stack(samples_of(made)))["next"], expected(reference_model, made))
 
 
 def test_properties(tokens_reference, tokenizer):
@@ -297,9 +313,9 @@ def test_bad_arguments_are_refused(tokens_reference):
         ({"ref_model": tokens_reference(), "out_keys": ["a", "b"]}, "out_keys: expected one"),
         ({"ref_model": tokens_reference(), "coef": torch.ones(2)}, "coef: expected one element"),
     ]
-    for arguments, message in cases:
+    for given, message in cases:
         with pytest.raises(ValueError, match=message):
-            KLRewardTransform(**arguments)
+            KLRewardTransform(**given)
     with pytest.raises(TypeError, match="nonsense"):
         KLRewardTransform(tokens_reference(), nonsense=1)
 

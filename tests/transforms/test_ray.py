@@ -342,6 +342,22 @@ print(RayRetrieveKL(actor_name="kl"))
         ray.kill(other)
 
 
+@pytest.mark.parametrize("name", [None, "nowhere"])
+def test_what_no_machine_has_is_waited_for_only_so_long(cluster, monkeypatch, name):
+    before = alive()
+    monkeypatch.setattr(ray_service, "SECONDS_TO_START", 0.5)
+    with pytest.raises(RuntimeError, match=r"0 CPUs and 1 GPUs .* within 0.5 seconds"):
+        RayRetrieveKL(**FACTORIES, num_cpus=0, num_gpus=1, actor_name=name)
+    assert_ends_with(before)
+
+
+def test_a_killed_actor_is_an_error_at_once(cluster):
+    transform = RayKLRewardTransform(ref_model_factory=ray_models.tokens_reference, num_cpus=0)
+    ray.kill(transform._actor)
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        transform(lazy_stack(with_reward(samples())))
+
+
 def test_a_copy_that_ray_or_pickle_made_has_the_same_actor(shared):
     """A collector in an actor takes its transforms along."""
     wanted = rows(shared(dialogs(stacked=True, with_next=False)), "kl_penalty")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from tensordict import NestedKey, TensorDictBase
@@ -12,6 +13,7 @@ from torchrl.envs import Compose, Transform
 from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.parcel import Parcel, pack, unpack
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
+from fusedrl.transforms.token_columns import ATTENTION
 
 
 class Description(NamedTuple):
@@ -29,17 +31,15 @@ class TransformActor:
     """A transform, run on the columns that it is sent."""
 
     def __init__(self, transform_class: Any, arguments: dict[str, Any]) -> None:
-        self._error: Exception | None = None
-        try:
-            self._transform: Transform = transform_class(**arguments, service_backend="direct")
-        except Exception as error:
-            # Kept for whoever asks: raised here, it would be a dead actor's, of another type.
-            self._error = error
+        self._class, self._arguments = transform_class, arguments
+
+    @cached_property
+    def _transform(self) -> Transform:
+        # Not in the constructor: what is raised there is a dead actor's error, of another type.
+        return self._class(**self._arguments, service_backend="direct")
 
     def describe(self) -> Description:
-        """What the local side has to know; raises what the transform's constructor raised."""
-        if self._error is not None:
-            raise self._error
+        """What the local side has to know; raises what the transform's constructor raises."""
         transform = self._transform
         name, text = full_name(type(transform)), repr(transform)
         keys = list(transform.in_keys), list(transform.out_keys)
@@ -91,7 +91,7 @@ def _columns_read(transform: Transform) -> tuple[list[NestedKey], list[NestedKey
         elif isinstance(leaf, RetrieveLogProb):
             root += leaf.in_keys
             if leaf.model.input_mode == "tokens":  # read as well, and in no wrapper's keys
-                root += [("masks", "all_attention_mask"), leaf.model.attention_mask_key]
+                root += [ATTENTION, leaf.model.attention_mask_key]
         else:
             # In "next" a penalty reads what was written there; any other transform may read both.
             following += [key for key in leaf.in_keys if key not in written]

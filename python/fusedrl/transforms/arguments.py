@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,31 +18,37 @@ RENAMED = {
 _warned: set[str] = set()
 
 
-def accept_renamed(init: Init) -> Init:
-    """Let ``__init__`` take the arguments of :data:`RENAMED` under their old names too.
+def accept_renamed(names: dict[str, str] = RENAMED) -> Callable[[Init], Init]:
+    """Let ``__init__`` take arguments under other ``names`` too, each with the one it has here.
 
-    A process is warned of each old name once. Both names at a time are a ``TypeError``.
+    A process is warned of each other name once. Both names at a time are a ``TypeError``.
     """
 
-    @functools.wraps(init)
-    def wrapper(self: Any, *args: Any, **given: Any) -> None:
-        for old in RENAMED.keys() & given.keys():
-            new = RENAMED[old]
-            if new in given:
-                raise TypeError(
-                    f"{old}: expected it or {new}, its name today, got both; drop {old}"
-                )
-            if old not in _warned:
-                _warned.add(old)
-                warnings.warn(
-                    f"{old} is called {new} today; use that name",
-                    DeprecationWarning,
-                    stacklevel=2,
-                )
-            given[new] = given.pop(old)
-        init(self, *args, **given)
+    def decorate(init: Init) -> Init:
+        @functools.wraps(init)
+        def wrapper(self: Any, *args: Any, **given: Any) -> None:
+            for other in names.keys() & given.keys():
+                name = names[other]
+                if name in given:
+                    raise TypeError(f"{other}: expected it or {name}, got both; drop {other}")
+                if other not in _warned:
+                    _warned.add(other)
+                    _warn(f"{other} is called {name} here; use that name")
+                given[name] = given.pop(other)
+            init(self, *args, **given)
 
-    return wrapper  # pyright: ignore[reportReturnType]
+        return wrapper  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+def _warn(message: str) -> None:
+    """Warn the caller of a wrapped ``__init__``, past the calls of torchrl's metaclass."""
+    frame: Any = sys._getframe(2)
+    level = 3
+    while frame.f_globals.get("__name__", "").startswith("torchrl."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, DeprecationWarning, stacklevel=level)
 
 
 def refuse(unknown: dict[str, Any]) -> None:

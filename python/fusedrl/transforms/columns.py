@@ -9,7 +9,7 @@ samples' own dicts; everywhere else :class:`Columns` goes through the public int
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
@@ -29,6 +29,30 @@ def is_nested(column: Any) -> bool:
     Every attribute of a jagged tensor, even ``is_nested``, costs microseconds of dispatch.
     """
     return isinstance(column, NestedTensor) or (isinstance(column, Tensor) and column.is_nested)
+
+
+def is_dense(column: Any) -> TypeGuard[Tensor]:
+    """Whether a column is one tensor without ragged dimensions."""
+    return isinstance(column, Tensor) and not is_nested(column)
+
+
+def column_rows(column: Column) -> Sequence[Tensor]:
+    """A dense, nested or stacked column as one row a sample."""
+    return column.unbind(0) if isinstance(column, Tensor) else column
+
+
+def jagged_offsets(
+    log_probs: Column, reward: Column | None, lengths: Sequence[int]
+) -> Tensor | None:
+    """Offsets ``[B + 1]`` of what is written beside a jagged reward; ``None`` beside another one.
+
+    Those of jagged log-probs where they have no holes: torch combines columns of one offsets only.
+    """
+    if not isinstance(reward, NestedTensor):
+        return None
+    if isinstance(log_probs, NestedTensor) and log_probs._lengths is None:
+        return log_probs.offsets()
+    return ragged.offsets_of(lengths, reward.device)
 
 
 class Columns:

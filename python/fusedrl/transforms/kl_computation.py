@@ -16,7 +16,7 @@ from fusedrl import ragged
 from fusedrl.ops.token_kl import PackedSamples, kl_in_place, pack_samples, token_kl
 from fusedrl.transforms import columns
 from fusedrl.transforms.arguments import accept_renamed, refuse
-from fusedrl.transforms.columns import Column, Columns, Rows
+from fusedrl.transforms.columns import Column, Columns, Rows, column_rows, is_dense
 
 Data = Rows | Columns
 
@@ -64,7 +64,7 @@ class KLComputation(_KLComputation):
         tensor([-0.1000, -0.1000])
     """
 
-    @accept_renamed
+    @accept_renamed()
     def __init__(
         self,
         gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
@@ -121,7 +121,7 @@ class KLComputation(_KLComputation):
         assert log_probs is not None and ref_log_probs is not None
         reward = data.get("reward") if self.add_to_reward else None
         given = (log_probs, ref_log_probs) if reward is None else (log_probs, ref_log_probs, reward)
-        if all(isinstance(column, Tensor) and not columns.is_nested(column) for column in given):
+        if all(map(is_dense, given)):
             self._dense(data, *given)  # pyright: ignore[reportArgumentType]
         else:
             self._ragged(data, *given)
@@ -153,8 +153,8 @@ class KLComputation(_KLComputation):
         layout = torch.jagged if isinstance(reward, NestedTensor) else torch.strided
         packed = _pack_nested(log_probs, ref_log_probs, reward)
         if packed is None:
-            rows, ref_rows = _rows(log_probs), _rows(ref_log_probs)
-            rewards = None if reward is None else _rows(reward)
+            rows, ref_rows = column_rows(log_probs), column_rows(ref_log_probs)
+            rewards = None if reward is None else column_rows(reward)
             if not _are_token_rows(rows, rewards):
                 if rewards is not None:
                     _check_reward_dims(rows, rewards)
@@ -162,7 +162,7 @@ class KLComputation(_KLComputation):
                 return
             in_place = kl_in_place(rows, ref_rows, None, rewards, coeff=self.coeff, nan="missing")
             if in_place is not None:
-                jagged = _offsets(log_probs, in_place.kl, in_place.lengths, layout)
+                jagged = columns.jagged_offsets(log_probs, reward, in_place.lengths)
                 self._write(data, *in_place, jagged)
                 return
             packed = pack_samples(rows, ref_rows, None, rewards)
@@ -184,7 +184,7 @@ class KLComputation(_KLComputation):
             coeff=self.coeff,
             nan="missing",
         )
-        jagged = _offsets(log_probs, kl, packed.lengths, layout)
+        jagged = columns.jagged_offsets(log_probs, reward, packed.lengths)
         self._write(data, kl, penalised, packed.lengths, jagged)
 
     def _write(
@@ -232,10 +232,6 @@ class KLComputation(_KLComputation):
         return reward_spec
 
 
-def _rows(column: Column) -> Sequence[Tensor]:
-    return column.unbind(0) if isinstance(column, Tensor) else column
-
-
 def _are_token_rows(rows: Sequence[Tensor], rewards: Sequence[Tensor] | None) -> bool:
     """Whether a sample is one row of tokens, with a reward of one column.
 
@@ -254,20 +250,6 @@ def _check_reward_dims(rows: Sequence[Tensor], rewards: Sequence[Tensor]) -> Non
                 f"reward: sample {i}: expected one dimension more than the log-probs, "
                 f"{(*row.shape, 1)}, got {tuple(reward.shape)}; add it with .unsqueeze(-1)"
             )
-
-
-def _offsets(
-    log_probs: Column, kl: Tensor, lengths: list[int], layout: torch.layout
-) -> Tensor | None:
-    """Offsets ``[B + 1]`` of a jagged ``kl [N]``; ``None`` of a strided one.
-
-    Those of jagged log-probs where they have no holes: torch combines columns of one offsets only.
-    """
-    if layout != torch.jagged:
-        return None
-    if isinstance(log_probs, NestedTensor) and log_probs._lengths is None:
-        return log_probs.offsets()
-    return ragged.offsets_of(lengths, kl.device)
 
 
 def _pack_nested(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
 from torchrl.data import Composite
 from torchrl.envs import EnvBase, Transform
 from torchrl.envs.llm.transforms import KLRewardTransform as _KLRewardTransform
@@ -18,7 +16,8 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 from fusedrl import ragged
 from fusedrl.ops.token_kl import pack_samples, token_kl
 from fusedrl.transforms import columns
-from fusedrl.transforms.columns import Column, Columns, Rows
+from fusedrl.transforms.arguments import accept_renamed, refuse
+from fusedrl.transforms.columns import Column, Columns, Rows, column_rows, is_dense
 from fusedrl.transforms.ray import RayKLRewardTransform
 from fusedrl.transforms.ray_service import RayService
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
@@ -29,13 +28,9 @@ from fusedrl.transforms.token_columns import (
     answer_key,
     assistant_mask,
     dense_reward,
-    is_dense,
     policy_log_probs,
     readable,
-    rows,
 )
-
-_warned_of_coeff = False
 
 
 class KLRewardTransform(_KLRewardTransform):
@@ -54,7 +49,8 @@ class KLRewardTransform(_KLRewardTransform):
         coef: weight of the KL, a float or a tensor of one element; a buffer.
         in_keys: where the reward is, one key. Without a reward, 0 is penalised.
         out_keys: where the penalised reward goes, or the three keys of reward, KL and the
-            reference's log-probs; by default ``["reward", "kl_penalty", "ref_log_probs"]``.
+            reference's log-probs. By default the key of the reward, which is replaced; beside one
+            key of a reward the others are ``"kl_penalty"`` and ``"ref_log_probs"``.
         log_prob_key: the policy's log-probs in nats, ``[T]`` a sample. Where a policy wrote those
             of its answer only, under ``"response"`` instead of ``"full"``, the prompt has KL 0.
         device: where the model is put and computes.
@@ -64,12 +60,11 @@ class KLRewardTransform(_KLRewardTransform):
             behind ``("tokens", "prompt")``.
         padding_side: kept for torchrl's signature; rows stay where the data has them.
         use_ray_service: torchrl's old spelling of ``service_backend="ray"``, which builds a
-            :class:`fusedrl.RayKLRewardTransform`.
-        **more: ``detach=False`` keeps the gradient graph; ``coeff`` is ``coef`` in the spelling of
-            the other transforms, and warns once; ``actor_name`` names the actor, if there is one.
+            :class:`fusedrl.RayKLRewardTransform`; ``actor_name`` names its actor, if there is one.
+        detach: compute without a gradient graph.
 
     Raises:
-        TypeError: an unknown argument.
+        TypeError: an unknown argument, or ``coef`` and ``coeff``, another name of it, at a time.
         ValueError: a model that is missing, given twice, generates, or reads no tokens; keys that
             are not one reward in and one or three out; columns that do not fit, which are then
             unchanged.
@@ -102,6 +97,7 @@ class KLRewardTransform(_KLRewardTransform):
 
     _RayServiceClass = RayService(RayKLRewardTransform)
 
+    @accept_renamed({"coeff": "coef"})
     def __init__(
         self,
         ref_model: LLMWrapperBase | None = None,
@@ -117,16 +113,18 @@ class KLRewardTransform(_KLRewardTransform):
         assistant_only: bool = True,
         padding_side: str = "left",
         use_ray_service: bool = False,
-        **more: Any,
+        detach: bool = True,
+        **unknown: Any,
     ) -> None:
-        detach = _also_known(more)
+        unknown.pop("actor_name", None)  # without Ray there is none to name
+        refuse(unknown)
         if (ref_model is None) == (ref_model_factory is None):
             given = "neither" if ref_model is None else "both"
             raise ValueError(f"ref_model: expected a wrapper or ref_model_factory, got {given}")
         read, written = _checked_keys(in_keys, out_keys)
         model: Any = ref_model if ref_model_factory is None else ref_model_factory()
         _check_model(model)
-        coef = torch.as_tensor(more.get("coeff", coef))
+        coef = torch.as_tensor(coef)
         if coef.numel() != 1:
             raise ValueError(f"coef: expected one element, got shape {tuple(coef.shape)}")
         super().__init__(
@@ -142,17 +140,10 @@ class KLRewardTransform(_KLRewardTransform):
             padding_side=padding_side,
         )
         self.detach = detach
-        # Not a submodule: the model would be in the state dict twice.
-        scorer = RetrieveLogProb(model, assistant_only=False, detach=detach)
-        object.__setattr__(self, "_scorer", scorer)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also of torchrl's class, where a patch has put this one in its place."""
-        super().__setstate__(state)
-        if "_scorer" not in state:
-            self.detach = True
-            scorer = RetrieveLogProb(self.ref_model, assistant_only=False)
-            object.__setattr__(self, "_scorer", scorer)
+        super().__setstate__({"detach": True, **state})
 
     @property
     def action_key(self) -> NestedKey:
@@ -189,6 +180,8 @@ class KLRewardTransform(_KLRewardTransform):
         return tensordict.set("next", self._step(tensordict, following))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        if tensordict.batch_dims == 0:
+            return columns.step_one(self._step, tensordict, next_tensordict)
         data, target = columns.columns_of(tensordict), columns.columns_of(next_tensordict)
         key = unravel_key(self.ref_model.in_keys[0])
         tokens = data.get(key)
@@ -218,14 +211,15 @@ class KLRewardTransform(_KLRewardTransform):
             td = readable(tokens, columns.columns_of(td).get(ATTENTION), key, self.pad_output)
         device = getattr(self, "_io_device", None)
         td = td if device is None else td.to(device)
-        scorer: RetrieveLogProb = self.__dict__["_scorer"]
+        # Made here: as a part of this transform it would have the model in the state dict twice.
+        scorer = RetrieveLogProb(self.ref_model, assistant_only=False, detach=self.detach)
         scored = scorer._step(td, td.empty())
         log_probs = columns.columns_of(scored).get(scorer.log_probs_full_key)
         assert log_probs is not None
         if is_dense(log_probs) and is_dense(tokens):
             return log_probs.to(tokens.device)
         # A model that pads answers rows of one length, padded on the left.
-        pairs = zip(rows(log_probs), rows(tokens), strict=True)
+        pairs = zip(column_rows(log_probs), column_rows(tokens), strict=True)
         return [row[row.shape[-1] - len(ids) :].to(ids.device) for row, ids in pairs]
 
     def _penalise(
@@ -243,16 +237,16 @@ class KLRewardTransform(_KLRewardTransform):
                 target.set(key, values.unsqueeze(-1))
             return
         packed = pack_samples(
-            rows(log_probs),
-            rows(ref_log_probs),
-            None if mask is None else rows(mask),
-            None if reward is None else rows(reward),
+            column_rows(log_probs),
+            column_rows(ref_log_probs),
+            None if mask is None else column_rows(mask),
+            None if reward is None else column_rows(reward),
         )
         lengths, offsets = packed.lengths, None
         if packed.reward is not None and packed.reward.shape != packed.log_probs.shape:
             offsets = ragged.offsets_of(lengths, packed.log_probs.device)
-        jagged = reward.offsets() if isinstance(reward, NestedTensor) else None
         results = self._kl(*packed[:4], offsets)
+        jagged = columns.jagged_offsets(log_probs, reward, lengths)
         for key, values in results.items():
             target.set_packed(key, values.unsqueeze(-1), lengths, jagged)
 
@@ -330,18 +324,3 @@ def _check_model(model: Any) -> None:
             f"ref_model: expected input_mode='tokens', got {mode!r}; build it with "
             "input_mode='tokens', or use RetrieveKL"
         )
-
-
-def _also_known(more: dict[str, Any]) -> bool:
-    """Check the arguments that torchrl documents, or has elsewhere, and give ``detach``."""
-    global _warned_of_coeff
-    for name in more.keys() - {"detach", "coeff", "actor_name"}:
-        raise TypeError(f"{name}: expected a known argument, got an unknown one")
-    if "coeff" in more and not _warned_of_coeff:
-        _warned_of_coeff = True
-        warnings.warn(
-            "coeff: KLRewardTransform calls it coef; that name will stay",
-            FutureWarning,
-            stacklevel=4,
-        )
-    return more.get("detach", True)

@@ -39,6 +39,7 @@ class RayRetrieveKL(RayKL, _RayRetrieveKL):
         ImportError: without Ray.
         ValueError: a model given twice or not at all, ``detach=False``, a name that is another
             actor's; and what the transform in the actor raises.
+        RuntimeError: the cluster has no place for the actor within five minutes.
 
     Example:
         >>> from fusedrl import RayRetrieveKL
@@ -96,6 +97,7 @@ class RayKLRewardTransform(RayKL, _RayKLRewardTransform):
         ImportError: without Ray.
         ValueError: a model given twice or not at all, ``detach=False``, a name that is another
             actor's; and what the transform in the actor raises.
+        RuntimeError: the cluster has no place for the actor within five minutes.
 
     Example:
         >>> from fusedrl import RayKLRewardTransform

@@ -14,6 +14,8 @@ from torchrl.envs.transforms.ray_service import RayTransform
 from fusedrl.transforms.actor import Description, TransformActor, full_name
 from fusedrl.transforms.parcel import pack, unpack
 
+SECONDS_TO_START = 300  # an autoscaler may have to add a machine first
+
 
 class RayService:
     """The Ray class of a transform class, for torchrl's ``service_backend="ray"``.
@@ -109,11 +111,14 @@ class RayKL(RayTransform):
         if self._actor is None:
             arguments |= _arguments_of(models)
             self._actor = self._create_actor(options=options, arguments=arguments)
-        try:
+            try:
+                self._wait_for_a_place()
+                self._description = self._get(self._actor.describe.remote())
+            except BaseException:
+                self._ray.kill(self._actor)  # it has no transform, nor ever will
+                raise
+        else:
             self._description = self._get(self._actor.describe.remote())
-        except Exception:
-            self._ray.kill(self._actor)  # it has no transform, nor ever will
-            raise
         if self._description.transform_class != full_name(self._service_cls):
             raise ValueError(
                 f"actor_name: expected {actor_name!r} to be an actor of "
@@ -137,6 +142,17 @@ class RayKL(RayTransform):
     def _create_actor(self, **kwargs: Any) -> Any:
         remote: Any = self._ray.remote(TransformActor)
         return remote.options(**kwargs["options"]).remote(self._service_cls, kwargs["arguments"])
+
+    def _wait_for_a_place(self) -> None:
+        """Refuse an actor that Ray has nowhere to start; its models may take as long as they do."""
+        started: Any = self._actor.__ray_ready__.remote()  # pyright: ignore[reportOptionalMemberAccess]
+        if not self._ray.wait([started], timeout=SECONDS_TO_START)[0]:
+            raise RuntimeError(
+                f"num_cpus, num_gpus: expected {self._num_cpus:g} CPUs and {self._num_gpus:g} GPUs "
+                f"for the actor within {SECONDS_TO_START} seconds, got none; of "
+                f"{self._ray.cluster_resources()} free are {self._ray.available_resources()}: ask "
+                "for less, free some, or add a machine"
+            )
 
     def _get(self, reference: Any) -> Any:
         """The actor's answer, or its own exception."""

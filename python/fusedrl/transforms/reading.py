@@ -14,6 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrl.data.llm import History
 from torchrl.modules.llm import TransformersWrapper
 
+from fusedrl.transforms.columns import column_rows, is_dense
+from fusedrl.transforms.token_columns import ATTENTION
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -202,10 +205,9 @@ def _read_text(reading: Reading, texts: Any) -> TokenBatch:
 
 
 def _read_tokens(reading: Reading, td: TensorDictBase, column: Any) -> TokenBatch:
-    dense = isinstance(column, Tensor) and not column.is_nested
     rows = column_rows(column)
     masks = None
-    for key in (("masks", "all_attention_mask"), reading.attention_mask_key):
+    for key in (ATTENTION, reading.attention_mask_key):
         masks = td.get(key, as_list=True) if masks is None else masks  # pyright: ignore[reportCallIssue]
     if masks is not None:
         attended = [mask.bool() for mask in column_rows(masks)]
@@ -221,11 +223,11 @@ def _read_tokens(reading: Reading, td: TensorDictBase, column: Any) -> TokenBatc
         attended = _told_by_padding(rows, reading.tokenizer)
     packed = [row[mask] for row, mask in zip(rows, attended, strict=True)]
     lengths = [len(row) for row in packed]
-    layout = torch.stack(attended) if dense and attended else None
+    layout = torch.stack(attended) if is_dense(column) and attended else None
     return TokenBatch(reading, torch.cat(packed), lengths, None, layout)
 
 
-def _told_by_padding(rows: list[Tensor], tokenizer: Any) -> list[Tensor]:
+def _told_by_padding(rows: Sequence[Tensor], tokenizer: Any) -> list[Tensor]:
     """Which tokens are no padding where no mask says so: all but a run of it at one end.
 
     Padding is on the left if a row starts with it. Where the padding token also ends a sequence,
@@ -245,12 +247,7 @@ def _told_by_padding(rows: list[Tensor], tokenizer: Any) -> list[Tensor]:
 
 
 def _list(td: Any, key: str) -> list[Tensor]:
-    return column_rows(td.get(key, as_list=True))
-
-
-def column_rows(column: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """A dense, nested or stacked column as one row a sample."""
-    return list(column.unbind(0)) if isinstance(column, Tensor) else list(column)
+    return list(column_rows(td.get(key, as_list=True)))
 
 
 _same_splits: WeakKeyDictionary[Any, WeakKeyDictionary[Any, bool]] = WeakKeyDictionary()

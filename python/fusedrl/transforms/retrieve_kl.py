@@ -89,7 +89,7 @@ class RetrieveKL(_RetrieveKL):
 
     _RayServiceClass = RayService(RayRetrieveKL)
 
-    @accept_renamed
+    @accept_renamed()
     def __init__(
         self,
         gen_model: LLMWrapperBase | Literal["from_collector"] | None = "from_collector",

@@ -9,7 +9,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data.llm import History
 
-from fusedrl.transforms.reading import column_rows, marks, masks_over
+from fusedrl.transforms.columns import column_rows
+from fusedrl.transforms.reading import marks, masks_over
 
 if TYPE_CHECKING:
     from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
@@ -81,4 +82,4 @@ def _attention_masks(model: Any, scored: TensorDictBase) -> list[Tensor]:
 
 def _column(td: TensorDictBase, key: Any) -> list[Tensor] | None:
     column = td.get(key, as_list=True)  # pyright: ignore[reportCallIssue]
-    return None if column is None else column_rows(column)
+    return None if column is None else list(column_rows(column))

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fusedrl.transforms.columns import Column, Columns, Rows, is_nested
+from fusedrl.transforms.columns import Column, Columns, Rows, column_rows, is_dense
 
 PROMPT = ("tokens", "prompt")
 ASSISTANT, ATTENTION = ("masks", "all_assistant_mask"), ("masks", "all_attention_mask")
 
 
-def rows(column: Column) -> Sequence[Tensor]:
-    """A column as one tensor a sample."""
-    return column.unbind(0) if isinstance(column, Tensor) else column
-
-
-def is_dense(column: Column | None) -> TypeGuard[Tensor]:
-    """Whether a column is one tensor without ragged dimensions."""
-    return isinstance(column, Tensor) and not is_nested(column)
-
-
 def readable(tokens: Column, attended: Column | None, key: NestedKey, pad: bool) -> TensorDictBase:
     """Ragged tokens as wrappers read them: rows, or dense if they pad their output."""
-    ids = rows(tokens)
-    masks = [torch.ones_like(row) for row in ids] if attended is None else rows(attended)
+    ids = column_rows(tokens)
+    masks = [torch.ones_like(row) for row in ids] if attended is None else column_rows(attended)
     given = {key: ids, ATTENTION: [mask.bool() for mask in masks]}
     if not pad:
         parts = zip(*given.values(), strict=True)
@@ -71,7 +60,7 @@ def policy_log_probs(data: Rows | Columns, key: NestedKey, tokens: Column) -> Co
         )
     if is_dense(tokens) and is_dense(answers):
         return _behind_prompt(answers, tokens)
-    pairs = zip(rows(answers), rows(tokens), strict=True)
+    pairs = zip(column_rows(answers), column_rows(tokens), strict=True)
     return [_behind_prompt(answer, ids) for answer, ids in pairs]
 
 
@@ -87,10 +76,13 @@ def assistant_mask(data: Rows | Columns, tokens: Column) -> Column:
             f"{ATTENTION!r} to tell the answer from, found neither; use assistant_only=False"
         )
     if attended is None:
-        attended = [torch.ones_like(ids, dtype=torch.bool) for ids in rows(tokens)]
+        attended = [torch.ones_like(ids, dtype=torch.bool) for ids in column_rows(tokens)]
     if is_dense(attended) and is_dense(prompts):
         return _after(attended, prompts)
-    return [_after(row, own) for row, own in zip(rows(attended), rows(prompts), strict=True)]
+    return [
+        _after(row, own)
+        for row, own in zip(column_rows(attended), column_rows(prompts), strict=True)
+    ]
 
 
 def _behind_prompt(answer: Tensor, tokens: Tensor) -> Tensor:
