@@ -203,6 +203,15 @@ def test_a_module_whose_name_only_begins_alike_is_another_package(toys, better, 
         assert ("toystore", "Thing") in report.held
 
 
+def test_a_module_that_was_known_under_another_name_before_is_patched(toys, better, monkeypatch):
+    shelf = sys.modules.pop("toys.shelf")
+    monkeypatch.setitem(sys.modules, "old_shelf", shelf)
+    sys.modules["toys.shelf"] = shelf
+    with replace("toys", [Replacement("toys.shelf", "Thing", better)]) as report:
+        assert shelf.Thing is better
+        assert ("old_shelf", "Thing") not in report.held
+
+
 class _Odd(ModuleType):
     def __getattribute__(self, name: str):
         raise RuntimeError(f"looked up {name}")
