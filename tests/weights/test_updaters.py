@@ -190,6 +190,15 @@ def test_processes_with_policies_of_their_own_get_weights_through_pipes_within_t
         updater.timeout = 0.2
         with pytest.raises(TimeoutError, match=rf"worker 0 \(pid {stopped.pid}\).*within 0.2 s"):
             collector.update_policy_weights_()
+        # An update waits for its own answer, not for that of the one before.
+        os.kill(stopped.pid, signal.SIGCONT)
+        updater.timeout = 30
+        collector.update_policy_weights_(make_policy(7.0))
+        assert not collector.pipes[0].poll(0.5)
+        assert actions(iterator) == [7, 7]
+
+        os.kill(stopped.pid, signal.SIGSTOP)
+        updater.timeout = 0.2
         # More than a pipe holds, and nobody reads it.
         many = TensorDict({f"{i}" * 500: torch.zeros(1) for i in range(100, 500)})
         workers[0] = many
