@@ -57,6 +57,18 @@ def test_leaves_that_require_grad_are_written_in_place(source):
     assert leaf.item() == 3.0
 
 
+@pytest.mark.parametrize("source", [lambda p: p, weights_of, lambda p: p.state_dict()])
+def test_getters_return_weights_in_any_form(source):
+    trained = make_policy(3.0)
+    for make in (
+        VanillaLocalWeightUpdater,
+        lambda getter, weights: MultiProcessedRemoteWeightUpdate(getter, {CPU: weights}),
+    ):
+        policy = make_policy()
+        make(lambda: source(trained), weights_of(policy)).update_weights()
+        assert policy.module.weight.item() == 3.0
+
+
 class Doubled(VanillaLocalWeightUpdater):
     def _map_weights(self, server_weights):
         return server_weights * 2
