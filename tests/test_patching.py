@@ -203,6 +203,15 @@ def test_a_module_whose_name_only_begins_alike_is_another_package(toys, better, 
         assert ("toystore", "Thing") in report.held
 
 
+def test_a_module_that_was_known_under_another_name_before_is_patched(toys, better, monkeypatch):
+    shelf = sys.modules.pop("toys.shelf")
+    monkeypatch.setitem(sys.modules, "old_shelf", shelf)
+    sys.modules["toys.shelf"] = shelf
+    with replace("toys", [Replacement("toys.shelf", "Thing", better)]) as report:
+        assert shelf.Thing is better
+        assert ("old_shelf", "Thing") not in report.held
+
+
 class _Odd(ModuleType):
     def __getattribute__(self, name: str):
         raise RuntimeError(f"looked up {name}")
@@ -245,24 +254,30 @@ def test_instances_of_the_old_class_pickle_under_the_patch(toys, better, protoco
     assert pickle.dumps(instance, protocol) == before
 
 
-def test_threads_that_patch_at_once_leave_nothing_behind(toys, better):
+def test_threads_that_patch_at_once_do_not_meet(toys, better, caplog):
     before = snapshot()
     errors = []
 
     def work():
         try:
-            for _ in range(50):
+            for _ in range(5):
                 with replace("toys", [Replacement("toys.shelf", "Thing", better)]):
                     pass
         except Exception as error:
             errors.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # few rounds meet each other otherwise
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert errors == [] and snapshot() == before and not patching._originals
+    assert caplog.text == ""  # nobody found a global changed by another
 
 
 def test_the_home_module_is_imported(toys, better, monkeypatch, tmp_path):

@@ -251,10 +251,13 @@ def _reduce(module: str, name: str, instance: Any) -> tuple[Any, ...]:
     return (function, args, *rest)
 
 
-def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Loaded modules and their dicts, each once; objects that only pose as modules are left out."""
+def _namespaces(package: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Loaded modules and their dicts, each once; objects that only pose as modules are left out.
+
+    A module of the package that has another name too goes by the package's.
+    """
     seen: set[int] = set()
-    for name, module in list(sys.modules.items()):
+    for name, module in sorted(sys.modules.items(), key=lambda item: not _within(item[0], package)):
         if issubclass(type(module), ModuleType) and id(module) not in seen:
             seen.add(id(module))
             yield name, _namespace(module)
@@ -265,7 +268,7 @@ def _holders(package: str, objects: Collection[Any]) -> list[tuple[str, str, dic
     ids = set(map(id, objects))
     return [
         (module, name, namespace)
-        for module, namespace in _namespaces()
+        for module, namespace in _namespaces(package)
         if _within(module, package)
         for name, value in list(namespace.items())
         if id(value) in ids
@@ -277,7 +280,7 @@ def _held_outside(package: str, objects: Collection[Any]) -> list[tuple[str, str
     ids = set(map(id, objects))
     return [
         (module, name)
-        for module, namespace in _namespaces()
+        for module, namespace in _namespaces(package)
         if not _within(module, package) and not _within(module, "fusedrl")
         for name, value in list(namespace.items())
         if id(value) in ids

@@ -152,5 +152,7 @@ def test_a_fresh_program_can_patch_first():
         "assert RetrieveLogProb is fusedrl.RetrieveLogProb\n"
         "assert not report.held, report.held\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr

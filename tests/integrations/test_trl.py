@@ -159,6 +159,13 @@ def test_an_index_of_other_rows_is_refused(index, message):
         ours.selective_log_softmax(torch.zeros(2, 5, 50), index)
 
 
+@pytest.mark.parametrize("classes", [None, 1, 4])
+def test_an_index_of_floats_is_refused(classes):
+    logits, index = make((2, 5, 50), classes=classes)
+    with pytest.raises(TypeError, match="expected an integer dtype"):
+        ours.selective_log_softmax(logits, index.float())
+
+
 @pytest.mark.parametrize("classes", [None, 4])
 def test_a_temperature_of_zero_is_refused(classes):
     with pytest.raises(ValueError, match="temperature"):

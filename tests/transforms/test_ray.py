@@ -326,7 +326,11 @@ print(RayRetrieveKL(actor_name="kl"))
 """
         environment = {**os.environ, "PYTHONPATH": str(TESTS)}
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert done.returncode == 0, done.stderr
         assert "KLComputation" in done.stdout

@@ -57,6 +57,18 @@ def test_leaves_that_require_grad_are_written_in_place(source):
     assert leaf.item() == 3.0
 
 
+@pytest.mark.parametrize("source", [lambda p: p, weights_of, lambda p: p.state_dict()])
+def test_getters_return_weights_in_any_form(source):
+    trained = make_policy(3.0)
+    for make in (
+        VanillaLocalWeightUpdater,
+        lambda getter, weights: MultiProcessedRemoteWeightUpdate(getter, {CPU: weights}),
+    ):
+        policy = make_policy()
+        make(lambda: source(trained), weights_of(policy)).update_weights()
+        assert policy.module.weight.item() == 3.0
+
+
 class Doubled(VanillaLocalWeightUpdater):
     def _map_weights(self, server_weights):
         return server_weights * 2
@@ -190,6 +202,15 @@ def test_processes_with_policies_of_their_own_get_weights_through_pipes_within_t
         updater.timeout = 0.2
         with pytest.raises(TimeoutError, match=rf"worker 0 \(pid {stopped.pid}\).*within 0.2 s"):
             collector.update_policy_weights_()
+        # An update waits for its own answer, not for that of the one before.
+        os.kill(stopped.pid, signal.SIGCONT)
+        updater.timeout = 30
+        collector.update_policy_weights_(make_policy(7.0))
+        assert not collector.pipes[0].poll(0.5)
+        assert actions(iterator) == [7, 7]
+
+        os.kill(stopped.pid, signal.SIGSTOP)
+        updater.timeout = 0.2
         # More than a pipe holds, and nobody reads it.
         many = TensorDict({f"{i}" * 500: torch.zeros(1) for i in range(100, 500)})
         workers[0] = many

@@ -81,6 +81,10 @@ def selective_log_softmax(
             logits, index.squeeze(-1), temperature, row_mask, dtype=dtype
         )
         return log_probs.unsqueeze(-1)
+    if index.is_floating_point():
+        raise TypeError(
+            f"index: expected an integer dtype, got {index.dtype}; convert with .long()"
+        )
     log_probs = _ManyClasses.apply(logits, index.long(), temperature).to(dtype)
     return log_probs if row_mask is None else log_probs.masked_fill(row_mask == 0, 0.0)
 

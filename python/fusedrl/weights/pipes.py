@@ -6,9 +6,13 @@ import threading
 import time
 from multiprocessing import connection
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from tensordict import TensorDictBase
+
+# A pipe -> who wrote, or still writes, the messages to it that have no answer yet.
+_unanswered: WeakKeyDictionary[Any, list[threading.Thread]] = WeakKeyDictionary()
 
 
 def processes_of(collector: Any, worker_id: int | torch.device) -> list[int]:
@@ -80,37 +84,48 @@ def update(collector: Any, index: int, weights: TensorDictBase, timeout: float) 
 
 
 def _ask(collector: Any, index: int, message: Any, timeout: float) -> Any:
+    """The answer to ``message``, behind those that earlier updates did not wait for."""
     deadline = time.monotonic() + timeout
     pipe, process = collector.pipes[index], collector.procs[index]
-    failures: list[Exception] = []
+    writers = _unanswered.setdefault(pipe, [])
+    earlier, failures = writers[-1:], []
 
     def send() -> None:
         try:
+            for writer in earlier:  # two at a time would mix their messages
+                writer.join()
             pipe.send(message)
         except Exception as error:
             failures.append(error)
 
     # A full pipe blocks its writer for as long as nobody reads it.
-    writer = threading.Thread(target=send, daemon=True)
-    writer.start()
-    writer.join(timeout)
-    if failures:
-        if not isinstance(failures[0], ConnectionError):
-            raise failures[0]
-        raise _dead(collector, index) from failures[0]
-    if not writer.is_alive():
-        connection.wait([pipe, process.sentinel], max(0.0, deadline - time.monotonic()))
-    try:
-        if pipe.poll():
-            return pipe.recv()
-    except (EOFError, OSError) as error:
-        raise _dead(collector, index) from error
-    if not process.is_alive():
-        raise _dead(collector, index)
-    raise TimeoutError(
-        f"{_name(collector, index)}: expected an answer within {timeout} s, got none; raise "
-        "timeout if its rollouts take longer, else shut the collector down"
-    )
+    own = threading.Thread(target=send, daemon=True)
+    writers.append(own)
+    own.start()
+    answer = None
+    while writers:
+        writers[0].join(max(0.0, deadline - time.monotonic()))
+        if failures:
+            writers.remove(own)
+            if not isinstance(failures[0], ConnectionError):
+                raise failures[0]
+            raise _dead(collector, index) from failures[0]
+        if not writers[0].is_alive():
+            connection.wait([pipe, process.sentinel], max(0.0, deadline - time.monotonic()))
+        try:
+            if pipe.poll():
+                answer = pipe.recv()
+                writers.pop(0)
+                continue
+        except (EOFError, OSError) as error:
+            raise _dead(collector, index) from error
+        if not process.is_alive():
+            raise _dead(collector, index)
+        raise TimeoutError(
+            f"{_name(collector, index)}: expected an answer within {timeout} s, got none; raise "
+            "timeout if its rollouts take longer, else shut the collector down"
+        )
+    return answer
 
 
 def _name(collector: Any, index: int) -> str:

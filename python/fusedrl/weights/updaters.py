@@ -132,8 +132,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         return list(self._policy_weights)
 
     def _get_server_weights(self) -> TensorDictBase | None:
-        weights = None if self.weights_getter is None else unwrap(self.weights_getter())
-        return None if weights is None else weights.data
+        return None if self.weights_getter is None else unwrap(self.weights_getter())
 
     def _maybe_map_weights(self, server_weights: TensorDictBase | None) -> TensorDictBase | None:
         return server_weights
