@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fusedrl.models.split import CannotSplit, Parts, split
-from fusedrl.ops._head import Head, reference_logits
 
 logger = logging.getLogger("fusedrl")
 
@@ -78,7 +77,13 @@ def way_of(model: Any) -> Way:
     signature = (attention, parts.scale, parts.softcap, packable, parts.weight.dtype)
     verdict = _verdicts.get(model)
     if verdict is None or verdict.signature != signature:
-        verdict = _verdicts[model] = _Verdict(signature, *_try(model, parts, packable))
+        try:
+            verdict = _verdicts[model] = _Verdict(signature, *_try(model, parts, packable))
+        except Exception as error:  # a forward that is not called as those of transformers are
+            _warn(
+                model, f"trying it raised {error!r}; its log-probs are computed from all its logits"
+            )
+            return Way(None, False)
     if not verdict.splits:
         _warn(model, "its logits are not those of its head; they are computed for every token")
         return Way(None, False)
@@ -101,13 +106,15 @@ def _try(model: Any, parts: Parts, packable: bool) -> tuple[bool, bool]:
     with _undisturbed(device):
         whole = [model(input_ids=row, use_cache=False).logits for row in (first, second)]
         apart = [_logits(parts, parts.hidden(input_ids=row)) for row in (first, second)]
-        if not all(map(_agree, apart, whole)):
+        tolerance = 5e-2 if parts.weight.dtype in (torch.bfloat16, torch.float16) else 2e-4
+        if not all(_agree(*pair, tolerance) for pair in zip(apart, whole, strict=True)):
             return False, False
         if not packable:
             return True, False
         positions = torch.cat([torch.arange(n, device=device) for n in (SHORT, LONG)])[None]
         packed = _logits(parts, parts.hidden(input_ids=ids, position_ids=positions))
-        return True, all(map(_agree, packed.split((SHORT, LONG), dim=1), whole))
+        pairs = zip(packed.split((SHORT, LONG), dim=1), whole, strict=True)
+        return True, all(_agree(*pair, tolerance) for pair in pairs)
 
 
 @contextmanager
@@ -132,12 +139,13 @@ class _NoDropout(TorchFunctionMode):
 
 
 def _logits(parts: Parts, hidden: Tensor) -> Tensor:
-    head = Head(hidden, parts.weight, parts.bias, parts.scale or 1.0, parts.softcap or 0.0)
-    return reference_logits(head)
+    # In the dtype of the head: a float32 copy of a large one would cost gigabytes.
+    logits = torch.nn.functional.linear(hidden, parts.weight, parts.bias).float()
+    logits = logits * (parts.scale or 1.0)
+    return parts.softcap * torch.tanh(logits / parts.softcap) if parts.softcap else logits
 
 
-def _agree(logits: Tensor, whole: Tensor) -> bool:
+def _agree(logits: Tensor, whole: Tensor, tolerance: float) -> bool:
     """Equal to the rounding of the model's dtype, seen against the largest logit."""
-    tolerance = 2e-4 if whole.dtype == torch.float32 else 5e-2
     whole = whole.float()
     return bool((logits - whole).abs().max() <= tolerance * whole.abs().max())
