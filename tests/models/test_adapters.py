@@ -50,6 +50,45 @@ def test_the_policy_is_as_it_was_afterwards():
     close(causal_log_probs(policy, TOKENS, LENGTHS), scored)
 
 
+def test_merged_adapters_are_refused_and_stay_merged():
+    policy = adapted(model_of("qwen2"))
+    policy.merge_adapter()
+    weights = {name: weight.clone() for name, weight in policy.state_dict().items()}
+    with pytest.raises(RuntimeError, match="adapted: expected adapters beside the weights, got me"):
+        causal_log_probs(WithoutAdapters(policy), TOKENS, LENGTHS)
+    for name, weight in policy.state_dict().items():
+        assert torch.equal(weight, weights[name]), name
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradients_with_checkpointing_are_those_without(use_reentrant):
+    """A backward pass that recomputes the reference would do so with the adapters enabled."""
+    grads = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        policy = adapted(model_of("qwen2")).train()
+        policy.enable_input_require_grads()
+        if checkpointing:
+            policy.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        log_ratio = causal_log_probs(policy, TOKENS, LENGTHS, MASK) - causal_log_probs(
+            WithoutAdapters(policy), TOKENS, LENGTHS, MASK
+        )
+        log_ratio.square().sum().backward()
+        grads.append({n: p.grad for n, p in policy.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        close(grads[1][name], grad, 1e-3)
+
+
+def test_adapters_of_transformers_itself():
+    model = model_of("qwen2")
+    expected = definition(model, TOKENS, LENGTHS, MASK)
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    out = causal_log_probs(model, TOKENS, LENGTHS, MASK)
+    close(out, definition(model, TOKENS, LENGTHS, MASK))
+    assert (out - expected).abs().max() > 0.1
+
+
 def test_no_weight_is_held_twice():
     reference = WithoutAdapters(adapted(model_of("qwen2")))
     assert not list(reference.parameters()) and not reference.state_dict()

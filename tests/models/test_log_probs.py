@@ -134,6 +134,8 @@ def test_autocast_computes_as_the_model_would():
         ((TOKENS, LENGTHS, MASK[1:]), "mask: expected bool"),
         ((TOKENS, LENGTHS, MASK.long()), "mask: expected bool"),
         ((TOKENS.repeat(2), [80, 30]), "sequence 0: expected at most 64 tokens"),
+        ((TOKENS.index_fill(0, torch.tensor(7), VOCAB), LENGTHS), "got 100 at token 7; use"),
+        ((TOKENS.index_fill(0, torch.tensor(7), -1), LENGTHS), "got -1 at token 7; use"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, message):

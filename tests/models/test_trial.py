@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedrl.models import causal_log_probs
+from fusedrl.models import causal_log_probs, trial
 from fusedrl.models.trial import way_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
@@ -96,6 +97,90 @@ def test_models_of_other_makes_are_asked_for_their_logits():
     out = causal_log_probs(model, TOKENS, LENGTHS, MASK, model_kwargs={"extra": 1})
     logits = model.table(TOKENS[:16]).log_softmax(-1)
     close(out[1:17], logits.gather(-1, TOKENS[1:17, None]).squeeze(-1) * MASK[1:17])
+
+
+def test_models_without_parameters_are_scored():
+    class Uniform(nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return {"logits": torch.zeros(*input_ids.shape, 100)}
+
+    out = causal_log_probs(Uniform(), TOKENS, LENGTHS)
+    close(out[1:17], torch.full((16,), 0.01).log())
+
+
+def test_offloaded_weights_are_scored(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model = model_of("llama")
+    expected = definition(model, TOKENS, LENGTHS, MASK)
+    accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    close(causal_log_probs(model, TOKENS, LENGTHS, MASK), expected)
+
+
+def test_a_forward_with_other_arguments_is_asked_for_its_logits(caplog, monkeypatch):
+    monkeypatch.setattr(trial, "_warned", set())
+    model = model_of("llama")
+
+    class Narrow(type(model)):
+        def forward(self, input_ids, attention_mask=None):
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask)
+
+    model.__class__ = Narrow
+    expected = definition(model, TOKENS, LENGTHS, MASK)
+    close(causal_log_probs(model, TOKENS, LENGTHS, MASK), expected)
+    assert "trying it raised TypeError" in caplog.text
+
+
+def test_a_wrapper_that_passes_attributes_on_is_called_itself():
+    """As FSDP does, which gathers weights and reduces gradients around its forward."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.inner = model
+            self.calls = 0
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inner"), name)
+
+        def forward(self, *args, **kwargs):
+            self.calls += 1
+            return self.inner(*args, **kwargs)
+
+    model = Wrapper(model_of("llama"))
+    assert way_of(model).parts is None
+    causal_log_probs(model, TOKENS, LENGTHS, MASK)
+    assert model.calls
+
+
+def test_a_compiled_model_goes_the_fast_way():
+    model = model_of("llama")
+    expected = definition(model, TOKENS, LENGTHS, MASK)
+    compiled = torch.compile(model, backend="eager")
+    assert way_of(compiled).packs
+    close(causal_log_probs(compiled, TOKENS, LENGTHS, MASK), expected)
+
+
+def test_a_model_that_returns_float32_logits_of_a_bfloat16_head_splits():
+    assert way_of(model_of("mamba").bfloat16()).parts is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trial_makes_no_copy_of_the_head(dtype):
+    model = model_of("llama").to(dtype)
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            weight = model.lm_head.weight
+            if isinstance(out, torch.Tensor) and out.shape == weight.shape:
+                assert out.untyped_storage()._cdata == weight.untyped_storage()._cdata, func
+            return out
+
+    with Sizes():
+        way_of(model)
 
 
 def test_a_model_is_tried_once_until_its_head_changes():

@@ -6,20 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 
 class WithoutAdapters(nn.Module):
     """A peft model as it was before its adapters: the reference of a LoRA policy.
 
-    It shares every weight with the policy and owns none. While it computes, the adapters are
-    disabled for every user of the policy; other threads must not compute with it then.
+    It shares every weight with the policy and owns none. It computes without a gradient graph, as a
+    backward pass would find the adapters enabled again. While it computes, they are disabled for
+    every user of the policy; other threads must not compute with it then.
 
     Args:
         adapted: a ``peft.PeftModel``.
 
     Raises:
         TypeError: a model without adapters that can be disabled.
+        RuntimeError: from a forward while adapters are merged, which peft would undo for good.
 
     Example:
         >>> from fusedrl.models import WithoutAdapters
@@ -44,10 +47,15 @@ class WithoutAdapters(nn.Module):
     def disabled(self) -> Iterator[None]:
         """The policy without its adapters; afterwards all is as it was."""
         adapted: Any = self.adapted
+        if any(getattr(module, "merged", False) is True for module in adapted.modules()):
+            raise RuntimeError(
+                "adapted: expected adapters beside the weights, got merged ones; call "
+                "unmerge_adapter() first"
+            )
         # peft makes adapters trainable when it enables them again, frozen ones too.
         trainable = [(p, p.requires_grad) for p in adapted.parameters()]
         try:
-            with adapted.disable_adapter():
+            with adapted.disable_adapter(), torch.no_grad():
                 yield
         finally:
             for parameter, flag in trainable:

@@ -48,11 +48,13 @@ def causal_log_probs(
         model_kwargs: more arguments of the model's forward where its logits are needed.
 
     Returns:
-        float32 ``[N]`` on the device of the model's head, 0 for the first token of every sequence,
-        or :class:`TokenLogProbs` with ``entropy=True``. Differentiable with respect to the model.
+        float32 ``[N]``, or float64 of a float64 model, on the device of the model's head; 0 for
+        the first token of every sequence. :class:`TokenLogProbs` of two with ``entropy=True``.
+        Differentiable with respect to the model.
 
     Raises:
-        ValueError: lengths or a mask that do not fit, a sequence longer than the model's context.
+        ValueError: lengths or a mask that do not fit, a sequence longer than the model's context,
+            ids beyond its vocabulary.
 
     Example:
         >>> import torch
@@ -72,11 +74,12 @@ def causal_log_probs(
     with context:
         way = way_of(target)
         if way.parts is None:
-            device = next(target.parameters()).device
+            device = _device_of(target)
             limit = max_tokens_per_forward or batches.tokens_per_forward(device, None)
             kwargs = dict(model_kwargs or {})
             places, scored = _from_logits(target, kwargs, work, device, limit, options)
         else:
+            _check_vocabulary(tokens, len(way.parts.embeddings))
             attention = way.parts.config._attn_implementation
             device = way.parts.embeddings.device
             limit = max_tokens_per_forward or batches.tokens_per_forward(device, attention)
@@ -194,6 +197,22 @@ def _padded(rows: list[_Sequence], device: torch.device) -> tuple[dict[str, Tens
 
 def _placed(values: Tensor, places: Tensor, length: int) -> Tensor:
     return values.new_zeros(length).index_copy(0, places.to(values.device), values)
+
+
+def _device_of(model: Any) -> torch.device:
+    """Where a model takes its tokens; weights that are offloaded are on no device."""
+    devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    return next(devices, torch.device("cpu"))
+
+
+def _check_vocabulary(tokens: Tensor, size: int) -> None:
+    outside = ((tokens < 0) | (tokens >= size)).nonzero()
+    if len(outside):
+        i = int(outside[0])
+        raise ValueError(
+            f"tokens: expected ids in [0, {size}), the model's vocabulary, got {int(tokens[i])} at "
+            f"token {i}; use the model's tokenizer, or resize_token_embeddings"
+        )
 
 
 def _check(

@@ -26,9 +26,14 @@ class Parts(NamedTuple):
     config: Any
     embeddings: Tensor
 
+    def head_settings(self) -> tuple[Any, ...]:
+        """What a head that is tried must not change in without being tried again."""
+        return self.scale, self.softcap, self.weight.dtype, self.bias is None
+
     def hidden(self, **inputs: Any) -> Tensor:
         """The decoder's last hidden states, ``[B, T, H]``, in the dtype of the head."""
-        hidden = self.decoder(use_cache=False, **inputs).last_hidden_state
+        states = self.decoder(use_cache=False, return_dict=True, **inputs)
+        hidden = states.last_hidden_state
         if torch.is_autocast_enabled(hidden.device.type):
             return hidden.to(self.weight.device)
         return hidden.to(self.weight.device, self.weight.dtype)
@@ -48,12 +53,14 @@ def split(model: Any) -> Parts:
         CannotSplit: the model has no such parts, or calling its decoder would pass something by:
             hooks on the model or the head, prompt learning, sharded or quantised heads.
     """
-    base = model
-    if hasattr(model, "peft_config"):
-        if any(config.is_prompt_learning for config in model.peft_config.values()):
+    base = getattr(model, "_modules", {}).get("_orig_mod", model)  # of torch.compile
+    if hasattr(base, "peft_config"):
+        if any(config.is_prompt_learning for config in base.peft_config.values()):
             raise CannotSplit("it learns prompts, which enter outside of the decoder")
-        base = model.get_base_model()
-    if not hasattr(base, "get_output_embeddings") or not hasattr(base, "get_decoder"):
+        if hasattr(base, "get_base_model"):  # else transformers' own adapters, inside of the model
+            base = base.get_base_model()
+    # Of the class: FSDP passes attributes on, and would not see the forward.
+    if not all(hasattr(type(base), name) for name in ("get_decoder", "get_output_embeddings")):
         raise CannotSplit("it is no transformers model with a decoder and output embeddings")
     decoder, head = base.get_decoder(), base.get_output_embeddings()
     if decoder is None or decoder is base:

@@ -1,14 +1,13 @@
 """What a model allows, found out once a model by trying it on a few tokens.
 
 A decoder and a head that a model names need not be all of it, and several sequences in one row
-need not stay apart in it. Either would give plausible, wrong numbers, so both are tried: the parts
-must predict what the whole does, and a packed row what its sequences do alone.
+need not stay apart in it. Either would give plausible, wrong numbers, so both are tried: the logits
+of the parts must be those of the whole, and a packed row those of its sequences alone.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,8 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fusedrl.models.split import CannotSplit, Parts, split
-from fusedrl.ops import linear_token_log_probs, token_log_probs
-from fusedrl.ops.token_log_probs import TokenLogProbs
+from fusedrl.ops._head import scaled_and_capped
 
 logger = logging.getLogger("fusedrl")
 
@@ -49,7 +47,6 @@ PACKABLE = frozenset(
 ATTENTIONS = frozenset({"eager", "sdpa", "flash_attention_2", "flash_attention_3"})
 
 SHORT, LONG = 5, 8  # tokens of the two sequences of the trial
-TARGETS = 3  # classes whose log-probs are compared, after each token
 
 
 class Way(NamedTuple):
@@ -78,10 +75,16 @@ def way_of(model: Any) -> Way:
         return Way(None, False)
     attention = getattr(parts.config, "_attn_implementation", None)
     packable = parts.config.model_type in PACKABLE and attention in ATTENTIONS
-    signature = (attention, parts.scale, parts.softcap, packable, parts.weight.dtype)
+    signature = (attention, *parts.head_settings(), packable, model.training)
     verdict = _verdicts.get(model)
     if verdict is None or verdict.signature != signature:
-        verdict = _verdicts[model] = _Verdict(signature, *_try(model, parts, packable))
+        try:
+            verdict = _verdicts[model] = _Verdict(signature, *_try(model, parts, packable))
+        except Exception as error:  # a forward that is not called as those of transformers are
+            _warn(
+                model, f"trying it raised {error!r}; its log-probs are computed from all its logits"
+            )
+            return Way(None, False)
     if not verdict.splits:
         _warn(model, "its logits are not those of its head; they are computed for every token")
         return Way(None, False)
@@ -97,28 +100,35 @@ def _warn(model: Any, why: str) -> None:
 
 
 def _try(model: Any, parts: Parts, packable: bool) -> tuple[bool, bool]:
-    """Whether the parts predict what the model does, and whether packed sequences stay apart."""
+    """Whether the parts give the model's logits, and whether packed sequences stay apart."""
     device = parts.embeddings.device
     ids = torch.arange(SHORT + LONG, device=device).remainder(len(parts.weight))[None]
-    rows = ids.split((SHORT, LONG), dim=1)
+    first, second = ids[:, :SHORT], ids[:, SHORT:]
     with _undisturbed(device):
-        whole = [_predictions(model(input_ids=row, use_cache=False).logits) for row in rows]
-        apart = [_predictions(parts.hidden(input_ids=row), parts) for row in rows]
-        dtype = parts.weight.dtype
-        if not all(_agree(*pair, dtype) for pair in zip(apart, whole, strict=True)):
+        options = {"use_cache": False, "return_dict": True}
+        whole = [model(input_ids=row, **options).logits for row in (first, second)]
+        apart = [_logits(parts, parts.hidden(input_ids=row)) for row in (first, second)]
+        tolerance = 5e-2 if parts.weight.dtype in (torch.bfloat16, torch.float16) else 2e-4
+        if not all(_agree(*pair, tolerance) for pair in zip(apart, whole, strict=True)):
             return False, False
         if not packable:
             return True, False
         positions = torch.cat([torch.arange(n, device=device) for n in (SHORT, LONG)])[None]
-        packed = _predictions(parts.hidden(input_ids=ids, position_ids=positions), parts)
-        packed = packed.split((SHORT, LONG), dim=-1)
-        return True, all(_agree(*pair, dtype) for pair in zip(packed, whole, strict=True))
+        packed = _logits(parts, parts.hidden(input_ids=ids, position_ids=positions))
+        pairs = zip(packed.split((SHORT, LONG), dim=1), whole, strict=True)
+        return True, all(_agree(*pair, tolerance) for pair in pairs)
 
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """No gradients, dropout or lower precision."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), _NoDropout():
+    """No gradients, dropout or lower precision; the user's random numbers are not drawn."""
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.random.fork_rng(devices),
+        _NoDropout(),
+    ):
         yield
 
 
@@ -136,35 +146,13 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _predictions(states: Tensor, parts: Parts | None = None) -> Tensor:
-    """Log-probs of a few classes and the entropy ``[K + 1, T]``, above those of a uniform guess.
-
-    From logits, or from hidden states and the parts: by the ops, which never hold the logits of a
-    large vocabulary in float32.
-    """
-    states = states[0]
-    classes = len(parts.weight) if parts is not None else states.shape[-1]
-    columns = []
-    for target in torch.linspace(0, classes - 1, TARGETS).long().tolist():
-        tokens = torch.full((len(states),), target, device=states.device)
-        if parts is None:
-            scored = token_log_probs(states, tokens, entropy=True)
-        else:
-            scored = linear_token_log_probs(
-                states,
-                parts.weight,
-                tokens,
-                bias=parts.bias,
-                softcap=parts.softcap,
-                scale=parts.scale,
-                entropy=True,
-            )
-        assert isinstance(scored, TokenLogProbs)
-        columns.append(scored.log_probs + math.log(classes))
-    return torch.stack([*columns, math.log(classes) - scored.entropy])
+def _logits(parts: Parts, hidden: Tensor) -> Tensor:
+    # In the dtype of the head: a float32 copy of a large one would cost gigabytes.
+    logits = torch.nn.functional.linear(hidden, parts.weight, parts.bias).float()
+    return scaled_and_capped(logits, parts.scale or 1.0, parts.softcap or 0.0)
 
 
-def _agree(parts: Tensor, whole: Tensor, dtype: torch.dtype) -> bool:
-    """Equal to the rounding of the model's dtype, seen against the surest prediction."""
-    tolerance = 2e-4 if dtype == torch.float32 else 5e-2
-    return bool((parts - whole).abs().max() <= tolerance * whole.abs().max())
+def _agree(logits: Tensor, whole: Tensor, tolerance: float) -> bool:
+    """Equal to the rounding of the model's dtype, seen against the largest logit."""
+    whole = whole.float()
+    return bool((logits - whole).abs().max() <= tolerance * whole.abs().max())

@@ -75,8 +75,13 @@ def reference_logits(head: Head) -> Tensor:
         logits = head.hidden.to(dtype) @ head.weight.to(dtype).T
     if head.bias is not None:
         logits = logits + head.bias.to(dtype)
-    logits = logits * head.scale
-    return head.softcap * torch.tanh(logits / head.softcap) if head.softcap else logits
+    return scaled_and_capped(logits, head.scale, head.softcap)
+
+
+def scaled_and_capped(logits: Tensor, scale: float, softcap: float) -> Tensor:
+    """Logits as a head makes them of its product; a ``softcap`` of 0 is none."""
+    logits = logits * scale
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 def _autocast(tensor: Tensor) -> Tensor:

@@ -250,7 +250,7 @@ def _list(td: Any, key: str) -> list[Tensor]:
     return list(column_rows(td.get(key, as_list=True)))
 
 
-_same_splits: WeakKeyDictionary[Any, WeakKeyDictionary[Any, bool]] = WeakKeyDictionary()
+_same_models: WeakKeyDictionary[Any, WeakKeyDictionary[Any, bool]] = WeakKeyDictionary()
 
 
 def _same_tokenizer(one: Any, other: Any) -> bool:
@@ -259,10 +259,23 @@ def _same_tokenizer(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other) or not getattr(one, "is_fast", False):
         return False
-    settings = ("chat_template", "special_tokens_map", "name_or_path")  # a template by that name
-    if len(one) != len(other) or any(getattr(one, x) != getattr(other, x) for x in settings):
+    if _settings(one) != _settings(other):
         return False
-    known = _same_splits.setdefault(one, WeakKeyDictionary())
+    known = _same_models.setdefault(one, WeakKeyDictionary())
     if other not in known:  # a vocabulary of 150,000 tokens takes long to write out
-        known[other] = one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
+        states = [x.backend_tokenizer.model.__getstate__() for x in (one, other)]
+        known[other] = states[0] == states[1]
     return known[other]
+
+
+def _settings(tokenizer: Any) -> list[Any]:
+    """What of a tokenizer may be set at any time; padding and truncation are by each call."""
+    backend = tokenizer.backend_tokenizer
+    parts = (backend.normalizer, backend.pre_tokenizer, backend.post_processor)
+    return [
+        tokenizer.chat_template,
+        tokenizer.name_or_path,  # torchrl chooses a template by it
+        tokenizer.special_tokens_map,
+        backend.get_added_tokens_decoder(),
+        [part if part is None else part.__getstate__() for part in parts],
+    ]
