@@ -105,7 +105,9 @@ def _build(args: argparse.Namespace, limit: float) -> int:
 
 
 def _tests(args: argparse.Namespace, limit: float) -> int:
-    return _run(args.out / "pytest.log", limit, *_pytest(), "-m", "gpu", "tests/ops", "tests/models")
+    return _run(
+        args.out / "pytest.log", limit, *_pytest(), "-m", "gpu", "tests/ops", "tests/models"
+    )
 
 
 def _sanitizer(tool: str) -> Callable[[argparse.Namespace, float], int]:
