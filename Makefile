@@ -5,6 +5,8 @@ TORCH ?= torch==2.13.0
 # auto (where there is nvcc), on or off
 CUDA ?= auto
 WERROR ?= OFF
+# processes that share the tests, a file at a time; each takes two cores now and then
+JOBS ?= 2
 
 override PY := $(shell $(PY) -c 'import sys; print(sys.executable)')
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -45,7 +47,7 @@ demo: $(INSTALLED)
 	fusedrl demo --out demo-out
 
 test: $(INSTALLED)
-	pytest -m "not gpu"
+	pytest -m "not gpu" --numprocesses $(JOBS) --dist loadfile
 
 bench: $(INSTALLED)
 	fusedrl bench

@@ -375,6 +375,13 @@ def test_bad_arguments_are_refused(policy):
         RetrieveLogProb(policy())(two)
 
 
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_an_empty_batch_is_refused(wrap, policy_model, mode):
+    transform = RetrieveLogProb(wrap(policy_model, input_mode=mode), assistant_only=False)
+    with pytest.raises(ValueError, match="tensordict: expected at least one sample, got none"):
+        transform(TensorDict({(mode, "full"): torch.ones(0, 3).long()}, batch_size=0))
+
+
 @pytest.mark.parametrize("pad_output", [False, True])
 def test_one_conversation_without_a_batch(policy, pad_output):
     transform = RetrieveLogProb(policy(pad_output=pad_output))

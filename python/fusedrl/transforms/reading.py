@@ -115,17 +115,21 @@ def read(reading: Reading, td: TensorDictBase) -> TokenBatch:
     """The tokens of ``td``.
 
     Raises:
-        ValueError: the input is missing, or another tokenizer marks other tokens.
+        ValueError: there is no sample or no input, or another tokenizer marks other tokens.
         TypeError: the input is of another kind than the mode says.
     """
-    column = td.get(reading.input_key, as_list=True)  # pyright: ignore[reportCallIssue]
+    if len(td) == 0:
+        raise ValueError("tensordict: expected at least one sample, got none; skip empty batches")
+    # A history is read as one object, which alone can apply a template.
+    as_list = {} if reading.input_mode == "history" else {"as_list": True}
+    column = td.get(reading.input_key, **as_list)
     if column is None:
         raise ValueError(
             f"tensordict: expected the input of the model under {reading.input_key!r}, found "
             f"{sorted(map(str, td.keys(True)))}; set input_key of the wrapper to where it is"
         )
     if reading.input_mode == "history":
-        return _read_history(reading, td.get(reading.input_key))
+        return _read_history(reading, column)
     if reading.input_mode == "text":
         return _read_text(reading, column)
     return _read_tokens(reading, td, column)
