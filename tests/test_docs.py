@@ -6,17 +6,19 @@ import doctest
 import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 import fusedrl
+import fusedrl.models
 
 ROOT = Path(__file__).parents[1]
 NAMES = [name for name in fusedrl.__all__ if name != "__version__"]
-NEEDS = {"patch_trl": "trl"}  # name -> the package that its example imports
-
-
+NAMES += [f"models.{name}" for name in fusedrl.models.__all__]
+# name -> the package that its example imports
+NEEDS = {"patch_trl": "trl", "models.WithoutAdapters": "peft"}
 NO_EXAMPLE = {"TokenLogProbs", "TokenKL"}  # named tuples, shown where they are returned
 ONLY_DEFINE = {"RayRetrieveKL", "RayKLRewardTransform"}  # a cluster takes seconds to start
 
@@ -26,7 +28,7 @@ def test_docstring_examples(name):
     """Those of methods, too."""
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    public = getattr(fusedrl, name)
+    public = attrgetter(name)(fusedrl)
     assert public.__doc__
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     for test in doctest.DocTestFinder().find(public, name, globs={}):
@@ -37,7 +39,7 @@ def test_docstring_examples(name):
 @pytest.mark.parametrize("name", sorted(set(NAMES) - NO_EXAMPLE - ONLY_DEFINE))
 def test_every_example_shows_an_answer(name):
     """One that only defines a function proves nothing when it runs."""
-    examples = doctest.DocTestParser().get_examples(getattr(fusedrl, name).__doc__)
+    examples = doctest.DocTestParser().get_examples(attrgetter(name)(fusedrl).__doc__)
     assert any(example.want for example in examples)
 
 

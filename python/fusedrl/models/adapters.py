@@ -25,11 +25,14 @@ class WithoutAdapters(nn.Module):
         RuntimeError: from a forward while adapters are merged, which peft would undo for good.
 
     Example:
+        >>> import torch
+        >>> from peft import LoraConfig, get_peft_model
+        >>> from fusedrl.demo.models import make_model  # tiny, not trained
         >>> from fusedrl.models import WithoutAdapters
-        >>> def reference_of(policy, tokenizer):
-        ...     from torchrl.modules.llm import TransformersWrapper
-        ...     model = WithoutAdapters(policy)
-        ...     return TransformersWrapper(model, tokenizer=tokenizer, generate=False)
+        >>> policy = get_peft_model(make_model(100), LoraConfig(target_modules=["q_proj"]))
+        >>> reference = WithoutAdapters(policy)
+        >>> reference(torch.arange(4)[None]).logits.shape
+        torch.Size([1, 4, 100])
     """
 
     def __init__(self, adapted: nn.Module) -> None:
