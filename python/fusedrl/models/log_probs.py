@@ -42,7 +42,8 @@ def causal_log_probs(
         lengths: tokens of each sequence; they sum to ``N``.
         mask: bool ``[N]``; ``None`` keeps all. A dropped token has log-prob 0.
         max_tokens_per_forward: bounds the tokens of one forward pass, padding counted; a longer
-            sequence goes alone. ``None``: 512 on a CPU, 16384 with flash attention, else 4096.
+            sequence goes alone. ``None``: 512 on a CPU, 16384 with flash attention, else 4096; all
+            in one where several ranks ask a model for its logits, which may be sharded over them.
         temperature: positive divisor of the logits.
         entropy: also return the entropy of each kept token's distribution.
         model_kwargs: more arguments of the model's forward where its logits are needed.
@@ -68,7 +69,7 @@ def causal_log_probs(
     """
     _check(model, tokens, lengths, mask, max_tokens_per_forward)
     tokens = tokens.cpu()
-    work = _with_kept_tokens(tokens, lengths, mask)
+    work = _sequences(tokens, lengths, mask)
     options = {"temperature": temperature, "entropy": entropy}
     target, context = unwrapped(model)
     with context:
@@ -76,9 +77,15 @@ def causal_log_probs(
         if way.parts is None:
             device = _device_of(target)
             limit = max_tokens_per_forward or batches.tokens_per_forward(device, None)
+            if max_tokens_per_forward is None and _ranks() > 1:
+                # A sharded model's ranks meet in every forward: each does one, whatever its data.
+                limit = len(tokens) * len(lengths)
+            else:
+                work = [sequence for sequence in work if len(sequence.kept)]
             kwargs = dict(model_kwargs or {})
             places, scored = _from_logits(target, kwargs, work, device, limit, options)
         else:
+            work = [sequence for sequence in work if len(sequence.kept)]
             _check_vocabulary(tokens, len(way.parts.embeddings))
             attention = way.parts.config._attn_implementation
             device = way.parts.embeddings.device
@@ -107,19 +114,21 @@ class _Sequence(NamedTuple):
     start: int
 
 
-def _with_kept_tokens(
-    tokens: Tensor, lengths: Sequence[int], mask: Tensor | None
-) -> list[_Sequence]:
-    """The sequences that have tokens to score; the first of a sequence has nothing before it."""
+def _sequences(tokens: Tensor, lengths: Sequence[int], mask: Tensor | None) -> list[_Sequence]:
+    """The sequences and what to score in them: not the first token, which nothing is before."""
     masks = [None] * len(lengths) if mask is None else mask.cpu().split(list(lengths))
     work = []
     starts = accumulate(lengths, initial=0)
     for start, row, keep in zip(starts, tokens.split(list(lengths)), masks, strict=False):
         kept = torch.arange(len(row)) if keep is None else keep.nonzero().squeeze(-1)
-        kept = kept[kept > 0]
-        if len(kept):
-            work.append(_Sequence(row, kept, start))
+        work.append(_Sequence(row, kept[kept > 0], start))
     return work
+
+
+def _ranks() -> int:
+    """Processes that may hold parts of a model."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if distributed else 1
 
 
 def _hidden(
