@@ -25,7 +25,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from .dialogs import CHATS
+from fusedrl import RetrieveKL
+
+from .dialogs import CHATS, GEN, LENGTHS, REF
 
 __all__ = ["one_thread"]
 
@@ -154,3 +156,21 @@ def generating_policy(tokenizer: Any, policy_model: Any) -> TransformersWrapper:
         return_log_probs=True,
         generate_kwargs={"max_new_tokens": 6, "do_sample": True},
     )
+
+
+@pytest.fixture
+def retrieve_kl(policy: Any, reference: Any) -> Callable[..., RetrieveKL]:
+    """``RetrieveKL`` of both models, which pad alike."""
+
+    def build(pad_output: bool = False, **options: Any) -> RetrieveKL:
+        return RetrieveKL(*(make(pad_output=pad_output) for make in (policy, reference)), **options)
+
+    return build
+
+
+@pytest.fixture
+def samples() -> list[dict]:
+    """Ragged log-probs of two models, and a reward a token."""
+    return [
+        {GEN: torch.randn(n), REF: torch.randn(n), "reward": torch.randn(n, 1)} for n in LENGTHS
+    ]

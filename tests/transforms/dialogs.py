@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
+
+LENGTHS = (3, 5, 2)
+GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
 
 CHATS = [
     [
@@ -36,6 +39,16 @@ def conversations(*, stacked: bool = False, with_next: bool = False) -> TensorDi
     if with_next:
         data["next"] = TensorDict(history=ChatHistory(full=history()), batch_size=(len(CHATS),))
     return data.to_lazystack(0) if stacked else data
+
+
+def rewarded(**options: Any) -> TensorDictBase:
+    """The conversations with a reward of 1 each."""
+    return conversations(**options).set("reward", torch.ones(len(CHATS), 1, 1))
+
+
+def stack(samples: Sequence[dict]) -> LazyStackedTensorDict:
+    """Samples as collectors deliver them."""
+    return lazy_stack([TensorDict(sample) for sample in samples])
 
 
 def rows(td: TensorDictBase, key: Any) -> list[torch.Tensor]:

@@ -9,19 +9,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from fusedrl import KLComputation
 from fusedrl.transforms import columns
 
-LENGTHS = (3, 5, 2)
-GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
-
-
-@pytest.fixture
-def samples() -> list[dict]:
-    return [
-        {GEN: torch.randn(n), REF: torch.randn(n), "reward": torch.randn(n, 1)} for n in LENGTHS
-    ]
-
-
-def stack(samples: list[dict]) -> LazyStackedTensorDict:
-    return lazy_stack([TensorDict(sample) for sample in samples])
+from .dialogs import GEN, REF, stack
 
 
 def check(samples: list[dict], data: LazyStackedTensorDict) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from tensordict import TensorDict, lazy_stack
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose
 from torchrl.envs.llm.transforms import KLComputation as TorchrlKLComputation
@@ -12,19 +12,7 @@ from torchrl.modules.llm.policies import LogProbs
 
 from fusedrl import KLComputation
 
-LENGTHS = (3, 5, 2)
-GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
-
-
-@pytest.fixture
-def samples() -> list[dict]:
-    return [
-        {GEN: torch.randn(n), REF: torch.randn(n), "reward": torch.randn(n, 1)} for n in LENGTHS
-    ]
-
-
-def stack(samples: list[dict]) -> LazyStackedTensorDict:
-    return lazy_stack([TensorDict(sample) for sample in samples])
+from .dialogs import GEN, LENGTHS, REF, stack
 
 
 def nested(samples: list[dict], key, layout=torch.strided) -> torch.Tensor:

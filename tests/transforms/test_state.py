@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose
 from torchrl.envs.llm import transforms as torchrl_transforms
@@ -16,7 +15,7 @@ from torchrl.envs.llm import transforms as torchrl_transforms
 import fusedrl
 from fusedrl import KLComputation, RetrieveKL, RetrieveLogProb
 
-from .dialogs import CHATS, assert_rows_equal, conversations, rows
+from .dialogs import assert_rows_equal, rewarded, rows
 
 GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
 
@@ -26,20 +25,6 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "compose": lambda transform: Compose(transform).clone()[0],
 }
-
-
-@pytest.fixture
-def retrieve_kl(policy, reference):
-    """``RetrieveKL`` of both models, which pad alike."""
-
-    def build(pad_output: bool = False, **options: Any) -> RetrieveKL:
-        return RetrieveKL(*(make(pad_output=pad_output) for make in (policy, reference)), **options)
-
-    return build
-
-
-def rewarded(**options: Any) -> TensorDictBase:
-    return conversations(**options).set("reward", torch.ones(len(CHATS), 1, 1))
 
 
 SPECS = {

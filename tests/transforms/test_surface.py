@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
 
 from fusedrl import KLComputation, RetrieveKL, RetrieveLogProb
 
-from .dialogs import CHATS, assert_rows_equal, conversations, rows
+from .dialogs import assert_rows_equal, conversations, rewarded, rows
 from .test_retrieve_log_prob import WHOLE_TURN
 
 GEN, REF, KL = ("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty"
-
-
-@pytest.fixture
-def retrieve_kl(policy, reference):
-    """``RetrieveKL`` of both models, which pad alike."""
-
-    def build(pad_output: bool = False, **options: Any) -> RetrieveKL:
-        return RetrieveKL(*(make(pad_output=pad_output) for make in (policy, reference)), **options)
-
-    return build
-
-
-def rewarded(**options: Any) -> TensorDictBase:
-    return conversations(**options).set("reward", torch.ones(len(CHATS), 1, 1))
 
 
 class TestOptions:
