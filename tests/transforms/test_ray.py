@@ -41,6 +41,7 @@ def cluster():
     """A Ray of this machine alone, whose workers can import the factories."""
     ray.init(
         num_cpus=2,
+        object_store_memory=100 * 2**20,  # a container's /dev/shm may be small
         include_dashboard=False,
         namespace="fusedrl-tests",
         log_to_driver=False,

@@ -21,6 +21,7 @@ def ray():
     tests = str(Path(__file__).parents[1])
     ray.init(
         num_cpus=2,
+        object_store_memory=100 * 2**20,  # a container's /dev/shm may be small
         include_dashboard=False,
         log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": tests}},
