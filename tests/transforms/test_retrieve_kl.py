@@ -47,6 +47,32 @@ def test_kl_of_two_models(policy, reference, stacked, with_next):
     assert_rows_equal(rows(target, "reward"), [1 - 0.1 * row.unsqueeze(-1) for row in kl])
 
 
+class Halving(RetrieveLogProb):
+    """A user's subclass that steps in its own way."""
+
+    def _step(self, tensordict, next_tensordict):
+        scored = super()._step(tensordict, next_tensordict)
+        halved = [row / 2 for row in rows(scored, self.log_probs_full_key)]
+        return scored.set(self.log_probs_full_key, torch.nested.as_nested_tensor(halved))
+
+
+def test_a_scorer_of_the_users_own_steps_in_its_own_way(policy, reference):
+    transform = RetrieveKL(policy(), reference(), add_to_reward=False)
+    transform.transforms[1] = Halving(reference(), log_probs_full_key=REF)
+    out = transform(conversations(stacked=True))
+    whole = rows(RetrieveLogProb(reference())(conversations()), REF)
+    assert_rows_equal(rows(out, REF), [row / 2 for row in whole])
+
+
+def test_nothing_is_written_where_the_second_model_cannot_read(policy, reference):
+    data = conversations(stacked=True)
+    before = set(map(str, data.keys(True)))
+    transform = RetrieveKL(policy(), reference(input_key=("elsewhere", "full")))
+    with pytest.raises(ValueError, match="elsewhere"):
+        transform(data)
+    assert set(map(str, data.keys(True))) == before
+
+
 def test_padded_models_answer_dense(policy, reference):
     data = conversations().set("reward", torch.ones(len(CHATS), 1, 1))
     out = RetrieveKL(policy(pad_output=True), reference(pad_output=True), coeff=0.1)(data)

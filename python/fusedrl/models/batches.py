@@ -19,6 +19,15 @@ def tokens_per_forward(device: torch.device, attention: str | None) -> int:
     return 16384 if str(attention).startswith("flash") else 4096
 
 
+def check_limit(max_tokens_per_forward: int | None) -> None:
+    """Refuse a bound that no token fits in."""
+    if max_tokens_per_forward is not None and max_tokens_per_forward < 1:
+        raise ValueError(
+            f"max_tokens_per_forward: expected a positive number or None, got "
+            f"{max_tokens_per_forward}"
+        )
+
+
 def packed(lengths: Sequence[int], limit: int) -> list[list[int]]:
     """Sequences by number, packed into rows of at most ``limit`` tokens; a longer one goes alone.
 

@@ -241,11 +241,7 @@ def _check(
             f"mask: expected bool of shape {tuple(tokens.shape)}, got {mask.dtype} of shape "
             f"{tuple(mask.shape)}"
         )
-    if max_tokens_per_forward is not None and max_tokens_per_forward < 1:
-        raise ValueError(
-            f"max_tokens_per_forward: expected a positive number or None, got "
-            f"{max_tokens_per_forward}"
-        )
+    batches.check_limit(max_tokens_per_forward)
     context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if context is not None and max(lengths, default=0) > context:
         i = max(range(len(lengths)), key=lengths.__getitem__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -196,14 +197,18 @@ class RetrieveKL(_RetrieveKL):
             self._init_deferred()
         if tensordict.batch_dims == 0:
             return columns.step_one(self._step, tensordict, next_tensordict)
+        # All is read before anything is written; a subclass that steps in its own way reads there.
         batch: TokenBatch | None = None
+        steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
         transforms: Any = self.transforms
         for transform in transforms:
-            if isinstance(transform, RetrieveLogProb):
+            if type(transform)._step is RetrieveLogProb._step:
                 batch = transform.read(tensordict, shared=batch)
-                next_tensordict = transform.score(tensordict, next_tensordict, batch)
+                steps.append(partial(transform.score, tensordict, batch=batch))
             else:
-                next_tensordict = transform._step(tensordict, next_tensordict)
+                steps.append(partial(transform._step, tensordict))
+        for step in steps:
+            next_tensordict = step(next_tensordict)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -20,6 +20,7 @@ from torchrl.envs.llm.transforms import RetrieveLogProb as _RetrieveLogProb
 from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 
 from fusedrl.models import causal_log_probs
+from fusedrl.models.batches import check_limit
 from fusedrl.transforms import columns
 from fusedrl.transforms.reading import TokenBatch, can_read, read, reading_of
 from fusedrl.transforms.self_scored import score_by_itself
@@ -91,11 +92,7 @@ class RetrieveLogProb(_RetrieveLogProb):
     ) -> None:
         if padding_side not in ("left", "right"):
             raise ValueError(f"padding_side: expected 'left' or 'right', got {padding_side!r}")
-        if max_tokens_per_forward is not None and max_tokens_per_forward < 1:
-            raise ValueError(
-                f"max_tokens_per_forward: expected a positive number or None, got "
-                f"{max_tokens_per_forward}"
-            )
+        check_limit(max_tokens_per_forward)
         # The caller's own, before torchrl adds its defaults: they say who marks the assistant.
         self.marker_kwargs = None if tokenizer_kwargs is None else dict(tokenizer_kwargs)
         self.marks_itself = tokenizer_kwargs is not None or (
