@@ -31,6 +31,7 @@ _HOME = {
     "VanillaLocalWeightUpdater": "fusedrl.weights",
     "MultiProcessedRemoteWeightUpdate": "fusedrl.weights",
     "RayRemoteWeightUpdater": "fusedrl.weights",
+    "PolicyVersion": "fusedrl.collectors",
     "patch_torchrl": "fusedrl.integrations.torchrl",
     "patch_trl": "fusedrl.integrations.trl",
 }
@@ -38,6 +39,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from fusedrl.collectors import PolicyVersion as PolicyVersion
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.integrations.trl import patch_trl as patch_trl
     from fusedrl.ops import TokenKL as TokenKL

@@ -17,6 +17,7 @@ HOMES = {
     "KLRewardTransform": _KL,
     "RayRetrieveKL": _KL,
     "RayKLRewardTransform": _KL,
+    "PolicyVersion": "torchrl.envs.llm.transforms.policy_version",
 }
 
 # Names that torchrl had in an earlier release -> the modules that exported them.

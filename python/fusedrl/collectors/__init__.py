@@ -1,0 +1,5 @@
+"""The versions of the policies that had dialogs."""
+
+from fusedrl.collectors.policy_version import PolicyVersion
+
+__all__ = ["PolicyVersion"]

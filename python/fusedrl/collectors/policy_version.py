@@ -1,0 +1,178 @@
+"""Which version of the policy made which turn."""
+
+from __future__ import annotations
+
+import operator
+import uuid
+from datetime import datetime
+from typing import Any, Literal
+
+import torch
+from tensordict import NonTensorData, TensorDictBase
+from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.envs.llm.transforms.policy_version import PolicyVersion as _PolicyVersion
+from torchrl.envs.llm.transforms.policy_version import VersionChange
+from torchrl.envs.transforms import Transform
+
+KEY = "policy_version"
+TOKENS_KEY = "token_policy_version"
+
+Version = int | str
+
+
+class PolicyVersion(_PolicyVersion):
+    """Tag what an environment returns with the version of the policy.
+
+    As a transform it writes ``"policy_version"`` at each reset and step. A collector that is given
+    it (``track_policy_version=``) replaces that by the version that the policy had when it was
+    called for the turn, which another thread may have changed by the time the environment steps,
+    and counts one version for each weight update.
+
+    A policy whose weights change while it generates can report the version of each token under
+    ``"token_policy_version"`` (int64, one row a sample, ragged or padded with -1); :meth:`span`
+    then takes these.
+
+    Args:
+        version_type: ``"int"`` or ``int``: 0, 1, 2, ... in int64 tensors of the batch's shape.
+            ``"uuid"`` or ``str``: UUID4 strings in ``NonTensorData``.
+        max_history: how many entries of ``version_history`` are kept, the newest.
+
+    Raises:
+        ValueError: another ``version_type``, or a ``max_history`` below 1.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from fusedrl import PolicyVersion
+        >>> tracker = PolicyVersion()
+        >>> tracker.increment_version()
+        >>> tracker(TensorDict(batch_size=2))["policy_version"]
+        tensor([1, 1])
+    """
+
+    def __init__(
+        self, version_type: type | Literal["uuid", "int"] = int, *, max_history: int = 1000
+    ) -> None:
+        Transform.__init__(self)
+        if version_type not in (int, "int", str, "uuid"):
+            raise ValueError(
+                f"version_type: expected 'int' or 'uuid', got {version_type!r}; counters are exact "
+                "and ordered, UUIDs are unique across collectors"
+            )
+        if max_history < 1:
+            raise ValueError(
+                f"max_history: expected a positive number, got {max_history}; the last change is "
+                "always kept"
+            )
+        self.version_type = version_type
+        self.version_history: list[VersionChange] = []
+        self.max_history = max_history
+        self.cal_on_reset = True
+        self._current_version: Version | None = None
+        self.version = 0 if self.counts else str(uuid.uuid4())
+
+    @property
+    def counts(self) -> bool:
+        """Whether versions are integers."""
+        return self.version_type in (int, "int")
+
+    @property
+    def version(self) -> Version:
+        """The version that the policy has now; assigning one records the change.
+
+        Raises:
+            TypeError: an integer for UUIDs, or anything else for integers.
+        """
+        assert self._current_version is not None
+        return self._current_version
+
+    @version.setter
+    def version(self, value: Version) -> None:
+        if self.counts == isinstance(value, str) or isinstance(value, bool):
+            expected = "an integer" if self.counts else "a string"
+            raise TypeError(
+                f"version: expected {expected} for version_type={self.version_type!r}, got "
+                f"{value!r}; choose the version_type when the tracker is made"
+            )
+        new = operator.index(value) if self.counts else str(value)  # pyright: ignore[reportArgumentType]
+        change = VersionChange(datetime.now(), self._current_version, new)
+        self._current_version = new
+        self.version_history.append(change)
+        del self.version_history[: -self.max_history]
+
+    def increment_version(self) -> None:
+        """Go to the next integer, or to a new UUID."""
+        self.version = self.version + 1 if isinstance(self.version, int) else str(uuid.uuid4())
+
+    def span(self, batch: TensorDictBase) -> tuple[Version, Version]:
+        """The oldest and the newest version that had a part in a batch of turns.
+
+        Args:
+            batch: turns as a collector returns them, of any shape.
+
+        Raises:
+            ValueError: UUIDs that are no longer in ``version_history``, which orders them.
+        """
+        versions = versions_in(batch)
+        if self.counts:
+            return min(versions), max(versions)
+        order = {change.new_version: n for n, change in enumerate(self.version_history)}
+        unknown = versions - order.keys()
+        if unknown:
+            raise ValueError(
+                f"batch: expected versions of the last {self.max_history}, got {unknown}; raise "
+                "max_history, or read batches where their tracker is"
+            )
+        return min(versions, key=order.__getitem__), max(versions, key=order.__getitem__)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return stamp(next_tensordict, self.version)
+
+    forward = _call
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        return stamp(tensordict_reset, self.version)
+
+    def _step(
+        self, tensordict: TensorDictBase | None, next_tensordict: TensorDictBase
+    ) -> TensorDictBase:
+        return stamp(next_tensordict, self.version)
+
+    def transform_observation_spec(self, spec: Composite) -> Composite:
+        """Add the entry: int64 of the environment's shape, or a string."""
+        where: dict[str, Any] = {"shape": spec.shape, "device": spec.device}
+        spec[KEY] = (
+            Unbounded(dtype=torch.int64, **where)
+            if self.counts
+            else NonTensor(example_data=str(self.version), **where)
+        )
+        return spec
+
+
+def stamp(tensordict: TensorDictBase, version: Version) -> TensorDictBase:
+    """Write one version into every element of a tensordict, in place."""
+    shape, device = tensordict.batch_size, tensordict.device
+    if isinstance(version, str):
+        return tensordict.set(KEY, NonTensorData(version, batch_size=shape, device=device))
+    return tensordict.set(KEY, torch.full(shape, version, dtype=torch.int64, device=device))
+
+
+def versions_in(batch: TensorDictBase) -> set[Any]:
+    """Every version that a batch of turns names: the tokens' where there are any, else its own."""
+    tokens = batch.get(("next", TOKENS_KEY), None, as_list=True)
+    if tokens is None:
+        tokens = batch.get(TOKENS_KEY, None, as_list=True)
+    if tokens is not None:
+        rows = [tokens] if isinstance(tokens, torch.Tensor) else tokens
+        return {v for row in rows for v in row.unique().tolist() if v >= 0}
+    column = batch.get(("next", KEY), None)
+    column = batch.get(KEY) if column is None else column
+    return set(_leaves(column.tolist() if hasattr(column, "tolist") else column))
+
+
+def _leaves(nested: Any) -> list[Any]:
+    if not isinstance(nested, list):
+        return [nested]
+    return [leaf for part in nested for leaf in _leaves(part)]

@@ -1,0 +1,155 @@
+"""PolicyVersion: its counts, what it writes, and that specs say what is written."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import uuid
+
+import pytest
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
+from torchrl.envs import SerialEnv, TransformedEnv
+from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
+from torchrl.envs.utils import check_env_specs
+
+from fusedrl import PolicyVersion
+
+from .counting import Counting, policy
+
+
+def batch_of(*versions, **entries) -> TensorDict:
+    return TensorDict(
+        {("next", "policy_version"): torch.tensor(versions), **entries}, (len(versions),)
+    )
+
+
+@pytest.mark.parametrize("version_type", [int, "int"])
+def test_integers_count_from_zero(version_type):
+    tracker = PolicyVersion(version_type)
+    assert tracker.version == 0 and tracker.cal_on_reset
+    tracker.increment_version()
+    tracker.version += 5
+    assert tracker.version == 6
+    changes = [(change.old_version, change.new_version) for change in tracker.version_history]
+    assert changes == [(None, 0), (0, 1), (1, 6)]
+    assert isinstance(tracker, TorchrlPolicyVersion)
+
+
+@pytest.mark.parametrize("version_type", [str, "uuid"])
+def test_uuids_are_new_each_time(version_type):
+    tracker = PolicyVersion(version_type)
+    first = tracker.version
+    tracker.increment_version()
+    assert uuid.UUID(first) != uuid.UUID(tracker.version)
+    assert [change.new_version for change in tracker.version_history] == [first, tracker.version]
+
+
+def test_the_history_keeps_the_newest():
+    tracker = PolicyVersion(max_history=3)
+    for _ in range(10):
+        tracker.increment_version()
+    assert [change.new_version for change in tracker.version_history] == [8, 9, 10]
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="version_type: expected 'int' or 'uuid', got 'float'"):
+        PolicyVersion("float")
+    with pytest.raises(ValueError, match="max_history: expected a positive number, got 0"):
+        PolicyVersion(max_history=0)
+
+
+@pytest.mark.parametrize(
+    ("version_type", "value"), [("int", "seven"), ("int", True), ("int", 1.5), ("uuid", 7)]
+)
+def test_a_version_of_another_type_is_refused(version_type, value):
+    tracker = PolicyVersion(version_type)
+    before = tracker.version
+    with pytest.raises(TypeError):
+        tracker.version = value
+    assert tracker.version == before and len(tracker.version_history) == 1
+
+
+def test_large_versions_are_exact():
+    tracker = PolicyVersion()
+    tracker.version = 2**53 + 1
+    written = tracker(TensorDict(batch_size=(2,)))["policy_version"]
+    assert written.dtype == torch.int64 and written.tolist() == [2**53 + 1] * 2
+
+
+ENVIRONMENTS = {
+    "no batch": lambda: Counting(None),
+    "batch": lambda: Counting(3),
+    "lazy": lambda: Counting(3, lazy=True),
+    "serial": lambda: SerialEnv(2, lambda: Counting(2)),
+}
+
+
+@pytest.mark.parametrize("version_type", ["int", "uuid"])
+@pytest.mark.parametrize("make", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+def test_specs_say_what_is_written(make, version_type):
+    tracker = PolicyVersion(version_type)
+    env = TransformedEnv(make(), tracker)
+    check_env_specs(env)
+    spec = env.observation_spec["policy_version"]
+    for written in (env.reset(), env.step(policy(env.reset()))["next"]):
+        column = written.get("policy_version")
+        assert spec.shape == column.shape == env.batch_size
+        if version_type == "int":
+            assert spec.dtype == column.dtype == torch.int64
+        else:
+            assert isinstance(column, NonTensorData | NonTensorStack)
+            assert type(spec.example_data) is type(tracker.version) is str
+
+
+def test_torchrls_uuid_spec_is_of_another_type():
+    env = TransformedEnv(Counting(2), TorchrlPolicyVersion("uuid"))
+    assert type(env.observation_spec["policy_version"].example_data) is not str
+
+
+def test_an_environment_alone_writes_the_version_at_its_step():
+    tracker = PolicyVersion()
+    env = TransformedEnv(Counting(2), tracker)
+    start = env.reset()
+    tracker.increment_version()
+    turn = env.step(policy(start))
+    assert turn["policy_version"].tolist() == [0, 0]
+    assert turn["next", "policy_version"].tolist() == [1, 1]
+
+
+class TestSpan:
+    def test_oldest_and_newest(self):
+        assert PolicyVersion().span(batch_of(4, 3, 9)) == (3, 9)
+
+    def test_versions_of_tokens_where_the_policy_reports_them(self):
+        tokens = torch.tensor([[3, 3, 4], [5, 6, -1]])
+        assert PolicyVersion().span(batch_of(3, 5, token_policy_version=tokens)) == (3, 6)
+
+    def test_ragged_versions_of_tokens(self):
+        rows = [
+            TensorDict({("next", "policy_version"): v, "token_policy_version": torch.tensor(t)})
+            for v, t in ((1, [1, 2]), (2, [2, 2, 7]))
+        ]
+        assert PolicyVersion().span(lazy_stack(rows)) == (1, 7)
+
+    def test_uuids_in_the_order_they_had(self):
+        tracker = PolicyVersion("uuid")
+        batches = []
+        for _ in range(3):
+            batches.append(tracker(TensorDict(batch_size=(2,))))
+            tracker.increment_version()
+        known = [change.new_version for change in tracker.version_history]
+        assert tracker.span(torch.cat(batches[1:])) == (known[1], known[2])
+
+    def test_unknown_uuids_are_refused(self):
+        batch = PolicyVersion("uuid")(TensorDict(batch_size=(2,)))
+        with pytest.raises(ValueError, match="batch: expected versions of the last 1000"):
+            PolicyVersion("uuid").span(batch)
+
+
+def test_copies_count_on_their_own():
+    tracker = PolicyVersion()
+    tracker.version = 7
+    for twin in (copy.deepcopy(tracker), pickle.loads(pickle.dumps(tracker))):
+        twin.increment_version()
+        assert (twin.version, tracker.version) == (8, 7)
