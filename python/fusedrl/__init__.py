@@ -32,6 +32,7 @@ _HOME = {
     "MultiProcessedRemoteWeightUpdate": "fusedrl.weights",
     "RayRemoteWeightUpdater": "fusedrl.weights",
     "PolicyVersion": "fusedrl.collectors",
+    "LLMCollector": "fusedrl.collectors",
     "patch_torchrl": "fusedrl.integrations.torchrl",
     "patch_trl": "fusedrl.integrations.trl",
 }
@@ -39,6 +40,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from fusedrl.collectors import LLMCollector as LLMCollector
     from fusedrl.collectors import PolicyVersion as PolicyVersion
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.integrations.trl import patch_trl as patch_trl

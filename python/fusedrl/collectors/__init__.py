@@ -1,5 +1,6 @@
-"""The versions of the policies that had dialogs."""
+"""Collectors of dialogs, and the versions of the policies that had them."""
 
+from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import PolicyVersion
 
-__all__ = ["PolicyVersion"]
+__all__ = ["LLMCollector", "PolicyVersion"]

@@ -111,7 +111,8 @@ class PolicyVersion(_PolicyVersion):
             batch: turns as a collector returns them, of any shape.
 
         Raises:
-            ValueError: UUIDs that are no longer in ``version_history``, which orders them.
+            ValueError: a batch without versions; UUIDs that are no longer in ``version_history``,
+                which orders them.
         """
         versions = versions_in(batch)
         if self.counts:
@@ -125,10 +126,12 @@ class PolicyVersion(_PolicyVersion):
             )
         return min(versions, key=order.__getitem__), max(versions, key=order.__getitem__)
 
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the version that the policy has now."""
+        return stamp(tensordict, self.version)
+
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         return stamp(next_tensordict, self.version)
-
-    forward = _call
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
@@ -161,18 +164,16 @@ def stamp(tensordict: TensorDictBase, version: Version) -> TensorDictBase:
 
 def versions_in(batch: TensorDictBase) -> set[Any]:
     """Every version that a batch of turns names: the tokens' where there are any, else its own."""
-    tokens = batch.get(("next", TOKENS_KEY), None, as_list=True)
-    if tokens is None:
-        tokens = batch.get(TOKENS_KEY, None, as_list=True)
-    if tokens is not None:
-        rows = [tokens] if isinstance(tokens, torch.Tensor) else tokens
-        return {v for row in rows for v in row.unique().tolist() if v >= 0}
-    column = batch.get(("next", KEY), None)
-    column = batch.get(KEY) if column is None else column
-    return set(_leaves(column.tolist() if hasattr(column, "tolist") else column))
-
-
-def _leaves(nested: Any) -> list[Any]:
-    if not isinstance(nested, list):
-        return [nested]
-    return [leaf for part in nested for leaf in _leaves(part)]
+    flat = batch.reshape(-1)
+    for part in (flat.get("next", flat), flat):
+        rows: Any = part.get(TOKENS_KEY, as_list=True)
+        if rows is not None:
+            return {version for row in rows for version in row.unique().tolist() if version >= 0}
+    column = flat.get("next", flat).get(KEY)
+    if column is None:
+        column = flat.get(KEY)
+    if column is None:
+        raise ValueError(
+            f"batch: expected an entry {KEY!r}, got none; collect with track_policy_version=True"
+        )
+    return set(column.tolist())

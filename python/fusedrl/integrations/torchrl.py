@@ -18,6 +18,7 @@ HOMES = {
     "RayRetrieveKL": _KL,
     "RayKLRewardTransform": _KL,
     "PolicyVersion": "torchrl.envs.llm.transforms.policy_version",
+    "LLMCollector": "torchrl.collectors.llm.base",
 }
 
 # Names that torchrl had in an earlier release -> the modules that exported them.

@@ -1,0 +1,98 @@
+"""What a collector refuses before it touches an environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrl.envs import AsyncEnvPool
+from torchrl.envs.llm.transforms.policy_version import PolicyVersion as TorchrlPolicyVersion
+
+from fusedrl.collectors.policy_version import PolicyVersion
+
+
+def check_arguments(given: dict[str, Any]) -> None:
+    """Raise ``TypeError``, ``ValueError`` or ``RuntimeError`` for what does not go together."""
+    if given["queue"] is not None and given["replay_buffer"] is not None:
+        raise RuntimeError(
+            "queue: expected a queue or a replay_buffer, got both; fill the buffer where the queue "
+            "is read"
+        )
+    if given["policy"] is not None and given["policy_factory"] is not None:
+        raise TypeError("policy_factory: expected policy or policy_factory, got both; drop one")
+    if given["weight_updater"] is not None and given["weight_sync_schemes"] is not None:
+        raise TypeError(
+            "weight_updater: expected weight_updater or weight_sync_schemes, got both; drop one"
+        )
+    _check_trajectories(given)
+    _check_numbers(given)
+    tracker = given["track_policy_version"]
+    if not isinstance(tracker, bool | TorchrlPolicyVersion):
+        raise TypeError(
+            f"track_policy_version: expected a bool or a PolicyVersion, got "
+            f"{type(tracker).__name__}; pass True"
+        )
+    if given["max_staleness"] is not None and not (
+        tracker is True or (isinstance(tracker, PolicyVersion) and tracker.counts)
+    ):
+        raise ValueError(
+            "max_staleness: expected integer versions to count back from, got "
+            f"track_policy_version={tracker!r}; pass True or PolicyVersion('int')"
+        )
+
+
+def _check_trajectories(given: dict[str, Any]) -> None:
+    if not given["yield_only_last_steps"]:
+        return
+    if given["yield_completed_trajectories"] is False:
+        raise TypeError(
+            "yield_completed_trajectories: expected True or None with yield_only_last_steps, got "
+            "False; last steps are those of completed trajectories"
+        )
+    if given["flatten_data"] is not None:
+        raise TypeError(
+            f"flatten_data: expected None with yield_only_last_steps, got {given['flatten_data']}; "
+            "last steps have one dimension as they are"
+        )
+    if given["reset_at_each_iter"]:
+        raise TypeError(
+            "reset_at_each_iter: expected False with yield_only_last_steps, got True; a dialog may "
+            "take longer than an iteration"
+        )
+
+
+def _check_numbers(given: dict[str, Any]) -> None:
+    completed = given["yield_completed_trajectories"] or given["yield_only_last_steps"]
+    wanted, total = given["dialog_turns_per_batch"], given["total_dialog_turns"]
+    if wanted is None and not completed:
+        raise TypeError(
+            "dialog_turns_per_batch: expected a number of turns, got None; it may be left out with "
+            "yield_completed_trajectories only"
+        )
+    if wanted is not None and wanted < 1:
+        raise ValueError(
+            f"dialog_turns_per_batch: expected a positive number, got {wanted}; 1 is the least"
+        )
+    if total is not None and total != -1 and total < 1:
+        raise ValueError(
+            f"total_dialog_turns: expected a positive number or -1, got {total}; -1 never ends"
+        )
+    staleness = given["max_staleness"]
+    if staleness is not None and staleness < 0:
+        raise ValueError(
+            f"max_staleness: expected 0 or more versions, got {staleness}; None keeps everything"
+        )
+
+
+def check_environment(env: Any, async_envs: bool | None, completed: bool) -> None:
+    """Raise if the environment cannot do what is asked of it."""
+    pool = isinstance(env, AsyncEnvPool)
+    if async_envs and not pool:
+        raise RuntimeError(
+            f"async_envs: expected an AsyncEnvPool as env, got {type(env).__name__}; make it "
+            "AsyncEnvPool([make_env] * n), or leave async_envs out"
+        )
+    if completed and not pool and len(env.batch_size) != 1:
+        raise ValueError(
+            "yield_completed_trajectories: expected an env with one batch dimension, got "
+            f"batch_size={tuple(env.batch_size)}; give the env batch_size=(n,) for n dialogs"
+        )

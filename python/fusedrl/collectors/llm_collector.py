@@ -1,0 +1,295 @@
+"""torchrl's ``LLMCollector``: dialogs between a policy and an environment, in batches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+from torchrl.collectors import Collector
+from torchrl.envs import AsyncEnvPool
+
+from fusedrl.collectors.arguments import check_arguments, check_environment
+from fusedrl.collectors.dialogs import Dialogs, Turns
+from fusedrl.collectors.policy_version import KEY, PolicyVersion
+from fusedrl.collectors.progress import check_progress
+from fusedrl.collectors.queues import QueueBuffer
+from fusedrl.collectors.rollout import Rollout
+from fusedrl.collectors.stopwatch import Profile, Stopwatch
+
+
+class LLMCollector(Rollout):
+    """Collect dialogs: iterate to get batches of turns, of shape (dialogs, time) or (turns,).
+
+    Takes the place of torchrl's class, and is one for ``isinstance``. Turns carry the trajectory
+    that they belong to (``("collector", "traj_ids")``) and, if versions are tracked, the version
+    that the policy had when it was called for the turn (``"policy_version"``, also in ``"next"``).
+
+    Args:
+        env: an environment, or a function that makes one.
+        policy: takes and returns a tensordict; a new one each turn, or the one it was given.
+        policy_factory: makes the policy, in its place.
+        dialog_turns_per_batch: turns in a batch, rounded up to whole steps of the environment. May
+            be left out for completed trajectories.
+        yield_only_last_steps: the last turn of each completed trajectory only; the others count
+            towards ``total_dialog_turns`` still.
+        yield_completed_trajectories: batches of completed trajectories, one after the other, that
+            have ``dialog_turns_per_batch`` turns or more; from an ``AsyncEnvPool`` each trajectory
+            as soon as it is complete. By default as ``yield_only_last_steps``.
+        postproc: is given each batch, and returns what is to be yielded or stored.
+        total_dialog_turns: turns to run in all; -1 never ends.
+        async_envs: ``True`` asserts that ``env`` is an ``AsyncEnvPool``, which is seen anyway.
+        replay_buffer: is extended with each batch; the iterator yields ``None`` instead.
+        reset_at_each_iter: start new dialogs for each batch, whatever running ones had.
+        flatten_data: one dimension, dialog after dialog, instead of (dialogs, time). By default
+            when a ``replay_buffer`` or a ``queue`` is given.
+        weight_updater: torchrl's or ours (or a function that makes it), registered with this.
+        weight_sync_schemes: torchrl's schemes by the name of their model, instead of an updater.
+        queue: takes single turns in the place of a ``replay_buffer``; drops its oldest if full.
+        track_policy_version: whether to tag turns, or with which :class:`PolicyVersion`. Added to
+            the environment unless it is there; an ``AsyncEnvPool`` needs none.
+        max_staleness: drop a batch if its oldest turn is more than so many versions behind the
+            policy's; ``stale_turns`` counts them.
+        progress: show a progress bar, with rich.
+        verbose: log the shape of each batch.
+
+    Raises:
+        TypeError: arguments that exclude each other, or one that is missing.
+        ValueError: numbers out of range; an environment without the one batch dimension that
+            completed trajectories take.
+        RuntimeError: ``async_envs`` without an ``AsyncEnvPool``; a queue and a replay buffer.
+
+    Example:
+        >>> from torchrl.envs import StepCounter
+        >>> from torchrl.testing.mocking_classes import CountingBatchedEnv
+        >>> from fusedrl import LLMCollector
+        >>> env = CountingBatchedEnv(batch_size=[2], max_steps=3)
+        >>> collector = LLMCollector(
+        ...     env.append_transform(StepCounter()),
+        ...     policy=lambda turn: turn.set("action", env.action_spec.one()),
+        ...     dialog_turns_per_batch=4,
+        ...     total_dialog_turns=8,
+        ...     track_policy_version=True,
+        ... )
+        >>> for batch in collector:
+        ...     print(tuple(batch.shape), batch["step_count"].squeeze(-1).tolist())
+        ...     collector.increment_version()
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        policy_factory: Callable[[], Callable[[TensorDictBase], TensorDictBase]] | None = None,
+        dialog_turns_per_batch: int | None = None,
+        yield_only_last_steps: bool | None = None,
+        yield_completed_trajectories: bool | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        total_dialog_turns: int = -1,
+        async_envs: bool | None = None,
+        replay_buffer: Any | None = None,
+        reset_at_each_iter: bool = False,
+        flatten_data: bool | None = None,
+        weight_updater: Any | None = None,
+        weight_sync_schemes: dict[str, Any] | None = None,
+        queue: Any | None = None,
+        track_policy_version: bool | PolicyVersion = False,
+        max_staleness: int | None = None,
+        progress: bool = False,
+        verbose: bool = False,
+    ) -> None:
+        self.closed = True
+        check_arguments(locals())
+        check_progress(progress)
+        env = env if hasattr(env, "reset") else env()
+        self.yield_only_last_steps = bool(yield_only_last_steps)
+        self.yield_completed_trajectories = bool(
+            yield_completed_trajectories or yield_only_last_steps
+        )
+        check_environment(env, async_envs, self.yield_completed_trajectories)
+        self._pool = self.async_envs = isinstance(env, AsyncEnvPool)
+        env, tracker = self._tracked(env, track_policy_version)
+        replay_buffer = replay_buffer if queue is None else QueueBuffer(queue)
+        self._updating, self._watch = 0, Stopwatch()
+        # Past torchrl's own constructor, which has no weight_sync_schemes and runs what follows.
+        Collector.__init__(
+            self,
+            env,
+            policy,
+            policy_factory=policy_factory,
+            frames_per_batch=dialog_turns_per_batch or 1,
+            total_frames=total_dialog_turns,
+            replay_buffer=replay_buffer,
+            weight_updater=weight_updater,
+            weight_sync_schemes=weight_sync_schemes,
+            reset_at_each_iter=reset_at_each_iter,
+            postproc=postproc,
+            trust_policy=True,
+            use_buffers=False,
+            no_cuda_sync=True,
+        )
+        self.policy_version_tracker = tracker
+        self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
+        self.max_staleness, self.stale_turns = max_staleness, 0
+        self.progress, self.verbose = progress, verbose
+        self._carried, self._asked, self._held = None, {}, {}
+        wanted = self.requested_frames_per_batch
+        self._batches = (
+            Dialogs(env.batch_size[0], 1 if self._pool else wanted, self.yield_only_last_steps)
+            if self.yield_completed_trajectories
+            else Turns(wanted, self.flatten_data)
+        )
+        for inner in getattr(env, "envs", ()) if self._pool else ():
+            inner.register_collector(self)  # a pool of threads; processes cannot know it
+
+    def _tracked(self, env: Any, track: bool | PolicyVersion) -> tuple[Any, Any]:
+        """The environment with the tracker, and the tracker."""
+        if track is False:
+            return env, None
+        tracker = PolicyVersion() if track is True else track
+        if not self._pool and tracker.container is None:
+            env = env.append_transform(tracker)
+        if not self._pool and KEY not in list(env.observation_spec):
+            raise ValueError(
+                "track_policy_version: expected a tracker that is in env or in none, got one of "
+                "another environment; make a PolicyVersion for each"
+            )
+        return env, tracker
+
+    def _make_carrier(self) -> None:
+        # torchrl resets here and once more at the first rollout: a batch of prompts would be lost.
+        self._carrier = TensorDict()
+
+    def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
+        # torchrl calls the policy here, to know its keys; an LLM would answer the lost prompts.
+        if make_rollout:
+            super()._maybe_make_final_rollout(make_rollout)
+
+    @property
+    def weight_updater(self) -> Any:
+        """The weight updater, if any; one that is set is registered with this collector."""
+        return self._weight_updater
+
+    @weight_updater.setter
+    def weight_updater(self, value: Any) -> None:
+        if value is not None:
+            value = value if hasattr(value, "register_collector") else value()
+            hooks = len(value.post_hooks)
+            value.register_collector(self)
+            if len(value.post_hooks) == hooks:  # else it counts versions itself
+                value.register_post_hook(_Increment(self))
+        self._weight_updater = value
+
+    def set_weight_updater(self, weight_updater: Any) -> bool:
+        """Set the weight updater; returns ``True``, as remote calls want an answer."""
+        self.weight_updater = weight_updater
+        return True
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Set the postprocessing of a collector that has none.
+
+        Raises:
+            RuntimeError: it has one.
+        """
+        if self.postproc is not None:
+            raise RuntimeError(
+                f"postproc: expected a collector without one, got {self.postproc!r}; assign "
+                "collector.postproc to replace it"
+            )
+        self.postproc = postproc
+
+    def increment_version(self) -> None:
+        """Count a new version of the policy; during an update, once for all of it."""
+        if self.policy_version_tracker is not None and not self._updating:
+            self.policy_version_tracker.increment_version()
+
+    @contextmanager
+    def _one_update(self) -> Iterator[None]:
+        """One new version at the end, however many of those inside count one or set one."""
+        before = self.policy_version
+        self._updating += 1
+        try:
+            yield
+        finally:
+            self._updating -= 1
+        if self.policy_version == before:
+            self.increment_version()
+
+    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
+        """Update the policy's weights, as torchrl's collectors do, and count one version."""
+        with self._one_update():
+            super().update_policy_weights_(*args, **kwargs)
+
+    def receive_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Take weights, those given or those of the receiving schemes, and count one version."""
+        if not args and not kwargs and getattr(self, "_receiver_schemes", None) is None:
+            return
+        with self._one_update():
+            super().receive_weights(*args, **kwargs)
+
+    def _receive_weights_scheme(self, model_version: int | None = None) -> None:
+        with self._one_update():
+            super()._receive_weights_scheme(model_version=model_version)
+
+    def get_policy_model(self) -> Any:
+        """The model that the policy wraps."""
+        try:
+            return self.policy.model
+        except AttributeError as error:
+            raise AttributeError(
+                f"policy: expected a wrapper with a model, got {type(self.policy).__name__}; "
+                "use collector.policy"
+            ) from error
+
+    def is_initialized(self) -> bool:
+        """Whether the collector is ready: made, and not shut down."""
+        return not self.closed
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch without its device, or ``None`` at the end."""
+        if self._iterator is None:
+            self._iterator = iter(self)
+        batch = next(self._iterator, None)
+        return batch if batch is None or batch.device is None else batch.clear_device_()
+
+    def reset(self, index: Any = None, **kwargs: Any) -> None:
+        """Start new dialogs at the next rollout; nothing of before is in any batch.
+
+        Raises:
+            NotImplementedError: an ``index``.
+        """
+        if index is not None or kwargs:
+            raise NotImplementedError(
+                "index: expected None, got a part of the environment; all dialogs start anew"
+            )
+        self._interrupt()
+        self._frames += self._batches.clear()
+
+    def profile(self) -> Profile:
+        """Where the time went since the collector was made: policy, env, stamping, queueing."""
+        return self._watch.profile()
+
+    def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
+        """Restore environment, policy, counts and version; dialogs start anew."""
+        self._interrupt()
+        self._batches.clear()
+        if not hasattr(self, "_policy_w_state_dict"):
+            # No module, so no state: torchrl refuses what it stored itself, unless it is lenient.
+            self.env.load_state_dict(state_dict["env_state_dict"], **kwargs)
+            kwargs = {"strict": False}
+        super().load_state_dict(state_dict, **kwargs)
+
+
+class _Increment:
+    """A post-hook of an updater that does not keep the collector alive."""
+
+    def __init__(self, collector: LLMCollector) -> None:
+        self._collector = weakref.ref(collector)
+
+    def __call__(self) -> None:
+        collector = self._collector()
+        if collector is not None:
+            collector.increment_version()

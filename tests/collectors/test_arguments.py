@@ -1,0 +1,85 @@
+"""What LLMCollector refuses, before it changes anything."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+from torchrl.envs import SerialEnv, TransformedEnv
+
+from fusedrl import LLMCollector, PolicyVersion
+
+from .counting import Counting, policy
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"queue": queue.Queue(), "replay_buffer": 1}, RuntimeError, "queue: expected .* got both"),
+        ({"policy_factory": lambda: policy}, TypeError, "policy_factory: expected .* got both"),
+        ({"weight_updater": 1, "weight_sync_schemes": {}}, TypeError, "weight_updater: .* both"),
+        (
+            {"yield_only_last_steps": True, "yield_completed_trajectories": False},
+            TypeError,
+            "yield_completed_trajectories: expected True or None .* got False",
+        ),
+        (
+            {"yield_only_last_steps": True, "flatten_data": False},
+            TypeError,
+            "flatten_data: expected None .* got False",
+        ),
+        (
+            {"yield_only_last_steps": True, "reset_at_each_iter": True},
+            TypeError,
+            "reset_at_each_iter: expected False .* got True",
+        ),
+        ({"dialog_turns_per_batch": None}, TypeError, "dialog_turns_per_batch: .* got None"),
+        ({"dialog_turns_per_batch": 0}, ValueError, "dialog_turns_per_batch: .* got 0"),
+        ({"total_dialog_turns": 0}, ValueError, "total_dialog_turns: .* got 0; -1 never ends"),
+        ({"total_dialog_turns": -2}, ValueError, "total_dialog_turns: .* got -2"),
+        (
+            {"async_envs": True},
+            RuntimeError,
+            "async_envs: expected an AsyncEnvPool .* TransformedEnv",
+        ),
+        ({"track_policy_version": "int"}, TypeError, "track_policy_version: .* got str"),
+        ({"max_staleness": 1}, ValueError, "max_staleness: expected integer versions"),
+        (
+            {"max_staleness": 1, "track_policy_version": PolicyVersion("uuid")},
+            ValueError,
+            "max_staleness: expected integer versions",
+        ),
+        (
+            {"max_staleness": -1, "track_policy_version": True},
+            ValueError,
+            "max_staleness: expected 0 or more versions, got -1",
+        ),
+    ],
+)
+def test_refused(options, error, message):
+    env = TransformedEnv(Counting())
+    before = list(env.observation_spec.keys())
+    given = {"policy": policy, "dialog_turns_per_batch": 4, "track_policy_version": True}
+    if "track_policy_version" not in options and "max_staleness" in options:
+        given["track_policy_version"] = False
+    with pytest.raises(error, match=message):
+        LLMCollector(env, **(given | options))
+    assert list(env.observation_spec.keys()) == before
+
+
+@pytest.mark.parametrize("make", [lambda: Counting(None), lambda: SerialEnv(2, Counting)])
+@pytest.mark.parametrize("option", ["yield_completed_trajectories", "yield_only_last_steps"])
+def test_completed_trajectories_take_one_batch_dimension(make, option):
+    env = make()
+    with pytest.raises(ValueError, match=r"yield_completed_trajectories: .* got batch_size=\("):
+        LLMCollector(env, policy=policy, **{option: True})
+
+
+def test_a_tracker_of_another_environment_is_refused():
+    tracker = PolicyVersion()
+    other = TransformedEnv(Counting(), tracker)
+    with pytest.raises(ValueError, match="track_policy_version: .* one of another environment"):
+        LLMCollector(
+            Counting(), policy=policy, dialog_turns_per_batch=4, track_policy_version=tracker
+        )
+    assert tracker.container is other

@@ -1,0 +1,308 @@
+"""LLMCollector: what batches have, when environment and policy run, what a caller may do."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torchrl.collectors import BaseCollector, Collector
+from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
+
+from fusedrl import LLMCollector
+
+from .counting import Counting, policy, seen
+
+IDS = ("collector", "traj_ids")
+
+
+@pytest.fixture
+def collect() -> Iterator[Callable[..., LLMCollector]]:
+    """A collector of four turns a batch, eight in all; shut down after the test."""
+    made = []
+
+    def collect(env: Any = None, **options: Any) -> LLMCollector:
+        given = {"policy": policy, "dialog_turns_per_batch": 4, "total_dialog_turns": 8}
+        made.append(LLMCollector(Counting() if env is None else env, **(given | options)))
+        return made[-1]
+
+    yield collect
+    for collector in made:
+        collector.shutdown()
+
+
+def test_is_torchrls(collect):
+    assert isinstance(collect(), TorchrlLLMCollector | Collector | BaseCollector)
+
+
+def test_no_prompt_is_lost_to_the_constructor(collect):
+    calls = []
+    env = Counting()
+    collector = collect(env, policy=lambda turn: calls.append(1) or policy(turn))
+    assert (env.resets, calls) == (0, [])
+    assert seen(next(iter(collector))) == [[100, 101], [100, 101]]
+    assert (env.resets, len(calls)) == (1, 2)
+
+
+def test_a_trajectory_id_is_of_one_dialog(collect):
+    collector = collect(Counting(3, 2), dialog_turns_per_batch=30, total_dialog_turns=60)
+    dialogs = {}
+    for batch in collector:
+        for row in range(3):
+            pairs = zip(batch[IDS][row].tolist(), seen(batch)[row], strict=True)
+            for traj_id, value in pairs:
+                dialogs.setdefault(traj_id, set()).add((row, value // 100))
+    assert all(len(of) == 1 for of in dialogs.values())
+    assert sorted(dialogs) == list(range(len(dialogs)))
+
+
+def test_what_a_caller_does_to_a_batch_changes_no_other(collect):
+    changed = [seen(batch) for batch in collect() if batch["next", "seen"].zero_() is not None]
+    assert changed == [seen(batch) for batch in collect()]
+
+
+def test_a_policy_may_write_in_place_or_answer_with_another_tensordict(collect):
+    whole = [seen(batch) for batch in collect()]
+    copied = collect(policy=lambda turn: policy(turn.copy()))
+    assert [seen(batch) for batch in copied] == whole
+    answered = collect(policy=lambda turn: policy(turn).select("action"))
+    assert [batch["action"].flatten(1).tolist() for batch in answered] == [
+        [[10 * n for n in row] for row in rows] for rows in whole
+    ]
+
+
+def test_completed_trajectories_need_no_batch_size(collect):
+    for options in ({"yield_completed_trajectories": True}, {"yield_only_last_steps": True}):
+        batches = list(collect(dialog_turns_per_batch=None, **options))
+        assert batches and all(batch["next", "done"][-1].all() for batch in batches)
+
+
+def test_dropped_turns_are_charged(collect):
+    collector = collect(Counting(2, 3), yield_only_last_steps=True, total_dialog_turns=14)
+    (batch,) = collector
+    assert seen(batch) == [102, 103, 202, 203]
+    assert collector.stats()["frames"] == 14 and collector.stats()["completed"]
+
+
+def test_reset_at_each_iter_starts_new_dialogs(collect):
+    collector = collect(reset_at_each_iter=True, total_dialog_turns=12)
+    assert [seen(batch)[0] for batch in collector] == [[100, 101], [200, 201], [300, 301]]
+
+
+def test_reset_at_each_iter_keeps_no_part_of_a_dialog(collect):
+    """torchrl's ignores it there."""
+    collector = collect(
+        Counting(2, 3),
+        reset_at_each_iter=True,
+        yield_completed_trajectories=True,
+        dialog_turns_per_batch=1,
+        total_dialog_turns=20,
+    )
+    starts = [seen(batch)[0] for batch in collector]
+    assert all(start % 100 == 0 for start in starts) and len(set(starts)) == len(starts) > 1
+
+
+def test_replay_buffer(collect):
+    buffer = ReplayBuffer(storage=LazyStackStorage(20), batch_size=4)
+    collector = collect(replay_buffer=buffer, total_dialog_turns=12)
+    assert list(collector) == [None] * 3 and collector.flatten_data
+    assert len(buffer) == 12 and seen(buffer[:4]) == [100, 101, 100, 101]
+
+
+def test_a_thread_fills_the_buffer(collect):
+    buffer = ReplayBuffer(storage=LazyStackStorage(200), batch_size=4)
+    collector = collect(replay_buffer=buffer, total_dialog_turns=100)
+    collector.start()
+    collector._thread.join(60)
+    assert len(buffer) == 100
+    collector.async_shutdown()
+    assert not collector.is_initialized()
+
+
+def test_a_queue_gets_single_turns(collect):
+    turns = queue.Queue()
+    assert list(collect(queue=turns)) == [None, None]
+    assert [turns.get()["seen"].item() for _ in range(8)] == [
+        100,
+        101,
+        100,
+        101,
+        102,
+        200,
+        102,
+        103,
+    ]
+
+
+def test_a_full_queue_drops_its_oldest(collect, caplog):
+    turns = queue.Queue(3)
+    collector = collect(queue=turns)
+    list(collector)
+    assert [turns.get()["seen"].item() for _ in range(3)] == [200, 102, 103]
+    assert collector.replay_buffer.dropped == 5
+    assert caplog.text.count("the queue is full") == 1
+
+
+def test_postproc_sees_whole_batches(collect):
+    def postproc(batch):
+        shapes.append(batch.shape)
+        return batch.select("seen")
+
+    shapes = []
+    assert [sorted(batch.keys()) for batch in collect(postproc=postproc)] == [["seen"]] * 2
+    collector = collect()
+    collector.set_postproc(postproc)
+    assert [sorted(batch.keys()) for batch in collector] == [["seen"]] * 2
+    assert shapes == [(2, 2)] * 4
+    with pytest.raises(RuntimeError, match=r"postproc: expected a collector without one"):
+        collector.set_postproc(lambda batch: batch)
+
+
+def test_private_entries_stay_here(collect):
+    def secretive(turn):
+        return policy(turn).set("_secret", torch.zeros(turn.shape))
+
+    assert all("_secret" not in batch for batch in collect(policy=secretive))
+
+
+def test_hooks_of_torchrl(collect):
+    calls = []
+    collector = collect()
+    collector.pre_collect_hook = lambda: calls.append("before")
+    collector.post_collect_hook = lambda batch: calls.append(tuple(batch.shape))
+    list(collector)
+    assert calls == ["before", (2, 2)] * 2
+
+
+def test_factories(collect):
+    collector = collect(Counting, policy=None, policy_factory=lambda: policy)
+    assert len(list(collector)) == 2
+
+
+def test_next_ends_with_none(collect):
+    collector = collect()
+    assert [seen(collector.next())[0], seen(collector.next())[0]] == [[100, 101], [102, 200]]
+    assert collector.next() is None
+
+
+def test_rollout_is_one_batch_without_a_charge(collect):
+    collector = collect(postproc=lambda batch: 1 / 0)
+    assert seen(collector.rollout())[0] == [100, 101]
+    assert collector.stats()["frames"] == 0
+
+
+def test_reset_forgets_what_runs(collect):
+    collector = collect(Counting(2, 3), yield_completed_trajectories=True, dialog_turns_per_batch=1)
+    collector.rollout()
+    collector.reset()
+    assert seen(collector.rollout())[0] == 300
+    with pytest.raises(NotImplementedError, match="all dialogs start anew"):
+        collector.reset(0)
+
+
+def test_state_is_restored(collect):
+    first = collect(track_policy_version=True)
+    next(iter(first))
+    first.increment_version()
+    state = first.state_dict()
+    second = collect(track_policy_version=True)
+    second.load_state_dict(state)
+    assert second.policy_version == 1 and second.stats()["frames"] == 4
+    (batch,) = second
+    assert set(batch[IDS].flatten().tolist()).isdisjoint({0, 1})
+
+
+def test_set_seed_reaches_the_environment(collect):
+    seeds = []
+    env = Counting()
+    env._set_seed = seeds.append
+    collect(env).set_seed(7, static_seed=True)
+    assert seeds == [7]
+
+
+def test_ready_until_shut_down(collect):
+    collector = collect()
+    assert collector.is_initialized()
+    env = collector.env
+    collector.shutdown(timeout=1, close_env=True, raise_on_error=True)
+    collector.shutdown()
+    assert env.is_closed and not collector.is_initialized()
+
+
+def test_shutdown_can_leave_the_environment(collect):
+    env = Counting()
+    closed = []
+    env.close = lambda **kwargs: closed.append(1)
+    collector = collect(env)
+    next(iter(collector))
+    collector.shutdown(close_env=False)
+    assert closed == []
+
+
+def test_the_model_of_the_policy(collect):
+    class Wrapper:
+        model = torch.nn.Linear(1, 1)
+
+        def __call__(self, turn):
+            return policy(turn)
+
+    assert collect(policy=Wrapper()).get_policy_model() is Wrapper.model
+    with pytest.raises(AttributeError, match="policy: expected a wrapper with a model, got"):
+        collect().get_policy_model()
+
+
+def test_environment_and_policy_know_the_collector(collect):
+    class Curious:
+        def register_collector(self, collector):
+            self.known = weakref.ref(collector)
+
+        def __call__(self, turn):
+            return policy(turn)
+
+    curious, env = Curious(), Counting()
+    collector = collect(env, policy=curious)
+    assert env.collector is collector is curious.known()
+
+
+def test_a_collector_is_freed(collect):
+    collector = LLMCollector(Counting(), policy=policy, dialog_turns_per_batch=4)
+    next(iter(collector))
+    gone = weakref.ref(collector)
+    del collector
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_profile_tells_where_time_goes(collect):
+    collector = collect(replay_buffer=ReplayBuffer(storage=LazyStackStorage(20)))
+    assert collector.profile().turns == 0
+    list(collector)
+    profile = collector.profile()
+    assert profile.turns == 8
+    assert min(profile.policy, profile.env, profile.stamping, profile.queueing) > 0
+    assert str(profile).startswith("8 turns, ") and "stamping" in str(profile)
+
+
+def test_a_progress_bar(collect, capsys):
+    pytest.importorskip("rich")
+    list(collect(progress=True, track_policy_version=True))
+    shown = capsys.readouterr().out
+    assert "8/8" in shown and "version 0" in shown
+
+
+def test_verbose_logs_batches(collect, caplog):
+    with caplog.at_level("INFO", logger="fusedrl"):
+        list(collect(verbose=True))
+    assert caplog.text.count("a batch of shape (2, 2)") == 2
+
+
+def test_torchrls_profiler_runs(collect, tmp_path):
+    collector = collect(total_dialog_turns=16)
+    collector.enable_profile(save_path=tmp_path / "trace.json", num_rollouts=2, warmup_rollouts=1)
+    list(collector)
+    assert (tmp_path / "trace.json").stat().st_size > 0

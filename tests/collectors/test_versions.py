@@ -1,0 +1,320 @@
+"""Versions in what LLMCollector returns: those of the policy's calls, one for each update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.collectors.weight_update import VanillaWeightUpdater, WeightUpdaterBase
+from torchrl.envs import AsyncEnvPool, SerialEnv, Transform, TransformedEnv
+from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
+from torchrl.weight_update import NoWeightSyncScheme, WeightSyncScheme
+
+from fusedrl import LLMCollector, LocalWeightUpdaterBase, PolicyVersion, VanillaLocalWeightUpdater
+
+from .counting import Counting, policy
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using WeightUpdaterBase is deprecated")
+
+
+@pytest.fixture
+def collect() -> Iterator[Callable[..., LLMCollector]]:
+    """A collector of two rows and two turns a batch that tracks versions."""
+    made = []
+
+    def collect(env: Any = None, **options: Any) -> LLMCollector:
+        given = {"policy": policy, "dialog_turns_per_batch": 4, "track_policy_version": True}
+        made.append(LLMCollector(Counting() if env is None else env, **(given | options)))
+        return made[-1]
+
+    yield collect
+    for collector in made:
+        collector.shutdown()
+
+
+def versions(batch: Any) -> list[Any]:
+    """Those of a batch, after a look whether root and next agree."""
+    of = [part.get("policy_version").tolist() for part in (batch, batch["next"])]
+    assert of[0] == of[1]
+    return of[0]
+
+
+@pytest.fixture
+def module() -> TensorDictModule:
+    """A policy with weights."""
+    return TensorDictModule(_Rounded(torch.nn.Linear(1, 1)), in_keys=["seen"], out_keys=["action"])
+
+
+class _Rounded(torch.nn.Module):
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        return self.linear(seen.float()).long()
+
+
+def halved(module: TensorDictModule) -> Any:
+    return TensorDict.from_module(module).data.clone() * 0.5
+
+
+def test_a_version_for_each_turn(collect):
+    collector = collect()
+    seen = []
+    for batch in collector:
+        seen.append(versions(batch))
+        if len(seen) == 3:
+            break
+        collector.increment_version()
+    assert seen == [[[n, n], [n, n]] for n in range(3)]
+    assert collector.policy_version == collector.get_policy_version() == 2
+
+
+@pytest.mark.parametrize("when", ["policy", "env"])
+@pytest.mark.parametrize("tracker", [True, "uuid", TorchrlPolicyVersion])
+def test_the_version_is_that_of_the_policys_call(collect, when, tracker):
+    """Updates come from another thread while the policy generates, or a tool runs."""
+    tracker = PolicyVersion("uuid") if tracker == "uuid" else tracker
+    tracker = tracker if isinstance(tracker, bool | PolicyVersion) else tracker()
+    called = []
+
+    class Updating(Transform):
+        def _step(self, tensordict, next_tensordict):
+            if when == "env":
+                collector.increment_version()
+            return next_tensordict
+
+    def generating(turn):
+        called.append(collector.policy_version)
+        if when == "policy":
+            collector.increment_version()
+        return policy(turn)
+
+    env = TransformedEnv(Counting(), Updating())
+    collector = collect(env, policy=generating, track_policy_version=tracker)
+    for _ in range(3):
+        assert versions(collector.next()) == [called[-2:]] * 2
+    assert len(set(called)) == 6
+
+
+def test_torchrls_tracker_is_late():
+    """It writes what the version is when the environment steps."""
+    from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
+
+    collector = TorchrlLLMCollector(
+        Counting(), policy=policy, dialog_turns_per_batch=2, track_policy_version=True
+    )
+    collector.policy = lambda turn: collector.increment_version() or policy(turn)
+    assert next(iter(collector))["next", "policy_version"].tolist() == [[1], [1]]
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+@pytest.mark.parametrize(
+    "mode", [{"flatten_data": True}, {"yield_completed_trajectories": True}], ids=str
+)
+def test_versions_of_flat_batches(collect, mode, lazy):
+    collector = collect(Counting(2, 2, lazy), **mode)
+    collector.policy = lambda turn: collector.increment_version() or policy(turn)
+    batch = collector.next()
+    assert versions(batch) == ([0, 1, 0, 1] if "flatten_data" in mode else [0, 1, 0, 1, 2])
+
+
+def test_the_last_steps_have_the_version_of_their_turn(collect):
+    collector = collect(Counting(2, 2), yield_only_last_steps=True, dialog_turns_per_batch=2)
+    collector.policy = lambda turn: collector.increment_version() or policy(turn)
+    assert versions(collector.next()) == [1, 2]
+
+
+def test_batched_environments(collect):
+    collector = collect(SerialEnv(2, lambda: Counting(None)))
+    collector.increment_version()
+    assert versions(collector.next()) == [[1, 1], [1, 1]]
+
+
+def test_a_tracker_that_is_in_the_environment_is_used_as_it_is(collect):
+    tracker = PolicyVersion()
+    env = TransformedEnv(Counting(), tracker)
+    collector = collect(env, track_policy_version=tracker)
+    assert collector.policy_version_tracker is tracker and collector.env is env
+    tracker.version = 7
+    assert versions(collector.next()) == [[7, 7], [7, 7]]
+
+
+def test_without_tracking_there_are_no_versions(collect):
+    collector = collect(track_policy_version=False)
+    collector.increment_version()
+    assert collector.policy_version is None and "policy_version" not in collector.next()
+
+
+def test_the_span_of_a_batch(collect):
+    collector = collect(dialog_turns_per_batch=6)
+    collector.policy = lambda turn: collector.increment_version() or policy(turn)
+    assert collector.policy_version_tracker.span(collector.next()) == (0, 2)
+
+
+class SelfCounting(WeightUpdaterBase):
+    """As torchrl's updaters of inference engines: it counts versions by a hook of its own."""
+
+    def register_collector(self, collector):
+        super().register_collector(collector)
+        self.register_post_hook(collector.increment_version)
+
+    def _sync_weights_with_worker(self, *, worker_id=None, server_weights=None):
+        pass
+
+    def _get_server_weights(self):
+        return TensorDict()
+
+    def _maybe_map_weights(self, server_weights):
+        return server_weights
+
+    def all_worker_ids(self):
+        return None
+
+
+class Given(LocalWeightUpdaterBase):
+    def _get_server_weights(self):
+        return None
+
+    def _get_local_weights(self):
+        return None
+
+    def _maybe_map_weights(self, server_weights, local_weights):
+        return server_weights
+
+    def _update_local_weights(self, local_weights, mapped_weights):
+        pass
+
+
+class TestOneUpdateIsOneVersion:
+    def test_weights_that_are_given(self, collect, module):
+        collector = collect(policy=module)
+        weights = halved(module)
+        collector.update_policy_weights_(weights)
+        assert collector.policy_version == 1
+        assert torch.equal(module.module.linear.weight, weights["module", "linear", "weight"])
+        collector.receive_weights(weights)
+        collector.receive_weights()
+        assert collector.policy_version == 2
+
+    @pytest.mark.parametrize("updater", [SelfCounting, Given])
+    def test_an_updater_whoever_calls_it(self, collect, updater):
+        updater = updater()
+        collector = collect(weight_updater=updater)
+        collector.update_policy_weights_()
+        assert collector.policy_version == 1
+        updater.push_weights(TensorDict())
+        updater(TensorDict())
+        assert collector.policy_version == 3
+
+    def test_an_updater_that_is_set_later(self, collect, module):
+        collector = collect(policy=module)
+        assert collector.set_weight_updater(VanillaLocalWeightUpdater(lambda: halved(module), None))
+        collector.update_policy_weights_()
+        collector.weight_updater.update_weights()
+        assert collector.policy_version == 2
+
+    def test_a_function_that_makes_the_updater(self, collect, module):
+        collector = collect(
+            policy=module,
+            weight_updater=lambda: VanillaWeightUpdater(
+                weight_getter=lambda: halved(module),
+                policy_weights=TensorDict.from_module(module).data,
+            ),
+        )
+        collector.update_policy_weights_()
+        assert collector.policy_version == 1
+
+    def test_a_scheme(self, collect, module):
+        scheme = NoWeightSyncScheme()
+        assert isinstance(scheme, WeightSyncScheme)
+        collector = collect(policy=module, weight_sync_schemes={"policy": scheme})
+        collector.update_policy_weights_()
+        assert collector.policy_version == 1
+
+    def test_a_version_that_comes_with_the_weights(self, collect):
+        class Scheme:
+            def receive(self):
+                collector.update_policy_weights_(TensorDict())
+
+        collector = collect(policy=torch.nn.Identity())
+        collector._receiver_schemes = {"policy": Scheme()}
+        collector._receive_weights_scheme(model_version=41)
+        assert collector.policy_version == 41
+        collector._receive_weights_scheme()
+        assert collector.policy_version == 42
+
+    def test_an_update_that_fails_is_none(self, collect, module):
+        collector = collect(policy=module)
+        with pytest.raises(KeyError):
+            collector.update_policy_weights_(TensorDict({"unknown": torch.ones(1)}))
+        assert collector.policy_version == 0
+
+
+class TestStaleness:
+    def test_batches_that_are_too_old_are_dropped_and_counted(self, collect, caplog):
+        collector = collect(
+            Counting(2, 4),
+            yield_completed_trajectories=True,
+            dialog_turns_per_batch=1,
+            total_dialog_turns=40,
+            max_staleness=4,
+        )
+        collector.policy = lambda turn: collector.increment_version() or policy(turn)
+        sizes = [batch.numel() for batch in collector]
+        assert set(sizes) == {4}  # the other dialogs have five turns
+        assert collector.stale_turns + sum(sizes) == collector.stats()["frames"] >= 40
+        assert caplog.text.count("a batch was dropped") == 1
+
+    def test_fresh_batches_are_kept(self, collect):
+        collector = collect(max_staleness=0)
+        for _ in range(3):
+            assert versions(collector.next()) == [[collector.policy_version] * 2] * 2
+            collector.increment_version()
+        assert collector.stale_turns == 0
+
+
+class TestPools:
+    @pytest.fixture(params=["lazy", "dense"])
+    def pool(self, request) -> AsyncEnvPool:
+        makers = [lambda n=n: Counting(1, n) for n in (2, 3)]
+        return AsyncEnvPool(makers, backend="threading", stack=request.param)
+
+    @pytest.mark.parametrize("version_type", ["int", "uuid"])
+    def test_each_turn_has_the_version_of_its_call(self, pool, collect, version_type):
+        """Which torchrl refuses."""
+        asked = []
+
+        def generating(turn):
+            seen = turn["seen"].flatten().tolist()
+            rows = (i if isinstance(i, int) else i[0] for i in turn.get("env_index").tolist())
+            asked.extend(
+                ((r, s), collector.policy_version) for r, s in zip(rows, seen, strict=True)
+            )
+            collector.increment_version()
+            return policy(turn)
+
+        collector = collect(
+            pool,
+            policy=generating,
+            yield_completed_trajectories=True,
+            total_dialog_turns=30,
+            track_policy_version=PolicyVersion(version_type),
+        )
+        got = []
+        for batch in collector:
+            keys = zip(batch["env_index"], batch["seen"].flatten().tolist(), strict=True)
+            got += list(zip(keys, versions(batch), strict=True))
+        assert len(got) >= 30 and set(got) <= set(asked)
+
+    def test_trackers_of_the_inner_environments_do_not_matter(self, collect):
+        """torchrl says to add the transform by hand, which counts steps late, or in a process."""
+        makers = [lambda: TransformedEnv(Counting(1, 2), PolicyVersion()) for _ in range(2)]
+        pool = AsyncEnvPool(makers, backend="threading", stack="lazy")
+        collector = collect(pool, track_policy_version=PolicyVersion())
+        collector.policy_version_tracker.version = 5
+        assert versions(collector.next()) == [[[5, 5]], [[5, 5]]]
