@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,26 +26,21 @@ def loaded(module: str, name: str) -> tuple[type, ...]:
 
 def has_adapters(module: nn.Module) -> bool:
     """Whether any part of ``module`` is adapted by peft."""
-    adapted = (
-        *loaded("peft.peft_model", "PeftModel"),
-        *loaded("peft.tuners.tuners_utils", "BaseTunerLayer"),
-        *loaded("peft.utils.other", "AuxiliaryTrainingWrapper"),
-    )
-    return bool(adapted) and any(isinstance(part, adapted) for part in module.modules())
+    return any(base_child(type(part)) is not None for part in module.modules())
 
 
-def is_adapter(module: nn.Module, child: str | None, inherited: bool) -> bool:
-    """Whether a child of ``module`` (``None``: its own tensors) was added by an adapter."""
-    if isinstance(module, loaded("peft.peft_model", "PeftModel")):
-        return child == "prompt_encoder"
-    for home, name, base in (
+@cache
+def base_child(kind: type[nn.Module]) -> str | None:
+    """The child of a module of peft that holds what was there before; ``None`` for others."""
+    for home, name, child in (
+        ("peft.peft_model", "PeftModel", "base_model"),
+        ("peft.tuners.tuners_utils", "BaseTuner", "model"),
         ("peft.tuners.tuners_utils", "BaseTunerLayer", "base_layer"),
         ("peft.utils.other", "AuxiliaryTrainingWrapper", "original_module"),
-        ("peft.tuners.tuners_utils", "BaseTuner", "model"),
     ):
-        if isinstance(module, loaded(home, name)):
-            return child != base
-    return inherited
+        if issubclass(kind, loaded(home, name)):
+            return child
+    return None
 
 
 def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
@@ -54,7 +50,7 @@ def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
         TypeError: adapters that are no change of the weights.
     """
     layer = None
-    while True:
+    while base_child(type(module)) is not None:
         if isinstance(module, loaded("peft.peft_model", "PeftModel")):
             if any(config.is_prompt_learning for config in module.peft_config.values()):
                 raise TypeError(
@@ -70,12 +66,11 @@ def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
             module = copies[active[0]] if active and active[0] in copies else module.original_module
         elif isinstance(module, loaded("peft.utils.other", "AuxiliaryTrainingWrapper")):
             module = module.token_adapter
-        elif isinstance(module, loaded("peft.tuners.tuners_utils", "BaseTunerLayer")):
+        else:
             if set(module.active_adapters) - set(module.merged_adapters):
                 layer = module if layer is None else layer
             module = module.base_layer
-        else:
-            return module, layer
+    return module, layer
 
 
 def merged_values(layer: nn.Module) -> _Value:

@@ -161,15 +161,17 @@ class Layout:
                 f"flat: expected a uint8 vector of {self.nbytes} bytes, got "
                 f"{described(flat.dtype, flat.shape)}; allocate layout.nbytes"
             )
-        # One operation a view: readers make them with every version.
-        typed = {e.dtype: flat[: self.nbytes].view(e.dtype) for e in self.stored}
-        starts = {dtype: base.storage_offset() for dtype, base in typed.items()}
-        return [
-            typed[e.dtype].as_strided(
-                e.shape, strides, starts[e.dtype] + e.offset // e.dtype.itemsize
-            )
-            for e, strides in zip(self.stored, self._strides, strict=True)
-        ]
+        # One operation a view: readers make them with every version. Views that were made in
+        # inference mode would be of no use outside of it.
+        with torch.inference_mode(False):
+            typed = {e.dtype: flat[: self.nbytes].view(e.dtype) for e in self.stored}
+            starts = {dtype: base.storage_offset() for dtype, base in typed.items()}
+            return [
+                typed[e.dtype].as_strided(
+                    e.shape, strides, starts[e.dtype] + e.offset // e.dtype.itemsize
+                )
+                for e, strides in zip(self.stored, self._strides, strict=True)
+            ]
 
     def tensordict(self, views: Sequence[Tensor]) -> TensorDict:
         """A tensordict of :meth:`views`, nested by the dots of the names; tied names share one."""
@@ -209,7 +211,8 @@ class Layout:
             slot = slots.get(entry.name)
             if slot is None:
                 continue
-            check_tensor(slot.name, slot.tensor)
+            if not slot.persistent:
+                check_tensor(slot.name, slot.tensor)
             first = chosen.setdefault(entry.tied_to or entry.name, slot)
             # The other way round loses nothing: a tensor that the weights tie is stored twice.
             if first is not slot and first.identity() != slot.identity():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -156,7 +156,8 @@ def _walk(prefix: str, module: nn.Module, merged: bool, adapter: bool) -> Iterat
         module, layer = peft.merged_part(prefix.removesuffix("."), module)
     merge = None if layer is None else peft.merged_values(layer)
     _check_module(prefix, module)
-    own = peft.is_adapter(module, None, adapter)
+    base = peft.base_child(type(module))
+    own = adapter if base is None else True
     for kind, home in (("parameter", module._parameters), ("buffer", module._buffers)):
         for key, tensor in home.items():
             if tensor is not None:
@@ -165,8 +166,7 @@ def _walk(prefix: str, module: nn.Module, merged: bool, adapter: bool) -> Iterat
                 yield Slot(prefix + key, tensor, kind, home, key, persistent, own, layer, value)
     for key, child in module._modules.items():
         if child is not None:
-            inner = peft.is_adapter(module, key, adapter)
-            yield from _walk(f"{prefix}{key}.", child, merged, inner)
+            yield from _walk(f"{prefix}{key}.", child, merged, own and key != base)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -181,16 +181,26 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _check_module(prefix: str, module: Any) -> None:
-    name = prefix.removesuffix(".") or "the module"
-    if isinstance(module, peft.loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
+    extra_state, sharded, resharding = _features(type(module))
+    if sharded:
         raise TypeError(
-            f"weights: {name}: expected weights that can be made whole, got "
-            "FullyShardedDataParallel; shard with fully_shard, or pass a full state_dict()"
+            f"weights: {prefix.removesuffix('.') or 'the module'}: expected weights that can be "
+            "made whole, got FullyShardedDataParallel; shard with fully_shard, or pass a full "
+            "state_dict()"
         )
-    if type(module).get_extra_state is not nn.Module.get_extra_state:
+    if extra_state:
         raise TypeError(
             f"weights: {prefix}_extra_state: expected tensors, got what "
             f"{type(module).__name__}.get_extra_state() returns; pass a dict without it"
         )
-    if isinstance(module, peft.loaded("torch.distributed.fsdp", "FSDPModule")):
+    if resharding:
         module.reshard()  # as state_dict() does: what it gathered for a forward may be stale
+
+
+@cache
+def _features(kind: type[nn.Module]) -> tuple[bool, bool, bool]:
+    return (
+        kind.get_extra_state is not nn.Module.get_extra_state,
+        issubclass(kind, peft.loaded("torch.distributed.fsdp", "FullyShardedDataParallel")),
+        issubclass(kind, peft.loaded("torch.distributed.fsdp", "FSDPModule")),
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tensordict import MemoryMappedTensor
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 # Types whose bytes are their values; other subclasses keep scales or shards beside them.
 _PLAIN = (Tensor, nn.Parameter, MemoryMappedTensor)
@@ -42,18 +42,19 @@ def converts(source: torch.dtype, target: torch.dtype) -> bool:
     return source == target or (castable(source) and castable(target))
 
 
-def _is_dtensor(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
+    """Whether ``tensor`` is one of several ranks."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def check_tensor(name: str, tensor: Any) -> None:
+def check_tensor(name: str, tensor: Any, argument: str = "weights") -> None:
     """Raise ``TypeError`` unless ``tensor`` is one whose values a channel can carry."""
-    local = tensor.to_local() if _is_dtensor(tensor) else tensor
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
     expected, got, remedy = "a dense tensor with values of its own", None, ""
     if not isinstance(local, Tensor):
         got, remedy = type(local).__name__, "leave it out of the weights"
-    elif isinstance(local, UninitializedTensorMixin):
+    elif is_lazy(local):
         got, remedy = "a lazy parameter", "run the module once first"
     elif getattr(local, "ds_numel", local.numel()) != local.numel():
         got = "a shard of DeepSpeed's ZeRO-3"
@@ -69,14 +70,14 @@ def check_tensor(name: str, tensor: Any) -> None:
         expected, got = "a dtype of whole bytes", str(local.dtype)
         remedy = "publish the dequantised tensor"
     if got is not None:
-        raise TypeError(f"weights: {name}: expected {expected}, got {got}; {remedy}")
+        raise TypeError(f"{argument}: {name}: expected {expected}, got {got}; {remedy}")
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """``tensor`` without its graph; of a DTensor all of it, which is a collective."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if _is_dtensor(tensor) else tensor  # pyright: ignore
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # pyright: ignore
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...] | None:
@@ -84,7 +85,7 @@ def identity(tensor: Tensor) -> tuple[Any, ...] | None:
     if tensor.numel() == 0:
         return None
     shard: Any = tensor
-    shard = shard.to_local() if _is_dtensor(tensor) else tensor
+    shard = shard.to_local() if is_dtensor(tensor) else tensor
     return (
         shard.untyped_storage()._cdata,
         shard.storage_offset(),
