@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from operator import is_
 
@@ -50,7 +51,7 @@ class Target:
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module: expected a module, got {type(module).__name__}")
-        self.module = module
+        self._module = weakref.ref(module)
         self.layout = layout
         self._plan()
 
@@ -111,6 +112,14 @@ class Target:
                 param.data = torch.empty_like(param)
         _copy([tensor for tensor, *_ in pairs], [views[i] for _, i, _ in pairs])
 
+    def detach(self) -> None:
+        """Give parameters that :meth:`alias` was called for memory of their own, with its values."""
+        if self._stale():
+            self._plan()
+        for param, _, _ in self._parameters:
+            if param.untyped_storage()._cdata in _LENT:
+                param.data = param.data.clone()
+
     def _check(self, views: Sequence[Tensor]) -> None:
         if len(views) != len(self.layout.stored):
             raise ValueError(
@@ -131,7 +140,9 @@ class Target:
 
     def _plan(self) -> None:
         """Find where each entry goes; the plan stays as it was where the module is refused."""
-        slots = _slots(self.module, self.layout)
+        module = self._module()
+        assert module is not None  # whoever loads has it
+        slots = _slots(module, self.layout)
         parameters: dict[int, tuple[Tensor, int, str]] = {}
         buffers: dict[int, tuple[Tensor, int, str]] = {}
         for name, slot in slots.items():
@@ -141,7 +152,7 @@ class Target:
         self._buffer_homes = [
             (s.home, s.key, s.tensor) for s in slots.values() if s.home and s.kind == "buffer"
         ]
-        homes = [home for m in self.module.modules() for home in (m._modules, m._parameters)]
+        homes = [home for m in module.modules() for home in (m._modules, m._parameters)]
         self._homes = [(home, list(home.values())) for home in homes if home]
 
     def _refuse_alias(self, views: Sequence[Tensor]) -> None:
