@@ -376,6 +376,7 @@ class WeightChannel:
             self._end.wait(progress, min(remaining, SLICE_S))
 
     def __enter__(self) -> WeightChannel:
+        """The channel."""
         return self
 
     def __exit__(
@@ -384,9 +385,11 @@ class WeightChannel:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Close it."""
         self.close()
 
     def __reduce__(self) -> Any:
+        """Refuse: a handle is what travels."""
         raise TypeError(
             "channel: expected a WeightHandle to send to another process, got a WeightChannel; "
             "send channel.handle and open it there"

@@ -113,7 +113,7 @@ class Target:
         _copy([tensor for tensor, *_ in pairs], [views[i] for _, i, _ in pairs])
 
     def detach(self) -> None:
-        """Give parameters that :meth:`alias` was called for memory of their own, with its values."""
+        """Give parameters memory of their own again, with the values that they have."""
         if self._stale():
             self._plan()
         for param, _, _ in self._parameters:

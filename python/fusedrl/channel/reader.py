@@ -58,6 +58,7 @@ class Lease:
             reader._release(self._slot)
 
     def __enter__(self) -> Lease:
+        """The lease."""
         return self
 
     def __exit__(
@@ -66,9 +67,11 @@ class Lease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Release it."""
         self.release()
 
     def __del__(self) -> None:
+        """Warn of a lease that nobody can release any more."""
         # Its weights may still be in use, so it stays held.
         if self._reader is not None:
             warnings.warn(
@@ -273,6 +276,7 @@ class WeightReader:
         self._memory.close()
 
     def __enter__(self) -> WeightReader:
+        """The reader."""
         return self
 
     def __exit__(
@@ -281,9 +285,11 @@ class WeightReader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Close it."""
         self.close()
 
     def __reduce__(self) -> Any:
+        """Refuse: a handle is what travels."""
         raise TypeError(
             "reader: expected a WeightHandle to send to another process, got a WeightReader; send "
             "channel.handle and open it there"
