@@ -1,0 +1,1 @@
+"""Weights of one machine's processes: complete versions, leased without a copy."""
