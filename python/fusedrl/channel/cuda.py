@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ __all__ = ["CudaMemory"]
 _BLOCK = 2 << 20
 
 _Poll = Callable[[], bool]
+logger = logging.getLogger("fusedrl")
 
 
 class _Driver(_host.CudaDriver):
@@ -45,8 +47,6 @@ class CudaMemory:
         >>> memory = CudaMemory.create(torch.device("cuda"), 3, 1 << 30)  # doctest: +SKIP
         >>> there = CudaMemory.open(memory.manifest())  # in another process # doctest: +SKIP
     """
-
-    kind = "cuda"
 
     def __init__(self, driver: Any, ordinal: int, slots: Iterable[_Slot], nbytes: int) -> None:
         self._driver, self._ordinal, self._nbytes = driver, ordinal, nbytes
@@ -140,23 +140,30 @@ class CudaMemory:
             for slot in self._slots
         ]
         uuid = self._driver.uuid(self._ordinal)
-        return {"uuid": uuid, "process": _process(), "nbytes": self._nbytes, "slots": exports}
+        return {
+            "kind": "cuda",
+            "uuid": uuid,
+            "process": _process(),
+            "nbytes": self._nbytes,
+            "slots": exports,
+        }
 
-    def close(self) -> None:
+    def close(self, in_use_by: Sequence[int] = ()) -> None:
         """Let go of the slots; each is unmapped, or freed, with the last tensor over it.
 
-        A publisher calls this when its readers are gone, and :meth:`abandon` when they may not be.
+        Args:
+            in_use_by: processes that may still compute with slots of this one. To free these under
+                them would be undefined behaviour: they stay allocated until this process ends.
         """
+        if in_use_by and self._slots:
+            logger.warning(
+                "%d slots of %d bytes on %s stay allocated until this process ends: the processes "
+                "%s may still read them; close their readers first",
+                *(len(self._slots), self._nbytes, self.device, ", ".join(map(str, in_use_by))),
+            )
+            _kept.extend(self._slots)
         self._closed = True
         self._slots.clear()
-
-    def abandon(self) -> None:
-        """Close, but leave the memory as it is until this process ends.
-
-        To free it under readers that still compute with it would be undefined behaviour.
-        """
-        _abandoned.extend(self._slots)
-        self.close()
 
     def _slot(self, i: int) -> _Slot:
         if self._closed:
@@ -235,7 +242,7 @@ class _Slot:
 _exports: weakref.WeakValueDictionary[tuple[str, bytes], _Slot] = weakref.WeakValueDictionary()
 _opens: weakref.WeakValueDictionary[tuple[str, bytes], _Slot] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
-_abandoned: list[_Slot] = []
+_kept: list[_Slot] = []
 _retired: deque[_Poll] = deque()
 # Events that are done, to be recorded again, by driver and device.
 _events: weakref.WeakKeyDictionary[Any, dict[int, list[int]]] = weakref.WeakKeyDictionary()
