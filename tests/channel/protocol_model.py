@@ -119,6 +119,7 @@ class Protocol:
     threads: int = 1  # of each reader
     leases: int = 2  # of each thread, one after the other
     publishes: int = 4
+    copies_fail: bool = True  # a publish may raise halfway
 
     def start(self) -> State:
         """Nothing is published, and nobody has moved."""
@@ -146,7 +147,8 @@ class Protocol:
 
     def candidates(self, state: State) -> list[int]:
         """The slots that the publisher may write, in the order in which it tries them."""
-        return [i for i in range(self.slots) if i != state.word.slot or not self.spares_published]
+        most = self.slots - (state.word.version > 0 and self.spares_published)
+        return [(state.word.slot + 1 + i) % self.slots for i in range(most)]
 
     def publisher_moves(self, state: State, me: Publisher) -> Iterator[Move]:
         """The publisher's next step, if there is one."""
@@ -159,7 +161,8 @@ class Protocol:
         i, step = me.slot, self.publish[me.at]
         says = f"publisher: {step}, slot {i}"
         if step == "lock" and state.refuses(i, shared=False):
-            later = [j for j in self.candidates(state) if j > i]
+            candidates = self.candidates(state)
+            later = candidates[candidates.index(i) + 1 :]
             tried = me._replace(slot=later[0]) if later else Publisher(BLOCKED, me.version)
             yield f"{says}: refused", state._replace(publisher=tried)
             return
@@ -177,7 +180,7 @@ class Protocol:
         slots = with_item(state.slots, i, slot)
         word = Word(me.version, i) if step == "publish" else state.word
         yield says, state._replace(word=word, slots=slots, publisher=me)
-        if step == "copy second":
+        if step == "copy second" and self.copies_fail:
             again = Publisher(IDLE, me.version - 1)
             yield f"{says}: raises, unlocks", state._replace(publisher=again)
 
@@ -316,6 +319,6 @@ if __name__ == "__main__":
         {"slots": 2, "readers": 2, "threads": 2, "leases": 1},
         {"slots": 3, "readers": 2, "publishes": 3},
         {"slots": 3, "threads": 2},
-        {"slots": 4, "readers": 2, "leases": 1},
+        {"slots": 4, "readers": 2, "leases": 1, "publishes": 6},
     ):
         print(size, explore(Protocol(**size)), flush=True)

@@ -11,11 +11,13 @@ from .protocol_model import LEASE, PUBLISH, Protocol, explore
     ("protocol", "states"),
     [
         pytest.param(Protocol(slots=2, threads=2, leases=1), 3_000, id="two leases on one file"),
-        pytest.param(Protocol(threads=2, leases=1, publishes=3), 3_000, id="and a slot more"),
-        pytest.param(Protocol(slots=2, readers=2), 10_000, id="two readers, two slots"),
-        pytest.param(Protocol(), 4_000, id="two slots more than leases in flight"),
+        pytest.param(Protocol(threads=2, leases=1), 6_000, id="and a slot more"),
+        pytest.param(Protocol(slots=2, readers=2, publishes=3), 5_000, id="two readers"),
+        pytest.param(Protocol(publishes=5), 4_000, id="two slots more than leases in flight"),
         pytest.param(
-            Protocol(slots=4, readers=2, leases=1, publishes=3), 4_000, id="the same, two readers"
+            Protocol(slots=4, readers=2, leases=1, publishes=5, copies_fail=False),
+            2_500,
+            id="the same, two readers",
         ),
     ],
 )
@@ -38,7 +40,7 @@ MUTANTS = {
     "publishes before the copy ends": ("published", Protocol(later(PUBLISH, "copy second"))),
     "publishes before it unlocks": ("gets no lease", Protocol(later(PUBLISH, "unlock"))),
     "does not mark what it writes": ("torn", Protocol(without(PUBLISH, "writing"))),
-    "writes the published slot": ("gets no lease", Protocol(spares_published=False)),
+    "writes the published slot": ("published", Protocol(spares_published=False, slots=2)),
     "keeps its lock": ("gets no lease", Protocol(without(PUBLISH, "unlock"))),
     "reader without checks": (
         "torn",
