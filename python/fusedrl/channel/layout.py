@@ -210,17 +210,12 @@ class Layout:
             ValueError: all differences from this layout; nothing is written.
         """
         slots = self.matched(weights)
-        if views is None:
-            for slot in slots:
-                if slot.computed:
-                    slot.value()
+        if views is not None:
+            fill(views, slots)
             return
-        pairs = list(zip(views, slots, strict=True))
-        plain = [(view, slot.value()) for view, slot in pairs if not slot.computed]
-        copy([view for view, _ in plain], [source for _, source in plain])
-        for view, slot in pairs:
+        for slot in slots:
             if slot.computed:
-                view.copy_(slot.value())
+                slot.value()
 
     def matched(self, weights: Any) -> list[Slot]:
         """The slots that :meth:`sources` gives the values of, nothing computed yet."""
@@ -259,6 +254,16 @@ class Layout:
             ]
         refuse("weights", differences, "publish those of the model that it was created from")
         return [chosen[entry.name] for entry in self.stored]
+
+
+def fill(views: Sequence[Tensor], slots: Sequence[Slot]) -> None:
+    """Copy what :meth:`Layout.matched` found; of tensors that are computed one at a time exists."""
+    pairs = list(zip(views, slots, strict=True))
+    plain = [(view, slot.value()) for view, slot in pairs if not slot.computed]
+    copy([view for view, _ in plain], [source for _, source in plain])
+    for view, slot in pairs:
+        if slot.computed:
+            view.copy_(slot.value())
 
 
 def _differences(entry: Entry, slots: dict[str, Slot]) -> list[str]:
