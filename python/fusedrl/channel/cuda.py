@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedrl import _host  # pyright: ignore[reportAttributeAccessIssue]
+from fusedrl import _host
 
 __all__ = ["CudaMemory"]
 
