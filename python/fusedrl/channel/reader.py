@@ -271,8 +271,7 @@ class WeightReader:
             self._targets[module].detach()
             release()
         self._aliased.clear()
-        self._releases.close()
-        self._end.close()
+        self._releases.close(self._end.close)
         self._memory.close()
 
     def __enter__(self) -> WeightReader:
