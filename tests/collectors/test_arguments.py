@@ -7,9 +7,11 @@ import queue
 import pytest
 from torchrl.envs import SerialEnv, TransformedEnv
 
-from fusedrl import LLMCollector, PolicyVersion
+from fusedrl import LLMCollector, PolicyVersion, WeightHandle
 
 from .counting import Counting, policy
+
+HANDLE = WeightHandle(0, 0, "")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,23 @@ from .counting import Counting, policy
         (
             {"async_envs": True},
             RuntimeError,
-            "async_envs: expected an AsyncEnvPool .* TransformedEnv",
+            "async_envs: expected an AsyncEnvPool .* Transformed",
+        ),
+        ({"channel": "here"}, TypeError, "channel: expected a WeightHandle .* got str"),
+        (
+            {"channel": HANDLE, "weight_updater": 1},
+            TypeError,
+            "weight_updater: expected it or channel",
+        ),
+        (
+            {"channel": HANDLE, "channel_mode": "move"},
+            ValueError,
+            "channel_mode: expected 'alias' or 'copy', got 'move'",
+        ),
+        (
+            {"channel": HANDLE, "track_policy_version": PolicyVersion("uuid")},
+            ValueError,
+            "track_policy_version: expected integer versions",
         ),
         ({"track_policy_version": "int"}, TypeError, "track_policy_version: .* got str"),
         ({"max_staleness": 1}, ValueError, "max_staleness: expected integer versions"),
@@ -78,7 +96,7 @@ def test_completed_trajectories_take_one_batch_dimension(make, option):
 def test_a_tracker_of_another_environment_is_refused():
     tracker = PolicyVersion()
     other = TransformedEnv(Counting(), tracker)
-    with pytest.raises(ValueError, match="track_policy_version: .* one of another environment"):
+    with pytest.raises(ValueError, match=r"track_policy_version: .* one of another environment"):
         LLMCollector(
             Counting(), policy=policy, dialog_turns_per_batch=4, track_policy_version=tracker
         )

@@ -7,6 +7,7 @@ from typing import Any
 from torchrl.envs import AsyncEnvPool
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion as TorchrlPolicyVersion
 
+from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.collectors.policy_version import PolicyVersion
 
 
@@ -25,6 +26,7 @@ def check_arguments(given: dict[str, Any]) -> None:
         )
     _check_trajectories(given)
     _check_numbers(given)
+    _check_weights(given)
     tracker = given["track_policy_version"]
     if not isinstance(tracker, bool | TorchrlPolicyVersion):
         raise TypeError(
@@ -37,6 +39,30 @@ def check_arguments(given: dict[str, Any]) -> None:
         raise ValueError(
             "max_staleness: expected integer versions to count back from, got "
             f"track_policy_version={tracker!r}; pass True or PolicyVersion('int')"
+        )
+
+
+def _check_weights(given: dict[str, Any]) -> None:
+    channel, tracker = given["channel"], given["track_policy_version"]
+    if channel is None:
+        return
+    if not isinstance(channel, WeightHandle | WeightReader):
+        raise TypeError(
+            f"channel: expected a WeightHandle or a WeightReader, got {type(channel).__name__}; "
+            "pass channel.handle"
+        )
+    for name in ("weight_updater", "weight_sync_schemes"):
+        if given[name] is not None:
+            raise TypeError(f"{name}: expected it or channel, got both; drop one")
+    if given["channel_mode"] not in ("alias", "copy"):
+        raise ValueError(
+            f"channel_mode: expected 'alias' or 'copy', got {given['channel_mode']!r}; alias takes "
+            "no memory, copy keeps the addresses of the parameters"
+        )
+    if isinstance(tracker, PolicyVersion) and not tracker.counts:
+        raise ValueError(
+            "track_policy_version: expected integer versions, which a channel has, got UUIDs; pass "
+            "True or PolicyVersion('int')"
         )
 
 

@@ -11,8 +11,10 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import Collector
 from torchrl.envs import AsyncEnvPool
 
+from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.collectors.arguments import check_arguments, check_environment
 from fusedrl.collectors.dialogs import Dialogs, Turns
+from fusedrl.collectors.from_channel import FromChannel
 from fusedrl.collectors.policy_version import KEY, PolicyVersion
 from fusedrl.collectors.progress import check_progress
 from fusedrl.collectors.queues import QueueBuffer
@@ -48,10 +50,14 @@ class LLMCollector(Rollout):
         weight_updater: torchrl's or ours (or a function that makes it), registered with this.
         weight_sync_schemes: torchrl's schemes by the name of their model, instead of an updater.
         queue: takes single turns in the place of a ``replay_buffer``; drops its oldest if full.
+        channel: where the policy's weights come from: each call of the policy is with the newest
+            version, whose number is the policy's version; before the first with what the policy
+            has, as version 0. A handle is opened, and closed at shutdown.
+        channel_mode: ``"alias"`` or ``"copy"``, as of :meth:`fusedrl.WeightReader.load_into`.
         track_policy_version: whether to tag turns, or with which :class:`PolicyVersion`. Added to
             the environment unless it is there; an ``AsyncEnvPool`` needs none.
         max_staleness: drop a batch if its oldest turn is more than so many versions behind the
-            policy's; ``stale_turns`` counts them.
+            policy's, or the channel's; ``stale_turns`` counts what is dropped.
         progress: show a progress bar, with rich.
         verbose: log the shape of each batch.
 
@@ -59,7 +65,8 @@ class LLMCollector(Rollout):
         TypeError: arguments that exclude each other, or one that is missing.
         ValueError: numbers out of range; an environment without the one batch dimension that
             completed trajectories take.
-        RuntimeError: ``async_envs`` without an ``AsyncEnvPool``; a queue and a replay buffer.
+        RuntimeError: ``async_envs`` without an ``AsyncEnvPool``; a queue and a replay buffer;
+            weights that are given to a collector with a channel.
 
     Example:
         >>> from torchrl.envs import StepCounter
@@ -96,6 +103,8 @@ class LLMCollector(Rollout):
         weight_updater: Any | None = None,
         weight_sync_schemes: dict[str, Any] | None = None,
         queue: Any | None = None,
+        channel: WeightHandle | WeightReader | None = None,
+        channel_mode: str = "alias",
         track_policy_version: bool | PolicyVersion = False,
         max_staleness: int | None = None,
         progress: bool = False,
@@ -113,7 +122,7 @@ class LLMCollector(Rollout):
         self._pool = self.async_envs = isinstance(env, AsyncEnvPool)
         env, tracker = self._tracked(env, track_policy_version)
         replay_buffer = replay_buffer if queue is None else QueueBuffer(queue)
-        self._updating, self._watch = 0, Stopwatch()
+        self._updating, self._watch, self._channel = 0, Stopwatch(), None
         # Past torchrl's own constructor, which has no weight_sync_schemes and runs what follows.
         Collector.__init__(
             self,
@@ -142,6 +151,8 @@ class LLMCollector(Rollout):
             if self.yield_completed_trajectories
             else Turns(wanted, self.flatten_data)
         )
+        if channel is not None:
+            self._channel = FromChannel(channel, self.policy, channel_mode)
         for inner in getattr(env, "envs", ()) if self._pool else ():
             inner.register_collector(self)  # a pool of threads; processes cannot know it
 
@@ -176,6 +187,7 @@ class LLMCollector(Rollout):
     @weight_updater.setter
     def weight_updater(self, value: Any) -> None:
         if value is not None:
+            self._refuse_beside_channel()
             value = value if hasattr(value, "register_collector") else value()
             hooks = len(value.post_hooks)
             value.register_collector(self)
@@ -219,7 +231,13 @@ class LLMCollector(Rollout):
             self.increment_version()
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """Update the policy's weights, as torchrl's collectors do, and count one version."""
+        """Update the policy's weights, as torchrl's collectors do, and count one version.
+
+        With a channel there is nothing to be done, the next call of the policy has the newest.
+        """
+        if self._channel is not None and not args and not kwargs:
+            return
+        self._refuse_beside_channel()
         with self._one_update():
             super().update_policy_weights_(*args, **kwargs)
 
@@ -227,12 +245,19 @@ class LLMCollector(Rollout):
         """Take weights, those given or those of the receiving schemes, and count one version."""
         if not args and not kwargs and getattr(self, "_receiver_schemes", None) is None:
             return
+        self._refuse_beside_channel()
         with self._one_update():
             super().receive_weights(*args, **kwargs)
 
     def _receive_weights_scheme(self, model_version: int | None = None) -> None:
         with self._one_update():
             super()._receive_weights_scheme(model_version=model_version)
+
+    def _refuse_beside_channel(self) -> None:
+        if self._channel is not None:
+            raise RuntimeError(
+                "channel: expected weights to come through it, got others; publish them"
+            )
 
     def get_policy_model(self) -> Any:
         """The model that the policy wraps."""
@@ -267,6 +292,23 @@ class LLMCollector(Rollout):
             )
         self._interrupt()
         self._frames += self._batches.clear()
+
+    def shutdown(
+        self,
+        timeout: float | None = None,
+        close_env: bool = True,
+        raise_on_error: bool = True,
+    ) -> None:
+        """End a thread that was started, close the environment, and let the channel go.
+
+        Args:
+            timeout: seconds to wait for the thread.
+            close_env: whether to close the environment, too.
+            raise_on_error: whether to raise what closing raises.
+        """
+        super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
+        if self._channel is not None:
+            self._channel.close()
 
     def profile(self) -> Profile:
         """Where the time went since the collector was made: policy, env, stamping, queueing."""

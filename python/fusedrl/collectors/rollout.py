@@ -13,6 +13,7 @@ from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_device
 
 from fusedrl.collectors.dialogs import Dialogs, Turns
+from fusedrl.collectors.from_channel import FromChannel
 from fusedrl.collectors.policy_version import stamp, versions_in
 from fusedrl.collectors.progress import progress_bar
 from fusedrl.collectors.stopwatch import Stopwatch
@@ -31,7 +32,11 @@ class Rollout(_LLMCollector):
     _pool: bool  # whether the environment is an AsyncEnvPool
     _carried: Any  # what the policy is called with next
     _ids: Tensor  # of the trajectory that each element of the environment is in
+    _asked: dict[int, Any]  # environments of a pool that have a turn -> the policy's version
+    _held: dict[int, TensorDictBase]  # those that wait because the budget is used up
     _watch: Stopwatch
+    _channel: FromChannel | None
+    policy_version_tracker: Any
     max_staleness: int | None
     stale_turns: int
 
@@ -140,7 +145,11 @@ class Rollout(_LLMCollector):
             self._carried = lazy_stack([self._held.pop(longest)])
 
     def _take_weights(self) -> Any:
-        """The version that the policy is about to be called with."""
+        """The newest weights of the channel, if any; returns what the policy is called with."""
+        if self._channel is not None:
+            version = self._channel.take()
+            if version is not None and self.policy_version_tracker is not None:
+                self.policy_version_tracker.version = version
         return self.policy_version
 
     def _ask(self, carried: TensorDictBase) -> None:
@@ -183,7 +192,8 @@ class Rollout(_LLMCollector):
     def _is_stale(self, batch: TensorDictBase) -> bool:
         if self.max_staleness is None:
             return False
-        late = self.policy_version - min(versions_in(batch))
+        newest = self.policy_version if self._channel is None else self._channel.reader.version
+        late = (newest or 0) - min(versions_in(batch))
         if late <= self.max_staleness:
             return False
         if not self.stale_turns:

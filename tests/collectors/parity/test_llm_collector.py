@@ -8,6 +8,7 @@ has.
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -151,7 +152,7 @@ def test_each_dialog_of_a_pool(mode, stack):
     """Which dialog ends first is up to the threads: every environment's own are compared."""
     dialogs = []
     for cls, back in ((LLMCollector, False), (TorchrlLLMCollector, True)):
-        makers = [lambda n=n: environment(lambda: Counting(1, n), back) for n in (2, 3)]
+        makers = [partial(environment, partial(Counting, 1, n), back) for n in (2, 3)]
         pool = AsyncEnvPool(makers, backend="threading", stack=stack)
         own: dict[int, list[Any]] = {0: [], 1: []}
         collector = cls(pool, policy=policy, dialog_turns_per_batch=2, **mode)
@@ -169,7 +170,7 @@ def test_each_dialog_of_a_pool(mode, stack):
 def test_whole_turns_of_a_pool():
     batches = []
     for cls, back in ((LLMCollector, False), (TorchrlLLMCollector, True)):
-        makers = [lambda n=n: environment(lambda: Counting(None, n), back) for n in (2, 3)]
+        makers = [partial(environment, partial(Counting, None, n), back) for n in (2, 3)]
         pool = AsyncEnvPool(makers, backend="threading", stack="lazy")
         batches.append(collect(cls, pool, dialog_turns_per_batch=4, total_dialog_turns=12)[:2])
     (ours, charged), (theirs, torchrls) = batches

@@ -1,0 +1,59 @@
+"""The weights of a collector's policy, out of a weight channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fusedrl.channel import WeightHandle, WeightReader
+
+
+class FromChannel:
+    """Gives a policy the newest version of a channel.
+
+    Args:
+        channel: a handle, which is opened and closed here, or a reader.
+        policy: the module that the channel has the weights of, or what has it as its ``model``.
+        mode: ``"alias"`` or ``"copy"``, as of :meth:`WeightReader.load_into`.
+
+    Raises:
+        ValueError: neither has the names of the channel.
+    """
+
+    def __init__(self, channel: WeightHandle | WeightReader, policy: Any, mode: str) -> None:
+        self._opened = isinstance(channel, WeightHandle)
+        self.reader = channel.open() if isinstance(channel, WeightHandle) else channel
+        self.mode = mode
+        self.loaded: int | None = None
+        try:
+            self.module = self._module(policy)
+        except ValueError:
+            self.close()
+            raise
+
+    def _module(self, policy: Any) -> nn.Module:
+        names = {entry.name for entry in self.reader.layout.entries}
+        for module in (getattr(policy, "model", None), policy):
+            if isinstance(module, nn.Module) and names <= module.state_dict().keys():
+                return module
+        raise ValueError(
+            f"channel: expected weights of {type(policy).__name__} or of its model, got "
+            f"{min(names)}, ...; create the channel from the model that the policy wraps"
+        )
+
+    def take(self) -> int | None:
+        """Load what is newest, if it is not loaded; returns its version then.
+
+        Before the first version the policy keeps the weights that it has.
+        """
+        newest = self.reader.version
+        if newest is None or newest == self.loaded:
+            return None
+        self.loaded = self.reader.load_into(self.module, self.mode)
+        return self.loaded
+
+    def close(self) -> None:
+        """Close the reader if it was opened here; the policy keeps its weights."""
+        if self._opened:
+            self.reader.close()

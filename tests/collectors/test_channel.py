@@ -1,0 +1,211 @@
+"""LLMCollector with weights out of a channel: what the policy computes with is what is stamped."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torchrl.envs import AsyncEnvPool
+
+from fusedrl import LLMCollector, PolicyVersion, WeightChannel
+
+from .counting import Counting
+
+
+class Says(torch.nn.Module):
+    """The action is its one weight."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.full((1,), float(value)))
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        return self.value.long().expand(seen.shape)
+
+
+def policy_of(module: torch.nn.Module) -> TensorDictModule:
+    return TensorDictModule(module, in_keys=["seen"], out_keys=["action"])
+
+
+def publish(channel: WeightChannel, version: int) -> None:
+    """Weights that are their version."""
+    channel.publish(policy_of(Says(version)), version)
+
+
+@pytest.fixture
+def channel() -> Iterator[WeightChannel]:
+    with WeightChannel.create(policy_of(Says()), timeout=10.0) as channel:
+        yield channel
+
+
+@pytest.fixture
+def collect(channel) -> Iterator[Callable[..., LLMCollector]]:
+    made = []
+
+    def collect(env: Any = None, **options: Any) -> LLMCollector:
+        given = {
+            "policy": policy_of(Says()),
+            "dialog_turns_per_batch": 2,
+            "channel": channel.handle,
+            "track_policy_version": True,
+        }
+        made.append(LLMCollector(Counting() if env is None else env, **(given | options)))
+        return made[-1]
+
+    yield collect
+    for collector in made:
+        collector.shutdown()
+
+
+def of(batch: Any) -> list[int]:
+    """The version of a batch, which its actions are."""
+    versions = batch["next", "policy_version"].flatten().tolist()
+    assert (
+        batch["action"].flatten().tolist() == batch["policy_version"].flatten().tolist() == versions
+    )
+    return versions
+
+
+@pytest.mark.parametrize("mode", ["alias", "copy"])
+def test_each_call_has_the_newest_version(channel, collect, mode):
+    collector = collect(channel_mode=mode)
+    assert of(collector.next()) == [0, 0]
+    for version in (1, 2, 7):
+        publish(channel, version)
+        assert of(collector.next()) == of(collector.next()) == [version] * 2
+    assert collector.policy_version == 7
+    assert [reader.applied for reader in channel.readers()] == [7]
+
+
+def test_an_update_without_weights_asks_for_nothing(channel, collect):
+    collector = collect()
+    publish(channel, 1)
+    collector.update_policy_weights_()
+    assert of(collector.next()) == [1, 1]
+
+
+def test_weights_past_the_channel_are_refused(channel, collect):
+    collector = collect()
+    for update in (collector.update_policy_weights_, collector.receive_weights):
+        with pytest.raises(RuntimeError, match="channel: expected weights to come through it"):
+            update(policy_of(Says(5)))
+    with pytest.raises(RuntimeError, match="channel"):
+        collector.set_weight_updater(lambda: None)
+
+
+def test_a_version_published_while_the_policy_runs_is_the_next_turns(channel, collect):
+    collector = collect(dialog_turns_per_batch=6)
+    answer = collector.policy
+
+    def generating(turn):
+        made = answer(turn)
+        publish(channel, (channel.version or 0) + 1)
+        return made
+
+    collector.policy = generating
+    assert of(collector.next()) == [0, 1, 2] * 2
+
+
+def test_a_pool(channel, collect):
+    pool = AsyncEnvPool([lambda n=n: Counting(1, n) for n in (2, 3)], stack="lazy")
+    collector = collect(pool, yield_completed_trajectories=True, total_dialog_turns=20)
+    got = []
+    for batch in collector:
+        publish(channel, (channel.version or 0) + 1)
+        got += of(batch)
+    assert len(got) >= 20 and len(set(got)) > 3
+
+
+def test_the_model_that_a_wrapper_wraps(collect):
+    class Wrapper:
+        def __init__(self):
+            self.model = Says()
+
+        def __call__(self, turn):
+            return turn.set("action", self.model(turn["seen"]))
+
+    with WeightChannel.create(Says()) as channel:
+        collector = collect(policy=Wrapper(), channel=channel.handle)
+        channel.publish(Says(3), 3)
+        assert of(collector.next()) == [3, 3]
+
+
+def test_weights_of_another_model_are_refused_and_leave_no_reader(collect):
+    with WeightChannel.create(torch.nn.Linear(1, 1)) as channel:
+        with pytest.raises(ValueError, match=r"channel: expected weights of .*, got bias"):
+            collect(channel=channel.handle)
+        assert not any(reader.alive for reader in channel.readers())
+
+
+def test_shutdown_closes_what_it_opened_and_the_policy_stays_usable(channel, collect):
+    module = Says()
+    publish(channel, 4)
+    collector = collect(policy=policy_of(module))
+    collector.next()
+    collector.shutdown()
+    assert channel.readers() == []
+    with torch.no_grad():
+        assert module.value.add_(1).item() == 5
+
+
+def test_a_reader_that_is_given_stays_open(channel, collect):
+    with channel.handle.open() as reader:
+        publish(channel, 4)
+        collector = collect(channel=reader)
+        assert of(collector.next()) == [4, 4]
+        collector.shutdown()
+        assert reader.version == 4
+
+
+def test_staleness_counts_from_what_is_published(channel, collect):
+    collector = collect(max_staleness=1, total_dialog_turns=8)
+    kept = []
+    answer = collector.policy
+
+    def generating(turn):
+        made = answer(turn)
+        if collector.stats()["frames"] == 2:
+            publish(channel, 9)
+        return made
+
+    collector.policy = generating
+    kept = [of(batch) for batch in collector]
+    assert kept == [[0, 0], [9, 9], [9, 9]] and collector.stale_turns == 2
+
+
+def test_without_tracking_weights_are_taken_all_the_same(channel, collect):
+    publish(channel, 6)
+    batch = collect(track_policy_version=False).next()
+    assert batch["action"].flatten().tolist() == [6, 6]
+
+
+def _collect(handle: Any, answers: Any) -> None:
+    collector = LLMCollector(
+        Counting(),
+        policy=policy_of(Says()),
+        dialog_turns_per_batch=2,
+        channel=handle,
+        track_policy_version=PolicyVersion(),
+    )
+    while (batch := collector.next()) is not None:
+        answers.put(of(batch)[0])
+        if of(batch)[0] == 2:
+            break
+
+
+def test_a_collector_in_another_process(channel):
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    publish(channel, 1)
+    process = context.Process(target=_collect, args=(channel.handle, answers))
+    process.start()
+    assert answers.get(timeout=120) == 1
+    publish(channel, 2)
+    while answers.get(timeout=60) != 2:
+        pass
+    process.join(30)
+    assert process.exitcode == 0
