@@ -1,4 +1,4 @@
-"""The weight channel beside torchrl's shared-memory scheme: whole versions, and how soon they arrive."""
+"""The weight channel beside torchrl's shared-memory scheme: whole versions, and how soon."""
 
 from __future__ import annotations
 
