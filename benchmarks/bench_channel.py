@@ -215,7 +215,7 @@ def end_to_end_case(size: str, nbytes: int) -> Iterator[Case]:
     scheme = SharedMemWeightSyncScheme()
     scheme.init_on_sender(
         model_id="policy",
-        weights=fresh,
+        weights=fresh.clone(),  # else the trainer's own weights become the shared ones
         devices=[torch.device("cpu")],
         num_workers=1,
         ctx=SPAWN,
