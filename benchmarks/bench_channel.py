@@ -1,4 +1,4 @@
-"""The weight channel beside torchrl's shared-memory scheme: whole versions, and how soon they arrive."""
+"""The weight channel beside torchrl's shared-memory scheme: whole versions, and how soon."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def end_to_end_case(size: str, nbytes: int) -> Iterator[Case]:
     scheme = SharedMemWeightSyncScheme()
     scheme.init_on_sender(
         model_id="policy",
-        weights=fresh,
+        weights=fresh.clone(),  # else the trainer's own weights become the shared ones
         devices=[torch.device("cpu")],
         num_workers=1,
         ctx=SPAWN,

@@ -1,4 +1,4 @@
-"""Frames that a torchrl collector gathers while its weights are updated: which of them are whole."""
+"""Frames of a torchrl collector whose weights are updated meanwhile: which of them are whole."""
 
 from __future__ import annotations
 

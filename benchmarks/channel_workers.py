@@ -15,7 +15,7 @@ TIMEOUT_S = 300.0
 
 
 class Weights(nn.Module):
-    """Tensors of about the shapes of a transformer, ``nbytes`` in all, each of its version's number."""
+    """Shapes as a transformer has, ``nbytes`` in all; every element is the version's number."""
 
     def __init__(self, nbytes: int, tensors: int = 400):
         super().__init__()
@@ -116,7 +116,7 @@ def lease(handle: Any, pipe: Any) -> None:
 
 
 class Leases:
-    """Readers that lease one version after another under continuous publishing; call it to count."""
+    """Readers that lease over and over under continuous publishing; call it to count faults."""
 
     def __init__(self, readers: int, leases: int, nbytes: int):
         from fusedrl import WeightChannel

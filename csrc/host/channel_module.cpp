@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include "host/copy.h"
 #include "host/dlpack.h"
 #include "host/publisher.h"
 #include "host/reader.h"
@@ -21,6 +22,20 @@ template <class End>
 py::capsule slot_tensor(const End& end, int slot, uint64_t bytes) {
   return dlpack::uint8_tensor(end.slot(slot), static_cast<int64_t>(bytes), {dlpack::kCpu, 0},
                               end.slots());
+}
+
+// (target, source, elements, bytes of an element, float32 to bfloat16) for each piece.
+using PieceArguments = std::tuple<uintptr_t, uintptr_t, int64_t, int64_t, bool>;
+
+void copy_pieces(const std::vector<PieceArguments>& arguments, int threads) {
+  std::vector<Piece> pieces;
+  pieces.reserve(arguments.size());
+  for (const auto& [target, source, elements, bytes, cast] : arguments)
+    pieces.push_back({reinterpret_cast<char*>(target), reinterpret_cast<const char*>(source),
+                      elements, bytes, cast ? 2 : bytes,
+                      cast ? Cast::float_to_bfloat16 : Cast::none});
+  py::gil_scoped_release unlocked;
+  copy(pieces, threads);
 }
 
 void signal_at(const std::string& step, int signal) {
@@ -87,6 +102,8 @@ void bind_channel(py::module_& m) {
       .def("slot_tensor", &slot_tensor<Reader>, py::arg("slot"), py::arg("bytes"))
       .def("close", &Reader::close);
 
+  m.def("copy_pieces", &copy_pieces, py::arg("pieces"), py::arg("threads"),
+        "Copy memory, each piece (target, source, elements, bytes of one, float32 to bfloat16).");
   m.def("channel_steps",
         [] { return std::vector<std::string>(std::begin(step_names), std::end(step_names)); });
   m.def("signal_at", &signal_at, py::arg("step"), py::arg("signal"),

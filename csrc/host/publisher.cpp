@@ -91,7 +91,7 @@ std::vector<ReaderState> Publisher::readers() {
     const uint64_t leased = entry.leased.load(std::memory_order_acquire);
     for (uint32_t slot = 0; slot < page_->slots; ++slot)
       if (leased >> slot & 1) state.leased.push_back(page_->slot[slot].version);
-    if (file_->try_lock_exclusive(reader_lock + i)) {
+    if (!file_->locked_elsewhere(reader_lock + i) && file_->try_lock_exclusive(reader_lock + i)) {
       // Under the lock, so that no new reader has the entry. The dead are told of once.
       state.alive = false;
       state.leased.clear();

@@ -131,6 +131,8 @@ std::string Reader::manifest() const {
 void Reader::close() {
   std::lock_guard guard(mutex_);
   if (!file_->is_open()) return;  // also in a forked child: the entry is its parent's
+  for (int slot = 0; slot < max_slots; ++slot)
+    if (leases_[slot] > 0) page_->slot[slot].releases.fetch_add(1, std::memory_order_release);
   leases_.fill(0);
   entry_->leased = 0;
   entry_->pid = 0;

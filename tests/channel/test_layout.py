@@ -286,3 +286,26 @@ def test_views_that_were_made_in_inference_mode_can_be_used_outside():
     with torch.inference_mode():
         views = layout.views(flat)
     assert not any(view.is_inference() for view in views)
+
+
+def test_memory_is_overwritten_as_copy_would_write_it():
+    bits = torch.randint(-(2**31), 2**31, (300_001,), dtype=torch.int32)
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 3.4e38, -3.4e38, 1e-45])
+    sources = [
+        bits.view(torch.float32),  # every exponent; NaNs too
+        special,
+        special.double(),
+        torch.randn(3, 5).T,
+        torch.randn(4, dtype=torch.complex64).conj(),
+        torch.arange(7),
+        torch.empty(0),
+        torch.tensor(2.5),
+    ]
+    for cast in (None, torch.bfloat16, torch.float16):
+        dtypes = [cast if cast and s.is_floating_point() else s.dtype for s in sources]
+        targets = [torch.empty(s.shape, dtype=d) for s, d in zip(sources, dtypes, strict=True)]
+        overwrite(targets, sources)
+        for target, source in zip(targets, sources, strict=True):
+            torch.testing.assert_close(
+                target, source.to(target.dtype), rtol=0, atol=0, equal_nan=True
+            )

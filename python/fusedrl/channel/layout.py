@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusedrl.channel.entries import PAGE, Entry, clash, described, pack, refuse, round_up, spec
 from fusedrl.channel.sources import ADAPTERS, Slot, collect
-from fusedrl.channel.tensors import castable, check_tensor, converts, copy, dtype_name
+from fusedrl.channel.tensors import castable, check_tensor, converts, dtype_name, overwrite
 
 _FORMAT = 1
 
@@ -260,7 +260,7 @@ def fill(views: Sequence[Tensor], slots: Sequence[Slot]) -> None:
     """Copy what :meth:`Layout.matched` found; of tensors that are computed one at a time exists."""
     pairs = list(zip(views, slots, strict=True))
     plain = [(view, slot.value()) for view, slot in pairs if not slot.computed]
-    copy([view for view, _ in plain], [source for _, source in plain])
+    overwrite([view for view, _ in plain], [source for _, source in plain])
     for view, slot in pairs:
         if slot.computed:
             view.copy_(slot.value())

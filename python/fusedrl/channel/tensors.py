@@ -10,6 +10,8 @@ from tensordict import MemoryMappedTensor
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fusedrl import _host
+
 # Types whose bytes are their values; other subclasses keep scales or shards beside them.
 _PLAIN = (Tensor, nn.Parameter, MemoryMappedTensor)
 
@@ -100,3 +102,28 @@ def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """One fused copy of any number of tensors, none included."""
     if targets:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def overwrite(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """As :func:`copy`, into memory that autograd knows nothing of.
+
+    All that the CPU has in one dtype, or float32 for bfloat16, is copied in one go: an operator for
+    each tensor would wait for all its threads each time, which costs more than the copy where
+    other processes want the cores.
+    """
+    pieces, rest = [], []
+    for target, source in zip(targets, sources, strict=True):
+        cast = source.dtype is torch.float32 and target.dtype is torch.bfloat16
+        if (
+            (cast or source.dtype is target.dtype)
+            and source.device.type == target.device.type == "cpu"
+            and source.is_contiguous()
+            and not source.is_conj()
+            and not source.is_neg()
+        ):
+            size = source.numel(), source.element_size()
+            pieces.append((target.data_ptr(), source.data_ptr(), *size, cast))
+        else:
+            rest.append((target, source))
+    copy([target for target, _ in rest], [source for _, source in rest])
+    _host.copy_pieces(pieces, torch.get_num_threads())

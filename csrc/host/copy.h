@@ -1,0 +1,24 @@
+// Many pieces of memory copied as one: a single start and end of threads for all of them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace fusedrl::channel {
+
+enum class Cast { none, float_to_bfloat16 };
+
+// Assumes that no piece overlaps another.
+struct Piece {
+  char* target;
+  const char* source;
+  int64_t elements;
+  int64_t source_bytes, target_bytes;  // of an element
+  Cast cast;
+};
+
+// Threads take the next stretch as they get to it, so one that is held up delays the others by no
+// more than a stretch.
+void copy(const std::vector<Piece>& pieces, int threads);
+
+}  // namespace fusedrl::channel
