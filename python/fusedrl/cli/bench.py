@@ -35,6 +35,7 @@ OPS = (
     "retrieve_kl",
     "trl",
     "channel",
+    "collectors",
 )
 
 

@@ -1,0 +1,173 @@
+"""LLMCollector with torchrl's own dialogs, a policy that really generates, and our transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import AsyncEnvPool, StepCounter, TransformedEnv
+from torchrl.envs.llm import ChatEnv, DatasetChatEnv
+from torchrl.envs.llm.transforms import DataLoadingPrimer
+from torchrl.modules.llm import TransformersWrapper
+from transforms.conftest import QUESTIONS, OneReward
+from transforms.dialogs import assert_rows_equal, rows
+
+from fusedrl import LLMCollector, RetrieveKL, WeightChannel
+
+GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
+
+
+@pytest.fixture
+def collect(generating_policy) -> Iterator[Callable[..., LLMCollector]]:
+    """A collector, two batches of four turns; shut down after the test."""
+    made = []
+
+    def collect(env: Any, cls: type = LLMCollector, **options: Any) -> Any:
+        given = {"policy": generating_policy, "dialog_turns_per_batch": 4, "total_dialog_turns": 8}
+        made.append(cls(env, **(given | options)))
+        return made[-1]
+
+    yield collect
+    for collector in made:
+        collector.shutdown()
+
+
+def check(batch: TensorDictBase, turns: int) -> None:
+    """So many turns, each with the KL of two models that differ, and a reward less by it."""
+    data = batch.reshape(-1)["next"]
+    assert data.shape == (turns,)
+    kl = rows(data, "kl_penalty")
+    assert all(row.abs().max() > 0.1 for row in kl)
+    pairs = zip(rows(data, GEN), rows(data, REF), strict=True)
+    assert_rows_equal(kl, [gen - ref for gen, ref in pairs])
+    assert_rows_equal(rows(data, "reward"), [1 - 0.1 * row.unsqueeze(-1) for row in kl])
+
+
+@pytest.fixture
+def scoring(reference) -> RetrieveKL:
+    return RetrieveKL("from_collector", reference(), coeff=0.1)
+
+
+@pytest.fixture
+def greedy(tokenizer, policy_model) -> TransformersWrapper:
+    return TransformersWrapper(
+        policy_model,
+        tokenizer=tokenizer,
+        generate_kwargs={"max_new_tokens": 5, "do_sample": False},
+    )
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, {"flatten_data": True}, {"yield_completed_trajectories": True}]
+)
+def test_the_dialogs_of_torchrls_collector(chat_env, collect, greedy, mode):
+    texts = []
+    for cls in (LLMCollector, TorchrlLLMCollector):
+        env = chat_env(StepCounter(2))
+        collector = collect(env, cls, policy=greedy, **mode)
+        batches = [batch.reshape(-1) for batch in collector]
+        texts.append([[str(h.full.content) for h in b["history"].unbind(0)] for b in batches])
+        assert all(batch["next", "reward"].shape == (4, 1, 1) for batch in batches)
+    assert texts[0] == texts[1] and len(texts[0]) == 2
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, {"flatten_data": True}, {"yield_completed_trajectories": True}], ids=str
+)
+def test_transforms_find_the_policy_through_the_collector(scoring, chat_env, collect, mode):
+    batches = list(collect(chat_env(StepCounter(2), scoring), **mode))
+    assert len(batches) == 2
+    for batch in batches:
+        check(batch, 4)
+
+
+def test_replay_buffer_and_versions(scoring, chat_env, collect):
+    buffer = ReplayBuffer(storage=LazyStackStorage(20), batch_size=3)
+    collector = collect(chat_env(scoring), replay_buffer=buffer, track_policy_version=True)
+    for _ in collector:
+        collector.increment_version()
+    assert buffer[:]["policy_version"].tolist() == [0] * 4 + [1] * 4
+    check(buffer.sample(), 3)
+
+
+def test_a_dataset_environment_asks_its_first_question(tokenizer, greedy, collect):
+    loader = torch.utils.data.DataLoader(
+        [{"query": f"Question {n}?"} for n in range(4)],
+        batch_size=1,
+        collate_fn=lambda batch: TensorDict(
+            query=NonTensorStack(*(x["query"] for x in batch)), batch_size=(len(batch),)
+        ),
+    )
+    env = DatasetChatEnv.from_dataloader(tokenizer=tokenizer, dataloader=loader)
+    batch = collect(env, policy=greedy, dialog_turns_per_batch=1, total_dialog_turns=1).next()
+    assert "Question 0?" in str(batch["history"].prompt[0].content)
+
+
+def test_a_trainer_publishes_while_dialogs_run(chat_env, collect, greedy, policy_model):
+    import copy
+
+    trained = copy.deepcopy(policy_model)
+    with WeightChannel.create(policy_model) as channel:
+        model = copy.deepcopy(policy_model)
+        policy = TransformersWrapper(
+            model,
+            tokenizer=greedy.tokenizer,
+            generate_kwargs={"max_new_tokens": 5, "do_sample": False},
+        )
+        options = {"dialog_turns_per_batch": 2, "total_dialog_turns": 6}
+        collector = collect(
+            chat_env(),
+            policy=policy,
+            channel=channel.handle,
+            track_policy_version=True,
+            **options,
+        )
+        versions, answers = [], []
+        for batch in collector:
+            versions.append(batch["next", "policy_version"].flatten().tolist())
+            answers.append([row.tolist() for row in rows(batch.reshape(-1), ("tokens", "full"))])
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.mul_(1.5).add_(0.1 * torch.randn_like(parameter))
+            channel.publish(trained)
+        assert versions == [[0, 0], [1, 1], [2, 2]]
+        assert answers[0] != answers[1] != answers[2]
+
+
+class TestAsyncEnvPool:
+    OPTIONS: ClassVar[dict[str, Any]] = {
+        "yield_completed_trajectories": True,
+        "dialog_turns_per_batch": 2,
+    }
+
+    @pytest.fixture
+    def pool(self, tokenizer) -> Callable[..., AsyncEnvPool]:
+        def one_env(transform: RetrieveKL) -> TransformedEnv:
+            loader = torch.utils.data.DataLoader(
+                [{"query": question} for question in QUESTIONS * 4],
+                collate_fn=lambda batch: TensorDict(
+                    query=NonTensorStack(*(x["query"] for x in batch)), batch_size=(len(batch),)
+                ),
+            )
+            env = TransformedEnv(ChatEnv(batch_size=(1,), tokenizer=tokenizer))
+            for part in (DataLoadingPrimer(dataloader=loader), OneReward(), StepCounter(2)):
+                env.append_transform(part)
+            return env.append_transform(transform)
+
+        def pool(make: Callable[[], RetrieveKL]) -> AsyncEnvPool:
+            return AsyncEnvPool([lambda: one_env(make())] * 2, backend="threading", stack="lazy")
+
+        return pool
+
+    def test_transforms_of_a_pool_find_the_policy_too(self, reference, pool, collect):
+        env = pool(lambda: RetrieveKL("from_collector", reference(), coeff=0.1))
+        batches = list(collect(env, track_policy_version=True, **self.OPTIONS))
+        assert len(batches) == 4
+        for batch in batches:
+            check(batch, 2)
+            assert batch["next", "policy_version"].tolist() == [0, 0]
