@@ -6,6 +6,7 @@ import gc
 import queue
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torchrl.collectors import BaseCollector, Collector
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import ParallelEnv, SerialEnv
 
 from fusedrl import LLMCollector
 
@@ -74,6 +76,28 @@ def test_a_policy_may_write_in_place_or_answer_with_another_tensordict(collect):
     assert [batch["action"].flatten(1).tolist() for batch in answered] == [
         [[10 * n for n in row] for row in rows] for rows in whole
     ]
+
+
+@pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
+def test_a_policy_that_returns_one_tensordict_twice_is_refused(collect, mode):
+    answers = []
+
+    def forgetful(turn):
+        answers.append(policy(turn))
+        return answers[0]
+
+    with pytest.raises(
+        RuntimeError, match="policy: expected a tensordict of its own for each turn"
+    ):
+        list(collect(Counting(2, 3, lazy=True), policy=forgetful, **mode))
+
+
+def test_environments_in_processes(collect):
+    whole, parallel = (
+        [seen(batch.reshape(-1)) for batch in collect(batched(2, partial(Counting, None)))]
+        for batched in (SerialEnv, ParallelEnv)
+    )
+    assert whole == parallel and len(whole) == 2
 
 
 def test_completed_trajectories_need_no_batch_size(collect):

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from tensordict import TensorDictBase, lazy_stack
-from torch import Tensor
 
 
 class Turns:
@@ -32,12 +31,9 @@ class Turns:
         """As :meth:`interrupt`."""
         return self.interrupt()
 
-    def keeps(self, ended: Tensor) -> bool:
-        """Whether a batch will have a turn."""
-        return True
-
-    def add(self, turn: TensorDictBase, ended: Tensor) -> int:
+    def add(self, turn: TensorDictBase, over: list[bool]) -> int:
         """Keep one turn of every dialog; returns how many turns no batch will have: none."""
+        _refuse_twice(turn, self.turns)
         self.turns.append(turn)
         self.pending += turn.numel()
         return 0
@@ -82,14 +78,14 @@ class Dialogs:
         self.ready = self.pending = 0
         return lost
 
-    def keeps(self, ended: Tensor) -> bool:
-        """Whether a batch will have anything of a turn that ends some dialogs, or none."""
-        return not self.only_last or bool(ended.any())
+    def add(self, turn: TensorDictBase, over: list[bool]) -> int:
+        """Keep one turn of every dialog; returns how many turns no batch will have.
 
-    def add(self, turn: TensorDictBase, ended: Tensor) -> int:
-        """Keep one turn of every dialog; returns how many turns no batch will have."""
-        over = ended.tolist()
-        if not self.keeps(ended):
+        Args:
+            turn: of shape (rows,).
+            over: for each row whether this turn is the last of its dialog.
+        """
+        if self.only_last and not any(over):
             self.lengths = [n + 1 for n in self.lengths]
             self.pending += turn.numel()
             return 0
@@ -99,6 +95,7 @@ class Dialogs:
     def add_row(self, index: int, row: TensorDictBase, over: bool) -> int:
         """Keep one turn of one dialog, as :meth:`add`."""
         turns = self.running[index]
+        _refuse_twice(row, turns)
         if not self.only_last or over:
             turns.append(row)
         self.lengths[index] += 1
@@ -123,6 +120,15 @@ class Dialogs:
         self.ready -= len(turns)
         self.pending -= len(turns)
         return lazy_stack(turns)
+
+
+def _refuse_twice(turn: TensorDictBase, turns: Sequence[TensorDictBase]) -> None:
+    # Turns are kept without a copy: it would take longer than all the rest.
+    if turns and turn is turns[-1]:
+        raise RuntimeError(
+            "policy: expected a tensordict of its own for each turn, got that of the turn before; "
+            "write into the one that the policy is given, or return a new one"
+        )
 
 
 def _flat(turns: Sequence[TensorDictBase]) -> list[TensorDictBase]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import Collector
-from torchrl.envs import AsyncEnvPool
+from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.collectors.arguments import check_arguments, check_environment
@@ -18,11 +16,11 @@ from fusedrl.collectors.from_channel import FromChannel
 from fusedrl.collectors.policy_version import KEY, PolicyVersion
 from fusedrl.collectors.progress import check_progress
 from fusedrl.collectors.queues import QueueBuffer
-from fusedrl.collectors.rollout import Rollout
 from fusedrl.collectors.stopwatch import Profile, Stopwatch
+from fusedrl.collectors.updates import Updates
 
 
-class LLMCollector(Rollout):
+class LLMCollector(Updates):
     """Collect dialogs: iterate to get batches of turns, of shape (dialogs, time) or (turns,).
 
     Takes the place of torchrl's class, and is one for ``isinstance``. Turns carry the trajectory
@@ -65,24 +63,29 @@ class LLMCollector(Rollout):
         TypeError: arguments that exclude each other, or one that is missing.
         ValueError: numbers out of range; an environment without the one batch dimension that
             completed trajectories take.
-        RuntimeError: ``async_envs`` without an ``AsyncEnvPool``; a queue and a replay buffer;
-            weights that are given to a collector with a channel.
+        RuntimeError: ``async_envs`` without an ``AsyncEnvPool``; a queue and a replay buffer; a
+            policy that returns one tensordict twice; weights that are given to a collector with a
+            channel.
 
     Example:
-        >>> from torchrl.envs import StepCounter
-        >>> from torchrl.testing.mocking_classes import CountingBatchedEnv
+        >>> import torch
+        >>> from torchrl.envs import SerialEnv
+        >>> from torchrl.testing.mocking_classes import CountingEnv
         >>> from fusedrl import LLMCollector
-        >>> env = CountingBatchedEnv(batch_size=[2], max_steps=3)
         >>> collector = LLMCollector(
-        ...     env.append_transform(StepCounter()),
-        ...     policy=lambda turn: turn.set("action", env.action_spec.one()),
+        ...     SerialEnv(2, lambda: CountingEnv(max_steps=2)),
+        ...     policy=lambda turn: turn.set("action", torch.ones(2, 1, dtype=torch.int32)),
         ...     dialog_turns_per_batch=4,
         ...     total_dialog_turns=8,
         ...     track_policy_version=True,
         ... )
         >>> for batch in collector:
-        ...     print(tuple(batch.shape), batch["step_count"].squeeze(-1).tolist())
+        ...     print(tuple(batch.shape), batch["observation"].squeeze(-1).tolist())
         ...     collector.increment_version()
+        (2, 2) [[0, 1], [0, 1]]
+        (2, 2) [[2, 0], [2, 0]]
+        >>> batch["policy_version"].tolist()
+        [[1, 1], [1, 1]]
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class LLMCollector(Rollout):
         self.closed = True
         check_arguments(locals())
         check_progress(progress)
-        env = env if hasattr(env, "reset") else env()
+        env = env if isinstance(env, EnvBase) else env()
         self.yield_only_last_steps = bool(yield_only_last_steps)
         self.yield_completed_trajectories = bool(
             yield_completed_trajectories or yield_only_last_steps
@@ -179,27 +182,6 @@ class LLMCollector(Rollout):
         if make_rollout:
             super()._maybe_make_final_rollout(make_rollout)
 
-    @property
-    def weight_updater(self) -> Any:
-        """The weight updater, if any; one that is set is registered with this collector."""
-        return self._weight_updater
-
-    @weight_updater.setter
-    def weight_updater(self, value: Any) -> None:
-        if value is not None:
-            self._refuse_beside_channel()
-            value = value if hasattr(value, "register_collector") else value()
-            hooks = len(value.post_hooks)
-            value.register_collector(self)
-            if len(value.post_hooks) == hooks:  # else it counts versions itself
-                value.register_post_hook(_Increment(self))
-        self._weight_updater = value
-
-    def set_weight_updater(self, weight_updater: Any) -> bool:
-        """Set the weight updater; returns ``True``, as remote calls want an answer."""
-        self.weight_updater = weight_updater
-        return True
-
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Set the postprocessing of a collector that has none.
 
@@ -212,52 +194,6 @@ class LLMCollector(Rollout):
                 "collector.postproc to replace it"
             )
         self.postproc = postproc
-
-    def increment_version(self) -> None:
-        """Count a new version of the policy; during an update, once for all of it."""
-        if self.policy_version_tracker is not None and not self._updating:
-            self.policy_version_tracker.increment_version()
-
-    @contextmanager
-    def _one_update(self) -> Iterator[None]:
-        """One new version at the end, however many of those inside count one or set one."""
-        before = self.policy_version
-        self._updating += 1
-        try:
-            yield
-        finally:
-            self._updating -= 1
-        if self.policy_version == before:
-            self.increment_version()
-
-    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """Update the policy's weights, as torchrl's collectors do, and count one version.
-
-        With a channel there is nothing to be done, the next call of the policy has the newest.
-        """
-        if self._channel is not None and not args and not kwargs:
-            return
-        self._refuse_beside_channel()
-        with self._one_update():
-            super().update_policy_weights_(*args, **kwargs)
-
-    def receive_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Take weights, those given or those of the receiving schemes, and count one version."""
-        if not args and not kwargs and getattr(self, "_receiver_schemes", None) is None:
-            return
-        self._refuse_beside_channel()
-        with self._one_update():
-            super().receive_weights(*args, **kwargs)
-
-    def _receive_weights_scheme(self, model_version: int | None = None) -> None:
-        with self._one_update():
-            super()._receive_weights_scheme(model_version=model_version)
-
-    def _refuse_beside_channel(self) -> None:
-        if self._channel is not None:
-            raise RuntimeError(
-                "channel: expected weights to come through it, got others; publish them"
-            )
 
     def get_policy_model(self) -> Any:
         """The model that the policy wraps."""
@@ -323,15 +259,3 @@ class LLMCollector(Rollout):
             self.env.load_state_dict(state_dict["env_state_dict"], **kwargs)
             kwargs = {"strict": False}
         super().load_state_dict(state_dict, **kwargs)
-
-
-class _Increment:
-    """A post-hook of an updater that does not keep the collector alive."""
-
-    def __init__(self, collector: LLMCollector) -> None:
-        self._collector = weakref.ref(collector)
-
-    def __call__(self) -> None:
-        collector = self._collector()
-        if collector is not None:
-            collector.increment_version()

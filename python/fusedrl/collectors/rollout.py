@@ -96,15 +96,17 @@ class Rollout(_LLMCollector):
         turn, self._carried = self.env.step_and_maybe_reset(actions)
         watch.lap("env")
         ended = _ended(turn)
-        if self._batches.keeps(ended):
+        some = bool(ended.any())
+        if some or not self.yield_only_last_steps:
             turn.set(IDS, self._ids)
             if version is not None:
                 stamp(turn, version)
                 if self.policy_version != version:  # the environment wrote what it was by then
                     stamp(turn.get("next"), version)
-        self._renew_ids(ended)
+        if some:
+            self._renew_ids(ended)
         watch.lap("stamping")
-        self._frames += self._batches.add(turn, ended)
+        self._frames += self._batches.add(turn, ended.tolist())
         watch.turns += turn.numel()
         watch.lap("queueing")
 
@@ -125,11 +127,12 @@ class Rollout(_LLMCollector):
                 stamp(row, version)
                 stamp(row.get("next"), version)
         ended = _ended(turn)
-        self._renew_ids(ended, indices)
+        if ended.any():
+            self._renew_ids(ended, indices)
         watch.lap("stamping")
         watch.turns += turn.numel()
         if isinstance(batches, Turns):
-            batches.add(lazy_stack(rows), ended)
+            batches.add(lazy_stack(rows), [])
             watch.lap("queueing")
             return
         for index, row, over in zip(indices, rows, ended, strict=True):
@@ -171,8 +174,6 @@ class Rollout(_LLMCollector):
 
     def _renew_ids(self, ended: Tensor, rows: list[int] | None = None) -> None:
         """Let dialogs that ended go on under new ids."""
-        if not ended.any():
-            return
         ids = self._ids.clone()  # turns refer to the former tensor
         fresh = self._traj_pool.get_traj_and_increment(int(ended.sum()), device=ids.device)
         if rows is None:

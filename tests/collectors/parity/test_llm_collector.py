@@ -17,7 +17,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import AsyncEnvPool, ParallelEnv, SerialEnv
+from torchrl.envs import AsyncEnvPool, SerialEnv
 
 from fusedrl import LLMCollector
 
@@ -94,12 +94,10 @@ def test_batches_order_and_turns_charged(mode, lazy, rows, wanted, total):
     assert mine.env.is_closed == other.env.is_closed
 
 
-@pytest.mark.parametrize(
-    ("batched", "mode"), [(SerialEnv, {}), (SerialEnv, {"flatten_data": True}), (ParallelEnv, {})]
-)
-def test_batched_environments(batched, mode):
+@pytest.mark.parametrize("mode", [{}, {"flatten_data": True}], ids=["turns", "flat"])
+def test_batched_environments(mode):
     def make(back: bool) -> Any:
-        return batched(2, lambda: environment(lambda: Counting(None, 2), back))
+        return SerialEnv(2, lambda: environment(lambda: Counting(None, 2), back))
 
     options = {"dialog_turns_per_batch": 4, "total_dialog_turns": 12} | mode
     ours, charged, mine = collect(LLMCollector, make(False), **options)
