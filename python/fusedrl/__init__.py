@@ -26,6 +26,9 @@ _HOME = {
     "KLRewardTransform": "fusedrl.transforms",
     "RayRetrieveKL": "fusedrl.transforms",
     "RayKLRewardTransform": "fusedrl.transforms",
+    "WeightChannel": "fusedrl.channel",
+    "WeightHandle": "fusedrl.channel",
+    "WeightReader": "fusedrl.channel",
     "LocalWeightUpdaterBase": "fusedrl.weights",
     "RemoteWeightUpdaterBase": "fusedrl.weights",
     "VanillaLocalWeightUpdater": "fusedrl.weights",
@@ -39,6 +42,9 @@ _HOME = {
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from fusedrl.channel import WeightChannel as WeightChannel
+    from fusedrl.channel import WeightHandle as WeightHandle
+    from fusedrl.channel import WeightReader as WeightReader
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.integrations.trl import patch_trl as patch_trl
     from fusedrl.ops import TokenKL as TokenKL

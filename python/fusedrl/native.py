@@ -29,7 +29,7 @@ def find(name: str) -> Path | None:
 def built_for() -> str:
     """What the installed binaries were compiled for, as one phrase."""
     try:
-        from fusedrl import _host  # pyright: ignore[reportAttributeAccessIssue]
+        from fusedrl import _host
     except ImportError:
         return "unknown (the _host library does not load either)"
     facts = _host.build_info()
@@ -39,7 +39,7 @@ def built_for() -> str:
 def _cpu_level_error() -> str | None:
     """Why ``_C`` would refuse FUSEDRL_CPU_LEVEL, which it can only do by aborting the process."""
     try:
-        from fusedrl import _host  # pyright: ignore[reportAttributeAccessIssue]
+        from fusedrl import _host
 
         _host.cpu_level()
     except ImportError:

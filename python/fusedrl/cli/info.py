@@ -79,7 +79,7 @@ def _device(index: int) -> str:
 
 def _host() -> dict[str, Any]:
     try:
-        from fusedrl import _host  # pyright: ignore[reportAttributeAccessIssue]
+        from fusedrl import _host
     except ImportError as error:
         return {"_host": str(error)}
     features = [name for name, present in _host.cpu_features().items() if present]

@@ -1,0 +1,93 @@
+// Memory of ours as a torch tensor, without torch: a DLPack capsule.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+namespace fusedrl::dlpack {
+
+// The unversioned structures of DLPack, which every torch accepts.
+constexpr int32_t kCpu = 1;
+constexpr int32_t kCuda = 2;
+
+struct Device {
+  int32_t type;
+  int32_t id;
+};
+
+struct Dtype {
+  uint8_t code;  // 1: unsigned integer
+  uint8_t bits;
+  uint16_t lanes;
+};
+
+struct Tensor {
+  void* data;
+  Device device;
+  int32_t ndim;
+  Dtype dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+
+struct ManagedTensor {
+  Tensor tensor;
+  void* context;
+  void (*deleter)(ManagedTensor*);
+};
+
+// A Python object that C++ may drop on any thread, with or without the GIL. It is leaked where the
+// interpreter is ending and its thread may no longer be waited for.
+inline std::shared_ptr<void> keep_alive(pybind11::object object) {
+  return {object.release().ptr(), [](void* kept) {
+            auto* python = static_cast<PyObject*>(kept);
+            if (!Py_IsInitialized()) return;
+            if (PyGILState_Check()) {
+              Py_DECREF(python);
+              return;
+            }
+#if PY_VERSION_HEX >= 0x030d0000
+            if (Py_IsFinalizing()) return;
+#else
+            if (_Py_IsFinalizing()) return;
+#endif
+            PyGILState_STATE state = PyGILState_Ensure();
+            Py_DECREF(python);
+            PyGILState_Release(state);
+          }};
+}
+
+// A flat uint8 tensor over [data, data + nbytes), for torch.from_dlpack; the owner is dropped with
+// the last tensor over it, on whatever thread that happens.
+inline pybind11::capsule uint8_tensor(void* data, int64_t nbytes, Device device,
+                                      std::shared_ptr<void> owner) {
+  struct Held {
+    ManagedTensor managed;
+    int64_t shape;
+    int64_t stride;
+    std::shared_ptr<void> owner;
+  };
+  auto held = std::make_unique<Held>();
+  held->shape = nbytes;
+  held->stride = 1;
+  held->owner = std::move(owner);
+  held->managed = {
+      {nbytes == 0 ? nullptr : data, device, 1, {1, 8, 1}, &held->shape, &held->stride, 0},
+      held.get(),
+      [](ManagedTensor* self) { delete static_cast<Held*>(self->context); }};
+  // Who takes the tensor renames the capsule and calls the deleter; nobody did where it has its
+  // name.
+  pybind11::capsule capsule(&held->managed, "dltensor", [](PyObject* self) {
+    if (!PyCapsule_IsValid(self, "dltensor")) return;
+    auto* managed = static_cast<ManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
+    managed->deleter(managed);
+  });
+  held.release();
+  return capsule;
+}
+
+}  // namespace fusedrl::dlpack

@@ -1,0 +1,165 @@
+#include "host/memory_file.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <system_error>
+
+namespace fusedrl::channel {
+
+namespace {
+
+[[noreturn]] void fail(const std::string& what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+}  // namespace
+
+// The open files of this process, for its forked children: a descriptor that a child kept would
+// keep the locks of a dead parent. Files are opened and closed under the mutex, which fork waits
+// for.
+class OpenFiles {
+ public:
+  static OpenFiles& instance() {
+    static OpenFiles* files = new OpenFiles;  // outlives every static destructor
+    return *files;
+  }
+  std::mutex mutex;
+  std::set<MemoryFile*> files;
+
+ private:
+  OpenFiles() {
+    pthread_atfork([] { instance().mutex.lock(); }, [] { instance().mutex.unlock(); },
+                   [] {
+                     for (MemoryFile* file : instance().files) {
+                       ::close(file->fd_);  // without unlocking: the locks are the parent's
+                       file->fd_ = -1;
+                     }
+                     instance().files.clear();
+                     instance().mutex.unlock();
+                   });
+  }
+};
+
+Mapping::Mapping(const MemoryFile& file, uint64_t offset, size_t bytes, bool writable)
+    : bytes_(bytes) {
+  std::lock_guard guard(OpenFiles::instance().mutex);
+  // A mapping refers to its description, and a forked child keeps the mapping.
+  const int fd = file.reopened();
+  data_ = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd,
+               static_cast<off_t>(offset));
+  const int error = errno;
+  ::close(fd);
+  errno = error;
+  if (data_ == MAP_FAILED) fail("mapping " + std::to_string(bytes) + " bytes of a weight channel");
+}
+
+Mapping::~Mapping() { munmap(data_, bytes_); }
+
+MemoryFile::MemoryFile(int fd) : fd_(fd), pid_(getpid()) {
+  OpenFiles::instance().files.insert(this);
+}
+
+MemoryFile::~MemoryFile() { close(); }
+
+std::unique_ptr<MemoryFile> MemoryFile::create(const std::string& name, uint64_t bytes) {
+  std::unique_lock guard(OpenFiles::instance().mutex);
+  const int fd = memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) fail("memfd_create");
+  std::unique_ptr<MemoryFile> file(new MemoryFile(fd));
+  guard.unlock();
+  if (fchmod(fd, 0600) != 0) fail("fchmod");
+  // Reserved now: a machine without the memory says so here, not by SIGBUS in a reader.
+  const int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+  if (error != 0) {
+    errno = error;
+    fail("reserving " + std::to_string(bytes) + " bytes of shared memory");
+  }
+  if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail("F_ADD_SEALS");
+  return file;
+}
+
+std::unique_ptr<MemoryFile> MemoryFile::reopen(int64_t pid, int fd) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  char target[64] = {};
+  if (readlink(path.c_str(), target, sizeof(target) - 1) < 0) fail(path);
+  // Anything else may have an effect when it is opened.
+  if (std::string(target).rfind("/memfd:", 0) != 0) {
+    errno = ENOENT;
+    fail(path + " is not shared memory");
+  }
+  std::lock_guard guard(OpenFiles::instance().mutex);
+  const int own = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (own < 0) fail(path);
+  return std::unique_ptr<MemoryFile>(new MemoryFile(own));
+}
+
+int MemoryFile::fd() const {
+  if (fd_ >= 0) return fd_;
+  throw std::runtime_error(
+      pid_ == getpid()
+          ? "weight channel: expected an open one, got one that is closed; make or open another"
+          : "weight channel: expected the process that opened it (pid " + std::to_string(pid_) +
+                "), got a forked child (pid " + std::to_string(getpid()) +
+                "); open the handle again in this process");
+}
+
+uint64_t MemoryFile::bytes() const {
+  struct stat facts;
+  if (fstat(fd(), &facts) != 0) fail("fstat");
+  return static_cast<uint64_t>(facts.st_size);
+}
+
+int MemoryFile::reopened() const {
+  const std::string own = "/proc/self/fd/" + std::to_string(fd());
+  const int other = open(own.c_str(), O_RDWR | O_CLOEXEC);
+  if (other < 0) fail(own);
+  return other;
+}
+
+void MemoryFile::close() {
+  std::lock_guard guard(OpenFiles::instance().mutex);
+  if (fd_ < 0) return;
+  OpenFiles::instance().files.erase(this);
+  ::close(fd_);
+  fd_ = -1;
+}
+
+bool MemoryFile::try_lock(int64_t byte, bool shared) {
+  struct flock range = {};
+  range.l_type = shared ? F_RDLCK : F_WRLCK;
+  range.l_whence = SEEK_SET;
+  range.l_start = byte;
+  range.l_len = 1;
+  if (fcntl(fd(), F_OFD_SETLK, &range) == 0) return true;
+  if (errno == EAGAIN || errno == EACCES) return false;
+  fail("F_OFD_SETLK");
+}
+
+void MemoryFile::unlock(int64_t byte) {
+  struct flock range = {};
+  range.l_type = F_UNLCK;
+  range.l_whence = SEEK_SET;
+  range.l_start = byte;
+  range.l_len = 1;
+  if (fcntl(fd(), F_OFD_SETLK, &range) != 0) fail("F_OFD_SETLK");
+}
+
+bool MemoryFile::locked_elsewhere(int64_t byte) const {
+  struct flock range = {};
+  range.l_type = F_WRLCK;
+  range.l_whence = SEEK_SET;
+  range.l_start = byte;
+  range.l_len = 1;
+  if (fcntl(fd(), F_OFD_GETLK, &range) != 0) fail("F_OFD_GETLK");
+  return range.l_type != F_UNLCK;
+}
+
+}  // namespace fusedrl::channel

@@ -1,0 +1,123 @@
+"""What peft's adapters are to the weights of a model: entries of their own, or part of the base's.
+
+peft is never imported: a model that has adapters has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedrl.channel.tensors import whole
+
+_Value = Callable[[str], Tensor]
+
+
+def loaded(module: str, name: str) -> tuple[type, ...]:
+    """The class ``name`` for isinstance, or nothing where ``module`` was never imported."""
+    found = getattr(sys.modules.get(module), name, None)
+    return () if found is None else (found,)
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether any part of ``module`` is adapted by peft."""
+    return any(base_child(type(part)) is not None for part in module.modules())
+
+
+@cache
+def base_child(kind: type[nn.Module]) -> str | None:
+    """The child of a module of peft that holds what was there before; ``None`` for others."""
+    for home, name, child in (
+        ("peft.peft_model", "PeftModel", "base_model"),
+        ("peft.tuners.tuners_utils", "BaseTuner", "model"),
+        ("peft.tuners.tuners_utils", "BaseTunerLayer", "base_layer"),
+        ("peft.utils.other", "AuxiliaryTrainingWrapper", "original_module"),
+    ):
+        if issubclass(kind, loaded(home, name)):
+            return child
+    return None
+
+
+def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
+    """The base module that ``module`` stands for, and the layer to merge into it, if any.
+
+    Raises:
+        TypeError: adapters that are no change of the weights.
+    """
+    layer = None
+    while base_child(type(module)) is not None:
+        if isinstance(module, loaded("peft.peft_model", "PeftModel")):
+            if any(config.is_prompt_learning for config in module.peft_config.values()):
+                raise TypeError(
+                    f"weights: {name or 'the model'}: expected adapters that change weights, got "
+                    "prompt learning; use adapters='only'"
+                )
+            module = module.base_model
+        elif isinstance(module, loaded("peft.tuners.tuners_utils", "BaseTuner")):
+            module = module.model
+        elif isinstance(module, loaded("peft.utils.other", "ModulesToSaveWrapper")):
+            active = module.active_adapters[:1]
+            copies = module.modules_to_save
+            module = copies[active[0]] if active and active[0] in copies else module.original_module
+        elif isinstance(module, loaded("peft.utils.other", "AuxiliaryTrainingWrapper")):
+            module = module.token_adapter
+        else:
+            if set(module.active_adapters) - set(module.merged_adapters):
+                layer = module if layer is None else layer
+            module = module.base_layer
+    return module, layer
+
+
+def merged_values(layer: nn.Module) -> _Value:
+    """A function from the name of a tensor of the layer's base to its value with the adapters.
+
+    The first call merges; each value is handed out once and not kept.
+    """
+    values: dict[str, Tensor] = {}
+
+    def value(key: str) -> Tensor:
+        if key not in values:
+            base = _merge(layer)
+            values.update({k: t for k, t in base._parameters.items() if t is not None})
+            values.update({k: t for k, t in base._buffers.items() if t is not None})
+        return values.pop(key).detach()
+
+    return value
+
+
+@torch.no_grad()
+def _merge(layer: nn.Module) -> nn.Module:
+    # peft merges in place, and taking that back leaves rounding errors: merge into a copy.
+    replica: Any = _replica(layer, {})
+    if hasattr(replica, "unload_and_optionally_merge_module"):
+        return replica.unload_and_optionally_merge_module(
+            merge=True, safe_merge=False, adapter_names=None
+        )
+    replica.merge(
+        adapter_names=[a for a in replica.active_adapters if a not in replica.merged_adapters]
+    )
+    return replica.get_base_layer()
+
+
+def _replica(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    """A deep copy of weights alone: whole where they are sharded, no hooks called, no gradients."""
+    if id(module) in known:
+        return known[id(module)]
+    replica = known[id(module)] = object.__new__(type(module))
+    replica.__dict__.update(
+        {k: v.copy() if isinstance(v, (dict, list)) else v for k, v in vars(module).items()}
+    )
+    for key, tensor in module._parameters.items():
+        if tensor is not None:
+            clone = whole(tensor).clone(memory_format=torch.preserve_format)
+            replica._parameters[key] = nn.Parameter(clone, requires_grad=False)
+    for key, tensor in module._buffers.items():
+        replica._buffers[key] = None if tensor is None else whole(tensor).clone()
+    for key, child in module._modules.items():
+        replica._modules[key] = None if child is None else _replica(child, known)
+    return replica

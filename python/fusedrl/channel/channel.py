@@ -1,0 +1,393 @@
+"""The writing end of a weight channel."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket as sockets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl import _host
+from fusedrl.channel.checks import count, seconds
+from fusedrl.channel.handle import WeightHandle
+from fusedrl.channel.layout import Layout
+from fusedrl.channel.memory import HostMemory, Memory, checksum
+
+MAX_VERSION = 2**55 - 1
+# A reader that died is noticed within this time.
+SLICE_S = 0.02
+
+
+class FullError(TimeoutError):
+    """No slot became free in time."""
+
+
+class ReaderInfo(NamedTuple):
+    """A process that reads a channel.
+
+    Attributes:
+        pid: as the reader itself sees it.
+        alive: false for one that died without closing; it is told of once.
+        leased: versions that it holds.
+        applied: the newest version that it has computed with or loaded, ``None`` before the first.
+    """
+
+    pid: int
+    alive: bool
+    leased: tuple[int, ...]
+    applied: int | None
+
+
+class Writing(NamedTuple):
+    """A slot that is being written.
+
+    Attributes:
+        version: what it will be published as.
+        flat: its bytes.
+        views: tensors over it, one for each entry of the layout that is not tied to another.
+    """
+
+    version: int
+    flat: Tensor
+    views: list[Tensor]
+
+
+class WeightChannel:
+    """Publishes versions of a model's weights to the processes of a machine.
+
+    Readers lease one complete version, without a copy, and know which it is; they never see half of
+    one. Neither side waits for the other, as long as a slot is free. A process that dies lets go of
+    what it holds, and nothing stays behind: the memory belongs to no file.
+
+    Made by :meth:`create`.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import WeightChannel
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with WeightChannel.create(model) as channel:
+        ...     version = channel.publish(model)
+        ...     with channel.handle.open() as reader, reader.lease() as lease:
+        ...         print(lease.version, bool((lease.weights["weight"] == model.weight).all()))
+        1 True
+    """
+
+    def __init__(
+        self,
+        template: Any,
+        layout: Layout,
+        memory: Memory,
+        end: _host.Publisher,
+        *,
+        session: str,
+        slots: int,
+        timeout: float,
+        checksum: bool,
+    ) -> None:
+        self.layout = layout
+        self.handle = WeightHandle(os.getpid(), end.fd(), session)
+        self.device = memory.device
+        self.skipped = 0
+        self._template = template
+        self._memory = memory
+        self._end = end
+        self._timeout = timeout
+        self._checksum = checksum
+        self._views = [layout.views(memory.slot(i)) for i in range(slots)]
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls,
+        weights: Any,
+        *,
+        slots: int = 3,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        checksum: bool = False,
+        adapters: Literal["only", "merged"] | None = None,
+        max_readers: int = 256,
+        timeout: float = 60.0,
+    ) -> WeightChannel:
+        """Reserve the memory for a model's weights; nothing is published yet.
+
+        Args:
+            weights: a module, or a tensordict or dict of tensors. Their names, shapes and dtypes
+                are the channel's; what is published later has to have them, in any floating dtype.
+                A module stands for the entries of its state dict, persistent buffers included.
+            slots: versions that the memory has room for, 2 to 64. The publisher never waits where
+                there are two more than leases at a time.
+            device: where the slots lie, and readers compute: that of the weights if ``None``.
+            dtype: of all floating entries; their own if ``None``.
+            checksum: publish a sum of the bytes, which readers compare: one more pass over the
+                weights on both sides, and on a GPU a wait for it.
+            adapters: of a peft model: ``"only"`` the adapters' weights, or the base model's with
+                the adapters ``"merged"`` into them. ``None``: all entries, as they are.
+            max_readers: readers at a time.
+            timeout: seconds that publisher and readers wait where they are not told otherwise.
+
+        Raises:
+            TypeError: weights that have no plain bytes: quantised, sharded, sparse or on meta.
+            RuntimeError: the memory cannot be reserved.
+        """
+        count("slots", slots, 2, 64)
+        count("max_readers", max_readers, 1, 4096)
+        timeout = seconds("timeout", timeout)
+        layout = Layout.of(weights, dtype=dtype, adapters=adapters)
+        where = torch.device(device or layout.matched(weights)[0].tensor.device)
+        session = secrets.token_hex(16)
+        manifest = {"layout": layout.to_json(), "timeout": timeout, "checksum": checksum}
+
+        def publisher(slot_bytes: int, memory: dict[str, Any]) -> _host.Publisher:
+            text = json.dumps({**manifest, "memory": memory}).encode()
+            return _host.Publisher(slots, slot_bytes, max_readers, session, text)
+
+        if where.type == "cuda":
+            from fusedrl.channel.cuda import CudaMemory
+
+            memory: Memory = CudaMemory.create(where, slots, layout.nbytes)
+            end = publisher(0, memory.manifest())
+        elif where.type == "cpu":
+            end = publisher(layout.nbytes, HostMemory.MANIFEST)
+            memory = HostMemory(end, slots, layout.nbytes)
+        else:
+            raise ValueError(
+                f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine"
+            )
+        return cls(
+            weights,
+            layout,
+            memory,
+            end,
+            session=session,
+            slots=slots,
+            timeout=timeout,
+            checksum=checksum,
+        )
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that is published, ``None`` before the first."""
+        version = self._end.version()
+        return None if version < 0 else version
+
+    def publish(
+        self,
+        weights: Any = None,
+        version: int | None = None,
+        *,
+        timeout: float | None = None,
+        on_full: Literal["block", "skip"] = "block",
+    ) -> int | None:
+        """Copy weights into a free slot and make them the newest version.
+
+        On a GPU the copies are queued on the current stream, and readers' streams wait for them.
+
+        Args:
+            weights: as for :meth:`create`; those that the channel was created with if ``None``.
+            version: greater than the last one; one more if ``None``, and 1 for the first: 0 is
+                free for the weights that readers start with.
+            timeout: seconds to wait for a free slot; the channel's own if ``None``.
+            on_full: ``"block"`` to wait for a free slot, ``"skip"`` to publish nothing instead;
+                :attr:`skipped` counts.
+
+        Returns:
+            The version; ``None`` where it was skipped.
+
+        Raises:
+            ValueError: weights of another layout (the message lists the differences), or a version
+                that is not greater than the last one. Nothing has changed then.
+            TimeoutError: readers hold all slots; the message has their pids.
+        """
+        if on_full not in ("block", "skip"):
+            raise ValueError(f"on_full: expected 'block' or 'skip', got {on_full!r}")
+        sources = self.layout.sources(self._template if weights is None else weights)
+        try:
+            with self.writing(version, timeout=0 if on_full == "skip" else timeout) as writing:
+                with torch.no_grad():
+                    torch._foreach_copy_(writing.views, sources, non_blocking=True)
+                return writing.version
+        except FullError:
+            if on_full == "block":
+                raise
+            self.skipped += 1
+            return None
+
+    @contextmanager
+    def writing(
+        self, version: int | None = None, *, timeout: float | None = None
+    ) -> Iterator[Writing]:
+        """Write a slot by other means than :meth:`publish`: it is published when the block ends.
+
+        An exception in the block publishes nothing.
+
+        Args:
+            version: as for :meth:`publish`.
+            timeout: as for :meth:`publish`.
+
+        Raises:
+            ValueError, TimeoutError: as for :meth:`publish`.
+        """
+        with self._lock:
+            version = self._next(version)
+            slot = self._begin(self._timeout if timeout is None else seconds("timeout", timeout))
+            try:
+                flat = self._memory.slot(slot)
+                self._memory.before_write(slot)
+                yield Writing(version, flat, self._views[slot])
+                self._memory.after_write(slot)
+                total = checksum(flat) if self._checksum else 0
+            except BaseException:
+                self._end.abort(slot)
+                raise
+            self._end.commit(slot, version, total)
+
+    def _next(self, version: int | None) -> int:
+        last = self._end.version()
+        if version is None:
+            return max(last, 0) + 1
+        count("version", version, 0, MAX_VERSION)
+        if version <= last:
+            raise ValueError(
+                f"version: expected more than the published {last}, got {version}; versions only "
+                "grow: leave it out for the next one"
+            )
+        return version
+
+    def _begin(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while True:
+            progress = self._end.progress()
+            slot = self._end.try_begin()
+            if slot is not None:
+                return slot
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise self._full(timeout)
+            self._end.wait(progress, min(remaining, SLICE_S))
+
+    def _full(self, timeout: float) -> FullError:
+        held = [
+            f"pid {reader.pid} holds version{'s' * (len(reader.leased) > 1)} "
+            + ", ".join(map(str, reader.leased))
+            for reader in self.readers()
+            if reader.leased
+        ]
+        return FullError(
+            f"timeout: expected a free slot within {timeout} s, got all {len(self._views)} taken: "
+            f"{'; '.join(held) or 'readers have just released them'}; release leases, create the "
+            "channel with more slots, or publish with on_full='skip'"
+        )
+
+    def readers(self) -> list[ReaderInfo]:
+        """The processes that read this channel, those that died since the last call included."""
+        return [
+            ReaderInfo(
+                reader.pid,
+                reader.alive,
+                tuple(reader.leased),
+                None if reader.applied < 0 else reader.applied,
+            )
+            for reader in self._end.readers()
+        ]
+
+    def wait_applied(self, version: int | None = None, *, timeout: float | None = None) -> None:
+        """Wait until every reader has leased or loaded a version.
+
+        Args:
+            version: this one or a later one; the newest if ``None``.
+            timeout: seconds; the channel's own if ``None``.
+
+        Raises:
+            RuntimeError: a reader died, which is told of once; or nothing is published.
+            TimeoutError: not in time. Both name the readers' pids.
+        """
+        wanted = (
+            self._end.version() if version is None else count("version", version, 0, MAX_VERSION)
+        )
+        if wanted < 0:
+            raise RuntimeError("version: expected a published version, got none; publish first")
+        limit = self._timeout if timeout is None else seconds("timeout", timeout)
+        deadline = time.monotonic() + limit
+        while True:
+            progress = self._end.progress()
+            readers = self.readers()
+            if dead := [reader.pid for reader in readers if not reader.alive]:
+                raise RuntimeError(
+                    f"readers: expected living ones, got dead: pid {', '.join(map(str, dead))}; "
+                    "their own output says why they ended"
+                )
+            late = [r for r in readers if r.applied is None or r.applied < wanted]
+            if not late:
+                return
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                told = ", ".join(f"pid {r.pid} has {r.applied}" for r in late)
+                raise TimeoutError(
+                    f"version: expected {wanted} in every reader within {limit} s, got {told}; "
+                    "raise timeout if they take longer between two leases"
+                )
+            self._end.wait(progress, min(remaining, SLICE_S))
+
+    def send_to(self, socket: sockets.socket) -> None:
+        """Pass the channel to a process that sees other pids; it calls ``handle.open(socket)``.
+
+        Args:
+            socket: a connected Unix socket.
+        """
+        descriptor = self._end.share()
+        try:
+            sockets.send_fds(socket, [b"\0"], [descriptor])
+        finally:
+            os.close(descriptor)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Tell the readers that nothing follows. What they hold stays theirs.
+
+        Args:
+            timeout: seconds to wait for readers of memory on a GPU; what they still use then is
+                not freed before this process ends.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._end.finish()
+        self._memory.close(self._users(timeout) if self.device.type == "cuda" else ())
+        self._end.close()
+
+    def _users(self, timeout: float) -> list[int]:
+        deadline = time.monotonic() + timeout
+        while True:
+            progress = self._end.progress()
+            pids = [r.pid for r in self.readers() if r.alive and r.pid != os.getpid()]
+            remaining = deadline - time.monotonic()
+            if not pids or remaining <= 0:
+                return pids
+            self._end.wait(progress, min(remaining, SLICE_S))
+
+    def __enter__(self) -> WeightChannel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "channel: expected a WeightHandle to send to another process, got a WeightChannel; "
+            "send channel.handle and open it there"
+        )

@@ -1,0 +1,30 @@
+"""Checks of what channels are made from."""
+
+from __future__ import annotations
+
+
+def seconds(name: str, value: float) -> float:
+    """``value``, where it ends a wait.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
+    if not 0 <= value < float("inf"):
+        raise ValueError(
+            f"{name}: expected a finite number of seconds, 0 or more, got {value!r}; every wait "
+            "has to end"
+        )
+    return float(value)
+
+
+def count(name: str, value: int, low: int, high: int) -> int:
+    """``value``, where it is an integer from ``low`` to ``high``.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected {low} to {high}, got {value}")
+    return value

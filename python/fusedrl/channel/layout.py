@@ -1,0 +1,257 @@
+"""Where the weights of a model lie in one flat piece of memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from fusedrl.channel.entries import PAGE, Entry, clash, described, pack, refuse, round_up, spec
+from fusedrl.channel.sources import ADAPTERS, Slot, collect
+from fusedrl.channel.tensors import castable, check_tensor, converts, dtype_name
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes, dtypes and offsets of weights in flat memory.
+
+    Two names of one tensor are stored once and stay tied.
+
+    Args:
+        entries: in the order of the model, tied names after the one that they are tied to.
+        adapters: how a peft model's weights were taken, see :meth:`of`.
+        transient: buffers of the model that are not stored since no state dict has them; weights
+            may have them.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl.channel.layout import Layout
+        >>> layout = Layout.of(torch.nn.Linear(3, 2))
+        >>> [(entry.name, entry.offset) for entry in layout.entries], layout.nbytes
+        ([('weight', 0), ('bias', 64)], 4096)
+        >>> layout == Layout.from_json(layout.to_json())
+        True
+    """
+
+    entries: tuple[Entry, ...]
+    adapters: str | None = None
+    transient: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, weights: Any, dtype: torch.dtype | None = None, adapters: str | None = None
+    ) -> Layout:
+        """The layout of weights, whose values are not read.
+
+        Args:
+            weights: what :func:`~fusedrl.channel.sources.named_tensors` takes.
+            dtype: of every floating point entry, such as ``torch.bfloat16``; ``None``: as it is.
+            adapters: ``None``, ``"only"`` or ``"merged"``, for peft models.
+
+        Raises:
+            TypeError: weights of another type, or an entry that is no plain tensor.
+            ValueError: no entries; names that cannot be nested; ``dtype`` that is no float of at
+                least 16 bits, or weights with smaller floats, which cannot be cast.
+        """
+        if dtype is not None and not castable(dtype):
+            raise ValueError(
+                f"dtype: expected a float of 16 bits or more, got {dtype}; smaller ones need "
+                "scales: publish the quantised tensors as they are"
+            )
+        slots = collect(weights, adapters)
+        specs, known = [], {}
+        for slot in slots.values():
+            if slot.persistent:
+                same = slot.identity()
+                tied_to = None if same is None else known.setdefault(same, slot.name)
+                kept = slot.tensor.dtype if dtype is None else _cast(slot, dtype)
+                tied_to = None if tied_to == slot.name else tied_to
+                specs.append((slot.name, tuple(slot.tensor.shape), kept, slot.kind, tied_to))
+        names = [name for name, *_ in specs]
+        problem = "expected tensors, got none" if not names else clash(names)
+        if problem:
+            raise ValueError(f"weights: {problem}; pass a model's weights under its own names")
+        transient = () if adapters == "only" else (s.name for s in slots.values())
+        transient = tuple(name for name in transient if not slots[name].persistent)
+        return cls(pack(specs), adapters, transient)
+
+    @property
+    def partial(self) -> bool:
+        """Whether readers' modules have names beside these: adapters only."""
+        return self.adapters == "only"
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of one version of the weights, a multiple of 4096."""
+        end = max(entry.offset + entry.nbytes for entry in self.entries)
+        return max(round_up(end, PAGE), PAGE)
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the JSON, in hex: equal for equal layouts."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @cached_property
+    def stored(self) -> tuple[Entry, ...]:
+        """The entries that are not tied to another: one for each view."""
+        return tuple(entry for entry in self.entries if entry.tied_to is None)
+
+    @cached_property
+    def view_of(self) -> dict[str, int]:
+        """The index of the view of each name, tied ones included."""
+        index = {entry.name: i for i, entry in enumerate(self.stored)}
+        return {entry.name: index[entry.tied_to or entry.name] for entry in self.entries}
+
+    @cached_property
+    def _strides(self) -> list[tuple[int, ...]]:
+        return [tuple(prod(e.shape[i + 1 :]) for i in range(len(e.shape))) for e in self.stored]
+
+    def to_json(self) -> str:
+        """The layout as text for another process."""
+        entries = [{**asdict(e), "dtype": dtype_name(e.dtype)} for e in self.entries]
+        fields = {"format": _FORMAT, "nbytes": self.nbytes, "adapters": self.adapters}
+        fields |= {"transient": self.transient, "entries": entries}
+        return json.dumps(fields, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        """The layout that another process wrote, of which nothing is taken on trust.
+
+        Raises:
+            ValueError: anything but the text of :meth:`to_json`.
+        """
+        try:
+            fields = json.loads(text)
+            specs = [spec(entry) for entry in fields["entries"]]
+            layout = cls(pack(specs), fields["adapters"], tuple(fields["transient"]))
+            names = [name for name, *_ in specs]
+            if not names:
+                raise ValueError("expected entries, got none")
+            if problem := clash(names):
+                raise ValueError(problem)
+            if not all(isinstance(name, str) for name in layout.transient):
+                raise ValueError("expected names in 'transient'")
+            # There is one way to lay entries out, so offsets are right or wrong as a whole.
+            for name, expected in json.loads(layout.to_json()).items():
+                if fields[name] != expected or type(fields[name]) is not type(expected):
+                    raise ValueError(f"expected {name!r} to be consistent with the entries")
+            if layout.adapters not in ADAPTERS or layout.nbytes >= 2**63:
+                raise ValueError("expected known adapters and less than 2**63 bytes")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"text: expected the JSON of a layout, got {type(error).__name__}: {error}; open "
+                "the handle with the version of fusedrl that made it"
+            ) from error
+        return layout
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors in ``flat``, uint8 of at least ``nbytes``, of the entries that are stored."""
+        if flat.dtype != torch.uint8 or flat.dim() != 1 or len(flat) < self.nbytes:
+            raise ValueError(
+                f"flat: expected a uint8 vector of {self.nbytes} bytes, got "
+                f"{described(flat.dtype, flat.shape)}; allocate layout.nbytes"
+            )
+        # One operation a view: readers make them with every version. Views that were made in
+        # inference mode would be of no use outside of it.
+        with torch.inference_mode(False):
+            typed = {e.dtype: flat[: self.nbytes].view(e.dtype) for e in self.stored}
+            starts = {dtype: base.storage_offset() for dtype, base in typed.items()}
+            return [
+                typed[e.dtype].as_strided(
+                    e.shape, strides, starts[e.dtype] + e.offset // e.dtype.itemsize
+                )
+                for e, strides in zip(self.stored, self._strides, strict=True)
+            ]
+
+    def tensordict(self, views: Sequence[Tensor]) -> TensorDict:
+        """A tensordict of :meth:`views`, nested by the dots of the names; tied names share one."""
+        nested: dict[str, Any] = {}
+        for name, index in self.view_of.items():
+            *path, last = name.split(".")
+            node = nested
+            for part in path:
+                node = node.setdefault(part, {})
+            node[last] = views[index]
+        return TensorDict(nested)
+
+    def sources(self, weights: Any) -> list[Tensor]:
+        """The tensors to copy into :meth:`views`, in their order, without their graphs.
+
+        Args:
+            weights: of this layout's names, shapes and kinds of dtype; any device, strides and
+                width of float. Sharded ones are made whole, which every rank has to call.
+
+        Raises:
+            TypeError: an entry that is no plain tensor.
+            ValueError: all differences from this layout.
+        """
+        return [slot.value() for slot in self.matched(weights)]
+
+    def matched(self, weights: Any) -> list[Slot]:
+        """What :meth:`sources` computes the values of, one by one: ``slot.value()``."""
+        try:
+            slots = collect(weights, self.adapters if self.adapters == "merged" else None)
+        except ValueError:
+            if self.adapters != "merged":
+                raise
+            slots = collect(weights)  # merged by the caller
+        differences = [d for entry in self.entries for d in _differences(entry, slots)]
+        chosen: dict[str, Slot] = {}
+        for entry in self.entries:
+            slot = slots.get(entry.name)
+            if slot is None:
+                continue
+            if not slot.persistent:
+                check_tensor(slot.name, slot.tensor)
+            first = chosen.setdefault(entry.tied_to or entry.name, slot)
+            # The other way round loses nothing: a tensor that the weights tie is stored twice.
+            if first is not slot and first.identity() != slot.identity():
+                differences.append(
+                    f"{entry.name}: expected the tensor of {first.name}, got one of its own"
+                )
+        # A tied name may be missing: one of them says what all are.
+        differences += [
+            f"{entry.name}: expected {entry.described()}, got no such entry"
+            for entry in self.stored
+            if entry.name not in chosen
+        ]
+        if not self.partial:
+            known = {*self.view_of, *self.transient}
+            differences += [
+                f"{name}: expected no such entry, got {described(s.tensor.dtype, s.tensor.shape)}"
+                for name, s in slots.items()
+                if s.persistent and name not in known
+            ]
+        refuse("weights", differences, "publish those of the model that it was created from")
+        return [chosen[entry.name] for entry in self.stored]
+
+
+def _differences(entry: Entry, slots: dict[str, Slot]) -> list[str]:
+    slot = slots.get(entry.name)
+    if slot is None:
+        return []
+    tensor = slot.tensor
+    if tuple(tensor.shape) == entry.shape and converts(tensor.dtype, entry.dtype):
+        return []
+    got = described(tensor.dtype, tensor.shape)
+    return [f"{entry.name}: expected {entry.described()}, got {got}"]
+
+
+def _cast(slot: Slot, dtype: torch.dtype) -> torch.dtype:
+    kept = slot.tensor.dtype
+    if kept.is_floating_point and not castable(kept):
+        raise ValueError(
+            f"dtype: expected floats of 16 bits or more to cast, got {kept} of {slot.name}, which "
+            "means something with its scales only; pass dtype=None"
+        )
+    return dtype if castable(kept) else kept

@@ -1,0 +1,226 @@
+"""The weights of a layout into a module, without a copy or with one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from operator import is_
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fusedrl.channel.adapters import has_adapters
+from fusedrl.channel.entries import described, refuse
+from fusedrl.channel.layout import Layout
+from fusedrl.channel.sources import Slot, module_slots
+from fusedrl.channel.tensors import check_tensor, converts, is_dtensor
+
+# Memory that modules were given by `alias`: nothing may be written there. A weak reference keeps
+# the address from being used again.
+_LENT: dict[int, StorageWeakRef] = {}
+
+
+class Target:
+    """A module that the weights of a layout are loaded into, version after version.
+
+    The module may be within DistributedDataParallel or ``torch.compile``. Parameters and buffers
+    that are replaced later are found; those that non-persistent buffers hold are left alone unless
+    the layout has them.
+
+    Args:
+        module: of the layout's names and shapes. Names that the layout ties may be two tensors.
+        layout: of the weights. Where it is partial, ``module`` has other names too.
+
+    Raises:
+        TypeError: an entry of the module that is no plain tensor.
+        ValueError: all differences in names, shapes, kinds of dtype and ties.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl.channel.layout import Layout
+        >>> from fusedrl.channel.loading import Target
+        >>> module = torch.nn.Linear(1, 1)
+        >>> layout = Layout.of(module)
+        >>> views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+        >>> Target(module, layout).alias(views)
+        >>> module.weight.item(), module.weight.requires_grad
+        (0.0, False)
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module: expected a module, got {type(module).__name__}")
+        self._module = weakref.ref(module)
+        self.layout = layout
+        self._plan()
+
+    def alias(self, views: Sequence[Tensor]) -> None:
+        """Make ``views`` the memory of the parameters, which then require no gradients.
+
+        Buffers are copied: a forward may write to them. The views must not be written to, and
+        outlive what computes with the parameters.
+
+        Args:
+            views: one for each entry that is stored, as :meth:`Layout.views` makes them.
+
+        Raises:
+            ValueError: parameters of another dtype or device, all of them; nothing has changed.
+        """
+        self._check(views)
+        params = self._parameters
+        for param, index, _ in params:
+            view = views[index]
+            if (
+                param.dtype != view.dtype
+                or param.device != view.device
+                or param.shape != view.shape
+            ):
+                self._refuse_alias(views)
+        for storage in {view.untyped_storage() for view in views}:
+            if storage._cdata not in _LENT:
+                _LENT[storage._cdata] = StorageWeakRef(storage)
+        for param, index, _ in params:
+            param.data = views[index]
+            if param.requires_grad:
+                param.requires_grad_(False)
+        _copy([tensor for tensor, *_ in self._buffers], [views[i] for _, i, _ in self._buffers])
+
+    def copy(self, views: Sequence[Tensor]) -> None:
+        """Copy ``views`` into the parameters and buffers, which keep memory, dtype and device.
+
+        Parameters that :meth:`alias` was called for before get memory of their own.
+
+        Args:
+            views: one for each entry that is stored; any device and width of float.
+
+        Raises:
+            ValueError: tensors that have another shape by now; nothing has changed.
+        """
+        self._check(views)
+        pairs = self._parameters + self._buffers
+        differences = [
+            f"{name}: expected {tuple(views[i].shape)}, got {tuple(tensor.shape)}"
+            for tensor, i, name in pairs
+            if tensor.shape != views[i].shape
+        ]
+        refuse("module", differences, "load into a model of the published one's shapes")
+        for cdata in [c for c, storage in _LENT.items() if storage.expired()]:
+            del _LENT[cdata]
+        for param, _, _ in self._parameters:
+            if _LENT and param.untyped_storage()._cdata in _LENT:
+                param.data = torch.empty_like(param)
+        _copy([tensor for tensor, *_ in pairs], [views[i] for _, i, _ in pairs])
+
+    def detach(self) -> None:
+        """Give parameters that :meth:`alias` was called for memory of their own, with its values."""
+        if self._stale():
+            self._plan()
+        for param, _, _ in self._parameters:
+            if param.untyped_storage()._cdata in _LENT:
+                param.data = param.data.clone()
+
+    def _check(self, views: Sequence[Tensor]) -> None:
+        if len(views) != len(self.layout.stored):
+            raise ValueError(
+                f"views: expected {len(self.layout.stored)} tensors, got {len(views)}; make them "
+                "with layout.views"
+            )
+        if self._stale():
+            self._plan()
+
+    def _stale(self) -> bool:
+        return not (
+            all(home.get(key) is tensor for home, key, tensor in self._buffer_homes)
+            and all(
+                len(home) == len(known) and all(map(is_, home.values(), known))
+                for home, known in self._homes
+            )
+        )
+
+    def _plan(self) -> None:
+        """Find where each entry goes; the plan stays as it was where the module is refused."""
+        module = self._module()
+        assert module is not None  # whoever loads has it
+        slots = _slots(module, self.layout)
+        parameters: dict[int, tuple[Tensor, int, str]] = {}
+        buffers: dict[int, tuple[Tensor, int, str]] = {}
+        for name, slot in slots.items():
+            chosen = parameters if slot.kind == "parameter" else buffers
+            chosen[id(slot.tensor)] = slot.tensor, self.layout.view_of[name], name
+        self._parameters, self._buffers = list(parameters.values()), list(buffers.values())
+        self._buffer_homes = [
+            (s.home, s.key, s.tensor) for s in slots.values() if s.home and s.kind == "buffer"
+        ]
+        homes = [home for m in module.modules() for home in (m._modules, m._parameters)]
+        self._homes = [(home, list(home.values())) for home in homes if home]
+
+    def _refuse_alias(self, views: Sequence[Tensor]) -> None:
+        def placed(tensor: Tensor) -> str:
+            return f"{described(tensor.dtype, tensor.shape)} on {tensor.device}"
+
+        differences = [
+            f"{name}: expected {placed(views[i])}, got {placed(param)}"
+            for param, i, name in self._parameters
+            if placed(param) != placed(views[i])
+        ]
+        refuse(
+            "module",
+            differences,
+            "make it of the channel's dtype and device, or load with mode='copy'",
+        )
+
+
+def _slots(module: nn.Module, layout: Layout) -> dict[str, Slot]:
+    """The slots of ``module`` that ``layout`` has, all of them."""
+    adapted = has_adapters(module)
+    if layout.adapters == "merged" and adapted:
+        raise ValueError(
+            "module: expected a model without adapters for weights that they are merged into, got "
+            "one with; load into the base model, or publish with adapters='only'"
+        )
+    if layout.partial and not adapted:
+        raise ValueError(
+            "module: expected a peft model for weights of adapters alone, got a "
+            f"{type(module).__name__} without adapters; add them with get_peft_model, or publish "
+            "with adapters='merged'"
+        )
+    slots = {slot.name: slot for slot in module_slots(module)}
+    known = {*layout.view_of, *layout.transient}
+    differences, one_tensor = [], {}
+    for entry in layout.entries:
+        slot = slots.get(entry.name)
+        if slot is None:
+            differences.append(f"{entry.name}: expected {entry.described()}, got no such entry")
+            continue
+        tensor = slot.tensor
+        check_tensor(slot.name, tensor, "module")
+        if is_dtensor(tensor):
+            raise TypeError(
+                f"module: {slot.name}: expected a tensor of this process, got a DTensor; load "
+                "into a module that is not sharded"
+            )
+        if tuple(tensor.shape) != entry.shape or not converts(entry.dtype, tensor.dtype):
+            got = described(tensor.dtype, tensor.shape)
+            differences.append(f"{entry.name}: expected {entry.described()}, got {got}")
+        # Two tensors for one entry get equal values; one tensor cannot have those of two.
+        same = slot.identity()
+        first = entry.name if same is None else one_tensor.setdefault(same, entry.name)
+        if layout.view_of[first] != layout.view_of[entry.name]:
+            differences.append(
+                f"{entry.name}: expected a tensor of its own, got that of {first}: weights are tied"
+            )
+    if not layout.partial:
+        differences += [
+            f"{name}: expected no such entry, got {described(s.tensor.dtype, s.tensor.shape)}"
+            for name, s in slots.items()
+            if s.persistent and name not in known
+        ]
+    refuse("module", differences, "load into a model of the published one's architecture")
+    return {name: slots[name] for name in layout.view_of}
+
+
+def _copy(targets: list[Tensor], views: list[Tensor]) -> None:
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, views)  # pyright: ignore[reportPrivateImportUsage]

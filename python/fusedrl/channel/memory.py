@@ -1,0 +1,111 @@
+"""Where the slots of a channel lie, as one process sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fusedrl import _host
+
+
+class Memory(Protocol):
+    """The slots of a channel in one process, and the order of what is done with them.
+
+    A slot is a flat tensor of bytes that owns its mapping: memory is unmapped with the last tensor
+    over it, not before.
+    """
+
+    device: torch.device
+
+    def slot(self, index: int) -> Tensor:
+        """The bytes of a slot."""
+        ...
+
+    def before_write(self, index: int) -> None:
+        """Make the publisher's copies wait for what was written into this slot before."""
+        ...
+
+    def after_write(self, index: int) -> None:
+        """Mark the end of the publisher's copies, for readers to wait for."""
+        ...
+
+    def before_read(self, index: int) -> None:
+        """Make the reader's computation wait for the publisher's copies."""
+        ...
+
+    def after_read(self, index: int) -> Callable[[], bool] | None:
+        """Tell when the reader's computation so far has ended: ``None`` if it has."""
+        ...
+
+    def manifest(self) -> dict[str, Any]:
+        """What another process opens this memory by, as JSON has it."""
+        ...
+
+    def close(self, in_use_by: Sequence[int] = ()) -> None:
+        """Let go of what no tensor needs, nor any of the processes with these pids."""
+        ...
+
+
+class HostMemory:
+    """Slots in the channel's own file: the CPU's copies are done when they return.
+
+    Args:
+        end: of the channel; readers' slots are read-only memory.
+        slots: how many.
+        nbytes: bytes of each.
+    """
+
+    MANIFEST = {"kind": "host"}
+
+    def __init__(self, end: _host.Publisher | _host.Reader, slots: int, nbytes: int) -> None:
+        self.device = torch.device("cpu")
+        self._slots = [torch.from_dlpack(end.slot_tensor(i, nbytes)) for i in range(slots)]
+
+    def slot(self, index: int) -> Tensor:
+        """See :class:`Memory`."""
+        return self._slots[index]
+
+    def before_write(self, index: int) -> None:
+        """Nothing: copies on the CPU are in order."""
+
+    def after_write(self, index: int) -> None:
+        """Nothing: copies on the CPU are done."""
+
+    def before_read(self, index: int) -> None:
+        """Nothing: what is published is complete."""
+
+    def after_read(self, index: int) -> None:
+        """``None``: what the CPU has read, it has read."""
+
+    def manifest(self) -> dict[str, Any]:
+        """See :class:`Memory`."""
+        return self.MANIFEST
+
+    def close(self, in_use_by: Sequence[int] = ()) -> None:
+        """Nothing: the tensors own the mapping."""
+
+
+def open_memory(manifest: dict[str, Any], end: _host.Reader, nbytes: int) -> Memory:
+    """The slots that a channel's manifest describes, in a reader's process.
+
+    Raises:
+        ValueError: memory of an unknown kind, or of another size than the layout.
+    """
+    if manifest["kind"] == "cuda":
+        from fusedrl.channel.cuda import CudaMemory
+
+        return CudaMemory.open(manifest)
+    if manifest["kind"] != "host" or end.slot_bytes() != nbytes:
+        raise ValueError(
+            f"manifest: expected host or CUDA memory of {nbytes} bytes a slot, got "
+            f"{manifest['kind']!r} of {end.slot_bytes()}; it is damaged: make another channel"
+        )
+    return HostMemory(end, end.slot_count(), nbytes)
+
+
+def checksum(slot: Tensor) -> int:
+    """The sum of a slot's 64-bit words, modulo 2^64."""
+    return int(slot.view(torch.int64).sum()) & (2**64 - 1)

@@ -1,0 +1,290 @@
+"""The reading end of a weight channel."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+import weakref
+from types import TracebackType
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from fusedrl import _host
+from fusedrl.channel.checks import seconds
+from fusedrl.channel.layout import Layout
+from fusedrl.channel.loading import Target
+from fusedrl.channel.memory import Memory, checksum, open_memory
+from fusedrl.channel.releases import Releases
+
+# A signal, or the end of the publisher, is noticed within this time.
+SLICE_S = 0.05
+
+
+class Lease:
+    """One complete version of the weights, unchanged for as long as the lease is held.
+
+    Attributes:
+        version: the version of :attr:`weights`.
+    """
+
+    __slots__ = ("_reader", "_slot", "version")
+
+    def __init__(self, reader: WeightReader, slot: int, version: int) -> None:
+        self._reader: WeightReader | None = reader
+        self._slot = slot
+        self.version = version
+
+    @property
+    def weights(self) -> TensorDict:
+        """Views of the channel's memory, nested by the dots of their names: not to be written.
+
+        Raises:
+            RuntimeError: the lease is released.
+        """
+        if self._reader is None:
+            raise RuntimeError(
+                f"lease: expected one that is held, got version {self.version} after its release; "
+                "compute inside the with block, or clone what has to last"
+            )
+        return self._reader._weights(self._slot)
+
+    def release(self) -> None:
+        """Let the publisher have the memory again, once the computation so far has ended."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader._release(self._slot)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        # Its weights may still be in use, so it stays held.
+        if self._reader is not None:
+            warnings.warn(
+                f"a lease of version {self.version} was dropped without release(): its slot stays "
+                "taken; use it as a context manager",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+
+class WeightReader:
+    """Reads complete versions of a channel's weights; made by :meth:`WeightHandle.open`.
+
+    Threads may share a reader. A forked child may not: it opens the handle again.
+    """
+
+    def __init__(self, end: _host.Reader) -> None:
+        manifest = json.loads(end.manifest())
+        self._end = end
+        self.layout = Layout.from_json(manifest["layout"])
+        self._timeout = float(manifest["timeout"])
+        self._checksum = bool(manifest["checksum"])
+        self._memory: Memory = open_memory(manifest["memory"], end, self.layout.nbytes)
+        self.device = self._memory.device
+        self._views_of: dict[int, list[Tensor]] = {}
+        self._weights_of: dict[int, TensorDict] = {}
+        self._verified: dict[int, int] = {}
+        self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
+        self._aliased: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[Any, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._releases = Releases(end.release)
+        self._applied: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that is published, ``None`` before the first."""
+        version = self._end.version()
+        return None if version < 0 else version
+
+    @property
+    def applied(self) -> int | None:
+        """The version that :meth:`load_into` loaded last."""
+        return self._applied
+
+    def wait_for(self, version: int, timeout: float | None = None) -> int:
+        """Wait until ``version`` or a later one is published; returns the newest.
+
+        Args:
+            version: at least 0.
+            timeout: seconds; the channel's own if ``None``.
+
+        Raises:
+            TimeoutError: it was not published in time.
+            RuntimeError: the publisher has ended; the message has its pid.
+        """
+        limit = self._timeout if timeout is None else seconds("timeout", timeout)
+        deadline = time.monotonic() + limit
+        while (newest := self._end.version()) < version:
+            state = self._end.publisher()
+            remaining = deadline - time.monotonic()
+            if state == _host.PublisherState.open and remaining > 0:
+                self._end.wait(version, min(remaining, SLICE_S))
+            elif self._end.version() < version:
+                raise self._waited_in_vain(version, limit, state)
+        return newest
+
+    def _waited_in_vain(
+        self, version: int, limit: float, state: _host.PublisherState
+    ) -> RuntimeError | TimeoutError:
+        publisher = f"the publisher (pid {self._end.publisher_pid()})"
+        got = f"got {self.version}" if self.version is not None else "got none"
+        if state == _host.PublisherState.open:
+            return TimeoutError(
+                f"version: expected {version} or later within {limit} s, {got}; {publisher} runs: "
+                "raise timeout, or see what it waits for"
+            )
+        ended = "closed the channel" if state == _host.PublisherState.closed else "is dead"
+        return RuntimeError(
+            f"version: expected {version} or later, {got}, and {publisher} {ended}; what was "
+            "published can still be leased: open the handle of a new channel for more"
+        )
+
+    def lease(self, min_version: int | None = None, timeout: float | None = None) -> Lease:
+        """Hold the newest version.
+
+        Args:
+            min_version: wait for this one or a later one; for the first one if ``None``.
+            timeout: seconds to wait; the channel's own if ``None``.
+
+        Raises:
+            TimeoutError: no such version in time.
+            RuntimeError: no such version, and the publisher has ended; or the bytes do not have the
+                checksum that the publisher wrote.
+        """
+        return self._lease(min_version, timeout, apply=True)
+
+    def _lease(self, min_version: int | None, timeout: float | None, apply: bool) -> Lease:
+        if min_version is not None and self._end.version() < min_version:
+            self.wait_for(min_version, timeout)
+        leased = self._end.lease(apply)
+        while leased is None:
+            self.wait_for(0, timeout)
+            leased = self._end.lease(apply)
+        slot, version = leased
+        try:
+            self._memory.before_read(slot)
+            if self._checksum and self._verified.get(slot) != version:
+                self._verify(slot, version)
+        except BaseException:
+            self._end.release(slot)
+            raise
+        return Lease(self, slot, version)
+
+    def _verify(self, slot: int, version: int) -> None:
+        written, read = self._end.checksum(slot), checksum(self._memory.slot(slot))
+        if written != read:
+            raise RuntimeError(
+                f"checksum: expected {written:#x} for version {version}, got {read:#x}; something "
+                "else writes into the channel's memory, or the memory is faulty"
+            )
+        self._verified[slot] = version
+
+    def _views(self, slot: int) -> list[Tensor]:
+        views = self._views_of.get(slot)
+        if views is None:
+            views = self._views_of[slot] = self.layout.views(self._memory.slot(slot))
+        return views
+
+    def _weights(self, slot: int) -> TensorDict:
+        weights = self._weights_of.get(slot)
+        if weights is None:
+            weights = self._weights_of[slot] = self.layout.tensordict(self._views(slot)).lock_()
+        return weights
+
+    def _release(self, slot: int) -> None:
+        self._releases.add(slot, self._memory.after_read(slot))
+
+    def load_into(
+        self,
+        module: nn.Module,
+        mode: str = "alias",
+        *,
+        min_version: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Give a module the newest version; returns which.
+
+        ``"alias"`` rebinds the parameters to the channel's memory, without a copy, and makes them
+        ``requires_grad_(False)``; the version is held until the next one is loaded. That memory is
+        read-only on the CPU: writing a parameter ends the process. Buffers are copied, since a
+        forward may write them. ``"copy"`` copies into the module's own memory, which keeps its
+        addresses (CUDA graphs), dtypes and gradients; nothing is held afterwards.
+
+        It loads also what is loaded already: compare :attr:`version` with :attr:`applied`.
+
+        Args:
+            module: has the names and shapes that the channel was created with; in alias mode also
+                the dtypes and the device.
+            mode: ``"alias"`` or ``"copy"``.
+            min_version: as for :meth:`lease`.
+            timeout: as for :meth:`lease`.
+
+        Raises:
+            ValueError: the module does not fit; the message lists the differences. It keeps the
+                version that it has.
+            TimeoutError, RuntimeError: as for :meth:`lease`.
+        """
+        if mode not in ("alias", "copy"):
+            raise ValueError(f"mode: expected 'alias' or 'copy', got {mode!r}")
+        target = self._targets.get(module)
+        if target is None:
+            target = Target(module, self.layout)
+        lease = self._lease(min_version, timeout, apply=False)
+        try:
+            views = self._views(lease._slot)
+            target.alias(views) if mode == "alias" else target.copy(views)
+        except BaseException:
+            lease.release()
+            raise
+        self._targets[module] = target
+        before = self._aliased.pop(module, None)
+        if mode == "alias":
+            self._aliased[module] = weakref.finalize(module, lease.release)
+            self._aliased[module].atexit = False
+        else:
+            lease.release()
+        if before is not None:
+            before()
+        self._end.applied(lease.version)
+        self._applied = lease.version
+        return lease.version
+
+    def close(self) -> None:
+        """End all leases; modules that were loaded by alias get copies of their own."""
+        for module, release in list(self._aliased.items()):
+            self._targets[module].detach()
+            release()
+        self._aliased.clear()
+        self._releases.close()
+        self._end.close()
+        self._memory.close()
+
+    def __enter__(self) -> WeightReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "reader: expected a WeightHandle to send to another process, got a WeightReader; send "
+            "channel.handle and open it there"
+        )

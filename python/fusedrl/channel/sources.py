@@ -1,0 +1,206 @@
+"""What a channel takes for weights, as one list of named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from fusedrl.channel import adapters as peft
+from fusedrl.channel.tensors import check_tensor, identity, whole
+
+ADAPTERS = (None, "only", "merged")
+
+
+@dataclass(slots=True)
+class Slot:
+    """A tensor of a model and where it stands.
+
+    ``home`` is the dict of a module that has it under ``key`` (``None`` outside of modules).
+    ``merge`` computes the value where it is not ``tensor``'s.
+    """
+
+    name: str
+    tensor: Tensor
+    kind: str = "buffer"
+    home: dict[str, Any] | None = None
+    key: str = ""
+    persistent: bool = True
+    adapter: bool = False
+    layer: nn.Module | None = None
+    merge: Callable[[], Tensor] | None = None
+
+    def identity(self) -> tuple[Any, ...] | None:
+        """Equal for two slots that are one tensor whatever is written to it."""
+        memory = identity(self.tensor)
+        # A base weight that is tied to another one is not any more with adapters on top.
+        return memory and (*memory, None if self.layer is None else id(self.layer))
+
+    def value(self) -> Tensor:
+        """The tensor to read; for sharded weights a collective."""
+        return whole(self.tensor if self.merge is None else self.merge())
+
+
+def named_tensors(weights: Any, adapters: str | None = None) -> dict[str, tuple[Tensor, str]]:
+    """The weights by their names in a state dict, each with ``"parameter"`` or ``"buffer"``.
+
+    Args:
+        weights: a module, a tensordict (nested names are joined by dots) or a dict of tensors.
+            A module's names are those of the module inside DistributedDataParallel,
+            ``torch.compile`` and checkpoint wrappers: without ``module.`` and ``_orig_mod.``.
+            Its persistent buffers are among them. DTensors are made whole, which is a
+            collective: every rank has to call.
+        adapters: of a peft model, ``None``: all that its state dict has. ``"only"``: the
+            adapters, and what else is trained. ``"merged"``: the base model's names, without
+            peft's, and its weights with the active adapters; the model is not changed.
+
+    Raises:
+        TypeError: weights of another type, or an entry that is no plain tensor.
+        ValueError: two entries of one name; ``adapters`` without any.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl.channel.sources import named_tensors
+        >>> sorted(named_tensors(torch.nn.Linear(1, 1)))
+        ['bias', 'weight']
+    """
+    return {
+        name: (slot.value(), slot.kind)
+        for name, slot in collect(weights, adapters).items()
+        if slot.persistent
+    }
+
+
+def collect(weights: Any, adapters: str | None = None) -> dict[str, Slot]:
+    """The slots of ``weights`` by name, checked, and nothing computed or gathered yet.
+
+    Those of a module have its buffers that are not persistent too: a tensordict of a module has
+    them, and does not say which.
+    """
+    if adapters not in ADAPTERS:
+        raise ValueError(f"adapters: expected one of {ADAPTERS}, got {adapters!r}")
+    # TensorDictParams are a module too.
+    if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
+        slots = module_slots(weights, merged=adapters == "merged")
+        if adapters is not None and not peft.has_adapters(weights):
+            raise ValueError(
+                f"adapters: expected a model with peft's adapters for {adapters!r}, got a "
+                f"{type(weights).__name__} without; pass adapters=None"
+            )
+        if adapters == "only":
+            slots = (s for s in slots if s.adapter or (s.persistent and s.tensor.requires_grad))
+    elif isinstance(weights, (TensorDictBase, Mapping)):
+        if adapters is not None:
+            raise ValueError(
+                f"adapters: expected a peft model for {adapters!r}, got "
+                f"{type(weights).__name__}; pass the model, or the entries and adapters=None"
+            )
+        slots = _mapping_slots(weights, "")
+    else:
+        raise TypeError(
+            "weights: expected a module, a tensordict or a dict of tensors, got "
+            f"{type(weights).__name__}; pass the model or its state_dict()"
+        )
+    found: dict[str, Slot] = {}
+    for slot in slots:
+        if slot.name in found:
+            raise ValueError(
+                f"weights: {slot.name}: expected one entry of this name, got two; rename one"
+            )
+        if slot.persistent:
+            check_tensor(slot.name, slot.tensor)
+        found[slot.name] = slot
+    return found
+
+
+# What torch calls the module that it wraps.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def _mapping_slots(weights: Any, prefix: str) -> Iterator[Slot]:
+    for key, value in weights.items():
+        if not isinstance(key, str):
+            raise TypeError(
+                f"weights: {prefix}{key!r}: expected names that are strings, got "
+                f"{type(key).__name__}; rename the entry"
+            )
+        if isinstance(value, (TensorDictBase, Mapping)):
+            # A tensordict of a compiled or checkpointed module has its wrappers' names.
+            inner = key in _WRAPPERS
+            yield from _mapping_slots(value, prefix if inner else f"{prefix}{key}.")
+            continue
+        name = prefix + key
+        for wrapper in _WRAPPERS:
+            name = name.replace(f"{wrapper}.", "")
+        yield Slot(name, value, "parameter" if isinstance(value, nn.Parameter) else "buffer")
+
+
+def module_slots(module: nn.Module, merged: bool = False) -> Iterator[Slot]:
+    """The slots of a module under the names of the modules inside its wrappers, unchecked.
+
+    Args:
+        module: any module.
+        merged: step over peft's modules, and give the base's weights with the adapters.
+    """
+    yield from _walk("", module, merged, False)
+
+
+def _walk(prefix: str, module: nn.Module, merged: bool, adapter: bool) -> Iterator[Slot]:
+    module = _unwrapped(module)
+    layer = None
+    if merged:
+        module, layer = peft.merged_part(prefix.removesuffix("."), module)
+    merge = None if layer is None else peft.merged_values(layer)
+    _check_module(prefix, module)
+    base = peft.base_child(type(module))
+    own = adapter if base is None else True
+    for kind, home in (("parameter", module._parameters), ("buffer", module._buffers)):
+        for key, tensor in home.items():
+            if tensor is not None:
+                persistent = kind == "parameter" or key not in module._non_persistent_buffers_set
+                value = None if merge is None else partial(merge, key)
+                yield Slot(prefix + key, tensor, kind, home, key, persistent, own, layer, value)
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _walk(f"{prefix}{key}.", child, merged, own and key != base)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    while True:
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            module = module.module
+            continue
+        inner = next((w for w in _WRAPPERS if w in module._modules), None)
+        if inner is None:
+            return module
+        module = module._modules[inner]  # pyright: ignore[reportAssignmentType]
+
+
+def _check_module(prefix: str, module: Any) -> None:
+    extra_state, sharded, resharding = _features(type(module))
+    if sharded:
+        raise TypeError(
+            f"weights: {prefix.removesuffix('.') or 'the module'}: expected weights that can be "
+            "made whole, got FullyShardedDataParallel; shard with fully_shard, or pass a full "
+            "state_dict()"
+        )
+    if extra_state:
+        raise TypeError(
+            f"weights: {prefix}_extra_state: expected tensors, got what "
+            f"{type(module).__name__}.get_extra_state() returns; pass a dict without it"
+        )
+    if resharding:
+        module.reshard()  # as state_dict() does: what it gathered for a forward may be stale
+
+
+@cache
+def _features(kind: type[nn.Module]) -> tuple[bool, bool, bool]:
+    return (
+        kind.get_extra_state is not nn.Module.get_extra_state,
+        issubclass(kind, peft.loaded("torch.distributed.fsdp", "FullyShardedDataParallel")),
+        issubclass(kind, peft.loaded("torch.distributed.fsdp", "FSDPModule")),
+    )

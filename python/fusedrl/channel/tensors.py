@@ -1,0 +1,95 @@
+"""Tensors as a channel carries them: which it can, what they are, whether two are one."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from tensordict import MemoryMappedTensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+# Types whose bytes are their values; other subclasses keep scales or shards beside them.
+_PLAIN = (Tensor, nn.Parameter, MemoryMappedTensor)
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        "float4_e2m1fn_x2",
+    )
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` as ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def castable(dtype: torch.dtype) -> bool:
+    """Whether values keep their meaning in another such dtype: floats of 16 bits and more.
+
+    Smaller floats mean something with their scales only.
+    """
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def converts(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a copy from one dtype into the other is what one wants."""
+    return source == target or (castable(source) and castable(target))
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether ``tensor`` is one of several ranks."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def check_tensor(name: str, tensor: Any, argument: str = "weights") -> None:
+    """Raise ``TypeError`` unless ``tensor`` is one whose values a channel can carry."""
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    expected, got, remedy = "a dense tensor with values of its own", None, ""
+    if not isinstance(local, Tensor):
+        got, remedy = type(local).__name__, "leave it out of the weights"
+    elif is_lazy(local):
+        got, remedy = "a lazy parameter", "run the module once first"
+    elif getattr(local, "ds_numel", local.numel()) != local.numel():
+        got = "a shard of DeepSpeed's ZeRO-3"
+        remedy = "use it within deepspeed.zero.GatheredParameters"
+    elif type(local) not in _PLAIN:
+        got = type(local).__name__
+        remedy = "publish the dequantised or whole tensors, or the adapters alone"
+    elif local.device.type == "meta":
+        got, remedy = "a meta tensor", "load the model's weights first"
+    elif local.layout is not torch.strided or local.is_nested:
+        got, remedy = f"a tensor with layout {local.layout}", "convert it with .to_dense()"
+    elif dtype_name(local.dtype) not in DTYPES:
+        expected, got = "a dtype of whole bytes", str(local.dtype)
+        remedy = "publish the dequantised tensor"
+    if got is not None:
+        raise TypeError(f"{argument}: {name}: expected {expected}, got {got}; {remedy}")
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """``tensor`` without its graph; of a DTensor all of it, which is a collective."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # pyright: ignore
+
+
+def identity(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Equal for two tensors that are exactly the same memory; ``None`` for an empty tensor."""
+    if tensor.numel() == 0:
+        return None
+    shard: Any = tensor
+    shard = shard.to_local() if is_dtensor(tensor) else tensor
+    return (
+        shard.untyped_storage()._cdata,
+        shard.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )

@@ -1,0 +1,438 @@
+"""What a publisher and its readers see of each other."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import socket
+import stat
+import threading
+import time
+import warnings
+
+import channel_workers as workers
+import pytest
+import torch
+from torch import nn
+
+from fusedrl.channel import WeightChannel
+
+
+@pytest.fixture
+def channel():
+    with WeightChannel.create(workers.weights_of(0)) as channel:
+        yield channel
+
+
+@pytest.fixture
+def reader(channel):
+    with channel.handle.open() as reader:
+        yield reader
+
+
+def publish(channel: WeightChannel, version: int | None = None, **options) -> int | None:
+    number = (channel.version or 0) + 1 if version is None else version
+    return channel.publish(workers.weights_of(number), version, **options)
+
+
+def test_versions_are_counted_from_one(channel, reader):
+    assert channel.version is reader.version is None
+    assert [publish(channel) for _ in range(3)] == [1, 2, 3]
+    assert channel.version == reader.version == 3
+
+
+def test_zero_is_free_for_the_first_version_and_versions_may_leave_gaps(channel, reader):
+    assert publish(channel, 0) == 0
+    assert publish(channel, 7) == 7
+    assert publish(channel, 2**54) == 2**54
+    with reader.lease() as lease:
+        assert lease.version == 2**54
+
+
+@pytest.mark.parametrize("version", [3, 0, -1, 2**55])
+def test_versions_only_grow(channel, reader, version):
+    publish(channel, 3)
+    with pytest.raises(ValueError, match="version: expected"):
+        channel.publish(workers.weights_of(1), version)
+    with reader.lease() as lease:
+        assert workers.version_in(lease.weights) == lease.version == 3
+
+
+def test_a_lease_keeps_its_version_while_others_are_published(channel, reader):
+    publish(channel)
+    with reader.lease() as first:
+        for _ in range(10):
+            publish(channel)
+        with reader.lease() as last:
+            assert (first.version, last.version) == (1, 11)
+            assert workers.version_in(first.weights) == 1
+            assert workers.version_in(last.weights) == 11
+
+
+def test_threads_share_a_reader_and_a_slot_is_free_after_the_last_of_their_leases(channel, reader):
+    publish(channel)
+    leases = [reader.lease() for _ in range(3)]
+    publish(channel)
+    publish(channel)
+    for lease in leases[:2]:
+        lease.release()
+        assert workers.version_in(leases[2].weights) == 1
+        publish(channel)
+    assert channel.readers()[0].leased == (1,)
+    leases[2].release()
+    assert channel.readers()[0].leased == ()
+
+
+def test_without_a_free_slot_publishing_waits_skips_or_names_the_reader(channel, reader):
+    publish(channel)
+    first = reader.lease()
+    publish(channel)
+    with reader.lease():
+        publish(channel)
+        assert publish(channel, on_full="skip") is None
+        assert channel.skipped == 1
+        with pytest.raises(TimeoutError, match=rf"pid {os.getpid()} holds versions 1, 2"):
+            publish(channel, timeout=0.05)
+        releaser = threading.Timer(0.1, first.release)
+        releaser.start()
+        assert publish(channel, timeout=5) == 4
+        releaser.join()
+
+
+def test_a_released_lease_has_no_weights(channel, reader):
+    publish(channel)
+    with reader.lease() as lease:
+        pass
+    lease.release()
+    with pytest.raises(RuntimeError, match="version 1 after its release"):
+        _ = lease.weights
+
+
+def test_a_lease_that_is_dropped_stays_held_and_says_so(channel, reader):
+    publish(channel)
+    with pytest.warns(ResourceWarning, match="version 1 was dropped"):
+        weights = reader.lease().weights
+    for _ in range(5):
+        publish(channel)
+    assert workers.version_in(weights) == 1
+
+
+def test_leases_wait_for_the_version_they_are_asked_for(channel, reader):
+    later = threading.Timer(0.1, publish, [channel])
+    later.start()
+    with reader.lease(timeout=5) as lease:
+        assert lease.version == 1
+    later.join()
+    later = threading.Timer(0.1, publish, [channel, 9])
+    later.start()
+    with reader.lease(min_version=5, timeout=5) as lease:
+        assert lease.version == 9
+    later.join()
+    with pytest.raises(TimeoutError, match=r"version: expected 10 or later within 0.05 s, got 9"):
+        reader.lease(min_version=10, timeout=0.05)
+
+
+def test_every_wait_is_finite(channel, reader):
+    for wait in (
+        lambda: reader.lease(timeout=float("inf")),
+        lambda: reader.wait_for(1, timeout=-1),
+        lambda: publish(channel, timeout=float("nan")),
+        lambda: WeightChannel.create(workers.weights_of(0), timeout=float("inf")),
+    ):
+        with pytest.raises(ValueError, match="timeout: expected a finite number"):
+            wait()
+
+
+def test_a_closed_channel_is_still_read_but_not_waited_for():
+    channel = WeightChannel.create(workers.weights_of(0))
+    publish(channel)
+    reader = channel.handle.open()
+    channel.close()
+    channel.close()
+    with reader.lease() as lease:
+        assert workers.version_in(lease.weights) == 1
+    with pytest.raises(RuntimeError, match=rf"pid {os.getpid()}\) closed the channel"):
+        reader.wait_for(2)
+    with pytest.raises(RuntimeError, match="closed"):
+        publish(channel)
+    with pytest.raises(RuntimeError, match="expected a running publisher"):
+        channel.handle.open()
+    reader.close()
+    reader.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        reader.lease()
+
+
+def test_tensors_outlive_the_channel_they_came_from():
+    channel = WeightChannel.create(workers.weights_of(0))
+    publish(channel)
+    reader = channel.handle.open()
+    with reader.lease() as lease:
+        kept = lease.weights["a"]
+    reader.close()
+    channel.close()
+    del reader, channel, lease
+    assert float(kept.sum()) == kept.numel()
+
+
+def test_handles_are_small_and_do_not_show_their_secret(channel):
+    publish(channel)
+    text = pickle.dumps(channel.handle)
+    assert len(text) < 1000
+    assert channel.handle.session not in repr(channel.handle)
+    with pickle.loads(text).open() as reader, reader.lease() as lease:
+        assert lease.version == 1
+    assert b"torch" not in text
+
+
+def test_handles_of_another_session_open_nothing(channel):
+    other = type(channel.handle)(channel.handle.pid, channel.handle.fd, "0" * 32)
+    with pytest.raises(RuntimeError, match="another session"):
+        other.open()
+    with open(__file__) as file:
+        wrong = type(channel.handle)(os.getpid(), file.fileno(), channel.handle.session)
+        with pytest.raises(RuntimeError, match="is not shared memory"):
+            wrong.open()
+
+
+def test_the_memory_is_this_users_alone_and_cannot_be_resized(channel):
+    path = f"/proc/self/fd/{channel.handle.fd}"
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    with pytest.raises(PermissionError):
+        os.truncate(path, 0)
+
+
+def test_readers_and_channels_are_not_pickled(channel, reader):
+    for end in (channel, reader):
+        with pytest.raises(TypeError, match="expected a WeightHandle"):
+            pickle.dumps(end)
+
+
+def test_a_forked_child_has_to_open_the_handle_itself(channel, reader):
+    publish(channel)
+    child = os.fork()
+    if child == 0:
+        try:
+            reader.lease()
+        except RuntimeError as error:
+            os._exit(0 if "open the handle again in this process" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert [r.alive for r in channel.readers()] == [True]
+
+
+def test_the_channel_passes_through_a_socket(channel):
+    publish(channel)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel.send_to(ours)
+        with channel.handle.open(theirs) as reader, reader.lease() as lease:
+            assert workers.version_in(lease.weights) == 1
+
+
+def test_there_are_at_most_max_readers():
+    with WeightChannel.create(workers.weights_of(0), max_readers=2) as channel:
+        readers = [channel.handle.open() for _ in range(2)]
+        with pytest.raises(RuntimeError, match="fewer than 2 open readers"):
+            channel.handle.open()
+        readers[0].close()
+        channel.handle.open().close()
+        readers[1].close()
+
+
+def test_the_publisher_waits_until_a_version_is_applied(channel, reader):
+    with pytest.raises(RuntimeError, match="got none; publish first"):
+        channel.wait_applied()
+    publish(channel)
+    with pytest.raises(TimeoutError, match=rf"pid {os.getpid()} has None"):
+        channel.wait_applied(timeout=0.05)
+    reader.lease().release()
+    channel.wait_applied(timeout=0)
+    publish(channel)
+    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    later = threading.Timer(0.1, reader.load_into, [model])
+    later.start()
+    channel.wait_applied(2, timeout=5)
+    later.join()
+    assert channel.readers()[0].applied == 2
+
+
+def test_a_dead_reader_ends_the_wait_for_it(channel):
+    publish(channel)
+    with workers.process(workers.lease_and_hold, channel.handle, False) as (child, pipe):
+        pipe.recv()
+        publish(channel)
+        threading.Timer(0.1, child.kill).start()
+        with pytest.raises(RuntimeError, match=f"got dead: pid {child.pid}"):
+            channel.wait_applied(timeout=5)
+    channel.wait_applied(timeout=0)
+
+
+def test_weights_of_another_layout_are_refused_before_anything_changes(channel, reader):
+    publish(channel)
+    wrong = workers.weights_of(2)
+    wrong["b"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="b"):
+        channel.publish(wrong)
+    with reader.lease() as lease:
+        assert workers.version_in(lease.weights) == lease.version == 1
+    assert publish(channel) == 2
+
+
+def test_readers_memory_of_the_cpu_is_read_only(channel, reader):
+    publish(channel)
+    with reader.lease() as lease:
+        with open(f"/proc/{os.getpid()}/maps") as maps:
+            address = lease.weights["a"].data_ptr()
+            for line in maps:
+                low, high, flags = re.match(r"(\w+)-(\w+) (\S+)", line).groups()
+                if int(low, 16) <= address < int(high, 16):
+                    break
+    assert flags == "r--s"
+
+
+def test_checksums_tell_of_bytes_that_something_else_wrote():
+    with WeightChannel.create(workers.weights_of(0), checksum=True) as channel:
+        publish(channel)
+        with channel.handle.open() as reader:
+            with reader.lease() as lease:
+                assert lease.version == 1
+            publish(channel)
+            channel._memory.slot(1)[100] ^= 4
+            with pytest.raises(RuntimeError, match="checksum: expected .* for version 2"):
+                reader.lease()
+            assert channel.readers()[0].leased == ()
+
+
+def test_publishing_without_weights_takes_those_of_the_module_it_was_made_from():
+    model = nn.Linear(2, 1)
+    with WeightChannel.create(model) as channel, channel.handle.open() as reader:
+        with torch.no_grad():
+            model.weight.fill_(5)
+        channel.publish()
+        with reader.lease() as lease:
+            assert lease.weights["weight"].tolist() == [[5, 5]]
+
+
+def test_a_trainer_of_float32_publishes_to_readers_of_bfloat16():
+    trainer, policy = nn.Linear(3, 3), nn.Linear(3, 3).bfloat16()
+    with WeightChannel.create(trainer, dtype=torch.bfloat16) as channel:
+        channel.publish()
+        with channel.handle.open() as reader:
+            reader.load_into(policy)
+            assert torch.equal(policy.weight, trainer.weight.bfloat16())
+
+
+def test_loading_by_alias_copies_nothing_and_holds_the_version(channel, reader):
+    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    publish(channel)
+    assert reader.applied is None
+    assert reader.load_into(model) == reader.applied == 1
+    assert not model["a"].requires_grad
+    address = model["a"].data_ptr()
+    with reader.lease() as lease:
+        assert address == lease.weights["a"].data_ptr()
+    for _ in range(5):
+        publish(channel)
+    assert float(model["a"][0]) == 1
+    assert reader.load_into(model) == 6
+    assert float(model["a"][0]) == 6
+    assert channel.readers()[0].leased == (6,)
+    del model
+    assert channel.readers()[0].leased == ()
+
+
+def test_models_keep_their_weights_when_their_reader_closes(channel):
+    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    publish(channel)
+    with channel.handle.open() as reader:
+        reader.load_into(model)
+    for _ in range(5):
+        publish(channel)
+    assert {float(x) for p in model.values() for x in (p.min(), p.max())} == {1.0}
+
+
+def test_loading_by_copy_keeps_addresses_and_gradients_and_holds_nothing(channel, reader):
+    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    address = model["a"].data_ptr()
+    publish(channel)
+    assert reader.load_into(model, mode="copy") == 1
+    assert model["a"].data_ptr() == address
+    assert model["a"].requires_grad
+    assert channel.readers()[0].leased == ()
+
+
+def test_a_module_that_does_not_fit_keeps_its_version(channel, reader):
+    publish(channel)
+    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abc"})
+    with pytest.raises(ValueError, match="d"):
+        reader.load_into(model)
+    assert not model["a"].any()
+    assert reader.applied is None
+    assert channel.readers()[0].leased == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 1}, "slots: expected 2 to 64, got 1"),
+        ({"slots": True}, "slots: expected an int"),
+        ({"max_readers": 0}, "max_readers: expected 1 to"),
+        ({"device": "meta"}, "device: expected cpu or cuda, got meta"),
+    ],
+)
+def test_what_a_channel_cannot_be_made_from(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        WeightChannel.create(workers.weights_of(0), **options)
+
+
+def test_modes_and_policies_are_spelled_in_one_way(channel, reader):
+    with pytest.raises(ValueError, match="on_full: expected 'block' or 'skip'"):
+        channel.publish(on_full="wait")
+    with pytest.raises(ValueError, match="mode: expected 'alias' or 'copy'"):
+        reader.load_into(nn.Linear(1, 1), mode="move")
+
+
+def test_four_readers_never_see_half_a_version():
+    with WeightChannel.create(workers.weights_of(0)) as channel:
+        publish(channel)
+        pipes = []
+        with workers.process(workers.lease_all_the_time, channel.handle, 2000) as (_, first):
+            with workers.process(workers.lease_all_the_time, channel.handle, 2000) as (_, second):
+                pipes = [first, second]
+                assert [pipe.recv() for pipe in pipes] == ["open", "open"]
+                while not all(pipe.poll() for pipe in pipes):
+                    publish(channel, on_full="skip")
+                assert all(pipe.recv() > 10 for pipe in pipes)
+
+
+def memory() -> tuple[int, int]:
+    with open("/proc/self/statm") as file:
+        mapped = int(file.read().split()[0])
+    return len(os.listdir("/proc/self/fd")), mapped
+
+
+def test_files_and_memory_stay_flat():
+    with WeightChannel.create(workers.weights_of(0)) as channel:
+        weights = workers.weights_of(1)
+        for _ in range(50):
+            channel.publish(weights)
+            channel.handle.open().close()
+        before = memory()
+        for _ in range(10_000):
+            channel.publish(weights)
+        for _ in range(1_000):
+            with channel.handle.open() as reader, reader.lease():
+                pass
+        after = memory()
+    assert after[0] == before[0]
+    assert after[1] <= before[1] + 256  # pages
+
+
+def test_waiting_costs_no_processor_time(channel, reader):
+    before = time.process_time()
+    with warnings.catch_warnings():
+        with pytest.raises(TimeoutError):
+            reader.wait_for(1, timeout=0.5)
+    assert time.process_time() - before < 0.1

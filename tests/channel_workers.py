@@ -1,0 +1,106 @@
+"""What the processes at the ends of a channel run, each told what to do through a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from fusedrl import _host
+from fusedrl.channel import WeightChannel
+
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["fusedrl.channel"])
+
+
+def weights_of(version: int, numbers: int = 4096) -> TensorDict:
+    """Weights that are their version, in every number."""
+    return TensorDict({name: torch.full((numbers,), float(version)) for name in "abcd"})
+
+
+def version_in(weights: TensorDict) -> int:
+    """The version that all numbers are; fails where they disagree."""
+    found = {float(x) for value in weights.values() for x in (value.min(), value.max())}
+    assert len(found) == 1, f"torn: {sorted(found)}"
+    return int(found.pop())
+
+
+@contextmanager
+def process(run: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Any]]:
+    """A process that calls ``run(pipe, *arguments)``, and our end of its pipe."""
+    ours, theirs = processes.Pipe()
+    child = processes.Process(target=run, args=(theirs, *arguments), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        yield child, ours
+    finally:
+        child.kill()
+        child.join()
+
+
+def publish_on_demand(pipe: Any, step: str, signal: int, options: dict[str, Any]) -> None:
+    """Publish version 1, then one more at each message, getting ``signal`` at ``step``."""
+    torch.set_num_threads(1)
+    channel = WeightChannel.create(weights_of(0), **options)
+    channel.publish(weights_of(1))
+    pipe.send(channel.handle)
+    while pipe.recv():
+        if step:
+            _host.signal_at(step, signal)
+        pipe.send(channel.publish(weights_of((channel.version or 0) + 1)))
+
+
+def lease_on_demand(pipe: Any, handle: Any, step: str, signal: int) -> None:
+    """Lease and release once at each message, getting ``signal`` at ``step``."""
+    torch.set_num_threads(1)
+    if step:
+        _host.signal_at(step, signal)
+    with handle.open() as reader:
+        pipe.send("open")
+        while pipe.recv():
+            with reader.lease() as lease:
+                assert version_in(lease.weights) == lease.version
+            pipe.send(lease.version)
+
+
+def lease_and_hold(pipe: Any, handle: Any, fork: bool) -> None:
+    """Hold a lease until killed; ``fork``: with a child that lives on, whose pid is sent."""
+    torch.set_num_threads(1)
+    reader = handle.open()
+    lease = reader.lease()
+    child = os.fork() if fork else 0
+    if fork and child == 0:
+        pipe.recv()
+        os._exit(0)
+    pipe.send((lease.version, child))
+    pipe.recv()
+
+
+def lease_all_the_time(pipe: Any, handle: Any, leases: int) -> None:
+    """Lease as often as told; sends how many versions were seen."""
+    torch.set_num_threads(1)
+    seen = set()
+    with handle.open() as reader:
+        pipe.send("open")
+        for _ in range(leases):
+            with reader.lease() as lease:
+                assert version_in(lease.weights) == lease.version
+                seen.add(lease.version)
+    pipe.send(len(seen))
+
+
+def publish_and_fork(pipe: Any) -> None:
+    """Publish a version, fork a child that lives on, and wait to be killed."""
+    torch.set_num_threads(1)
+    channel = WeightChannel.create(weights_of(0))
+    channel.publish(weights_of(1))
+    child = os.fork()
+    if child:
+        pipe.send((channel.handle, child))
+    pipe.recv()
