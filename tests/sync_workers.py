@@ -8,6 +8,9 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torchrl.data import Unbounded
+from torchrl.envs import Transform, TransformedEnv
+from weights_workers import Ones
 
 
 class Canary(nn.Module):
@@ -40,3 +43,38 @@ def canary_policy(version: float = 1.0, pause: float = 0.001) -> TensorDictModul
 def weights_of(version: float) -> TensorDict:
     """What ``canary_policy(version)`` has."""
     return TensorDict.from_module(canary_policy(version)).data
+
+
+class Scored(Transform):
+    """Adds the least and greatest weight of a model of its own to what the environment returns."""
+
+    def __init__(self, version: float = 1.0) -> None:
+        super().__init__(in_keys=[], out_keys=[])
+        self.model = Canary(version, pause=0.0)
+
+    def _reset(self, tensordict, tensordict_reset):
+        return self._step(None, tensordict_reset)
+
+    def _step(self, tensordict, next_tensordict):
+        with torch.no_grad():
+            _, low, high = self.model(torch.ones(1))
+        return next_tensordict.set("model_low", low).set("model_high", high)
+
+    def transform_observation_spec(self, spec):
+        for name in ("model_low", "model_high"):
+            spec[name] = Unbounded((1,))
+        return spec
+
+
+def scored() -> TransformedEnv:
+    return TransformedEnv(Ones(), Scored())
+
+
+class Callable:
+    """A policy that is no module, and has one."""
+
+    def __init__(self) -> None:
+        self.module = canary_policy(0.0)
+
+    def __call__(self, tensordict):
+        return self.module(tensordict)

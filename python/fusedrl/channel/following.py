@@ -36,6 +36,7 @@ class Hook:
             self._run(*args)
 
     def __reduce__(self) -> Any:
+        """Of a copy."""
         return Hook, ()
 
 
@@ -74,7 +75,7 @@ class Follower:
         self.module = module
         self.version: int | None = None
         self._target = Target(module, reader.layout)
-        self.mode = mode
+        self.mode: Literal["alias", "copy"] = mode
         self._aliases = mode == "alias"
         self._lease: Lease | None = None
         self._calls = 0
@@ -99,6 +100,7 @@ class Follower:
             return self._switch(timeout) if self._calls == 0 else self._current()
 
     def __enter__(self) -> int:
+        """Begin a call; its version."""
         with self._lock:
             if self._calls == 0:
                 self._switch(None)
@@ -111,6 +113,7 @@ class Follower:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
+        """End it."""
         with self._lock:
             self._calls = max(0, self._calls - 1)
             if self._calls == 0:

@@ -114,8 +114,10 @@ class Attachment:
         # The transform tags ("next", "policy_version") of the frame. The frame's own tag is from
         # the step before this call, or from the reset: it becomes that of this call.
         for data in (*args, *kwargs.values(), getattr(self._collector(), "_carrier", None)):
-            if isinstance(data, TensorDictBase) and VERSION_KEY in data.keys():
-                data.set(VERSION_KEY, torch.full_like(data.get(VERSION_KEY), version))
+            if not isinstance(data, TensorDictBase):
+                continue
+            if isinstance(tag := data.get(VERSION_KEY, None), torch.Tensor):
+                data.set(VERSION_KEY, torch.full_like(tag, version))
 
     def _after(self, *_: Any) -> None:
         self._follower.__exit__()

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import os
 import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.weight_update import TransportBackend, WeightSyncScheme
-from torchrl.weight_update.utils import _resolve_attr
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
-from fusedrl.channel import WeightChannel, WeightHandle, WeightReader
-from fusedrl.channel.following import Follower
-from fusedrl.channel.sources import module_slots
+from fusedrl.channel import WeightChannel, WeightHandle
 from fusedrl.weights.arguments import check_timeout
-from fusedrl.weights.attachment import Attachment, is_compiled
-from fusedrl.weights.own_copies import Copied, materialise, unsaved_buffers
+from fusedrl.weights.own_copies import Copied, unsaved_buffers
+from fusedrl.weights.trainer_end import TrainerEnd
+from fusedrl.weights.worker_end import WorkerEnd, find_model, is_policy, module_of
 
-logger = logging.getLogger("fusedrl")
-
-_OF_THIS_PROCESS = ("_channel", "_reader", "_local", "_follower", "_attachment", "_copied")
+_OF_THIS_PROCESS = ("_trainer", "_worker", "_copied", "_local")
 
 
 @register_weight_sync_backend("channel")
@@ -67,8 +62,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     Example:
         >>> import torch
         >>> from fusedrl import ChannelWeightSyncScheme
-        >>> trained, policy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-        >>> scheme = ChannelWeightSyncScheme()  # MultiSyncCollector(weight_sync_schemes={"policy": scheme})
+        >>> trained = torch.nn.Linear(2, 1)
+        >>> scheme = ChannelWeightSyncScheme()  # a collector does what the next lines do
         >>> scheme.init_on_sender(model_id="policy", model=trained)
         >>> scheme.connect()
         >>> scheme.version
@@ -76,12 +71,10 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         >>> scheme.shutdown()
     """
 
-    _channel: WeightChannel | None
-    _reader: WeightReader | None
-    _local: Any  # the model that torchrl named before there was a collector
-    _follower: Follower | None
-    _attachment: Attachment | None
+    _trainer: TrainerEnd | None
+    _worker: WorkerEnd | None
     _copied: Copied | None
+    _local: Any  # this process's model
 
     def __init__(
         self,
@@ -100,7 +93,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         if mode not in (None, "alias", "copy"):
             raise ValueError(f"mode: expected 'alias', 'copy' or None, got {mode!r}")
         super().__init__(strategy)
-        self.mode, self.wait, self.timeout = mode, wait, timeout
+        self.mode: Literal["alias", "copy"] | None = mode
+        self.wait = wait
+        self.timeout = timeout
         self._options = {
             "dtype": dtype,
             "slots": slots,
@@ -109,9 +104,11 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             "timeout": timeout,
             "checksum": checksum,
         }
+        self._pid = os.getpid()
         self._handle: WeightHandle | None = None
         self._buffers: dict[str, Tensor] = {}
-        self.__dict__.update(dict.fromkeys(_OF_THIS_PROCESS))
+        for name in _OF_THIS_PROCESS:
+            setattr(self, name, None)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a worker gets: the channel's handle, and nothing that belongs to this process."""
@@ -119,25 +116,34 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
 
     @property
     def channel(self) -> WeightChannel:
-        """The trainer's end: its readers, ``publish`` with a version of your own.
+        """The channel, in the trainer's process: who reads it, and what they hold.
 
         Raises:
             RuntimeError: this is a worker's end, or shut down.
         """
-        if self._channel is None:
+        return self._end().channel
+
+    def _end(self) -> TrainerEnd:
+        if self._trainer is None:
             raise RuntimeError(
                 "scheme: expected the trainer's end of an open channel, got none; give the scheme "
                 "to a collector first, or call init_on_sender, and nothing after shutdown()"
             )
-        return self._channel
+        return self._trainer
 
     @property
     def version(self) -> int | None:
         """The newest published version; ``None`` before the first, and after :meth:`shutdown`."""
-        end = self._channel or self._reader
-        return None if end is None else end.version
+        if self._trainer is not None:
+            return self._trainer.channel.version
+        return None if self._worker is None else self._worker.reader.version
 
     # What follows is called by torchrl.
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether this is the trainer's end: not in a child that the trainer forked."""
+        return super().initialized_on_sender and self._pid == os.getpid()
 
     def _init_on_sender_impl(
         self,
@@ -155,30 +161,35 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 "params_map, device_map_fn: expected None, got weights for each worker; a channel "
                 "has one set for all: give each worker a scheme and a channel of its own"
             )
+        self._pid = os.getpid()
         self.model_id = model_id or "policy"
         self.context = context
         source = model if model is not None else weights
         if source is None:
-            source = _find(context, self.model_id)
-        source = source if isinstance(source, Mapping) else _module_of(source)
+            source = find_model(context, self._id())
+        if not isinstance(source, Mapping):
+            source = module_of(source)
+            self._buffers = unsaved_buffers(source)
         options = dict(self._options)
         if self.strategy_str == "state_dict" and hasattr(source, "merge_and_unload"):
             options["adapters"] = options["adapters"] or "merged"
-        self._channel = WeightChannel.create(source, **options)
-        self._handle = self._channel.handle
+        channel = WeightChannel.create(source, **options)
+        self._handle = channel.handle
+        self._trainer = TrainerEnd(channel, self.wait, self.timeout)
         if context is not None:
-            weakref.finalize(context, self._channel.close).atexit = False
-        if isinstance(source, nn.Module) and not isinstance(source, Mapping):
-            self._buffers = unsaved_buffers(source)
+            weakref.finalize(context, channel.close).atexit = False
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
     ) -> None:
-        self._publish(weights, None)
-        if isinstance(self.context, Collector):
-            self._reader = self.channel.handle.open()
-            self._copied = Copied(self.context, self.model_id or "policy", self._reader.layout)
-            self._attach(self.context)
+        collector = self.context
+        if not isinstance(collector, Collector):
+            self._publish(weights)
+            return
+        self._copied = Copied(collector, self._id(), self.channel.layout)
+        self._publish(weights)
+        self._open_end()
+        self._attach(collector)
 
     def send(
         self, weights: Any = None, worker_ids: Any = None, *, version: int | None = None
@@ -196,52 +207,26 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         Raises:
             ValueError, RuntimeError, TimeoutError: as for the class.
         """
-        self._check_workers(worker_ids)
+        everyone = list(range(getattr(self.context, "num_workers", 1)))
+        chosen = worker_ids if isinstance(worker_ids, list | tuple | set) else [worker_ids]
+        if worker_ids is not None and set(chosen) != set(everyone):
+            raise ValueError(
+                f"worker_ids: expected None or all of {everyone}, got {worker_ids!r}; a channel's "
+                "version reaches every worker: give workers that differ their own schemes"
+            )
         published = self._publish(weights, version)
-        readers = self.channel.readers()
-        dead = ", ".join(str(reader.pid) for reader in readers if not reader.alive)
-        if dead and self.wait:
-            raise RuntimeError(
-                f"worker_ids: expected living workers, got dead: pid {dead}; their own output says "
-                f"why they ended: the others have version {published}, make another collector"
-            )
-        if dead:
-            logger.warning(
-                "worker_ids: expected living workers, got dead: pid %s; the others get version %d",
-                dead,
-                published,
-            )
-        deadline = time.monotonic() + self.timeout
-        while self.wait and (late := [r for r in readers if min(r.leased, default=published) < published]):
-            if time.monotonic() > deadline:
-                raise TimeoutError(...)
-            time.sleep(0.005)
-            readers = self.channel.readers()
+        self._end().settle(published)
         return published
 
-    def _publish(self, weights: Any, version: int | None) -> int:
-        if weights is not None and not isinstance(weights, Mapping):
-            weights = _module_of(weights)
-        published = self.channel.publish(weights, version)
-        assert published is not None
+    def _publish(self, weights: Any, version: int | None = None) -> int:
+        published = self._end().publish(weights, version)
         tracker: Any = getattr(self.context, "policy_version_tracker", None)
-        if self._is_policy() and getattr(tracker, "version_type", None) in (int, "int"):
+        if is_policy(self._id()) and getattr(tracker, "version_type", None) in (int, "int"):
             tracker.version = published
         return published
 
-    def _is_policy(self) -> bool:
-        return (self.model_id or "policy").split(".")[0] == "policy"
-
-    def _check_workers(self, worker_ids: Any) -> None:
-        if worker_ids is None:
-            return
-        chosen = worker_ids if isinstance(worker_ids, list | tuple | set) else [worker_ids]
-        everyone = range(getattr(self.context, "num_workers", 1))
-        if set(chosen) != set(everyone):
-            raise ValueError(
-                f"worker_ids: expected None or all of {list(everyone)}, got {worker_ids!r}; a "
-                "channel's version reaches every worker: give workers that differ their own schemes"
-            )
+    def _id(self) -> str:
+        return self.model_id or "policy"
 
     @property
     def context(self) -> Any:
@@ -268,6 +253,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 "scheme: expected one that the trainer has initialised, got one without a channel; "
                 "call init_on_sender before it is sent to workers"
             )
+        self.__setstate__(self.__getstate__())  # nothing of the trainer's stays in a forked child
+        self._initialized_on_receiver = True
         self.model_id = model_id
         self.worker_idx = worker_idx
         self._local = model
@@ -276,32 +263,20 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None
     ) -> None:
-        assert self._handle is not None
-        self._reader = self._handle.open()
+        end = self._open_end()
         if self.context is not None:
             self._attach(self.context)
         elif self._local is not None:
-            self._follow(_module_of(self._local), None)
+            end.follow(self._local)
+
+    def _open_end(self) -> WorkerEnd:
+        assert self._handle is not None
+        self._worker = WorkerEnd(self._handle, self._id(), self.mode, self._buffers)
+        return self._worker
 
     def _attach(self, collector: Any) -> None:
-        self._local = _find(collector, self.model_id or "policy")
-        self.model = self._local
-        follower = self._follow(_module_of(self._local), collector)
-        if self._attachment is None:
-            self._attachment = Attachment(collector, follower, self._is_policy())
-
-    def _follow(self, module: nn.Module, collector: Any) -> Follower:
-        reader, before = self._reader, self._follower
-        assert reader is not None
-        materialise(module, reader.layout, self._buffers, reader.device)
-        mode = self.mode or _mode_for(module, reader, collector)
-        if before is not None:
-            if before.module is module and before.mode == mode:
-                return before
-            before.close(detach=before.module is module)
-        self._follower = Follower(reader, module, mode)
-        self._follower.load()
-        return self._follower
+        assert self._worker is not None
+        self._local = self.model = self._worker.attach(collector)
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
         """Load the newest version, where no collector's calls do.
@@ -312,16 +287,10 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         Returns:
             The model's weights if they are new, else ``None``.
         """
-        follower = self._follower
-        if follower is None or self._attachment is not None:
+        module = None if self._worker is None else self._worker.receive(timeout)
+        if module is None:
             return None
-        before = follower.version
-        if timeout is not None and before is not None:
-            with contextlib.suppress(TimeoutError):
-                follower.reader.wait_for(before + 1, timeout)
-        if follower.load() == before:
-            return None
-        return TensorDict.from_module(follower.module).data
+        return TensorDict.from_module(module).data  # pyright: ignore[reportAttributeAccessIssue]
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Refused: weights come from the channel.
@@ -348,48 +317,12 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         A collector that goes on keeps the newest version. The trainer's end frees the memory, once
         the workers' ends are closed too.
         """
-        if self._attachment is not None:
-            self._attachment.remove()
         if self._copied is not None:
             self._copied.put_back()
-        if self._follower is not None:
-            self._follower.close(detach=self._copied is None)
-        for end in (self._reader, self._channel):
-            if end is not None:
-                end.close()
-        self.__dict__.update(dict.fromkeys(_OF_THIS_PROCESS))
+        if self._worker is not None:
+            self._worker.close(detach=self._copied is None)
+        if self._trainer is not None:
+            self._trainer.channel.close()
+        for name in _OF_THIS_PROCESS:
+            setattr(self, name, None)
         super().shutdown()
-
-
-def _find(collector: Any, model_id: str) -> Any:
-    get = getattr(collector, "get_model", None)
-    try:
-        return _resolve_attr(collector, model_id) if get is None else get(model_id)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"weight_sync_schemes: expected {model_id!r} to name a model of the collector in this "
-            f"process, got {error}; for a model that only workers have, call "
-            "scheme.init_on_sender(model_id=..., model=...) before the collector is made"
-        ) from error
-
-
-def _module_of(model: Any) -> nn.Module:
-    module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
-    if isinstance(module, nn.Module):
-        return module
-    raise TypeError(
-        f"model: expected a module, or what has one as .module, got {type(model).__name__}; name "
-        "the module in it, such as 'policy.actor', in weight_sync_schemes="
-    )
-
-
-def _mode_for(
-    module: nn.Module, reader: WeightReader, collector: Any
-) -> Literal["alias", "copy"]:
-    dtypes = {entry.name: entry.dtype for entry in reader.layout.entries}
-    fits = all(
-        slot.tensor.device == reader.device and slot.tensor.dtype == dtypes[slot.name]
-        for slot in module_slots(module)
-        if slot.kind == "parameter" and slot.name in dtypes
-    )
-    return "alias" if fits and not is_compiled(collector) else "copy"
