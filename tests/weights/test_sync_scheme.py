@@ -138,25 +138,31 @@ def test_frames_of_a_collector_in_the_trainers_process_have_one_version_each(mod
 def test_frames_of_worker_processes_have_one_version_each(make, forked):
     with collecting(make, ChannelWeightSyncScheme(), canary_policy()) as (collector, iterator):
         check_every_frame(collector, iterator, 6)
-        # What is saved is one version too, and restoring it does not write into the channel.
-        last = collector._weight_sync_schemes["policy"].version
+
+
+def test_what_workers_save_is_one_version_and_what_they_restore_stays_out_of_the_channel(forked):
+    scheme = ChannelWeightSyncScheme()
+    with collecting(MultiSyncCollector, scheme, canary_policy()) as (collector, iterator):
+        next(iterator)
+        collector.update_policy_weights_(weights_of(2.0))
         saved = collector.state_dict()
         workers = [w["policy_state_dict"] for k, w in saved.items() if k.startswith("worker")]
-        assert len(workers) == collector.num_workers
+        assert len(workers) == 2
         for state in workers:
-            assert {float(n) for x in state.values() for n in x} == {last}
+            assert {float(n) for x in state.values() for n in x} == {2.0}
             for x in state.values():
                 x.fill_(9.0)
         collector.load_state_dict(saved)
-        newest(collector, iterator, last)
-        collector.update_policy_weights_(weights_of(last + 1.0))
-        newest(collector, iterator, last + 1)
+        newest(collector, iterator, 2)
+        for version in range(3, 9):  # all slots
+            collector.update_policy_weights_(weights_of(float(version)))
+            newest(collector, iterator, version)
 
 
-def test_spawned_workers_get_weights_in_every_form_and_a_killed_one_is_reported(caplog):
+def test_a_spawned_worker_gets_weights_in_every_form():
     policy = canary_policy()
     scheme = ChannelWeightSyncScheme(strategy="state_dict", dtype=torch.float64)
-    with collecting(MultiSyncCollector, scheme, policy) as (collector, iterator):
+    with collecting(AsyncCollector, scheme, policy) as (collector, iterator):
         newest(collector, iterator, 1)
         for version, weights in enumerate(
             [
@@ -167,7 +173,7 @@ def test_spawned_workers_get_weights_in_every_form_and_a_killed_one_is_reported(
             ],
             start=2,
         ):
-            collector.update_policy_weights_(weights, worker_ids=[0, 1])
+            collector.update_policy_weights_(weights, worker_ids=[0])
             newest(collector, iterator, version)
         with torch.no_grad():
             for x in policy.state_dict().values():
@@ -176,13 +182,19 @@ def test_spawned_workers_get_weights_in_every_form_and_a_killed_one_is_reported(
         collector.update_policy_weights_()
         newest(collector, iterator, 6)
 
+
+def test_a_killed_worker_is_logged_once_and_holds_nobody_up(caplog, forked):
+    scheme = ChannelWeightSyncScheme()
+    with collecting(MultiSyncCollector, scheme, canary_policy()) as (collector, iterator):
+        next(iterator)
         killed = collector.procs[1]
         killed.kill()
         killed.join(10)
-        collector.update_policy_weights_(weights_of(7.0))
-        assert f"got dead: pid {killed.pid}; the others get version 7" in caplog.text
+        collector.update_policy_weights_(weights_of(2.0))
+        assert f"got dead: pid {killed.pid}; the others get version 2" in caplog.text
         caplog.clear()
-        collector.update_policy_weights_(weights_of(8.0))
+        for version in range(3, 9):  # all slots
+            collector.update_policy_weights_(weights_of(float(version)))
         assert caplog.text == ""
 
 
@@ -226,15 +238,17 @@ def test_policies_that_workers_make_follow_a_model_that_the_trainer_names(forked
 
 
 def test_a_policys_part_and_a_transforms_model_have_schemes_of_their_own(forked):
-    name = "env.transform[0].model"
-    schemes = {"policy.module": ChannelWeightSyncScheme(), name: ChannelWeightSyncScheme()}
-    schemes[name].init_on_sender(model_id=name, model=Canary(1.0))
-    with collecting(MultiSyncCollector, schemes, canary_policy(), scored) as (collector, iterator):
-        assert versions(next(iterator)) == {1}
-        collector.update_policy_weights_(
-            weights_dict={"policy.module": Canary(2.0), name: Canary(2.0)}
-        )
-        collector.update_policy_weights_(Canary(3.0), model_id=name)
+    part, model = "policy.module", "env.transform[0].model"
+    schemes = {part: ChannelWeightSyncScheme(), model: ChannelWeightSyncScheme()}
+    for name, scheme in schemes.items():
+        scheme.init_on_sender(model_id=name, model=Canary(1.0))
+    with collecting(MultiSyncCollector, schemes, env=scored, policy_factory=canary_policy) as (
+        collector,
+        iterator,
+    ):
+        newest(collector, iterator, 1)
+        collector.update_policy_weights_(weights_dict={part: Canary(2.0), model: Canary(2.0)})
+        collector.update_policy_weights_(Canary(3.0), model_id=model)
         newest(collector, iterator, 2)
         batch = next(iterator)
         assert {*batch["next", "model_low"].flatten().tolist()} == {3.0}
@@ -242,24 +256,23 @@ def test_a_policys_part_and_a_transforms_model_have_schemes_of_their_own(forked)
 
 
 def test_a_transforms_model_follows_in_the_trainers_process():
+    name = "env.transform[0].model"
     scheme, env = ChannelWeightSyncScheme(), scored()
-    model = env.transform[0].model
-    with collecting(Collector, scheme, canary_policy(), env, "env.transform[0].model") as (
-        collector,
-        iterator,
-    ):
-        collector.update_policy_weights_(Canary(5.0), model_id="env.transform[0].model")
+    transform, model = env.transform, env.transform.model
+    with collecting(Collector, scheme, canary_policy(), env, name) as (collector, iterator):
+        collector.update_policy_weights_(Canary(5.0), model_id=name)
         assert {*next(iterator)["next", "model_low"].flatten().tolist()} == {5.0}
-        assert env.transform[0].model is not model
-        transform = env.transform[0]
+        assert transform.model is not model
     assert transform.model is model and model.first.requires_grad
-    with pytest.raises(ValueError, match="a path that ends with an attribute"):
-        Collector(
-            scored,
-            make_policy(),
-            weight_sync_schemes={"env.transform[0]": ChannelWeightSyncScheme()},
-            **FRAMES,
-        )
+    for name, message in (
+        ("env.transform.model.second[0]", "a path that ends with an attribute"),
+        ("env.transform", "a module that is called, got the transform"),
+    ):
+        refused = {name: ChannelWeightSyncScheme()}
+        env = scored()
+        with pytest.raises(ValueError, match=message):
+            Collector(env, canary_policy(), weight_sync_schemes=refused, **FRAMES)
+        assert not env.transform.model._forward_pre_hooks
 
 
 class Tied(nn.Module):
@@ -317,21 +330,18 @@ def test_a_collector_that_compiles_its_policy_follows():
             assert {*batch["next", "policy_version"].flatten().tolist()} == {version}
 
 
-def test_torchrls_collector_of_dialogs_follows():
-    scheme = ChannelWeightSyncScheme()
+def test_a_collector_that_takes_no_schemes_follows_one_that_is_given_the_collector():
     collector = LLMCollector(
-        Ones(),
-        policy=canary_policy(),
-        dialog_turns_per_batch=4,
-        weight_sync_schemes={"policy": scheme},
-        track_policy_version=True,
+        Ones(), policy=canary_policy(), dialog_turns_per_batch=4, track_policy_version=True
     )
-    iterator = iter(collector)
+    scheme, iterator = ChannelWeightSyncScheme(), iter(collector)
+    scheme.init_on_sender(model_id="policy", context=collector)
+    scheme.connect()
     assert versions(next(iterator)) == {1}
-    collector.update_policy_weights_(weights_of(2.0))
+    scheme.send(weights_of(2.0))
     assert versions(next(iterator)) == {2}
-    collector.shutdown()
     scheme.shutdown()
+    collector.shutdown()
 
 
 def test_a_forward_that_raises_holds_no_version():
@@ -440,7 +450,7 @@ def test_torchrl_knows_the_backend_and_what_the_scheme_builds_on():
     # Private, and used: where a collector keeps its policy, its tag, and the data of a step.
     assert collector._wrapped_policy is collector._wrapped_policy_uncompiled
     assert hasattr(collector, "_wrapped_policy_maybe_compiled")
-    assert collector.policy_version_tracker in list(collector.env.transform)
+    assert collector.policy_version_tracker is collector.env.transform
     assert collector._carrier.get("policy_version").dtype == torch.int64
     assert {"compiled_policy", "cudagraphed_policy"} <= vars(collector).keys()
     assert isinstance(WeightSyncScheme.context, property)

@@ -187,9 +187,13 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             self._publish(weights)
             return
         self._copied = Copied(collector, self._id(), self.channel.layout)
-        self._publish(weights)
-        self._open_end()
-        self._attach(collector)
+        try:
+            self._publish(weights)
+            self._open_end()
+            self._attach(collector)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def send(
         self, weights: Any = None, worker_ids: Any = None, *, version: int | None = None
