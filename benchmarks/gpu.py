@@ -105,9 +105,8 @@ def _build(args: argparse.Namespace, limit: float) -> int:
 
 
 def _tests(args: argparse.Namespace, limit: float) -> int:
-    return _run(
-        args.out / "pytest.log", limit, *_pytest(), "-m", "gpu", "tests/ops", "tests/models"
-    )
+    folders = ("tests/ops", "tests/models", "tests/channel")
+    return _run(args.out / "pytest.log", limit, *_pytest(), "-m", "gpu", *folders)
 
 
 def _sanitizer(tool: str) -> Callable[[argparse.Namespace, float], int]:

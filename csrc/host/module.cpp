@@ -1,8 +1,10 @@
-// Torch-free bindings: the weight channel, what this CPU is, and what the binaries were built for.
+// Torch-free bindings: the weight channel, the CUDA driver, what this CPU is, and what the binaries
+// were built for.
 #include <pybind11/pybind11.h>
 
 #include "common/cpu_level.h"
 #include "host/channel_module.h"
+#include "host/cuda_module.h"
 
 namespace py = pybind11;
 
@@ -39,11 +41,14 @@ py::dict cpu_features() {
 }  // namespace
 
 PYBIND11_MODULE(_host, m) {
-  m.doc() = "Torch-free bindings: the weight channel, CPU features and build facts.";
+  m.doc() = "Torch-free bindings: the weight channel, the CUDA driver, CPU features, build facts.";
   m.def("build_info", &build_info, "What the binaries were built for, as a dict of strings.");
   m.def("cpu_features", &cpu_features, "Vector instruction sets of this CPU, by name.");
   m.def(
       "cpu_level", [] { return fusedrl::name_of(fusedrl::chosen_cpu_level()); },
       "The level that the CPU kernels run at; RuntimeError if FUSEDRL_CPU_LEVEL is not usable.");
+#if defined(FUSEDRL_CHANNEL)
   fusedrl::bind_channel(m);
+  fusedrl::bind_cuda(m);
+#endif
 }

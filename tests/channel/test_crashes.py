@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import channel_workers as workers
@@ -22,8 +23,8 @@ SLOTS = 2
 
 def files() -> set[str]:
     """What of ours is open, or lies where files stay."""
-    opened = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
-    lying = {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
+    opened = {os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()}
+    lying = {str(path) for where in ("/dev/shm", "/tmp") for path in Path(where).iterdir()}
     return {name for name in opened | lying if "fusedrl-channel" in name}
 
 
@@ -88,20 +89,22 @@ def test_the_publisher_goes_on_when_a_reader_is_killed(step):
 
 @pytest.mark.parametrize("step", PUBLISHER_STEPS)
 def test_readers_go_on_while_the_publisher_is_stopped(step):
-    with workers.process(workers.publish_on_demand, step, signal.SIGSTOP, {"slots": SLOTS}) as (
-        publisher,
-        pipe,
+    with (
+        workers.process(workers.publish_on_demand, step, signal.SIGSTOP, {"slots": SLOTS}) as (
+            publisher,
+            pipe,
+        ),
+        pipe.recv().open() as reader,
     ):
-        with pipe.recv().open() as reader:
-            pipe.send(True)
-            until_stopped(publisher.pid)
-            with reader.lease(timeout=1) as lease:
-                assert workers.version_in(lease.weights) == lease.version
-            with pytest.raises(TimeoutError, match=rf"pid {publisher.pid}\) runs"):
-                reader.lease(min_version=3, timeout=0.1)
-            os.kill(publisher.pid, signal.SIGCONT)
-            assert pipe.recv() == 2
-            assert reader.wait_for(2, timeout=1) == 2
+        pipe.send(True)
+        until_stopped(publisher.pid)
+        with reader.lease(timeout=1) as lease:
+            assert workers.version_in(lease.weights) == lease.version
+        with pytest.raises(TimeoutError, match=rf"pid {publisher.pid}\) runs"):
+            reader.lease(min_version=3, timeout=0.1)
+        os.kill(publisher.pid, signal.SIGCONT)
+        assert pipe.recv() == 2
+        assert reader.wait_for(2, timeout=1) == 2
 
 
 @pytest.mark.parametrize("step", READER_STEPS)
@@ -162,10 +165,9 @@ def test_an_update_that_fails_midway_leaves_the_current_version():
     with WeightChannel.create(workers.weights_of(0), slots=SLOTS) as channel:
         channel.publish(workers.weights_of(1))
         with channel.handle.open() as reader:
-            with pytest.raises(KeyboardInterrupt):
-                with channel.writing() as writing:
-                    writing.views[0].fill_(7)
-                    raise KeyboardInterrupt
+            with suppress(KeyboardInterrupt), channel.writing() as writing:
+                writing.views[0].fill_(7)
+                raise KeyboardInterrupt
             with reader.lease() as lease:
                 assert workers.version_in(lease.weights) == lease.version == 1
             assert channel.publish(workers.weights_of(2), timeout=1) == 2

@@ -6,16 +6,13 @@ peft is never imported: a model that has adapters has imported it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fusedrl.channel.tensors import whole
-
-_Value = Callable[[str], Tensor]
 
 
 def loaded(module: str, name: str) -> tuple[type, ...]:
@@ -73,25 +70,9 @@ def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
     return module, layer
 
 
-def merged_values(layer: nn.Module) -> _Value:
-    """A function from the name of a tensor of the layer's base to its value with the adapters.
-
-    The first call merges; each value is handed out once and not kept.
-    """
-    values: dict[str, Tensor] = {}
-
-    def value(key: str) -> Tensor:
-        if key not in values:
-            base = _merge(layer)
-            values.update({k: t for k, t in base._parameters.items() if t is not None})
-            values.update({k: t for k, t in base._buffers.items() if t is not None})
-        return values.pop(key).detach()
-
-    return value
-
-
 @torch.no_grad()
-def _merge(layer: nn.Module) -> nn.Module:
+def merge(layer: nn.Module) -> nn.Module:
+    """A copy of the base of ``layer`` with the active adapters in its weights."""
     # peft merges in place, and taking that back leaves rounding errors: merge into a copy.
     replica: Any = _replica(layer, {})
     if hasattr(replica, "unload_and_optionally_merge_module"):

@@ -19,7 +19,7 @@ from torch import Tensor
 from fusedrl import _host
 from fusedrl.channel.checks import count, seconds
 from fusedrl.channel.handle import WeightHandle
-from fusedrl.channel.layout import Layout
+from fusedrl.channel.layout import Layout, fill
 from fusedrl.channel.memory import HostMemory, Memory, checksum
 
 MAX_VERSION = 2**55 - 1
@@ -211,11 +211,11 @@ class WeightChannel:
         """
         if on_full not in ("block", "skip"):
             raise ValueError(f"on_full: expected 'block' or 'skip', got {on_full!r}")
-        sources = self.layout.sources(self._template if weights is None else weights)
+        found = self.layout.matched(self._template if weights is None else weights)
         try:
             with self.writing(version, timeout=0 if on_full == "skip" else timeout) as writing:
                 with torch.no_grad():
-                    torch._foreach_copy_(writing.views, sources, non_blocking=True)
+                    fill(writing.views, found)
                 return writing.version
         except FullError:
             if on_full == "block":
@@ -376,6 +376,7 @@ class WeightChannel:
             self._end.wait(progress, min(remaining, SLICE_S))
 
     def __enter__(self) -> WeightChannel:
+        """The channel."""
         return self
 
     def __exit__(
@@ -384,9 +385,11 @@ class WeightChannel:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Close it."""
         self.close()
 
     def __reduce__(self) -> Any:
+        """Refuse: a handle is what travels."""
         raise TypeError(
             "channel: expected a WeightHandle to send to another process, got a WeightChannel; "
             "send channel.handle and open it there"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusedrl.channel.entries import PAGE, Entry, clash, described, pack, refuse, round_up, spec
 from fusedrl.channel.sources import ADAPTERS, Slot, collect
-from fusedrl.channel.tensors import castable, check_tensor, converts, dtype_name
+from fusedrl.channel.tensors import castable, check_tensor, converts, copy, dtype_name
 
 _FORMAT = 1
 
@@ -142,9 +142,9 @@ class Layout:
             if not all(isinstance(name, str) for name in layout.transient):
                 raise ValueError("expected names in 'transient'")
             # There is one way to lay entries out, so offsets are right or wrong as a whole.
-            for name, expected in json.loads(layout.to_json()).items():
-                if fields[name] != expected or type(fields[name]) is not type(expected):
-                    raise ValueError(f"expected {name!r} to be consistent with the entries")
+            written = json.dumps(json.loads(layout.to_json()), sort_keys=True)
+            if json.dumps(fields, sort_keys=True) != written:
+                raise ValueError("expected offsets and sizes that follow from the entries")
             if layout.adapters not in ADAPTERS or layout.nbytes >= 2**63:
                 raise ValueError("expected known adapters and less than 2**63 bytes")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -197,8 +197,28 @@ class Layout:
         """
         return [slot.value() for slot in self.matched(weights)]
 
+    def write(self, weights: Any, views: Sequence[Tensor] | None) -> None:
+        """Copy weights into views; of those that are sharded or merged, one at a time exists.
+
+        Args:
+            weights: as :meth:`sources` takes them.
+            views: as :meth:`views` makes them. ``None`` on ranks that only take part in making
+                the weights whole.
+
+        Raises:
+            TypeError: an entry that is no plain tensor.
+            ValueError: all differences from this layout; nothing is written.
+        """
+        slots = self.matched(weights)
+        if views is not None:
+            fill(views, slots)
+            return
+        for slot in slots:
+            if slot.computed:
+                slot.value()
+
     def matched(self, weights: Any) -> list[Slot]:
-        """What :meth:`sources` computes the values of, one by one: ``slot.value()``."""
+        """The slots that :meth:`sources` gives the values of, nothing computed yet."""
         try:
             slots = collect(weights, self.adapters if self.adapters == "merged" else None)
         except ValueError:
@@ -234,6 +254,16 @@ class Layout:
             ]
         refuse("weights", differences, "publish those of the model that it was created from")
         return [chosen[entry.name] for entry in self.stored]
+
+
+def fill(views: Sequence[Tensor], slots: Sequence[Slot]) -> None:
+    """Copy what :meth:`Layout.matched` found; of tensors that are computed one at a time exists."""
+    pairs = list(zip(views, slots, strict=True))
+    plain = [(view, slot.value()) for view, slot in pairs if not slot.computed]
+    copy([view for view, _ in plain], [source for _, source in plain])
+    for view, slot in pairs:
+        if slot.computed:
+            view.copy_(slot.value())
 
 
 def _differences(entry: Entry, slots: dict[str, Slot]) -> list[str]:

@@ -14,7 +14,7 @@ from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.entries import described, refuse
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import Slot, module_slots
-from fusedrl.channel.tensors import check_tensor, converts, is_dtensor
+from fusedrl.channel.tensors import check_tensor, converts, copy, is_dtensor
 
 # Memory that modules were given by `alias`: nothing may be written there. A weak reference keeps
 # the address from being used again.
@@ -24,9 +24,8 @@ _LENT: dict[int, StorageWeakRef] = {}
 class Target:
     """A module that the weights of a layout are loaded into, version after version.
 
-    The module may be within DistributedDataParallel or ``torch.compile``. Parameters and buffers
-    that are replaced later are found; those that non-persistent buffers hold are left alone unless
-    the layout has them.
+    The module may be within DistributedDataParallel or ``torch.compile``. Parameters, buffers and
+    modules that are replaced later are found.
 
     Args:
         module: of the layout's names and shapes. Names that the layout ties may be two tensors.
@@ -77,14 +76,12 @@ class Target:
                 or param.shape != view.shape
             ):
                 self._refuse_alias(views)
-        for storage in {view.untyped_storage() for view in views}:
-            if storage._cdata not in _LENT:
-                _LENT[storage._cdata] = StorageWeakRef(storage)
+        _lend(views)
         for param, index, _ in params:
             param.data = views[index]
             if param.requires_grad:
                 param.requires_grad_(False)
-        _copy([tensor for tensor, *_ in self._buffers], [views[i] for _, i, _ in self._buffers])
+        copy([tensor for tensor, *_ in self._buffers], [views[i] for _, i, _ in self._buffers])
 
     def copy(self, views: Sequence[Tensor]) -> None:
         """Copy ``views`` into the parameters and buffers, which keep memory, dtype and device.
@@ -105,15 +102,14 @@ class Target:
             if tensor.shape != views[i].shape
         ]
         refuse("module", differences, "load into a model of the published one's shapes")
-        for cdata in [c for c, storage in _LENT.items() if storage.expired()]:
-            del _LENT[cdata]
-        for param, _, _ in self._parameters:
-            if _LENT and param.untyped_storage()._cdata in _LENT:
-                param.data = torch.empty_like(param)
-        _copy([tensor for tensor, *_ in pairs], [views[i] for _, i, _ in pairs])
+        with torch.inference_mode(False):  # what is allocated within it cannot be trained
+            for param, _, _ in self._parameters:
+                if _LENT and param.untyped_storage()._cdata in _LENT:
+                    param.data = torch.empty_like(param)
+        copy([tensor for tensor, *_ in pairs], [views[i] for _, i, _ in pairs])
 
     def detach(self) -> None:
-        """Give parameters that :meth:`alias` was called for memory of their own, with its values."""
+        """Give parameters memory of their own again, with the values that they have."""
         if self._stale():
             self._plan()
         for param, _, _ in self._parameters:
@@ -220,7 +216,9 @@ def _slots(module: nn.Module, layout: Layout) -> dict[str, Slot]:
     return {name: slots[name] for name in layout.view_of}
 
 
-def _copy(targets: list[Tensor], views: list[Tensor]) -> None:
-    if targets:
-        with torch.no_grad():
-            torch._foreach_copy_(targets, views)  # pyright: ignore[reportPrivateImportUsage]
+def _lend(views: Sequence[Tensor]) -> None:
+    lent = {view.untyped_storage()._cdata: view for view in views}
+    for cdata in lent.keys() - _LENT.keys():
+        for gone in [c for c, storage in list(_LENT.items()) if storage.expired()]:
+            _LENT.pop(gone, None)
+        _LENT[cdata] = StorageWeakRef(lent[cdata].untyped_storage())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class HostMemory:
         nbytes: bytes of each.
     """
 
-    MANIFEST = {"kind": "host"}
+    MANIFEST: ClassVar = {"kind": "host"}
 
     def __init__(self, end: _host.Publisher | _host.Reader, slots: int, nbytes: int) -> None:
         self.device = torch.device("cpu")

@@ -52,12 +52,17 @@ class Lease:
         return self._reader._weights(self._slot)
 
     def release(self) -> None:
-        """Let the publisher have the memory again, once the computation so far has ended."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader._release(self._slot)
+        """Let the publisher have the memory again, once the computation so far has ended.
+
+        On a GPU that is what the current stream was given so far; work on other streams has to be
+        ordered before it.
+        """
+        if self._reader is not None:
+            self._reader._release(self._slot)
+            self._reader = None
 
     def __enter__(self) -> Lease:
+        """The lease."""
         return self
 
     def __exit__(
@@ -66,9 +71,11 @@ class Lease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Release it."""
         self.release()
 
     def __del__(self) -> None:
+        """Warn of a lease that nobody can release any more."""
         # Its weights may still be in use, so it stays held.
         if self._reader is not None:
             warnings.warn(
@@ -268,11 +275,11 @@ class WeightReader:
             self._targets[module].detach()
             release()
         self._aliased.clear()
-        self._releases.close()
-        self._end.close()
+        self._releases.close(self._end.close)
         self._memory.close()
 
     def __enter__(self) -> WeightReader:
+        """The reader."""
         return self
 
     def __exit__(
@@ -281,9 +288,11 @@ class WeightReader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Close it."""
         self.close()
 
     def __reduce__(self) -> Any:
+        """Refuse: a handle is what travels."""
         raise TypeError(
             "reader: expected a WeightHandle to send to another process, got a WeightReader; send "
             "channel.handle and open it there"

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from fusedrl.channel import adapters as peft
-from fusedrl.channel.tensors import check_tensor, identity, whole
+from fusedrl.channel.tensors import check_tensor, identity, is_dtensor, whole
 
 ADAPTERS = (None, "only", "merged")
 
@@ -39,6 +39,11 @@ class Slot:
         memory = identity(self.tensor)
         # A base weight that is tied to another one is not any more with adapters on top.
         return memory and (*memory, None if self.layer is None else id(self.layer))
+
+    @property
+    def computed(self) -> bool:
+        """Whether :meth:`value` allocates a tensor."""
+        return self.merge is not None or is_dtensor(self.tensor)
 
     def value(self) -> Tensor:
         """The tensor to read; for sharded weights a collective."""
@@ -149,24 +154,49 @@ def module_slots(module: nn.Module, merged: bool = False) -> Iterator[Slot]:
     yield from _walk("", module, merged, False)
 
 
-def _walk(prefix: str, module: nn.Module, merged: bool, adapter: bool) -> Iterator[Slot]:
+class _Merged:
+    """The base of one adapted layer, by the names within it, computed when it is asked for.
+
+    Each value is handed out once and not kept.
+    """
+
+    def __init__(self, layer: nn.Module, prefix: str) -> None:
+        self.layer = layer
+        self.prefix = prefix
+        self.values: dict[str, Tensor] = {}
+
+    def value(self, name: str) -> Tensor:
+        inner = name.removeprefix(self.prefix)
+        if inner not in self.values:
+            slots = module_slots(peft.merge(self.layer), merged=True)
+            self.values.update({slot.name: slot.value() for slot in slots})
+        return self.values.pop(inner)
+
+
+def _walk(
+    prefix: str, module: nn.Module, merged: bool, adapter: bool, within: _Merged | None = None
+) -> Iterator[Slot]:
     module = _unwrapped(module)
-    layer = None
     if merged:
         module, layer = peft.merged_part(prefix.removesuffix("."), module)
-    merge = None if layer is None else peft.merged_values(layer)
+        module = _unwrapped(module)
+        if layer is not None and within is None:  # a layer merges those inside of it
+            within = _Merged(layer, prefix)
     _check_module(prefix, module)
     base = peft.base_child(type(module))
     own = adapter if base is None else True
     for kind, home in (("parameter", module._parameters), ("buffer", module._buffers)):
         for key, tensor in home.items():
             if tensor is not None:
+                name = prefix + key
                 persistent = kind == "parameter" or key not in module._non_persistent_buffers_set
-                value = None if merge is None else partial(merge, key)
-                yield Slot(prefix + key, tensor, kind, home, key, persistent, own, layer, value)
+                slot = Slot(name, tensor, kind, home, key, persistent, own)
+                if within is not None:
+                    slot.layer, slot.merge = within.layer, partial(within.value, name)
+                yield slot
     for key, child in module._modules.items():
         if child is not None:
-            yield from _walk(f"{prefix}{key}.", child, merged, own and key != base)
+            yield from _walk(f"{prefix}{key}.", child, merged, own and key != base, within)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

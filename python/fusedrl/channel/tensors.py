@@ -93,3 +93,10 @@ def identity(tensor: Tensor) -> tuple[Any, ...] | None:
         tensor.stride(),
         tensor.dtype,
     )
+
+
+@torch.no_grad()
+def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """One fused copy of any number of tensors, none included."""
+    if targets:
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]

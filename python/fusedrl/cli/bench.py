@@ -34,6 +34,7 @@ OPS = (
     "linear_exact_kl",
     "retrieve_kl",
     "trl",
+    "channel",
 )
 
 

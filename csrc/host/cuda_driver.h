@@ -1,0 +1,39 @@
+// The CUDA driver, found at run time: memory and events that processes share. Nothing is loaded
+// before the first call, and no call waits for the device or changes the caller's current device.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace fusedrl {
+
+// Devices are ordinals as this process sees them (CUDA_VISIBLE_DEVICES), as torch counts them.
+class CudaDriver {
+ public:
+  using Address = uint64_t;
+  using Event = uint64_t;   // CUevent
+  using Stream = uint64_t;  // CUstream; 0 is the default stream of the device
+
+  int device_count() const;
+  // Eight-four-four-four-twelve hexadecimal digits; of the MIG instance, where there is one.
+  std::string uuid(int device) const;
+
+  Address allocate(int device, uint64_t nbytes) const;
+  void free(int device, Address address) const;
+  std::string export_memory(int device, Address address) const;
+  Address open_memory(int device, std::string_view handle) const;
+  void close_memory(int device, Address address) const;
+
+  Event create_event(int device, bool interprocess) const;
+  std::string export_event(int device, Event event) const;
+  Event open_event(int device, std::string_view handle) const;
+  void destroy_event(int device, Event event) const;
+  void record_event(int device, Event event, Stream stream) const;
+  void stream_wait_event(int device, Stream stream, Event event) const;
+  bool event_done(int device, Event event) const;
+
+  bool capturing(int device, Stream stream) const;
+};
+
+}  // namespace fusedrl

@@ -1,0 +1,316 @@
+"""Slots in a GPU's memory: allocated by the publisher, mapped by readers of the same machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedrl import _host
+
+__all__ = ["CudaMemory"]
+
+# An export shares whole blocks of this size: a slot has its own, and starts at offset 0.
+_BLOCK = 2 << 20
+
+_Poll = Callable[[], bool]
+logger = logging.getLogger("fusedrl")
+
+
+class _Driver(_host.CudaDriver):
+    """The CUDA driver, and the stream that torch launches on."""
+
+    def current_stream(self, device: int) -> int:
+        return torch.cuda.current_stream(device).cuda_stream
+
+
+_DRIVER = _Driver()
+
+
+class CudaMemory:
+    """One process's side of slots in a GPU's memory.
+
+    A copy or a kernel that was launched is not done: events order the publisher's and the readers'
+    streams, and nothing waits for a device. A slot stays mapped until the last tensor over it is
+    gone, whatever was closed before.
+
+    Example:
+        >>> from fusedrl.channel.cuda import CudaMemory
+        >>> memory = CudaMemory.create(torch.device("cuda"), 3, 1 << 30)  # doctest: +SKIP
+        >>> there = CudaMemory.open(memory.manifest())  # in another process # doctest: +SKIP
+    """
+
+    def __init__(self, driver: Any, ordinal: int, slots: Iterable[_Slot], nbytes: int) -> None:
+        self._driver, self._ordinal, self._nbytes = driver, ordinal, nbytes
+        self._slots = list(slots)
+        self._closed = False
+        # What torch says of the memory, so that it compares equal to the device of parameters.
+        self.device = self.slot(0).device
+
+    @classmethod
+    def create(
+        cls, device: torch.device | str, slots: int, nbytes: int, *, driver: Any = None
+    ) -> CudaMemory:
+        """Allocate slots that other processes can open.
+
+        The memory is the driver's own, not of torch's caching allocator, and rounded up to 2 MiB.
+
+        Args:
+            device: of the slots; without an index, the current one.
+            slots: how many.
+            nbytes: of a slot.
+            driver: what stands in for the CUDA driver.
+
+        Raises:
+            ValueError: a device that is not a CUDA device.
+            RuntimeError: no CUDA driver, too little memory, or a device that cannot share memory.
+        """
+        driver = driver or _DRIVER
+        device = torch.device(device)
+        if device.type != "cuda":
+            raise ValueError(f"device: expected a CUDA device, got {device}; name one as 'cuda:0'")
+        index = device.index
+        ordinal = torch.cuda.current_device() if index is None else index
+        _close_retired()
+        made = [_Slot.allocate(driver, ordinal, nbytes) for _ in range(slots)]
+        _exports.update({(_process(), slot.memory_handle): slot for slot in made})
+        return cls(driver, ordinal, made, nbytes)
+
+    @classmethod
+    def open(cls, manifest: dict[str, Any], *, driver: Any = None) -> CudaMemory:
+        """Open the slots that another process's ``manifest()`` describes.
+
+        A slot that this process has open already is shared; one of its own is used as it is.
+
+        Args:
+            manifest: of the publisher's memory.
+            driver: what stands in for the CUDA driver.
+
+        Raises:
+            RuntimeError: a device that this process does not see, or a publisher that is gone.
+        """
+        driver = driver or _DRIVER
+        ordinal = _ordinal(driver, manifest["uuid"])
+        _close_retired()
+        slots = [
+            _opened(driver, ordinal, manifest["process"], **each) for each in manifest["slots"]
+        ]
+        return cls(driver, ordinal, slots, manifest["nbytes"])
+
+    def slot(self, index: int) -> Tensor:
+        """The slot as a flat uint8 tensor; it may outlive this object."""
+        slot = self._slot(index)
+        capsule = self._driver.tensor(slot.address, self._nbytes, self._ordinal, slot)
+        return torch.from_dlpack(capsule)
+
+    def before_write(self, index: int) -> None:
+        """The current stream waits for the slot's previous write, on whichever stream that was."""
+        self._driver.stream_wait_event(self._ordinal, self._stream(), self._slot(index).written)
+
+    def after_write(self, index: int) -> None:
+        """Mark the slot as written once the current stream's work so far is done."""
+        self._driver.record_event(self._ordinal, self._slot(index).written, self._stream())
+
+    def before_read(self, index: int) -> None:
+        """The current stream waits for the slot's last write; this thread does not."""
+        self._driver.stream_wait_event(self._ordinal, self._stream(), self._slot(index).written)
+
+    def after_read(self, index: int) -> _Poll:
+        """A function that tells whether the current stream's work so far is done with the slot."""
+        slot = self._slot(index)
+        for poll in tuple(slot.in_flight):
+            if poll():
+                slot.in_flight.discard(poll)
+        poll = _recorded(self._driver, self._ordinal, self._stream())
+        slot.in_flight.add(poll)
+        return poll
+
+    def manifest(self) -> dict[str, Any]:
+        """What another process opens the slots by, as JSON takes it."""
+        exports = [
+            {"memory": slot.memory_handle.hex(), "event": slot.event_handle.hex()}
+            for slot in self._slots
+        ]
+        uuid = self._driver.uuid(self._ordinal)
+        return {
+            "kind": "cuda",
+            "uuid": uuid,
+            "process": _process(),
+            "nbytes": self._nbytes,
+            "slots": exports,
+        }
+
+    def close(self, in_use_by: Sequence[int] = ()) -> None:
+        """Let go of the slots; each is unmapped, or freed, with the last tensor over it.
+
+        Args:
+            in_use_by: processes that may still compute with slots of this one. To free these under
+                them would be undefined behaviour: they stay allocated until this process ends.
+        """
+        if in_use_by and self._slots:
+            logger.warning(
+                "%d slots of %d bytes on %s stay allocated until this process ends: the processes "
+                "%s may still read them; close their readers first",
+                *(len(self._slots), self._nbytes, self.device, ", ".join(map(str, in_use_by))),
+            )
+            _kept.extend(self._slots)
+        self._closed = True
+        self._slots.clear()
+
+    def _slot(self, index: int) -> _Slot:
+        if self._closed:
+            raise RuntimeError(
+                "memory: expected open slots, got closed ones; open the handle again"
+            )
+        return self._slots[index]
+
+    def _stream(self) -> int:
+        stream = self._driver.current_stream(self._ordinal)
+        if self._driver.capturing(self._ordinal, stream):
+            raise RuntimeError(
+                "stream: expected one that is not capturing, got a CUDA graph's capture, which "
+                "would keep a slot's address but not its lease; load with mode='copy' before the "
+                "capture"
+            )
+        return stream
+
+
+class _Slot:
+    """Device memory and the event of its last write; tensors over it keep it alive."""
+
+    def __init__(self, address: int, written: int, handles: tuple[bytes, bytes]) -> None:
+        self.address, self.written = address, written
+        self.memory_handle, self.event_handle = handles
+        self.in_flight: set[_Poll] = set()  # reads of this process that may not be done
+
+    @classmethod
+    def allocate(cls, driver: Any, ordinal: int, nbytes: int) -> _Slot:
+        address = driver.allocate(ordinal, max(-(-nbytes // _BLOCK), 1) * _BLOCK)
+        try:
+            written = driver.create_event(ordinal, True)
+        except BaseException:
+            driver.free(ordinal, address)
+            raise
+        try:
+            handles = driver.export_memory(ordinal, address), driver.export_event(ordinal, written)
+        except BaseException:
+            driver.destroy_event(ordinal, written)
+            driver.free(ordinal, address)
+            raise
+        slot = cls(address, written, handles)
+        slot._on_drop(driver, ordinal, driver.free, lambda: driver.event_done(ordinal, written))
+        return slot
+
+    @classmethod
+    def open(cls, driver: Any, ordinal: int, memory: bytes, event: bytes) -> _Slot:
+        address = driver.open_memory(ordinal, memory)
+        try:
+            written = driver.open_event(ordinal, event)
+        except BaseException:
+            driver.close_memory(ordinal, address)
+            raise
+        slot = cls(address, written, (memory, event))
+        slot._on_drop(driver, ordinal, driver.close_memory)
+        return slot
+
+    def _on_drop(
+        self, driver: Any, ordinal: int, give_back: Callable[[int, int], None], *writes: _Poll
+    ) -> None:
+        address, written, reads = self.address, self.written, self.in_flight
+
+        def close() -> bool:
+            if not all(poll() for poll in (*writes, *reads)):
+                return False
+            give_back(ordinal, address)
+            driver.destroy_event(ordinal, written)
+            return True
+
+        # Not at exit: tensors may still be in use there, and the driver cleans up.
+        weakref.finalize(self, _retire, close).atexit = False
+
+
+# Slots of this process, which it must not open itself, and those it has opened, by process and
+# handle. An entry goes with the last tensor over its slot.
+_exports: weakref.WeakValueDictionary[tuple[str, bytes], _Slot] = weakref.WeakValueDictionary()
+_opens: weakref.WeakValueDictionary[tuple[str, bytes], _Slot] = weakref.WeakValueDictionary()
+_opening = threading.Lock()
+_kept: list[_Slot] = []
+_retired: deque[_Poll] = deque()
+# Events that are done, to be recorded again, by driver and device.
+_events: weakref.WeakKeyDictionary[Any, dict[int, list[int]]] = weakref.WeakKeyDictionary()
+_TOKEN = secrets.token_hex(8)
+
+
+def _process() -> str:
+    """This process: a pid alone may be another's in another container, a token its parent's."""
+    return f"{os.getpid()}-{_TOKEN}"
+
+
+def _opened(driver: Any, ordinal: int, process: str, memory: str, event: str) -> _Slot:
+    handles = bytes.fromhex(memory), bytes.fromhex(event)
+    key = (_process(), handles[0])
+    if process == _process():
+        own = _exports.get(key)
+        if own is None:
+            raise RuntimeError(
+                "handle: expected an open channel, got one that this process has closed; open the "
+                "handle of a new channel"
+            )
+        return own
+    with _opening:
+        slot = _opens.get(key)
+        if slot is None:
+            slot = _opens[key] = _Slot.open(driver, ordinal, *handles)
+    return slot
+
+
+def _ordinal(driver: Any, uuid: str) -> int:
+    """The device of that UUID as this process counts them (CUDA_VISIBLE_DEVICES may differ)."""
+    seen = [driver.uuid(ordinal) for ordinal in range(driver.device_count())]
+    if uuid not in seen:
+        raise RuntimeError(
+            f"device: expected the publisher's, with the UUID {uuid}, got {seen or 'none'} in this "
+            "process; add it to CUDA_VISIBLE_DEVICES, or create the channel with device='cpu'"
+        )
+    return seen.index(uuid)
+
+
+def _retire(close: _Poll) -> None:
+    """Close now if the device is done with the memory, else at a later call: never wait for it."""
+    if not close():
+        _retired.append(close)
+
+
+def _close_retired() -> None:
+    for _ in range(len(_retired)):
+        _retire(_retired.popleft())
+
+
+def _recorded(driver: Any, ordinal: int, stream: int) -> _Poll:
+    """Whether the stream's work so far is done, as a function; its event is used again after."""
+    free = _events.setdefault(driver, {}).setdefault(ordinal, [])
+    try:
+        event = free.pop()
+    except IndexError:
+        event = driver.create_event(ordinal, False)
+    driver.record_event(ordinal, event, stream)
+    held = [event]
+
+    def done() -> bool:
+        try:
+            if not driver.event_done(ordinal, held[0]):
+                return False
+            free.append(held.pop())
+        except IndexError:  # seen done at an earlier call, maybe on another thread
+            pass
+        return True
+
+    return done

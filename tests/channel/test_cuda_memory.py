@@ -1,0 +1,378 @@
+"""CudaMemory over a driver that runs on the CPU: what is ordered, mapped, closed and refused."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import threading
+import time
+
+import pytest
+import torch
+from channel import cuda_workers
+from channel.fake_driver import POISON, FakeDriver
+
+from fusedrl import _host
+from fusedrl.channel import cuda
+from fusedrl.channel.cuda import CudaMemory
+
+NBYTES = 4096
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(autouse=True)
+def _no_wait_for_a_device(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("waited for a device")
+
+    for name in ("synchronize", "Stream.synchronize", "Event.synchronize"):
+        monkeypatch.setattr(f"torch.cuda.{name}", refuse)
+    yield
+    cuda._retired.clear()
+
+
+@pytest.fixture
+def publisher():
+    return FakeDriver()
+
+
+@pytest.fixture
+def reader():
+    return FakeDriver()
+
+
+def create(driver, slots=1):
+    return CudaMemory.create("cuda:0", slots, NBYTES, driver=driver)
+
+
+def open_elsewhere(memory, driver):
+    """As another process opens it."""
+    manifest = json.loads(json.dumps(memory.manifest()))
+    return CudaMemory.open(manifest | {"process": "another"}, driver=driver)
+
+
+def filled(value):
+    return torch.full((NBYTES,), value, dtype=torch.uint8)
+
+
+def publish(memory, driver, value, seconds=0.0, stream=1):
+    with driver.stream(stream):
+        memory.before_write(0)
+        driver.copy(memory.slot(0), filled(value), seconds)
+        memory.after_write(0)
+
+
+def read(memory, driver, seconds=0.0, stream=2):
+    """The bytes that a reader's stream sees, once it ran, and the poll of the lease's end."""
+    seen = filled(0)
+    with driver.stream(stream):
+        memory.before_read(0)
+        driver.copy(seen, memory.slot(0), seconds)
+        return seen, memory.after_read(0)
+
+
+def finish(*drivers):
+    for driver in drivers:
+        driver.drain()
+        assert driver.violations == []
+
+
+def test_a_reader_sees_the_whole_write_that_was_only_launched(publisher, reader):
+    memory = create(publisher)
+    there = open_elsewhere(memory, reader)
+    publish(memory, publisher, 5, seconds=0.1)
+    seen, _ = read(there, reader)
+    finish(publisher, reader)
+    assert seen.tolist() == [5] * NBYTES
+
+
+def test_without_before_read_it_would_see_a_torn_write(publisher, reader, monkeypatch):
+    monkeypatch.setattr(CudaMemory, "before_read", lambda self, i: None)
+    memory = create(publisher)
+    there = open_elsewhere(memory, reader)
+    publish(memory, publisher, 5, seconds=0.3)
+    seen, _ = read(there, reader)
+    finish(publisher, reader)
+    assert seen.tolist() != [5] * NBYTES
+
+
+def lease_then_publish_over_it(publisher, reader):
+    """The publisher writes as soon as the lease is released, as the locks have it."""
+    memory = create(publisher)
+    there = open_elsewhere(memory, reader)
+    publish(memory, publisher, 5)
+    publisher.drain()
+    seen, released = read(there, reader, seconds=0.2)
+    while not released():
+        time.sleep(0.001)
+    publish(memory, publisher, 6)
+    finish(publisher, reader)
+    return seen.tolist()
+
+
+def test_a_lease_ends_when_the_readers_stream_is_done(publisher, reader):
+    assert lease_then_publish_over_it(publisher, reader) == [5] * NBYTES
+
+
+def test_a_lease_that_ended_at_once_would_be_overwritten(publisher, reader, monkeypatch):
+    monkeypatch.setattr(CudaMemory, "after_read", lambda self, i: lambda: True)
+    assert 6 in lease_then_publish_over_it(publisher, reader)
+
+
+def write_twice_on_two_streams(driver):
+    memory = create(driver)
+    publish(memory, driver, 5, seconds=0.2, stream=1)
+    publish(memory, driver, 6, stream=2)
+    finish(driver)
+    return memory.slot(0).tolist()
+
+
+def test_writes_on_two_streams_keep_their_order(publisher):
+    assert write_twice_on_two_streams(publisher) == [6] * NBYTES
+
+
+def test_without_before_write_they_would_mix(publisher, monkeypatch):
+    monkeypatch.setattr(CudaMemory, "before_write", lambda self, i: None)
+    assert 5 in write_twice_on_two_streams(publisher)
+
+
+def test_a_poll_answers_true_again_while_its_event_serves_another_read(publisher):
+    memory = create(publisher)
+    _, first = read(memory, publisher)
+    publisher.drain()
+    assert first()
+    created = publisher.calls["create_event"]
+    _, second = read(memory, publisher, seconds=0.2)
+    assert publisher.calls["create_event"] == created
+    assert first() and not second()
+    publisher.drain()
+    assert second() and first()
+
+
+def test_reads_on_many_threads_reuse_a_few_events(publisher):
+    memory = create(publisher)
+
+    def work():
+        for _ in range(50):
+            _, released = read(memory, publisher, stream=threading.get_ident())
+            while not released():
+                time.sleep(0.0001)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert publisher.calls["create_event"] <= 1 + 8
+
+
+def test_another_process_reads_it_by_uuid_in_its_own_order_of_devices(publisher):
+    memory = CudaMemory.create("cuda:1", 1, NBYTES, driver=publisher)
+    publish(memory, publisher, 5, seconds=0.5)
+    ours, theirs = SPAWN.Pipe()
+    arguments = theirs, memory.manifest(), ("gpu-b",), 0.5
+    child = SPAWN.Process(target=cuda_workers.read_slot, args=arguments)
+    child.start()
+    released_at_once = ours.recv()
+    seen, released, violations, balance = ours.recv()
+    child.join()
+    assert seen == [5] * NBYTES
+    assert not released_at_once and released
+    assert violations == []
+    assert balance[1] == 0
+    finish(publisher)
+
+
+def test_a_device_out_of_sight_is_refused_by_its_uuid(publisher):
+    memory = create(publisher)
+    with pytest.raises(RuntimeError, match=r"UUID gpu-a, got \['gpu-b'\].*device='cpu'"):
+        open_elsewhere(memory, FakeDriver(["gpu-b"]))
+    with pytest.raises(RuntimeError, match=r"UUID gpu-a, got none"):
+        open_elsewhere(memory, FakeDriver([]))
+
+
+def test_the_publishers_own_process_uses_the_memory_as_it_is(publisher):
+    memory = create(publisher)
+    here = CudaMemory.open(memory.manifest(), driver=publisher)
+    assert here.slot(0).data_ptr() == memory.slot(0).data_ptr()
+    publish(memory, publisher, 5, seconds=0.1)
+    seen, _ = read(here, publisher)
+    finish(publisher)
+    assert seen.tolist() == [5] * NBYTES
+    assert publisher.calls["open"] == publisher.calls["open_event"] == 0
+
+
+def test_the_driver_would_refuse_an_own_export(publisher):
+    memory = create(publisher)
+    with pytest.raises(RuntimeError, match="own export"):
+        open_elsewhere(memory, publisher)
+
+
+def test_a_handle_that_this_process_closed_is_refused(publisher):
+    memory = create(publisher)
+    manifest = memory.manifest()
+    memory.close()
+    with pytest.raises(RuntimeError, match="this process has closed"):
+        CudaMemory.open(manifest, driver=publisher)
+
+
+def test_an_export_opened_often_is_opened_once_and_closed_once(publisher, reader):
+    memory = create(publisher, slots=2)
+    opened = [open_elsewhere(memory, reader) for _ in range(5)]
+    assert reader.calls["open"] == 2
+    view = opened[3].slot(1)[7:].view(-1)
+    for each in opened:
+        each.close()
+    assert reader.calls["close"] == 1  # slot 0 has no tensor left
+    assert reader.balance()[1] == 1
+    del view
+    assert reader.balance() == (0, 0, 0)
+
+
+def test_threads_that_open_at_once_open_once(publisher, reader):
+    memory = create(publisher)
+    start = threading.Barrier(4)
+    opened = []
+
+    def work():
+        start.wait()
+        opened.append(open_elsewhere(memory, reader))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(opened) == 4
+    assert reader.calls["open"] == 1
+
+
+@pytest.mark.parametrize("last", ["thread", "cycle"])
+def test_views_outlive_close_on_both_sides(publisher, reader, last):
+    memory = create(publisher)
+    there = open_elsewhere(memory, reader)
+    publish(memory, publisher, 5)
+    publisher.drain()
+    views = [memory.slot(0)[:8], there.slot(0)[8:16].view(torch.int16)]
+    memory.close()
+    there.close()
+    assert views[0].tolist() == [5] * 8
+    assert views[1].view(torch.uint8).tolist() == [5] * 8
+    if last == "thread":
+        thread = threading.Thread(target=views.clear)
+        thread.start()
+        thread.join()
+    else:
+        views.append(views)
+        del views
+        gc.collect()
+    assert publisher.balance() == reader.balance() == (0, 0, 0)
+
+
+def test_memory_stays_while_a_stream_works_with_it(publisher, reader):
+    memory = create(publisher)
+    there = open_elsewhere(memory, reader)
+    publish(memory, publisher, 5, seconds=0.2)
+    seen, _ = read(there, reader, seconds=0.2)
+    there.close()
+    memory.close()
+    assert reader.balance()[1] == publisher.balance()[0] == 1
+    finish(publisher, reader)
+    assert seen.tolist() == [5] * NBYTES
+    cuda._close_retired()
+    assert reader.balance()[1] == publisher.balance()[0] == 0
+
+
+def test_what_was_given_back_is_not_readable_any_more(publisher):
+    memory = create(publisher)
+    slot = memory.slot(0)
+    publisher.free(0, slot.data_ptr())
+    assert slot.tolist() == [POISON] * NBYTES
+    memory.close(in_use_by=[1])
+
+
+def test_slots_that_readers_may_still_use_are_not_freed(publisher, reader, caplog):
+    memory = create(publisher)
+    there = open_elsewhere(memory, reader)
+    publish(memory, publisher, 5)
+    publisher.drain()
+    memory.close(in_use_by=[1])
+    assert "the processes 1 may still read them" in caplog.text
+    assert publisher.calls["free"] == 0
+    assert there.slot(0).tolist() == [5] * NBYTES
+    with pytest.raises(RuntimeError, match="closed"):
+        memory.slot(0)
+
+
+def test_a_publisher_that_is_gone_is_refused(reader):
+    ours, theirs = SPAWN.Pipe()
+    child = SPAWN.Process(target=cuda_workers.publish_and_wait, args=(theirs, NBYTES))
+    child.start()
+    manifest = ours.recv()
+    there = CudaMemory.open(manifest, driver=reader)
+    assert there.slot(0).tolist() == [7] * NBYTES
+    child.kill()
+    child.join()
+    assert there.slot(0).tolist() == [7] * NBYTES
+    del there
+    with pytest.raises(RuntimeError, match="gone"):
+        CudaMemory.open(manifest, driver=reader)
+
+
+def test_a_failure_while_opening_leaves_nothing_open(publisher, reader, monkeypatch):
+    memory = create(publisher, slots=2)
+    calls = []
+
+    def failing(device, handle):
+        calls.append(handle)
+        if len(calls) == 2:
+            raise RuntimeError("no second event")
+        return FakeDriver.open_event(reader, device, handle)
+
+    monkeypatch.setattr(reader, "open_event", failing)
+    with pytest.raises(RuntimeError, match="no second event"):
+        open_elsewhere(memory, reader)
+    gc.collect()
+    assert reader.balance() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("failing", ["create_event", "export_memory", "export_event"])
+def test_a_failure_while_allocating_leaves_nothing_allocated(publisher, monkeypatch, failing):
+    def fail(*_):
+        raise RuntimeError("not on this device")
+
+    monkeypatch.setattr(publisher, failing, fail)
+    with pytest.raises(RuntimeError, match="not on this device"):
+        create(publisher)
+    assert publisher.balance() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["before_write", "after_write", "before_read", "after_read"])
+def test_a_graph_that_is_captured_is_refused(publisher, name):
+    memory = create(publisher)
+    publisher.is_capturing = True
+    with pytest.raises(RuntimeError, match=r"CUDA graph.*mode='copy'"):
+        getattr(memory, name)(0)
+
+
+def test_a_device_of_another_kind_is_refused(publisher):
+    with pytest.raises(ValueError, match="expected a CUDA device, got cpu"):
+        CudaMemory.create("cpu", 1, NBYTES, driver=publisher)
+
+
+def test_an_empty_slot_is_memory_too(publisher, reader):
+    memory = CudaMemory.create("cuda:0", 1, 0, driver=publisher)
+    assert open_elsewhere(memory, reader).slot(0).shape == (0,)
+
+
+def test_slots_are_blocks_of_their_own(publisher):
+    memory = create(publisher, slots=3)
+    sizes = [size for _, _, size, _ in publisher._files.values() if size > 16]
+    assert sizes == [2 << 20] * 3
+    assert memory.device == memory.slot(2).device
+
+
+def test_the_fake_has_the_methods_of_the_driver():
+    ours = {name for name in dir(_host.CudaDriver) if not name.startswith("_")}
+    assert ours <= set(dir(FakeDriver))

@@ -1,0 +1,288 @@
+"""Layouts: what is stored where, what their JSON may be, which weights they take."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictParams
+from torch import nn
+
+from fusedrl.channel.layout import Layout
+from fusedrl.channel.tensors import DTYPES
+
+
+class Tied(nn.Module):
+    """Tied weights, a buffer of each sort, an empty parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(3)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+
+
+def flat_of(layout: Layout) -> torch.Tensor:
+    return torch.zeros(layout.nbytes, dtype=torch.uint8)
+
+
+def stored(layout: Layout, weights: Any) -> dict[str, torch.Tensor]:
+    """What readers get of weights that are published."""
+    views = layout.views(flat_of(layout))
+    torch._foreach_copy_(views, layout.sources(weights))
+    return {name: views[index] for name, index in layout.view_of.items()}
+
+
+def test_every_entry_of_the_state_dict_is_stored_and_comes_back():
+    model = Tied()
+    layout = Layout.of(model)
+    state = model.state_dict()
+    assert [e.name for e in layout.entries] == [
+        *("empty", "scale", "embed.weight", "head.weight", "norm.weight", "norm.bias"),
+        *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"),
+    ]
+    back = stored(layout, model)
+    assert back.keys() == state.keys()
+    for name, tensor in state.items():
+        torch.testing.assert_close(back[name], tensor, rtol=0, atol=0)
+    kinds = {e.name: e.kind for e in layout.entries}
+    assert kinds["scale"] == "parameter" and kinds["norm.num_batches_tracked"] == "buffer"
+
+
+def test_offsets_are_aligned_and_apart():
+    layout = Layout.of(Tied())
+    assert layout.nbytes % 4096 == 0
+    end = 0
+    for entry in layout.stored:
+        assert entry.offset % 64 == 0 and entry.offset >= end
+        end = entry.offset + entry.nbytes
+    assert end <= layout.nbytes
+
+
+def test_tied_names_are_stored_once():
+    layout = Layout.of(Tied())
+    head = next(e for e in layout.entries if e.name == "head.weight")
+    assert head.tied_to == "embed.weight" and head not in layout.stored
+    nested = layout.tensordict(layout.views(flat_of(layout)))
+    assert nested["head", "weight"] is nested["embed", "weight"]
+
+
+def test_tensors_over_the_same_memory_are_tied_and_parts_of_it_are_not():
+    fused = torch.randn(4, 3)
+    weights = {"a": fused, "b": fused.view(4, 3), "c": fused[:2], "d": fused.t()}
+    layout = Layout.of(weights)
+    assert [e.tied_to for e in layout.entries] == [None, "a", None, None]
+    back = stored(layout, weights)
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_keeps_its_bits(name):
+    bits = torch.arange(48, dtype=torch.uint8)
+    tensor = (bits % 2).bool() if name == "bool" else bits.view(DTYPES[name])
+    layout = Layout.from_json(Layout.of({"x": tensor}).to_json())
+    view = stored(layout, {"x": tensor})["x"]
+    assert view.dtype == DTYPES[name]
+    assert torch.equal(view.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_dtype_casts_floating_entries_alone():
+    layout = Layout.of(Tied(), dtype=torch.bfloat16)
+    dtypes = {e.name: e.dtype for e in layout.entries}
+    assert dtypes.pop("norm.num_batches_tracked") == torch.int64
+    assert set(dtypes.values()) == {torch.bfloat16}
+    model = Tied()
+    torch.testing.assert_close(
+        stored(layout, model)["embed.weight"], model.embed.weight.detach().bfloat16()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
+def test_a_dtype_that_values_cannot_be_cast_to_is_refused(dtype):
+    with pytest.raises(ValueError, match="dtype: expected a float of 16 bits or more"):
+        Layout.of(Tied(), dtype=dtype)
+
+
+def test_floats_that_mean_something_with_their_scales_are_not_cast():
+    weights = {"w": torch.zeros(2).to(torch.float8_e4m3fn), "scale": torch.ones(1)}
+    with pytest.raises(ValueError, match=r"float8_e4m3fn of w.*pass dtype=None"):
+        Layout.of(weights, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"w: expected float8_e4m3fn \(2,\), got bfloat16"):
+        Layout.of(weights).sources({**weights, "w": torch.zeros(2, dtype=torch.bfloat16)})
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        TensorDict.from_module,
+        lambda m: TensorDict.from_module(m).data,
+        lambda m: TensorDictParams(TensorDict.from_module(m)),
+        lambda m: TensorDict.from_module(m).flatten_keys("."),
+        lambda m: m.state_dict(),
+        torch.compile,
+    ],
+    ids=["from_module", "data", "params", "dotted", "state dict", "compiled"],
+)
+def test_weights_of_any_form_fit_the_layout_of_the_module_and_the_reverse(form):
+    model = Tied()
+    for name, back in stored(Layout.of(model), form(model)).items():
+        assert torch.equal(back, model.state_dict()[name])
+    back = stored(Layout.of(form(model)), model)
+    assert back.keys() - {"cache"} == model.state_dict().keys()
+
+
+def test_sources_may_have_any_strides_and_width_of_float():
+    weights = {"w": torch.randn(3, 4).t(), "e": torch.ones(1).expand(6)}
+    layout = Layout.of(weights, dtype=torch.float32)
+    back = stored(layout, {k: v.double() for k, v in weights.items()})
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+    assert not any(s.requires_grad for s in layout.sources(weights))
+
+
+def test_one_error_lists_every_difference():
+    layout = Layout.of({"a": torch.zeros(2), "b": torch.zeros(3).long(), "c": torch.zeros(1)})
+    weights = {"a": torch.zeros(3), "b": torch.zeros(3), "d": torch.zeros(())}
+    with pytest.raises(ValueError, match="weights: 4 differences") as error:
+        layout.sources(weights)
+    assert str(error.value).splitlines()[1:] == [
+        "  a: expected float32 (2,), got float32 (3,)",
+        "  b: expected int64 (3,), got float32 (3,)",
+        "  c: expected float32 (1,), got no such entry",
+        "  d: expected no such entry, got float32 ()",
+    ]
+    many = Layout.of({f"w{i}": torch.zeros(1) for i in range(40)})
+    with pytest.raises(ValueError, match="41 differences") as error:
+        many.sources({"x": torch.zeros(1)})
+    lines = str(error.value).splitlines()
+    assert len(lines) == 12 and lines[-1] == "  and 31 more"
+
+
+def test_weights_that_untie_what_is_stored_once_are_refused():
+    layout = Layout.of(Tied())
+    untied = Tied()
+    untied.head.weight = nn.Parameter(untied.embed.weight.detach().clone())
+    with pytest.raises(ValueError, match=r"head.weight: expected the tensor of embed.weight"):
+        layout.sources(untied)
+
+
+def test_weights_that_tie_what_is_stored_twice_are_taken():
+    untied, tied = Tied(), Tied()
+    untied.head.weight = nn.Parameter(untied.embed.weight.detach().clone())
+    back = stored(Layout.of(untied), tied)
+    assert torch.equal(back["head.weight"], tied.embed.weight)
+    assert torch.equal(back["embed.weight"], tied.embed.weight)
+
+
+@pytest.mark.parametrize("left_out", ["embed.weight", "head.weight"])
+def test_one_of_two_tied_names_is_enough(left_out):
+    model = Tied()
+    state = model.state_dict()
+    del state[left_out]
+    back = stored(Layout.of(model), state)
+    assert torch.equal(back[left_out], model.embed.weight)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({}, "expected tensors, got none"),
+        ({"a": torch.ones(1), "a.b": torch.ones(1)}, "expected a tensor or entries below it"),
+        ({"a..b": torch.ones(1)}, "got an empty one"),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "expected one entry of this name"),
+    ],
+)
+def test_names_that_cannot_be_nested_are_refused(weights, message):
+    with pytest.raises(ValueError, match=message):
+        Layout.of(weights)
+
+
+def test_json_makes_an_equal_layout():
+    layout = Layout.of(Tied(), dtype=torch.float16)
+    again = Layout.from_json(layout.to_json())
+    assert again == layout and again.hash == layout.hash and again.nbytes == layout.nbytes
+    assert len(layout.hash) == 64
+    assert Layout.of(Tied()).hash != layout.hash
+    assert copy.deepcopy(layout) == layout
+
+
+def _entry(index: int, **changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda fields: fields["entries"][index].update(changes)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _entry(0, dtype="load"),
+        _entry(0, dtype="qint8"),
+        _entry(0, dtype=["float32"]),
+        _entry(0, offset=8192),
+        _entry(1, offset=0),
+        _entry(1, offset=-64),
+        _entry(1, offset=64.0),
+        _entry(0, shape=[-2, 3]),
+        _entry(0, shape=[True, 3]),
+        _entry(0, shape=[2**40, 2**40]),
+        _entry(0, shape="23"),
+        _entry(2, tied_to="nothing"),
+        _entry(2, tied_to="bias"),
+        _entry(0, tied_to="weight"),
+        _entry(0, tied_to="again"),
+        _entry(1, name="weight"),
+        _entry(1, name="weight.x"),
+        _entry(1, name=3),
+        _entry(0, kind="function"),
+        _entry(0, more=1),
+        lambda fields: fields.update(nbytes=1),
+        lambda fields: fields.update(nbytes=4096.0),
+        lambda fields: fields.update(format=2),
+        lambda fields: fields.update(format=True),
+        lambda fields: fields.update(adapters="all"),
+        lambda fields: fields.update(transient=[1]),
+        lambda fields: fields.update(transient="ab"),
+        lambda fields: fields.update(entries=[]),
+        lambda fields: fields.update(entries=3),
+        lambda fields: fields.pop("nbytes"),
+    ],
+)
+def test_json_that_is_not_what_a_layout_writes_is_refused(damage):
+    model = nn.Linear(3, 2)
+    fields = json.loads(Layout.of({**model.state_dict(), "again": model.weight.data}).to_json())
+    damage(fields)
+    with pytest.raises(ValueError, match="text: expected the JSON of a layout"):
+        Layout.from_json(json.dumps(fields))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{", "[" * 100000, "null"])
+def test_text_that_is_no_layout_is_refused(text):
+    with pytest.raises(ValueError, match="text: expected the JSON of a layout"):
+        Layout.from_json(text)
+
+
+def test_views_of_a_part_of_larger_memory_lie_in_that_part():
+    layout = Layout.of(Tied())
+    memory = torch.zeros(2 * layout.nbytes, dtype=torch.uint8)
+    for view in layout.views(memory[layout.nbytes :]):
+        view.fill_(1)
+    assert not memory[: layout.nbytes].any() and memory[layout.nbytes :].any()
+
+
+@pytest.mark.parametrize("flat", [torch.zeros(8), torch.zeros(8, dtype=torch.uint8)])
+def test_memory_that_is_too_small_or_not_bytes_is_refused(flat):
+    with pytest.raises(ValueError, match="flat: expected a uint8 vector of 4096 bytes"):
+        Layout.of(nn.Linear(1, 1)).views(flat)
+
+
+def test_views_that_were_made_in_inference_mode_can_be_used_outside():
+    layout = Layout.of(nn.Linear(1, 1))
+    flat = flat_of(layout)
+    with torch.inference_mode():
+        views = layout.views(flat)
+    assert not any(view.is_inference() for view in views)

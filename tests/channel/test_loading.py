@@ -1,0 +1,228 @@
+"""Loading: whose memory a module computes with, and which modules are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fusedrl.channel.layout import Layout
+from fusedrl.channel.loading import Target
+
+from .test_layout import Tied
+
+
+class Net(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.head = nn.Linear(3, 2, bias=False)
+        self.to(dtype)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def published(model: nn.Module, layout: Layout | None = None) -> tuple[Layout, list[torch.Tensor]]:
+    layout = layout or Layout.of(model)
+    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    torch._foreach_copy_(views, layout.sources(model))
+    return layout, views
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    other = b.state_dict()
+    return all(torch.equal(tensor, other[name]) for name, tensor in a.state_dict().items())
+
+
+def test_alias_computes_with_the_views_and_trains_nothing():
+    trained, model = Net(), Net()
+    layout, views = published(trained)
+    params = dict(model.named_parameters())
+    Target(model, layout).alias(views)
+    assert same(model.eval(), trained)
+    for name, param in model.named_parameters():
+        assert param is params[name] and not param.requires_grad
+        assert param.data_ptr() == views[layout.view_of[name]].data_ptr()
+
+
+def test_buffers_are_copied_since_a_forward_writes_to_them():
+    trained, model = Net(), Net()
+    trained.body[1].running_mean.fill_(3)
+    layout, views = published(trained)
+    Target(model, layout).alias(views)
+    assert model.body[1].running_mean.tolist() == [3, 3, 3]
+    model.train()(torch.randn(8, 3))
+    assert views[layout.view_of["body.1.running_mean"]].tolist() == [3, 3, 3]
+
+
+def test_each_alias_moves_to_the_version_it_is_given():
+    model = Net()
+    layout, first = published(Net())
+    target = Target(model, layout)
+    for views in (first, published(Net())[1], first):
+        target.alias(views)
+        assert torch.equal(model.head.weight, views[layout.view_of["head.weight"]])
+
+
+def test_copy_keeps_addresses_gradients_and_dtypes():
+    trained, model = Net(), Net(torch.bfloat16)
+    layout, views = published(trained)
+    before = [(p, p.data_ptr(), p.requires_grad) for p in model.parameters()]
+    Target(model, layout).copy(views)
+    after = [(p, p.data_ptr(), p.requires_grad) for p in model.parameters()]
+    assert all(x[0] is y[0] and x[1:] == y[1:] for x, y in zip(before, after, strict=True))
+    assert torch.equal(model.head.weight, trained.head.weight.bfloat16())
+    views[0].zero_()
+    assert same(model.float(), trained.bfloat16().float())
+
+
+@pytest.mark.parametrize("same_target", [True, False])
+def test_a_copy_after_an_alias_does_not_write_into_the_views(same_target):
+    model = Net()
+    layout, views = published(Net())
+    target = Target(model, layout)
+    target.alias(views)
+    kept = [view.clone() for view in views]
+    trained = Net()
+    target = target if same_target else Target(model, layout)
+    target.copy(published(trained)[1])
+    assert same(model, trained)
+    assert all(torch.equal(view, old) for view, old in zip(views, kept, strict=True))
+    addresses = [p.data_ptr() for p in model.parameters()]
+    target.copy(published(trained)[1])
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_tied_parameters_stay_tied():
+    trained, model = Tied(), Tied()
+    layout, views = published(trained)
+    target = Target(model, layout)
+    for load in (target.alias, target.copy):
+        load(views)
+        assert model.head.weight is model.embed.weight
+        assert torch.equal(model.head.weight, trained.head.weight)
+
+
+def test_a_module_that_unties_gets_equal_values():
+    trained, model = Tied(), Tied()
+    model.head.weight = nn.Parameter(torch.zeros(5, 3))
+    layout, views = published(trained)
+    target = Target(model, layout)
+    for load in (target.alias, target.copy, target.alias):
+        load(views)
+        assert torch.equal(model.head.weight, trained.head.weight)
+
+
+def test_a_module_that_ties_what_has_two_values_is_refused():
+    untied = Tied()
+    untied.head.weight = nn.Parameter(torch.zeros(5, 3))
+    with pytest.raises(ValueError, match=r"head.weight: expected a tensor of its own, got that of"):
+        Target(Tied(), Layout.of(untied))
+
+
+def _replace_parameter(model: Net) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(2, 3))
+
+
+def _replace_module(model: Net) -> None:
+    model.head = nn.Linear(3, 2, bias=False)
+
+
+def _replace_buffer(model: Net) -> None:
+    model.body[1].running_mean = torch.ones(3)
+
+
+@pytest.mark.parametrize("replace", [_replace_parameter, _replace_module, _replace_buffer])
+@pytest.mark.parametrize("mode", ["alias", "copy"])
+def test_what_was_replaced_in_the_module_is_found(replace, mode):
+    trained, model = Net(), Net()
+    layout, views = published(trained)
+    target = Target(model, layout)
+    load = getattr(target, mode)
+    load(views)
+    replace(model)
+    load(views)
+    assert same(model, trained)
+
+
+def test_a_module_that_was_changed_past_use_is_refused_and_stays_as_it_is():
+    model = Net()
+    layout, views = published(Net())
+    target = Target(model, layout)
+    model.head = nn.Linear(4, 2)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    for load in (target.alias, target.copy):
+        with pytest.raises(ValueError, match=r"head.weight: expected float32 \(2, 3\)"):
+            load(views)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_an_alias_of_another_dtype_is_refused_with_all_differences_before_anything_changes():
+    model = Net(torch.bfloat16)
+    layout, views = published(Net())
+    target = Target(model, layout)
+    before = [(p, p.data_ptr(), p.requires_grad) for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"module: 5 differences.*mode='copy'") as error:
+        target.alias(views)
+    assert "head.weight: expected float32 (2, 3) on cpu, got bfloat16 (2, 3) on cpu" in str(
+        error.value
+    )
+    after = [(p, p.data_ptr(), p.requires_grad) for p in model.parameters()]
+    assert all(x[0] is y[0] and x[1:] == y[1:] for x, y in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["alias", "copy"])
+def test_parameters_that_changed_their_shape_are_refused(mode):
+    model = Net()
+    layout, views = published(Net())
+    target = Target(model, layout)
+    model.head.weight.data = torch.zeros(2, 7)
+    with pytest.raises(ValueError, match=r"head.weight: expected.*\(2, 3\).*got.*\(2, 7\)"):
+        getattr(target, mode)(views)
+
+
+def test_a_module_of_other_names_is_refused_with_the_differences_of_both_sides():
+    with pytest.raises(ValueError, match="module: 7 differences") as error:
+        Target(nn.Sequential(nn.Linear(3, 3)), Layout.of(Net().body[1]))
+    assert "  running_var: expected float32 (3,), got no such entry" in str(error.value)
+    assert "  0.weight: expected no such entry, got float32 (3, 3)" in str(error.value)
+
+
+def test_an_integer_entry_is_not_loaded_into_a_float():
+    model = Net()
+    model.body[1].num_batches_tracked = torch.zeros(())
+    with pytest.raises(ValueError, match=r"num_batches_tracked: expected int64 \(\), got float32"):
+        Target(model, Layout.of(Net()))
+
+
+def test_a_meta_module_is_refused():
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(TypeError, match=r"module: body.0.weight: .* got a meta tensor"):
+        Target(model, Layout.of(Net()))
+
+
+def test_wrong_numbers_of_views_are_refused():
+    layout, views = published(Net())
+    with pytest.raises(ValueError, match="views: expected 8 tensors, got 7"):
+        Target(Net(), layout).alias(views[1:])
+
+
+def test_compiled_modules_are_loaded_under_their_inner_names():
+    trained, model = Net(), Net()
+    layout, views = published(trained)
+    Target(torch.compile(model), layout).alias(views)
+    assert same(model, trained)
+
+
+def test_loading_within_inference_mode_leaves_a_module_that_works_outside():
+    trained, model = Net(), Net().eval()
+    layout, views = published(trained)
+    target = Target(model, layout)
+    for load in (target.alias, target.copy):
+        with torch.inference_mode():
+            load(views)
+        x = torch.randn(2, 3, requires_grad=True)
+        model(x).sum().backward()
+        assert x.grad is not None

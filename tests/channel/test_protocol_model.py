@@ -1,0 +1,75 @@
+"""What holds of the channel's protocol in every state, and mutants of it of which it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from .protocol_model import LEASE, PUBLISH, Protocol, explore
+
+
+@pytest.mark.parametrize(
+    ("protocol", "states"),
+    [
+        pytest.param(Protocol(slots=2, threads=2, leases=1), 3_000, id="two leases on one file"),
+        pytest.param(Protocol(threads=2, leases=1), 6_000, id="and a slot more"),
+        pytest.param(Protocol(slots=2, readers=2, publishes=3), 5_000, id="two readers"),
+        pytest.param(Protocol(publishes=5), 4_000, id="two slots more than leases in flight"),
+        pytest.param(
+            Protocol(slots=4, readers=2, leases=1, publishes=5, copies_fail=False),
+            2_500,
+            id="the same, two readers",
+        ),
+    ],
+)
+def test_every_interleaving_and_death_keeps_the_promises(protocol, states):
+    found = explore(protocol)
+    assert found.fault is None, str(found)
+    assert found.states > states  # the search is not cut short
+
+
+def without(program: tuple[str, ...], *steps: str) -> tuple[str, ...]:
+    return tuple(step for step in program if step not in steps)
+
+
+def later(program: tuple[str, ...], step: str) -> tuple[str, ...]:
+    return (*without(program, step), step)
+
+
+RE_READ = (*LEASE[:-1], "load the tag", LEASE[-1])
+MUTANTS = {
+    "publishes before the copy ends": ("published", Protocol(later(PUBLISH, "copy second"))),
+    "publishes before it unlocks": ("gets no lease", Protocol(later(PUBLISH, "unlock"))),
+    "does not mark what it writes": ("torn", Protocol(without(PUBLISH, "writing"))),
+    "writes the published slot": ("published", Protocol(spares_published=False, slots=2)),
+    "keeps its lock": ("gets no lease", Protocol(without(PUBLISH, "unlock"))),
+    "reader without checks": (
+        "torn",
+        Protocol(lease=without(LEASE, "check state", "check version")),
+    ),
+    "reader that checks no state": ("torn", Protocol(lease=without(LEASE, "check state"))),
+    "reader that checks no version": (
+        "mis-tagged",
+        Protocol(lease=without(LEASE, "check version")),
+    ),
+    "reader that does not lock": ("torn", Protocol(lease=without(LEASE, "lock"))),
+    "reader that tags with what is published by then": ("mis-tagged", Protocol(lease=RE_READ)),
+    "first of two releases unlocks": (
+        "torn",
+        Protocol(unlocks_at=1, slots=2, threads=2, leases=1),
+    ),
+    "locks outlive their holder": ("the dead", Protocol(death_unlocks=False)),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_breaks_a_promise(name):
+    fault, mutant = MUTANTS[name]
+    found = explore(mutant)
+    assert found.fault is not None and fault in found.fault, str(found)
+
+
+def test_a_trace_tells_what_moved_and_what_came_of_it():
+    lines = str(explore(Protocol(lease=RE_READ))).splitlines()
+    assert lines[0].endswith("mis-tagged: reader 0 leases 1 as 2")
+    assert "reader 0, thread 0: load the tag, slot 0" in lines[-1]
+    assert lines[-1].endswith("published 2 in slot 1   READY 1 [1|1]  READY 2 [2|2]  EMPTY 0 [0|0]")

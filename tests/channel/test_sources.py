@@ -1,0 +1,371 @@
+"""What is published: names and values of modules, wrappers, adapters, shards; what is refused."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models.tiny import model_of
+from tensordict import MemoryMappedTensor, TensorDict
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from fusedrl.channel.layout import Layout
+from fusedrl.channel.loading import Target
+from fusedrl.channel.sources import named_tensors
+
+peft = pytest.importorskip("peft")
+
+
+def values(weights: Any, adapters: str | None = None) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, (tensor, _) in named_tensors(weights, adapters).items()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def adapted(model: nn.Module, **options: Any) -> Any:
+    """A peft model whose adapters change its answers."""
+    torch.manual_seed(1)
+    config = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of adapted embeddings that are tied
+        return peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**{**config, **options}))
+
+
+def unloaded(model: Any) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return copy.deepcopy(model).merge_and_unload()
+
+
+@pytest.fixture
+def group(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_names_and_values_are_those_of_the_state_dict():
+    model = model_of("qwen2")
+    assert equal(values(model), model.state_dict())
+    assert not any("inv_freq" in name for name in values(model))
+    assert not any(tensor.requires_grad for tensor in values(model).values())
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        torch.compile,
+        nn.DataParallel,
+        checkpoint_wrapper,
+        lambda m: nn.DataParallel(torch.compile(m)),
+        lambda m: nn.Sequential(torch.compile(m[0]), checkpoint_wrapper(m[1])),
+    ],
+    ids=["compile", "parallel", "checkpoint", "both", "inside"],
+)
+def test_wrappers_leave_no_trace_in_the_names(wrap):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    assert equal(values(wrap(model)), model.state_dict())
+    weights = TensorDict.from_module(model)
+    assert equal(values(weights), model.state_dict())
+
+
+def test_names_of_wrappers_are_taken_out_of_tensordicts_and_state_dicts():
+    model = nn.Linear(2, 1)
+    compiled = torch.compile(model)
+    assert equal(values(compiled.state_dict()), model.state_dict())
+    assert equal(values(TensorDict.from_module(compiled)), model.state_dict())
+
+
+def test_distributed_data_parallel_is_seen_through(group):
+    model = nn.Linear(2, 1)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    assert equal(values(wrapped), model.state_dict())
+
+
+def test_fully_sharded_weights_are_made_whole(group):
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))
+    model[2].weight = model[1].weight
+    expected = copy.deepcopy(model).state_dict()
+    layout = Layout.of(model)
+    fully_shard(model)
+    assert Layout.of(model) == layout
+    assert equal(values(model), expected)
+    assert all(type(s) is torch.Tensor for s in layout.sources(model))
+    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    layout.write(model, views)
+    assert all(torch.equal(views[i], expected[name]) for name, i in layout.view_of.items())
+    layout.write(model, None)
+    sharded = list(model.parameters())
+    with torch.no_grad():
+        model(torch.ones(1, 3))
+        assert type(model[0].weight) is nn.Parameter  # gathered, and stale after the next step
+        torch._foreach_add_(sharded, 1.0)
+    expected = {name: tensor + 1 for name, tensor in expected.items()}
+    assert equal(values(model), expected)
+    assert equal(values(model.state_dict()), expected)
+    with pytest.raises(TypeError, match=r"module: 0.weight: .* got a DTensor"):
+        Target(model, layout)
+
+
+def test_weights_that_cannot_be_made_whole_are_refused(group):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 2), device_id=torch.device("cpu")))
+    with pytest.raises(TypeError, match=r"weights: 0: .* got FullyShardedDataParallel; shard with"):
+        Layout.of(model)
+
+
+class Quantised(torch.Tensor):
+    pass
+
+
+class ExtraState(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 1}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (torch.ones(2).as_subclass(Quantised), "got Quantised; publish the dequantised"),
+        (nn.Parameter(torch.ones(2, device="meta")), "got a meta tensor; load"),
+        (torch.eye(2).to_sparse(), r"torch.sparse_coo; convert it with .to_dense\(\)"),
+        (torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "got NestedTensor"),
+        (nn.UninitializedParameter(), "got a lazy parameter; run the module once"),
+        (torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8), "got torch.qint8"),
+        ("text", "got str; leave it out"),
+        (None, "got NoneType; leave it out"),
+    ],
+)
+def test_what_is_not_a_plain_tensor_is_refused_by_name(entry, message):
+    for weights in ({"w": torch.ones(1), "layer.odd": entry}, {"layer": {"odd": entry}}):
+        with pytest.raises(TypeError, match=f"weights: layer.odd: expected .* {message}"):
+            Layout.of(weights)
+
+
+def test_a_shard_of_zero_3_is_refused():
+    shard = nn.Parameter(torch.empty(0))
+    shard.ds_numel = 12
+    with pytest.raises(TypeError, match=r"w: .* ZeRO-3; use it within deepspeed.zero.Gathered"):
+        Layout.of({"w": shard})
+
+
+def test_state_that_is_no_tensor_is_refused():
+    model = nn.Sequential(ExtraState(1, 1))
+    with pytest.raises(TypeError, match=r"weights: 0._extra_state: expected tensors"):
+        Layout.of(model)
+    with pytest.raises(TypeError, match=r"weights: 0._extra_state: .* got dict|no such|got"):
+        Layout.of(model.state_dict())
+
+
+@pytest.mark.parametrize("weights", [3, [torch.ones(1)], {1: torch.ones(1)}])
+def test_weights_of_another_type_are_refused(weights):
+    with pytest.raises(TypeError, match="weights: "):
+        named_tensors(weights)
+
+
+def test_mapped_tensors_are_plain():
+    mapped = MemoryMappedTensor.from_tensor(torch.arange(3))
+    assert values({"w": mapped})["w"].tolist() == [0, 1, 2]
+
+
+def test_adapters_without_an_adapted_model_are_refused():
+    for weights in (nn.Linear(1, 1), {"w": torch.ones(1)}):
+        with pytest.raises(ValueError, match="adapters: expected a"):
+            named_tensors(weights, "only")
+    with pytest.raises(ValueError, match="adapters: expected one of"):
+        named_tensors(adapted(model_of("qwen2")), "all")
+
+
+def test_a_peft_model_has_the_names_of_its_state_dict():
+    model = adapted(model_of("qwen2"), modules_to_save=["norm"])
+    assert equal(values(model), model.state_dict())
+
+
+def test_adapters_only_are_what_the_base_model_does_not_have():
+    model = adapted(model_of("qwen2"), modules_to_save=["norm"])
+    model.add_adapter("second", peft.LoraConfig(target_modules=["o_proj"]))
+    only = values(model, "only")
+    state = model.state_dict()
+    marks = (".lora_A.", ".lora_B.", ".modules_to_save.")
+    assert only.keys() == {name for name in state if any(mark in name for mark in marks)}
+    assert any("o_proj.lora_A.second" in name for name in only)
+    assert all(torch.equal(only[name], state[name]) for name in only)
+
+
+def test_base_weights_that_are_trained_go_with_the_adapters():
+    model = adapted(model_of("qwen2"), bias="lora_only")
+    extra = {name for name in values(model, "only") if ".lora_" not in name}
+    assert extra and all(name.endswith("_proj.base_layer.bias") for name in extra)
+
+
+def test_readers_of_adapters_only_keep_their_base():
+    trained = adapted(model_of("qwen2"))
+    layout = Layout.of(trained, adapters="only")
+    assert layout.partial and Layout.from_json(layout.to_json()).partial
+    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    for weights in (trained, trained.state_dict(), TensorDict.from_module(trained)):
+        torch._foreach_copy_(views, layout.sources(weights))
+    reader = adapted(model_of("qwen2"))
+    with torch.no_grad():
+        for name, param in reader.named_parameters():
+            if "lora_" in name:
+                param.zero_()
+    Target(reader, layout).alias(views)
+    assert equal(reader.state_dict(), trained.state_dict())
+    with pytest.raises(ValueError, match="module: expected a peft model"):
+        Target(model_of("qwen2"), layout)
+
+
+LORA = {
+    "linear": {},
+    "dora": {"use_dora": True},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "biased": {"lora_bias": True, "target_modules": ["q_proj"]},
+    "saved": {"modules_to_save": ["norm"]},
+    "tokens": {"trainable_token_indices": [1, 3]},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", LORA)
+def test_merged_weights_are_those_of_merge_and_unload_and_change_nothing(kind, dtype):
+    base = copy.deepcopy(model_of("qwen2")).to(dtype)
+    base.config.tie_word_embeddings = False
+    base.lm_head.weight = nn.Parameter(base.lm_head.weight.detach().clone())
+    model = adapted(base, **LORA[kind])
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(torch.randn_like(param), alpha=0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    flags = [p.requires_grad for p in model.parameters()]
+    merged = values(model, "merged")
+    assert equal(merged, unloaded(model).state_dict())
+    assert not equal(merged, base.state_dict())
+    assert equal(model.state_dict(), before)
+    assert [p.requires_grad for p in model.parameters()] == flags
+    layout = Layout.of(model, adapters="merged")
+    assert not layout.partial
+    assert equal(dict(zip(merged, layout.sources(model), strict=True)), merged)
+    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    layout.write(model, views)
+    assert equal(dict(zip(merged, views, strict=True)), merged)
+
+
+class Blocks(nn.Module):
+    """Layers that peft merges each in its own way."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.experts = nn.ParameterDict(
+            {"gate": torch.randn(3, 8, 6), "down": torch.randn(3, 6, 8)}
+        )
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["attention"]},
+        {"target_modules": ["conv"]},
+        {"target_modules": [], "target_parameters": ["experts.gate", "experts.down"]},
+    ],
+    ids=["attention", "conv", "parameters"],
+)
+def test_layers_of_every_sort_are_merged_as_peft_merges_them(options):
+    base = Blocks()
+    model = adapted(base, **options)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    merged = values(model, "merged")
+    assert equal(merged, unloaded(model).state_dict())
+    assert not equal(merged, base.state_dict())
+    assert equal(model.state_dict(), before)
+
+
+def test_all_active_adapters_are_merged_and_no_other():
+    model = adapted(model_of("qwen2"))
+    model.add_adapter("second", peft.LoraConfig(init_lora_weights=False, target_modules=["o_proj"]))
+    one = values(model, "merged")
+    assert equal(one, unloaded(model).state_dict())
+    model.base_model.set_adapter(["default", "second"])
+    both = values(model, "merged")
+    assert equal(both, unloaded(model).state_dict())
+    assert not equal(one, both)
+
+
+def test_adapters_that_are_merged_in_place_are_not_merged_again():
+    model = adapted(model_of("qwen2"))
+    expected = values(model, "merged")
+    model.merge_adapter()
+    assert equal(values(model, "merged"), expected)
+
+
+def test_merged_weights_load_into_the_plain_model_and_not_into_the_adapted():
+    model = adapted(model_of("qwen2"))
+    layout = Layout.of(model, adapters="merged")
+    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    torch._foreach_copy_(views, layout.sources(model))
+    reader = copy.deepcopy(model_of("qwen2"))
+    Target(reader, layout).alias(views)
+    tokens = torch.arange(8)[None]
+    torch.testing.assert_close(
+        reader.eval()(tokens).logits, model.eval()(tokens).logits, rtol=1e-4, atol=1e-4
+    )
+    with pytest.raises(ValueError, match="module: expected a model without adapters"):
+        Target(model, layout)
+    again = layout.sources(unloaded(model))
+    assert all(torch.equal(a, b) for a, b in zip(again, views, strict=True))
+
+
+def test_an_adapted_embedding_is_not_tied_to_its_head_any_more():
+    base = copy.deepcopy(model_of("qwen2"))
+    base.config.tie_word_embeddings = True
+    base.tie_weights()
+    assert base.lm_head.weight is base.model.embed_tokens.weight
+    model = adapted(base, target_modules=["embed_tokens"])
+    merged = values(model, "merged")
+    assert torch.equal(merged["lm_head.weight"], base.lm_head.weight)
+    assert not torch.equal(merged["model.embed_tokens.weight"], base.lm_head.weight)
+    with pytest.raises(ValueError, match=r"lm_head.weight: expected a tensor of its own"):
+        Target(base, Layout.of(model, adapters="merged"))
+
+
+def test_adapters_inside_of_a_larger_module_are_found():
+    model = nn.ModuleDict(
+        {"policy": torch.compile(adapted(model_of("qwen2"))), "v": nn.Linear(1, 1)}
+    )
+    merged = values(model, "merged")
+    expected = {f"policy.{name}" for name in model_of("qwen2").state_dict()}
+    assert merged.keys() == expected | {"v.weight", "v.bias"}
+
+
+def test_prompt_learning_cannot_be_merged():
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(copy.deepcopy(model_of("qwen2")), config)
+    with pytest.raises(TypeError, match="got prompt learning; use adapters='only'"):
+        named_tensors(model, "merged")
+    assert "prompt_encoder.default.embedding.weight" in values(model, "only")
+
+
+def test_merged_adapters_of_sharded_models_are_made_whole(group):
+    from torch.distributed.fsdp import fully_shard
+
+    model = adapted(model_of("qwen2"))
+    expected = values(model, "merged")
+    fully_shard(model)
+    assert equal(values(model, "merged"), expected)
