@@ -1,5 +1,5 @@
 // Bindings of the CUDA driver: plain integers and bytes. Each call lets other threads run.
-#include <pybind11/pybind11.h>
+#include "host/cuda_module.h"
 
 #include "host/cuda_driver.h"
 #include "host/dlpack.h"

@@ -4,12 +4,9 @@
 
 #include "common/cpu_level.h"
 #include "host/channel_module.h"
+#include "host/cuda_module.h"
 
 namespace py = pybind11;
-
-namespace fusedrl {
-void bind_cuda(py::module_& m);
-}
 
 namespace {
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.utils import dlpack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 POISON = 0xDD
 DEFAULT_STREAM = 0
@@ -165,9 +166,9 @@ class FakeDriver:
 
         self._launch(self.current_stream(0), work)
 
-    def sleep(self, seconds):
-        """Keep the current stream busy for that long."""
-        self._launch(self.current_stream(0), lambda: time.sleep(seconds))
+    def launch(self, work):
+        """Run ``work()`` on the current stream, after all that was launched on it before."""
+        self._launch(self.current_stream(0), work)
 
     # What a test asks.
 
@@ -229,6 +230,26 @@ class FakeDriver:
         number = next(self._numbers)
         self._events[number] = (ctypes.c_uint64 * 2).from_address(address)
         return number
+
+
+class Launched(TorchDispatchMode):
+    """Fused copies are launched on the driver's current stream, a tensor at a time with delays."""
+
+    def __init__(self, driver, seconds=0.0):
+        super().__init__()
+        self.driver, self.seconds = driver, seconds
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten._foreach_copy_.default:
+            return func(*args, **(kwargs or {}))
+
+        def work():
+            for target, source in zip(args[0], args[1], strict=True):
+                target.copy_(source)
+                time.sleep(self.seconds)
+
+        self.driver.launch(work)
+        return None
 
 
 def _map(address, nbytes, flags, fd):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedrl import _host  # pyright: ignore[reportAttributeAccessIssue]
+from fusedrl import _host
 
 __all__ = ["CudaMemory"]
 
@@ -105,27 +105,27 @@ class CudaMemory:
         ]
         return cls(driver, ordinal, slots, manifest["nbytes"])
 
-    def slot(self, i: int) -> Tensor:
+    def slot(self, index: int) -> Tensor:
         """The slot as a flat uint8 tensor; it may outlive this object."""
-        slot = self._slot(i)
+        slot = self._slot(index)
         capsule = self._driver.tensor(slot.address, self._nbytes, self._ordinal, slot)
         return torch.from_dlpack(capsule)
 
-    def before_write(self, i: int) -> None:
+    def before_write(self, index: int) -> None:
         """The current stream waits for the slot's previous write, on whichever stream that was."""
-        self._driver.stream_wait_event(self._ordinal, self._stream(), self._slot(i).written)
+        self._driver.stream_wait_event(self._ordinal, self._stream(), self._slot(index).written)
 
-    def after_write(self, i: int) -> None:
+    def after_write(self, index: int) -> None:
         """Mark the slot as written once the current stream's work so far is done."""
-        self._driver.record_event(self._ordinal, self._slot(i).written, self._stream())
+        self._driver.record_event(self._ordinal, self._slot(index).written, self._stream())
 
-    def before_read(self, i: int) -> None:
+    def before_read(self, index: int) -> None:
         """The current stream waits for the slot's last write; this thread does not."""
-        self._driver.stream_wait_event(self._ordinal, self._stream(), self._slot(i).written)
+        self._driver.stream_wait_event(self._ordinal, self._stream(), self._slot(index).written)
 
-    def after_read(self, i: int) -> _Poll:
+    def after_read(self, index: int) -> _Poll:
         """A function that tells whether the current stream's work so far is done with the slot."""
-        slot = self._slot(i)
+        slot = self._slot(index)
         for poll in tuple(slot.in_flight):
             if poll():
                 slot.in_flight.discard(poll)
@@ -165,12 +165,12 @@ class CudaMemory:
         self._closed = True
         self._slots.clear()
 
-    def _slot(self, i: int) -> _Slot:
+    def _slot(self, index: int) -> _Slot:
         if self._closed:
             raise RuntimeError(
                 "memory: expected open slots, got closed ones; open the handle again"
             )
-        return self._slots[i]
+        return self._slots[index]
 
     def _stream(self) -> int:
         stream = self._driver.current_stream(self._ordinal)

@@ -20,23 +20,23 @@ class Memory(Protocol):
 
     device: torch.device
 
-    def slot(self, i: int) -> Tensor:
+    def slot(self, index: int) -> Tensor:
         """The bytes of a slot."""
         ...
 
-    def before_write(self, i: int) -> None:
+    def before_write(self, index: int) -> None:
         """Make the publisher's copies wait for what was written into this slot before."""
         ...
 
-    def after_write(self, i: int) -> None:
+    def after_write(self, index: int) -> None:
         """Mark the end of the publisher's copies, for readers to wait for."""
         ...
 
-    def before_read(self, i: int) -> None:
+    def before_read(self, index: int) -> None:
         """Make the reader's computation wait for the publisher's copies."""
         ...
 
-    def after_read(self, i: int) -> Callable[[], bool] | None:
+    def after_read(self, index: int) -> Callable[[], bool] | None:
         """Tell when the reader's computation so far has ended: ``None`` if it has."""
         ...
 
@@ -64,20 +64,20 @@ class HostMemory:
         self.device = torch.device("cpu")
         self._slots = [torch.from_dlpack(end.slot_tensor(i, nbytes)) for i in range(slots)]
 
-    def slot(self, i: int) -> Tensor:
+    def slot(self, index: int) -> Tensor:
         """See :class:`Memory`."""
-        return self._slots[i]
+        return self._slots[index]
 
-    def before_write(self, i: int) -> None:
+    def before_write(self, index: int) -> None:
         """Nothing: copies on the CPU are in order."""
 
-    def after_write(self, i: int) -> None:
+    def after_write(self, index: int) -> None:
         """Nothing: copies on the CPU are done."""
 
-    def before_read(self, i: int) -> None:
+    def before_read(self, index: int) -> None:
         """Nothing: what is published is complete."""
 
-    def after_read(self, i: int) -> None:
+    def after_read(self, index: int) -> None:
         """``None``: what the CPU has read, it has read."""
 
     def manifest(self) -> dict[str, Any]:

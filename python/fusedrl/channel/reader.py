@@ -52,10 +52,14 @@ class Lease:
         return self._reader._weights(self._slot)
 
     def release(self) -> None:
-        """Let the publisher have the memory again, once the computation so far has ended."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader._release(self._slot)
+        """Let the publisher have the memory again, once the computation so far has ended.
+
+        On a GPU that is what the current stream was given so far; work on other streams has to be
+        ordered before it.
+        """
+        if self._reader is not None:
+            self._reader._release(self._slot)
+            self._reader = None
 
     def __enter__(self) -> Lease:
         """The lease."""
@@ -271,8 +275,7 @@ class WeightReader:
             self._targets[module].detach()
             release()
         self._aliased.clear()
-        self._releases.close()
-        self._end.close()
+        self._releases.close(self._end.close)
         self._memory.close()
 
     def __enter__(self) -> WeightReader:

@@ -23,6 +23,7 @@ class Releases:
         self._pending: list[tuple[int, Callable[[], bool]]] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._then: Callable[[], None] | None = None
 
     def add(self, slot: int, done: Callable[[], bool] | None) -> None:
         """Release ``slot`` when ``done()`` is true; now if it is, or ``None``."""
@@ -44,10 +45,16 @@ class Releases:
                     self._release(slot)
                 if not self._pending:
                     self._thread = None
-                    return
+                    then = self._then
+                    break
             time.sleep(POLL_S)
+        if then is not None:
+            then()
 
-    def close(self) -> None:
-        """Forget what is pending: the end of the reader releases it."""
+    def close(self, then: Callable[[], None]) -> None:
+        """Call ``then()`` once nothing is pending: now, or from the thread that polls."""
         with self._lock:
-            self._pending.clear()
+            if self._pending:
+                self._then = then
+                return
+        then()

@@ -1,0 +1,174 @@
+"""The channel over slots of a GPU, played by a driver that runs on the CPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+import pytest
+import torch
+from channel import cuda_workers
+from channel.fake_driver import FakeDriver, Launched
+
+from fusedrl.channel import WeightChannel, cuda
+from fusedrl.channel.cuda import CudaMemory
+
+SPAWN = multiprocessing.get_context("spawn")
+NAMES = "abcd"
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    driver = FakeDriver()
+    monkeypatch.setattr(cuda, "_DRIVER", driver)
+    yield driver
+    driver.drain()
+    assert driver.violations == []
+
+
+def weights(version, numbers=512):
+    return {name: torch.full((numbers,), float(version)) for name in NAMES}
+
+
+def publish(channel, driver, version, seconds=0.0):
+    with driver.stream(1), Launched(driver, seconds):
+        channel.publish(weights(version), version)
+
+
+def read(lease, driver, seconds=0.0):
+    """The values that the current stream will have seen once it ran."""
+    copies = {name: torch.zeros(512) for name in NAMES}
+    for name, copy in copies.items():
+        driver.copy(copy.view(torch.uint8), lease.weights[name].view(torch.uint8), seconds)
+    return copies
+
+
+def values(copies):
+    return {x for copy in copies.values() for x in copy.tolist()}
+
+
+def test_a_version_that_is_still_being_copied_is_leased_whole(driver):
+    with (
+        WeightChannel.create(weights(0), device="cuda:1") as channel,
+        channel.handle.open() as reader,
+        driver.stream(2),
+    ):
+        publish(channel, driver, 1, seconds=0.05)
+        with reader.lease() as lease:
+            copies = read(lease, driver)
+        driver.drain()
+    assert values(copies) == {1.0}
+
+
+def release_while_reading(driver):
+    with (
+        WeightChannel.create(weights(0), device="cuda:0", slots=2) as channel,
+        channel.handle.open() as reader,
+        driver.stream(2),
+    ):
+        publish(channel, driver, 1)
+        driver.drain()
+        with reader.lease() as lease:
+            copies = read(lease, driver, seconds=0.05)
+        for version in (2, 3):  # 3 needs the slot of 1
+            publish(channel, driver, version)
+        driver.drain()
+    return values(copies)
+
+
+def test_a_slot_is_not_written_before_the_reader_has_computed_with_it(driver):
+    assert release_while_reading(driver) == {1.0}
+
+
+def test_it_would_be_if_the_release_did_not_wait(driver, monkeypatch):
+    monkeypatch.setattr(CudaMemory, "after_read", lambda self, i: None)
+    assert release_while_reading(driver) != {1.0}
+
+
+def test_a_reader_that_closes_leaves_the_slot_to_its_computation(driver):
+    with WeightChannel.create(weights(0), device="cuda:0", slots=2) as channel, driver.stream(2):
+        publish(channel, driver, 1)
+        driver.drain()
+        with channel.handle.open() as reader, reader.lease() as lease:
+            copies = read(lease, driver, seconds=0.05)
+        for version in (2, 3):
+            publish(channel, driver, version)
+        driver.drain()
+    assert values(copies) == {1.0}
+
+
+def test_another_process_reads_whole_versions_of_a_device_that_it_counts_differently(driver):
+    rounds = 20
+    with WeightChannel.create(weights(0), device="cuda:1") as channel:
+        publish(channel, driver, 1)
+        ours, theirs = SPAWN.Pipe()
+        arguments = theirs, channel.handle, ("gpu-b",), rounds
+        child = SPAWN.Process(target=cuda_workers.lease_many, args=arguments)
+        child.start()
+        assert ours.recv() == "open"
+        version = 1
+        while not ours.poll(0.005):
+            version += 1
+            publish(channel, driver, version, seconds=0.002)
+        seen, violations, opened = ours.recv()
+        child.join()
+    assert len(seen) == rounds
+    assert all(found == [float(version)] for version, found in seen)
+    assert len({version for version, _ in seen}) > 1
+    assert violations == []
+    assert opened == 3  # a slot
+
+
+def test_alias_follows_the_slots_and_frees_what_it_leaves(driver):
+    module = torch.nn.Linear(8, 4)
+    with (
+        WeightChannel.create(module, device="cuda:0", slots=2) as channel,
+        channel.handle.open() as reader,
+    ):
+        copy = torch.nn.Linear(8, 4)
+        for _ in range(4):  # twice each slot
+            with torch.no_grad():
+                module.weight += 1
+            channel.publish(module)
+            driver.drain()
+            reader.load_into(copy)
+            assert torch.equal(copy.weight, module.weight)
+            assert not copy.weight.requires_grad
+            time.sleep(0.01)
+    assert torch.equal(copy.weight, module.weight)
+
+
+def test_no_lease_begins_while_a_graph_is_captured(driver):
+    with (
+        WeightChannel.create(weights(0), device="cuda:0", slots=2, timeout=1.0) as channel,
+        channel.handle.open() as reader,
+    ):
+        publish(channel, driver, 1)
+        driver.is_capturing = True
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="CUDA graph"):
+                reader.lease()
+            with pytest.raises(RuntimeError, match="CUDA graph"):
+                channel.publish(weights(2))
+        driver.is_capturing = False
+        for version in (2, 3, 4):  # no slot was lost
+            publish(channel, driver, version)
+        with reader.lease() as lease:
+            assert lease.version == 4
+
+
+def test_closing_both_ends_gives_everything_back(driver):
+    channel = WeightChannel.create(weights(0), device="cuda:0")
+    reader = channel.handle.open()
+    publish(channel, driver, 1)
+    driver.drain()
+    with reader.lease() as lease:
+        view = lease.weights["a"]
+    reader.close()
+    channel.close()
+    del channel, reader, lease
+    assert driver.balance()[0] == 1  # the slot under the view
+    assert view.tolist() == [1.0] * 512
+    del view
+    allocated, opened, _ = driver.balance()
+    assert (allocated, opened) == (0, 0)

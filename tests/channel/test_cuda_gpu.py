@@ -1,0 +1,208 @@
+"""Channels on a real GPU, between two processes. ``make gpu`` runs them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from channel import gpu_workers as workers
+from torch import nn
+
+from fusedrl.channel import WeightChannel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+SPAWN = multiprocessing.get_context("spawn")
+LIMIT = 120.0
+NUMBERS = 1 << 24  # 64 MiB a tensor
+
+
+@contextmanager
+def process(run, *arguments):
+    """A process that calls ``run(pipe, *arguments)``, and a way to hear from it."""
+    ours, theirs = SPAWN.Pipe()
+    child = SPAWN.Process(target=run, args=(theirs, *arguments), daemon=True)
+    child.start()
+    theirs.close()
+
+    def hear():
+        assert ours.poll(LIMIT), "the other process does not answer"
+        return ours.recv()
+
+    try:
+        yield child, ours, hear
+    finally:
+        child.kill()
+        child.join()
+
+
+def _event():
+    """Done when the current stream's work so far is."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+@pytest.fixture
+def _no_wait_for_the_device(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("waited for the device")
+
+    for name in ("synchronize", "Stream.synchronize", "Event.synchronize"):
+        monkeypatch.setattr(f"torch.cuda.{name}", refuse)
+
+
+@pytest.mark.usefixtures("_no_wait_for_the_device")
+def test_another_process_sees_whole_versions_while_they_are_overwritten():
+    rounds = 200
+    with WeightChannel.create(workers.weights_of(0, NUMBERS, "cuda")) as channel:
+        sources = [workers.weights_of(v, NUMBERS, "cuda") for v in range(1, 5)]
+        channel.publish(sources[0])
+        with process(workers.lease_many, channel.handle, rounds) as (_, pipe, hear):
+            assert hear() == "open"
+            deadline = time.monotonic() + LIMIT
+            while not pipe.poll() and time.monotonic() < deadline:
+                channel.publish(sources[(channel.version or 0) % 4], on_full="skip")
+            seen = hear()
+    assert len(seen) == rounds
+    assert len({version for version, _ in seen}) > 1
+    assert [found for _, found in seen] == [[float((v - 1) % 4 + 1)] for v, _ in seen]
+
+
+@pytest.mark.usefixtures("_no_wait_for_the_device")
+def test_a_reader_of_this_process_sees_whole_versions_on_its_own_stream():
+    seen = []
+    with (
+        WeightChannel.create(workers.weights_of(0, NUMBERS, "cuda")) as channel,
+        channel.handle.open() as reader,
+    ):
+        for version in range(1, 21):
+            channel.publish(workers.weights_of(version, NUMBERS, "cuda"))
+            with torch.cuda.stream(torch.cuda.Stream()), reader.lease() as lease:
+                torch.cuda._sleep(2_000_000)
+                seen.append((lease.version, workers.extremes(lease.weights), _event()))
+        for version, found, done in seen:
+            torch.cuda.current_stream().wait_event(done)
+            assert set(found.tolist()) == {float(version)}
+
+
+def test_a_thousand_versions_take_no_more_memory_than_one():
+    weights = workers.weights_of(1, 1 << 16, "cuda")
+    with WeightChannel.create(weights) as channel, channel.handle.open() as reader:
+        for version in range(1000):
+            if version == 10:
+                torch.cuda.current_stream().synchronize()
+                before = torch.cuda.mem_get_info()[0]
+            channel.publish(weights)
+            with reader.lease() as lease:
+                assert lease.version == version + 1
+        torch.cuda.current_stream().synchronize()
+        assert before - torch.cuda.mem_get_info()[0] <= 2 << 20
+
+
+def test_closed_channels_give_their_memory_back():
+    weights = workers.weights_of(1, NUMBERS, "cuda")
+    before = torch.cuda.mem_get_info()[0]
+    for _ in range(5):
+        with WeightChannel.create(weights) as channel, channel.handle.open() as reader:
+            channel.publish()
+            with reader.lease() as lease:
+                total = lease.weights["a"].sum().item()
+        del channel, reader, lease
+        assert total == NUMBERS
+    assert before - torch.cuda.mem_get_info()[0] <= 8 << 20
+
+
+def test_a_reader_takes_no_memory_of_the_size_of_the_weights():
+    weights = workers.weights_of(3, NUMBERS, "cuda")  # 256 MiB, 3 slots
+    with WeightChannel.create(weights) as channel:
+        channel.publish()
+        with process(workers.attach, channel.handle) as (_, pipe, hear):
+            taken, total = hear()
+            pipe.send("end")
+    assert total == 3.0 * NUMBERS
+    assert taken <= 32 << 20
+
+
+def test_alias_gives_a_module_each_version_without_a_copy():
+    trained = nn.Linear(1024, 1024, bias=False, device="cuda")
+    with WeightChannel.create(trained) as channel:
+        channel.publish({"weight": torch.zeros(1024, 1024, device="cuda")})
+        with process(workers.alias, channel.handle) as (_, pipe, hear):
+            for version in range(2, 12):
+                number = float(version)
+                channel.publish({"weight": torch.full((1024, 1024), number, device="cuda")})
+                pipe.send("load")
+                assert hear() == (version, 1024 * number, 0)
+            pipe.send(None)
+
+
+def test_expandable_segments_do_not_matter():
+    test = f"{__file__}::{test_a_reader_takes_no_memory_of_the_size_of_the_weights.__name__}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", test],
+        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_no_lease_is_taken_while_a_graph_is_captured():
+    weights = workers.weights_of(1, 1 << 16, "cuda")
+    with WeightChannel.create(weights) as channel, channel.handle.open() as reader:
+        channel.publish()
+        graph = torch.cuda.CUDAGraph()
+        x = torch.ones(4, device="cuda")
+        with torch.cuda.graph(graph):
+            y = x + 1
+            with pytest.raises(RuntimeError, match="CUDA graph"):
+                reader.lease()
+        graph.replay()
+        with reader.lease() as lease:
+            assert lease.version == 1
+        assert y.tolist() == [2.0] * 4
+
+
+def test_a_poll_on_another_thread_does_not_invalidate_a_capture():
+    weights = workers.weights_of(1, 1 << 16, "cuda")
+    with WeightChannel.create(weights) as channel, channel.handle.open() as reader:
+        channel.publish()
+        x = torch.ones(4, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream()), reader.lease():
+            torch.cuda._sleep(400_000_000)  # its release is polled during the capture
+        with torch.cuda.graph(graph):
+            for _ in range(100):
+                x = x + 1
+                time.sleep(0.001)
+        graph.replay()
+        assert x.tolist() == [101.0] * 4
+
+
+def test_what_a_reader_sees_of_a_killed_publisher_is_told(record_property):
+    with process(workers.publish_and_wait) as (publisher, _, hear):
+        handle, _ = hear()
+        with process(workers.outlive, handle) as (reader, pipe, hear_reader):
+            assert set(hear_reader()) == {2.0}
+            publisher.kill()
+            publisher.join()
+            pipe.send("go on")
+            for _ in range(3):
+                if not pipe.poll(30):
+                    print("killed publisher: the reader hangs or has died", reader.exitcode)
+                    break
+                name, told = pipe.recv()
+                print(f"killed publisher: {name}: {told}")
+                record_property(name, told)
+                if name == "open again":
+                    assert "Error" in told
