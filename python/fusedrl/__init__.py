@@ -34,6 +34,7 @@ _HOME = {
     "VanillaLocalWeightUpdater": "fusedrl.weights",
     "MultiProcessedRemoteWeightUpdate": "fusedrl.weights",
     "RayRemoteWeightUpdater": "fusedrl.weights",
+    "ChannelWeightSyncScheme": "fusedrl.weights",
     "patch_torchrl": "fusedrl.integrations.torchrl",
     "patch_trl": "fusedrl.integrations.trl",
 }
