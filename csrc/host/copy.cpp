@@ -40,10 +40,18 @@ void write(char* target, const char* source, int64_t bytes, bool streamed) {
 }
 
 // Rounds to nearest, ties to even; every NaN becomes the quiet one, as torch has it.
-uint16_t bfloat16_of(float value) {
+inline uint16_t bfloat16_of(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint16_t rounded = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   return value != value ? 0x7fc0 : rounded;
+}
+
+// Memory is faster than what the oldest x86 converts.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
+__attribute__((target_clones("avx2", "default")))
+#endif
+void convert(const float* floats, uint16_t* halves, int64_t elements) {
+  for (int64_t i = 0; i < elements; ++i) halves[i] = bfloat16_of(floats[i]);
 }
 
 void run(const Piece& piece, int64_t first, int64_t elements, bool streamed) {
@@ -57,7 +65,7 @@ void run(const Piece& piece, int64_t first, int64_t elements, bool streamed) {
   alignas(64) uint16_t halves[2048];
   for (int64_t i = 0; i < elements; i += std::size(halves)) {
     const int64_t some = std::min<int64_t>(elements - i, std::size(halves));
-    for (int64_t j = 0; j < some; ++j) halves[j] = bfloat16_of(floats[i + j]);
+    convert(floats + i, halves, some);
     write(target + i * 2, reinterpret_cast<const char*>(halves), some * 2, streamed);
   }
 }
@@ -89,7 +97,7 @@ void copy(const std::vector<Piece>& pieces, int threads) {
       run(*stretches[i].piece, stretches[i].first, stretches[i].elements, bytes > streamed_bytes);
   };
   std::vector<std::jthread> helpers;
-  const size_t wanted = std::min<size_t>(threads, stretches.size() / 4 + 1);
+  const size_t wanted = std::min<size_t>(threads, bytes / (2 * stretch_bytes) + 1);
   for (size_t i = 1; i < wanted; ++i) helpers.emplace_back(work);
   work();
 }

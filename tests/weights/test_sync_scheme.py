@@ -19,7 +19,9 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.collectors.llm import LLMCollector
+from torchrl.collectors.utils import _make_meta_policy
 from torchrl.envs.llm.transforms import PolicyVersion
+from torchrl.modules.llm import TransformersWrapper
 from torchrl.weight_update import WeightSyncScheme
 from weights_workers import Ones, make_policy
 
@@ -265,14 +267,19 @@ def test_a_transforms_model_follows_in_the_trainers_process():
         assert transform.model is not model
     assert transform.model is model and model.first.requires_grad
     for name, message in (
-        ("env.transform.model.second[0]", "a path that ends with an attribute"),
+        ("env.transform[0]", "a path that ends with an attribute"),
         ("env.transform", "a module that is called, got the transform"),
     ):
-        refused = {name: ChannelWeightSyncScheme()}
-        env = scored()
-        with pytest.raises(ValueError, match=message):
-            Collector(env, canary_policy(), weight_sync_schemes=refused, **FRAMES)
-        assert not env.transform.model._forward_pre_hooks
+        schemes, env = {name: ChannelWeightSyncScheme()}, scored()
+        transform, model = env.transform, env.transform.model
+        tracks = name.endswith("]")  # a transform more
+        with (
+            pytest.raises(ValueError, match=message),
+            collecting(Collector, schemes, canary_policy(), env, track_policy_version=tracks),
+        ):
+            pass
+        assert transform.model is model and not model._forward_pre_hooks
+        assert tracks or env.transform is transform
 
 
 class Tied(nn.Module):
@@ -300,6 +307,29 @@ def test_tied_weights_stay_tied_in_workers(forked):
         for _ in range(4):
             actions = next(iterator)["action"].flatten().tolist()
         assert actions == [9.0] * len(actions)
+
+
+def test_a_language_model_that_travels_on_meta_arrives_whole():
+    transformers, tokenizers = map(pytest.importorskip, ("transformers", "tokenizers"))
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()), pad_token="-", eos_token="."
+    )
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **heads)).eval()
+    policy = TransformersWrapper(model, input_mode="tokens", tokenizer=tokenizer, generate=False)
+    scheme = ChannelWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=policy)
+    scheme.connect()
+    with _make_meta_policy(policy):  # as torchrl sends it
+        sent = pickle.loads(pickle.dumps(policy))
+    worker = pickle.loads(pickle.dumps(scheme))
+    worker.init_on_receiver(model_id="policy", model=sent, worker_idx=0)
+    worker.connect(worker_idx=0)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(sent.model(tokens).logits, model(tokens).logits)
+    for end in (worker, scheme):
+        end.shutdown()
 
 
 def test_an_update_between_the_policy_call_and_the_step_leaves_the_tag():
