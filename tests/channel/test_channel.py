@@ -443,7 +443,7 @@ def test_files_and_memory_stay_flat():
                 pass
         after = memory()
     assert after[0] == before[0]
-    assert after[1] <= before[1] + 256  # pages
+    assert after[1] <= before[1] + 1000  # pages; a mapping of one reader has more than ten
 
 
 def test_waiting_costs_no_processor_time(channel, reader):
