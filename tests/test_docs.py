@@ -19,7 +19,8 @@ NAMES = [name for name in fusedrl.__all__ if name != "__version__"]
 NAMES += [f"models.{name}" for name in fusedrl.models.__all__]
 # name -> the package that its example imports
 NEEDS = {"patch_trl": "trl", "models.WithoutAdapters": "peft"}
-NO_EXAMPLE = {"TokenLogProbs", "TokenKL"}  # named tuples, shown where they are returned
+# Shown where they are returned.
+NO_EXAMPLE = {"TokenLogProbs", "TokenKL", "WeightHandle", "WeightReader"}
 ONLY_DEFINE = {"RayRetrieveKL", "RayKLRewardTransform"}  # a cluster takes seconds to start
 
 
@@ -43,12 +44,13 @@ def test_every_example_shows_an_answer(name):
     assert any(example.want for example in examples)
 
 
-def test_readme_python_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/channel.md"])
+def test_python_on_pages_runs(page):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     scope: dict = {}
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), scope)
+        exec(compile(block, page, "exec"), scope)
 
 
 def test_readme_commands_exist():

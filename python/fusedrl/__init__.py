@@ -36,6 +36,7 @@ _HOME = {
     "RayRemoteWeightUpdater": "fusedrl.weights",
     "PolicyVersion": "fusedrl.collectors",
     "LLMCollector": "fusedrl.collectors",
+    "ChannelWeightSyncScheme": "fusedrl.weights",
     "patch_torchrl": "fusedrl.integrations.torchrl",
     "patch_trl": "fusedrl.integrations.trl",
 }
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from fusedrl.transforms import RayRetrieveKL as RayRetrieveKL
     from fusedrl.transforms import RetrieveKL as RetrieveKL
     from fusedrl.transforms import RetrieveLogProb as RetrieveLogProb
+    from fusedrl.weights import ChannelWeightSyncScheme as ChannelWeightSyncScheme
     from fusedrl.weights import LocalWeightUpdaterBase as LocalWeightUpdaterBase
     from fusedrl.weights import MultiProcessedRemoteWeightUpdate as MultiProcessedRemoteWeightUpdate
     from fusedrl.weights import RayRemoteWeightUpdater as RayRemoteWeightUpdater

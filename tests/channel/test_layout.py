@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.tensors import DTYPES
+from fusedrl.channel.tensors import DTYPES, overwrite
 
 
 class Tied(nn.Module):

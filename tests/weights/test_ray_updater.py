@@ -83,6 +83,29 @@ def test_ray_collectors_act_by_one_put_an_update_until_one_is_dead(ray, monkeypa
     collector.shutdown(shutdown_ray=False)
 
 
+def test_workers_of_a_node_get_views_of_its_store(ray):
+    class Kept:
+        def update_policy_weights_(self, weights):
+            self.weights = weights
+
+        def sum_and_file(self):
+            weight = self.weights["weight"]
+            for line in Path("/proc/self/maps").read_text().splitlines():
+                first, last = (int(x, 16) for x in line.split()[0].split("-"))
+                if first <= weight.data_ptr() < last:
+                    return weight.sum().item(), line.split()[5]
+
+    actors = [ray.remote(Kept).options(num_cpus=0).remote() for _ in range(2)]
+    trained = torch.nn.Linear(1000, 1000)
+    updater = RayRemoteWeightUpdater(TensorDict.from_module(trained), actors, timeout=60)
+    updater.update_weights()
+    for total, file in ray.get([actor.sum_and_file.remote() for actor in actors]):
+        assert total == pytest.approx(trained.weight.sum().item(), rel=1e-4)
+        assert "plasma" in file
+    for actor in actors:
+        ray.kill(actor)
+
+
 def test_a_ray_worker_is_updated_after_max_interval_skipped_updates():
     updater = RayRemoteWeightUpdater(TensorDict(), [None, None], max_interval=2)
     skipped = [updater._skip_update(0) for _ in range(4)]

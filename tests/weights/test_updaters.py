@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
-from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.collectors.llm import LLMCollector
-from weights_workers import Ones, make_policy
+from weights_workers import Ones, make_policy, make_wide_policy
 
 from fusedrl import (
     MultiProcessedRemoteWeightUpdate,
     RayRemoteWeightUpdater,
     VanillaLocalWeightUpdater,
 )
+from fusedrl.weights.worker_channels import following
 
 CPU = torch.device("cpu")
 
@@ -186,10 +190,96 @@ def test_processes_act_by_shared_weights_until_one_is_dead():
         collector.update_policy_weights_()
 
 
-def test_processes_with_policies_of_their_own_get_weights_through_pipes_within_the_timeout():
+def test_processes_with_policies_of_their_own_act_by_their_channels():
     workers = {i: weights_of(make_policy()) for i in range(2)}
     updater = MultiProcessedRemoteWeightUpdate(lambda: make_policy(3.0), workers, timeout=30)
-    with two_processes(updater, policy_factory=make_policy) as (collector, iterator):
+    with two_processes(updater, policy_factory=lambda: make_policy(2.0)) as (collector, iterator):
+        assert actions(iterator) == [2, 2]
+        collector.update_policy_weights_()
+        assert actions(iterator) == [3, 3]
+        collector.update_policy_weights_(make_policy(5.0), worker_ids=1)
+        assert actions(iterator) == [3, 5]
+        assert workers[1]["module", "weight"].item() == 5
+
+        stopped = collector.procs[0]
+        stop(stopped.pid)
+        updater.timeout = 0.2
+        with pytest.raises(TimeoutError, match=rf"worker 0 \(pid {stopped.pid}\).*signal"):
+            collector.update_policy_weights_(make_policy(6.0))
+        os.kill(stopped.pid, signal.SIGCONT)
+        assert actions(iterator) == [3, 5]
+        stop(stopped.pid)
+        stopped.kill()
+        stopped.join(10)
+        with pytest.raises(RuntimeError, match=rf"worker 0 \(pid {stopped.pid}\).*exit code -9"):
+            collector.update_policy_weights_()
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while ") T" not in Path(f"/proc/{pid}/stat").read_text():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["policy", "policy_factory"])
+def test_every_policy_call_has_one_version_while_an_asynchronous_collector_is_iterated(how):
+    policy = make_wide_policy()
+    given = {"policy": policy} if how == "policy" else {"policy_factory": make_wide_policy}
+    keys = [CPU] if how == "policy" else [0, 1]
+    weights = {key: weights_of(policy if how == "policy" else make_wide_policy()) for key in keys}
+    updater = MultiProcessedRemoteWeightUpdate(None, weights, timeout=30)
+    collector = MultiAsyncCollector(
+        [Ones, Ones], frames_per_batch=20, total_frames=-1, weight_updater=updater, **given
+    )
+    trained, seen, version = make_wide_policy(), set(), 0
+    try:
+        for batch, _ in zip(collector, range(15), strict=False):
+            assert torch.equal(batch["least"], batch["greatest"])
+            assert torch.all(batch["steady"] == 0)
+            assert batch["greatest"].max() <= version
+            seen |= set(batch["greatest"].flatten().tolist())
+            for _ in range(20):
+                version += 1
+                trained.module.weight.data.fill_(version)
+                collector.update_policy_weights_(trained)
+    finally:
+        collector.shutdown(timeout=5, raise_on_error=False)
+    assert len(seen) > 2
+
+
+def test_a_policy_that_is_trained_in_place_reaches_the_workers_with_an_update():
+    policy = make_policy()
+    updater = MultiProcessedRemoteWeightUpdate(None, {CPU: weights_of(policy)})
+    with two_processes(updater, policy=policy) as (collector, iterator):
+        assert not policy._forward_pre_hooks and not policy._forward_hooks
+        policy.module.weight.data.fill_(4.0)
+        assert actions(iterator) == [0, 0]
+        collector.update_policy_weights_()
+        assert actions(iterator) == [4, 4]
+    assert pickle.loads(pickle.dumps(updater))._channels == {}
+
+
+def test_weights_of_another_policy_are_refused_before_a_process_starts():
+    updater = MultiProcessedRemoteWeightUpdate(None, {CPU: TensorDict({"w": torch.ones(2)})})
+    with (
+        pytest.raises(ValueError, match="w: expected"),
+        two_processes(updater, policy=make_policy()),
+    ):
+        pass
+
+
+def test_cuda_graphs_keep_their_addresses(caplog):
+    collector = Stub(cudagraphed_policy=True, policy=make_policy())
+    with following(collector, {CPU: weights_of(make_policy())}, slots=3) as channels:
+        assert channels == {}
+    assert "CUDA graphs" in caplog.text
+
+
+def test_processes_that_run_already_get_weights_through_pipes_within_the_timeout():
+    workers = {i: weights_of(make_policy()) for i in range(2)}
+    updater = MultiProcessedRemoteWeightUpdate(lambda: make_policy(3.0), workers, timeout=30)
+    with two_processes(None, policy_factory=make_policy) as (collector, iterator):
+        collector.weight_updater = updater
         assert actions(iterator) == [0, 0]
         collector.update_policy_weights_()
         assert actions(iterator) == [3, 3]
@@ -226,10 +316,15 @@ def test_processes_with_policies_of_their_own_get_weights_through_pipes_within_t
         killer.join()
 
 
-def test_an_asynchronous_collector_that_is_iterated_is_not_stalled():
+def test_an_asynchronous_collector_that_is_iterated_already_is_not_stalled():
     alive = SimpleNamespace(is_alive=lambda: True)
     collector = Stub(
-        running=True, _running_free=False, closed=False, policy_device=[CPU], procs=[alive]
+        running=True,
+        _running_free=False,
+        closed=False,
+        policy_device=[CPU],
+        procs=[alive],
+        num_workers=1,
     )
     updater = MultiProcessedRemoteWeightUpdate(None, {0: weights_of(make_policy())})
     updater.register_collector(collector)

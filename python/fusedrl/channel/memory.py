@@ -62,10 +62,17 @@ class HostMemory:
 
     def __init__(self, end: _host.Publisher | _host.Reader, slots: int, nbytes: int) -> None:
         self.device = torch.device("cpu")
-        self._slots = [torch.from_dlpack(end.slot_tensor(i, nbytes)) for i in range(slots)]
+        self._tensor: Callable[[int], Tensor] = lambda i: torch.from_dlpack(
+            end.slot_tensor(i, nbytes)
+        )
+        self._slots = [self._tensor(i) for i in range(slots)]
+        self._addresses = [slot.data_ptr() for slot in self._slots]
 
     def slot(self, index: int) -> Tensor:
         """See :class:`Memory`."""
+        if self._slots[index].data_ptr() != self._addresses[index]:
+            # Moved away, by pickling a view for another process.
+            self._slots[index] = self._tensor(index)
         return self._slots[index]
 
     def before_write(self, index: int) -> None:

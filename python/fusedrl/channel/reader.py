@@ -100,6 +100,7 @@ class WeightReader:
         self._checksum = bool(manifest["checksum"])
         self._memory: Memory = open_memory(manifest["memory"], end, self.layout.nbytes)
         self.device = self._memory.device
+        self._flat_of: dict[int, tuple[Tensor, int]] = {}
         self._views_of: dict[int, list[Tensor]] = {}
         self._weights_of: dict[int, TensorDict] = {}
         self._verified: dict[int, int] = {}
@@ -200,15 +201,21 @@ class WeightReader:
         self._verified[slot] = version
 
     def _views(self, slot: int) -> list[Tensor]:
-        views = self._views_of.get(slot)
-        if views is None:
-            views = self._views_of[slot] = self.layout.views(self._memory.slot(slot))
+        flat, address = self._flat_of.get(slot, (None, 0))
+        # Pickling a view for another process moves its storage into other shared memory.
+        if flat is None or flat.data_ptr() != address:
+            flat = self._memory.slot(slot)
+            self._flat_of[slot] = flat, flat.data_ptr()
+            self._views_of[slot] = self.layout.views(flat)
+            self._weights_of.pop(slot, None)
+        views = self._views_of[slot]
         return views
 
     def _weights(self, slot: int) -> TensorDict:
+        views = self._views(slot)
         weights = self._weights_of.get(slot)
         if weights is None:
-            weights = self._weights_of[slot] = self.layout.tensordict(self._views(slot)).lock_()
+            weights = self._weights_of[slot] = self.layout.tensordict(views).lock_()
         return weights
 
     def _release(self, slot: int) -> None:

@@ -2,9 +2,11 @@
 
 from fusedrl.weights.base import LocalWeightUpdaterBase, RemoteWeightUpdaterBase
 from fusedrl.weights.ray_updater import RayRemoteWeightUpdater
+from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 from fusedrl.weights.updaters import MultiProcessedRemoteWeightUpdate, VanillaLocalWeightUpdater
 
 __all__ = [
+    "ChannelWeightSyncScheme",
     "LocalWeightUpdaterBase",
     "MultiProcessedRemoteWeightUpdate",
     "RayRemoteWeightUpdater",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,26 @@ from tensordict import TensorDictBase
 
 # A pipe -> who wrote, or still writes, the messages to it that have no answer yet.
 _unanswered: WeakKeyDictionary[Any, list[threading.Thread]] = WeakKeyDictionary()
+
+
+def indices_of(collector: Any, worker_id: int | torch.device) -> list[int]:
+    """Indices of the workers that ``worker_id`` names.
+
+    Raises:
+        ValueError: the collector has no such worker.
+    """
+    if isinstance(worker_id, int):
+        indices = [worker_id] if 0 <= worker_id < collector.num_workers else []
+    else:
+        # Without a device the policy stays where it is.
+        devices = enumerate(collector.policy_device)
+        indices = [i for i, device in devices if device is None or device == worker_id]
+    if not indices:
+        raise ValueError(
+            f"policy_weights: expected workers of the collector, 0 to {collector.num_workers - 1} "
+            f"or devices {collector.policy_device}, got {worker_id!r}; name them by index or device"
+        )
+    return indices
 
 
 def processes_of(collector: Any, worker_id: int | torch.device) -> list[int]:
@@ -30,21 +51,37 @@ def processes_of(collector: Any, worker_id: int | torch.device) -> list[int]:
         raise RuntimeError(
             "collector: expected a running one, got one that is shut down; make another"
         )
-    if isinstance(worker_id, int):
-        indices = [worker_id] if 0 <= worker_id < len(collector.procs) else []
-    else:
-        # Without a device the policy stays where it is.
-        devices = enumerate(collector.policy_device)
-        indices = [i for i, device in devices if device is None or device == worker_id]
-    if not indices:
-        raise ValueError(
-            f"policy_weights: expected workers of the collector, 0 to {len(collector.procs) - 1} "
-            f"or devices {collector.policy_device}, got {worker_id!r}; name them by index or device"
-        )
+    indices = indices_of(collector, worker_id)
     for index in indices:
         if not collector.procs[index].is_alive():
             raise _dead(collector, index)
     return indices
+
+
+def wait_until_runs(collector: Any, index: int, deadline: float) -> None:
+    """Wait until a worker's process is not stopped by a signal.
+
+    Raises:
+        RuntimeError: it dies meanwhile.
+        TimeoutError: it is still stopped at ``deadline``, on the clock of ``time.monotonic()``.
+    """
+    process = collector.procs[index]
+    while True:
+        try:
+            state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # gone
+            state = "X"
+        if state in "ZX" or not process.is_alive():
+            raise _dead(collector, index)
+        if state != "T":
+            return
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(
+                f"{_name(collector, index)}: expected a running process, got one that a signal "
+                "stopped; let it go on with kill -CONT, or raise timeout"
+            )
+        connection.wait([process.sentinel], min(left, 0.02))
 
 
 def reads(collector: Any, index: int, weights: TensorDictBase) -> bool:
@@ -126,6 +163,16 @@ def _ask(collector: Any, index: int, message: Any, timeout: float) -> Any:
             "timeout if its rollouts take longer, else shut the collector down"
         )
     return answer
+
+
+def busy(collector: Any, pids: set[int]) -> str:
+    """The message where workers hold all slots of a channel."""
+    workers = (i for i, process in enumerate(collector.procs) if process.pid in pids)
+    names = ", ".join(_name(collector, index) for index in workers)
+    return (
+        f"timeout: expected the end of a policy call, got {names or pids} in one of an older "
+        "version still; raise timeout, or make the updater with more slots"
+    )
 
 
 def _name(collector: Any, index: int) -> str:

@@ -11,13 +11,16 @@ from tensordict import TensorDictBase
 from fusedrl.weights.arguments import check_timeout, check_weights
 from fusedrl.weights.base import RemoteWeightUpdaterBase
 from fusedrl.weights.copying import match_weights
+from fusedrl.weights.ray_store import StoredWeights
 
 
 class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
     """Send weights to collectors that are Ray actors: one ``ray.put`` an update.
 
-    The weights go into Ray's object store once, and every chosen actor gets the reference as the
-    first argument of its ``update_policy_weights_``. The update returns when all have applied it.
+    The weights are copied into Ray's object store once, and every chosen actor gets the reference
+    as the first argument of its ``update_policy_weights_``: there it is a tensordict of views of
+    the store, which no process of a node deserialises or copies for itself. They are not to be
+    written. The update returns when all actors have applied it.
 
     Args:
         policy_weights: the trainer's weights, such as ``TensorDict.from_module(policy)``, as they
@@ -79,7 +82,7 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
     def _get_server_weights(self) -> Any:
         import ray
 
-        return ray.put(self.policy_weights.data)
+        return ray.put(StoredWeights(self.policy_weights.data))
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
         import ray
@@ -99,7 +102,8 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         if mapped_weights is None:
             return []
         if not isinstance(mapped_weights, ray.ObjectRef):
-            mapped_weights = ray.put(mapped_weights)
+            stored = isinstance(mapped_weights, TensorDictBase)
+            mapped_weights = ray.put(StoredWeights(mapped_weights) if stored else mapped_weights)
         answers = super()._distribute(worker_ids, mapped_weights)
         sent = zip(answers, worker_ids, strict=True)
         self._wait({ref: worker for ref, worker in sent if isinstance(ref, ray.ObjectRef)})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from fusedrl.channel import WeightChannel
 from fusedrl.weights import pipes
 from fusedrl.weights.arguments import check_getter, check_timeout, check_weights
 from fusedrl.weights.base import (
@@ -16,6 +18,7 @@ from fusedrl.weights.base import (
     WorkerId,
 )
 from fusedrl.weights.copying import copy_weights, match_weights, unwrap
+from fusedrl.weights.worker_channels import following
 
 
 class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
@@ -77,24 +80,30 @@ class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
 class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
     """Send weights to the worker processes of a torchrl multi-process collector.
 
-    An update writes ``policy_weights`` in place. Workers whose policy lives in that shared memory
-    have the new weights then; any other worker is sent them through its pipe, and answers once it
-    has applied them.
+    Given to a collector as it is made, an update publishes one version in a
+    :class:`~fusedrl.WeightChannel`: every call of a worker's policy that begins after the update
+    computes with it, and each call with one complete version, in the middle of a batch as well.
+    No worker is interrupted, and none waits. ``policy_weights`` are written in place too.
+
+    Workers that were started before are updated in their shared memory or through their pipes.
 
     Args:
         get_server_weights: returns the trainer's weights, a tensordict or a module. ``None`` where
-            every update is given its weights, or where the trainer's *are* the shared ones: an
-            update without weights changes nothing.
+            every update is given its weights, or where the trainer's *are* the policy given to the
+            collector: an update without weights publishes them as they are then.
         policy_weights: a policy's weights for each worker: by the device of the workers' policy,
-            or by the worker's index, each such as ``TensorDict.from_module(policy)``. A
-            collector that is given ``policy`` puts these tensors into shared memory; for one that
-            is given ``policy_factory`` they are the trainer's copy of what a worker has.
-        timeout: seconds within which a worker has to answer.
+            or by the worker's index, each such as ``TensorDict.from_module(policy)``. For a
+            collector that is given ``policy_factory`` they are the trainer's copy of what a worker
+            has; its workers start with what the factory makes.
+        timeout: seconds within which a worker that a signal stopped has to run again, a policy
+            call of an old version has to end where all slots are taken, a pipe has to answer.
+        slots: versions that a channel has room for, in memory each; with fewer than the workers
+            that share it plus two, an update may wait for the end of a policy call.
 
     Raises:
         ValueError: names or shapes that the policy does not have; an unknown worker.
         RuntimeError: a worker is dead; the message has its index and pid.
-        TimeoutError: a worker did not answer in time.
+        TimeoutError: a worker did not do so in time.
 
     Example:
         >>> import torch
@@ -113,6 +122,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         policy_weights: Mapping[Any, TensorDictBase],
         *,
         timeout: float = 300.0,
+        slots: int = 3,
     ) -> None:
         check_getter("get_server_weights", get_server_weights)
         if not isinstance(policy_weights, Mapping) or isinstance(policy_weights, TensorDictBase):
@@ -126,6 +136,8 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         self.weights_getter = get_server_weights
         self._policy_weights = policy_weights
         self.timeout = timeout
+        self.slots = slots
+        self._channels: dict[Any, WeightChannel] = {}
 
     def all_worker_ids(self) -> list[Any]:
         """The keys of ``policy_weights``."""
@@ -137,11 +149,33 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
     def _maybe_map_weights(self, server_weights: TensorDictBase | None) -> TensorDictBase | None:
         return server_weights
 
+    def register_collector(self, collector: Any) -> None:
+        """Keep a weak reference to the collector; workers that it starts follow a channel."""
+        super().register_collector(collector)
+        start = getattr(collector, "_run_processes", None)
+        if start is None or hasattr(collector, "procs"):
+            return
+
+        def start_followers() -> None:
+            del collector._run_processes  # back to the collector's own
+            with following(collector, self._policy_weights, self.slots) as self._channels:
+                start()
+
+        # A worker's policy can be reached as it is sent, and not any more while it collects.
+        collector._run_processes = start_followers
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process publishes nothing."""
+        return {**super().__getstate__(), "_channels": {}}
+
     def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> list[Any]:
-        if mapped_weights is not None:
-            for worker in worker_ids:
+        deadline = time.monotonic() + self.timeout
+        for worker in worker_ids:
+            if mapped_weights is not None:
                 match_weights(mapped_weights, self._policy_weights[worker])
-                pipes.processes_of(self.collector, worker)
+            for index in pipes.processes_of(self.collector, worker):
+                if worker in self._channels:
+                    pipes.wait_until_runs(self.collector, index, deadline)
         return super()._distribute(worker_ids, mapped_weights)
 
     def _sync_weights_with_worker(
@@ -149,12 +183,23 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
     ) -> None:
         if server_weights is not None:
             self._send(worker_id, server_weights)
+        elif worker_id in self._channels and getattr(self.collector, "policy", None) is not None:
+            self._publish(worker_id)  # trained in place
 
     def _send(self, worker_id: WorkerId, weights: TensorDictBase) -> None:
-        """The transport: shared memory where the worker reads it, its pipe where it does not."""
+        """The transport: a channel, or shared memory and pipes where workers run already."""
         ours = self._policy_weights[worker_id]
-        processes = pipes.processes_of(self.collector, worker_id)
         copy_weights(weights, ours)
-        for index in processes:
+        if worker_id in self._channels:
+            self._publish(worker_id)
+            return
+        for index in pipes.processes_of(self.collector, worker_id):
             if not pipes.reads(self.collector, index, ours):
                 pipes.update(self.collector, index, ours, self.timeout)
+
+    def _publish(self, worker_id: WorkerId) -> None:
+        try:
+            self._channels[worker_id].publish(self._policy_weights[worker_id], timeout=self.timeout)
+        except TimeoutError as error:
+            busy = {reader.pid for reader in self._channels[worker_id].readers() if reader.leased}
+            raise TimeoutError(pipes.busy(self.collector, busy)) from error

@@ -1,0 +1,205 @@
+"""A module whose every call computes with one complete version, the newest."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from fusedrl.channel.loading import Target
+
+if TYPE_CHECKING:
+    from fusedrl.channel.reader import Lease, WeightReader
+
+logger = logging.getLogger("fusedrl")
+_FOLLOWERS: weakref.WeakKeyDictionary[nn.Module, Follower] = weakref.WeakKeyDictionary()
+
+
+class Hook:
+    """A hook of one module; copies of the module have one that does nothing.
+
+    Args:
+        run: what is called, if anything.
+    """
+
+    def __init__(self, run: Callable[..., None] | None = None) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any) -> None:
+        """As a module calls its hooks."""
+        if self._run is not None:
+            self._run(*args)
+
+    def __reduce__(self) -> Any:
+        """Of a copy."""
+        return Hook, ()
+
+
+class Follower:
+    """Keep a module at the newest version, between its calls and never during one.
+
+    ``with follower as version:`` brackets a call: the version is chosen when it begins, and held
+    until it ends. A check, without a copy, when nothing is new. Calls of several threads that
+    overlap, and calls within a call, share the version of the first.
+
+    Args:
+        reader: of the channel that has the versions; :meth:`close` leaves it open.
+        module: has the names and shapes of the channel; in alias mode also dtypes and device.
+        mode: ``"alias"`` or ``"copy"``, as for :meth:`WeightReader.load_into`, but that the
+            version is held during calls in both, and at no other time: aliased weights may be
+            changing then, and ``state_dict()`` of the module answers copies.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import WeightChannel
+        >>> from fusedrl.channel.following import Follower
+        >>> trained, policy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> with WeightChannel.create(trained) as channel, channel.handle.open() as reader:
+        ...     _ = channel.publish()
+        ...     follower = Follower(reader, policy)
+        ...     with follower as version:
+        ...         print(version, bool((policy.weight == trained.weight).all()))
+        ...     follower.close()
+        1 True
+    """
+
+    def __init__(
+        self, reader: WeightReader, module: nn.Module, mode: Literal["alias", "copy"] = "alias"
+    ) -> None:
+        self.reader = reader
+        self.module = module
+        self.version: int | None = None
+        self._target = Target(module, reader.layout)
+        self.mode: Literal["alias", "copy"] = mode
+        self._aliases = mode == "alias"
+        self._lease: Lease | None = None
+        self._calls = 0
+        self._lock = threading.Lock()
+        self._warned = False
+        self._hooks = [
+            module.register_state_dict_post_hook(Hook(self._give_copies)),
+            module.register_load_state_dict_pre_hook(Hook(self._take_loads)),
+        ]
+        _FOLLOWERS[module] = self
+
+    def load(self, timeout: float | None = None) -> int:
+        """Load the newest version, and hold it until the next call has ended.
+
+        Args:
+            timeout: seconds to wait for the first version; the channel's own if ``None``.
+
+        Raises:
+            TimeoutError, RuntimeError: as for :meth:`WeightReader.lease`.
+        """
+        with self._lock:
+            return self._switch(timeout) if self._calls == 0 else self._current()
+
+    def __enter__(self) -> int:
+        """Begin a call; its version."""
+        with self._lock:
+            if self._calls == 0:
+                self._switch(None)
+            self._calls += 1
+            return self._current()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        """End it."""
+        with self._lock:
+            self._calls = max(0, self._calls - 1)
+            if self._calls == 0:
+                self._release()
+
+    def _current(self) -> int:
+        assert self.version is not None
+        return self.version
+
+    def _switch(self, timeout: float | None) -> int:
+        lease = self.reader.lease(timeout=timeout)
+        try:
+            if lease.version != self.version:
+                views = self.reader._views(lease._slot)
+                self._target.alias(views) if self._aliases else self._target.copy(views)
+        except BaseException:
+            lease.release()
+            raise
+        self._release()
+        self._lease, self.version = lease, lease.version
+        return lease.version
+
+    def _release(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+    def _give_copies(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        # Views would change later, and pickling one for another process would move its memory
+        # out of the channel.
+        with self:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if prefix + name in state:
+                    state[prefix + name] = parameter.detach().clone()
+
+    def _take_loads(self, *_: Any) -> None:
+        # Nothing is written to the channel's memory; the next call has the channel's weights again.
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "load_state_dict: expected weights through the channel, got a state dict; the next "
+                "call computes with the newest published version: publish what it shall have"
+            )
+        with self._lock:
+            if self._aliases and self.version is not None:
+                self._own()
+            self.version = None
+
+    def _own(self) -> None:
+        with self.reader.lease() as lease:
+            self._target.copy(self.reader._views(lease._slot))
+
+    def close(self, detach: bool = True) -> None:
+        """Follow no more.
+
+        Args:
+            detach: leave the module with the newest version in memory of its own. ``False`` where
+                it is not used any more.
+        """
+        with self._lock:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            if detach and self._aliases and self.version is not None:
+                self._own()
+            self._release()
+        if _FOLLOWERS.get(self.module) is self:
+            del _FOLLOWERS[self.module]
+
+
+def version_of(policy: Any) -> int | None:
+    """The version that a policy's current call computes with, or its last call did.
+
+    Args:
+        policy: a module, or what has one as its ``module``, in whole or in part kept by a
+            :class:`Follower`.
+
+    Returns:
+        The version; ``None`` where nothing follows a channel, or nothing is loaded yet.
+    """
+    module = policy if isinstance(policy, nn.Module) else getattr(policy, "module", None)
+    if not isinstance(module, nn.Module):
+        return None
+    for part in module.modules():
+        if part in _FOLLOWERS:
+            return _FOLLOWERS[part].version
+    return None

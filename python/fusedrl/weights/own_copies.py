@@ -1,0 +1,133 @@
+"""Models of a process that the trainer's weights shall not reach but through the channel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrl.weight_update.utils import _resolve_attr
+
+from fusedrl.channel.following import version_of
+from fusedrl.channel.layout import Layout
+from fusedrl.channel.sources import module_slots
+from fusedrl.weights.attachment import replace
+
+
+def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers that no state dict has, by name."""
+    slots = module_slots(module)
+    return {slot.name: slot.tensor.detach().clone() for slot in slots if not slot.persistent}
+
+
+def materialise(
+    module: nn.Module, layout: Layout, buffers: Mapping[str, Tensor], device: torch.device
+) -> None:
+    """Give memory to what lies on the meta device, tied where the layout is tied.
+
+    torchrl sends a policy to its workers on meta, buffers included, and its tied weights apart.
+
+    Args:
+        module: changed in place; the content of its new memory is arbitrary.
+        layout: of the channel that will fill it.
+        buffers: values of those that the layout does not have.
+        device: where the memory lies.
+
+    Raises:
+        ValueError: the module has weights on meta that nothing will fill. Nothing has changed then.
+    """
+    empty = [slot for slot in module_slots(module) if slot.tensor.is_meta]
+    known = {*layout.view_of, *buffers}
+    if lost := [slot.name for slot in empty if slot.name not in known]:
+        raise ValueError(
+            f"policy: expected weights that the scheme sends, got {len(lost)} that it does not: "
+            f"{', '.join(lost[:3])}; make the workers' policies by policy_factory="
+        )
+    made: dict[int, Tensor] = {}
+    for slot in empty:
+        assert slot.home is not None
+        if slot.name in buffers:
+            slot.home[slot.key] = buffers[slot.name].to(device, copy=True)
+            continue
+        view = layout.view_of[slot.name]
+        if view not in made:
+            made[view] = _memory_like(slot.tensor, device)
+        slot.home[slot.key] = made[view]
+
+
+class Copied:
+    """A model of a collector in the trainer's process, replaced by a copy.
+
+    The trainer goes on with the original, which its optimiser may write at any time. A policy is
+    copied as a whole. Weights that no version brings, such as the frozen base of a model with
+    adapters, stay shared.
+
+    Args:
+        collector: torchrl's ``Collector``.
+        model_id: the attribute path of the model in it.
+        layout: of the channel that the copy will follow.
+
+    Raises:
+        TypeError: something in the model cannot be copied.
+        ValueError: the policy is a copy already; a path that does not end with an attribute.
+    """
+
+    def __init__(self, collector: Any, model_id: str, layout: Layout) -> None:
+        model = collector.get_model(model_id)
+        if model_id.split(".")[0] == "policy":
+            if version_of(collector.policy) is not None:
+                raise ValueError(
+                    f"weight_sync_schemes: expected one for the policy, got {model_id!r} as "
+                    "another; in the trainer's process, use 'policy' for all of it"
+                )
+            wrapped = collector._wrapped_policy_uncompiled
+            policy, wrapped = _copy((collector.policy, wrapped), model, layout)
+            self._undo = [
+                replace(collector, "policy", policy),
+                replace(collector, "_wrapped_policy_uncompiled", wrapped),
+                replace(collector, "_wrapped_policy_maybe_compiled", None),
+            ]
+            return
+        parent, _, name = model_id.rpartition(".")
+        if not name.isidentifier():
+            raise ValueError(
+                f"weight_sync_schemes: expected a path that ends with an attribute, got "
+                f"{model_id!r}; name the module in it, such as '{model_id}.model'"
+            )
+        owner = _resolve_attr(collector, parent) if parent else collector
+        (copied,) = _copy((model,), model, layout)
+        self._undo = [replace(owner, name, copied)]
+
+    def put_back(self) -> None:
+        """Give the collector the originals again."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def _copy(whole: tuple[Any, ...], model: Any, layout: Layout) -> tuple[Any, ...]:
+    """A deep copy of ``whole``, with memory of its own for what the layout brings to ``model``."""
+    module = model if isinstance(model, nn.Module) else model.module
+    memo: dict[int, Any] = {}
+    for slot in module_slots(module):
+        is_brought = slot.kind == "parameter" and slot.name in layout.view_of
+        if is_brought and id(slot.tensor) not in memo:
+            memo[id(slot.tensor)] = _memory_like(slot.tensor, slot.tensor.device)
+    for part in whole:
+        if isinstance(part, nn.Module):
+            for parameter in part.parameters():
+                memo.setdefault(id(parameter), parameter)
+    try:
+        return copy.deepcopy(whole, memo)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(
+            "policy: expected one that copy.deepcopy takes, since a collector in the trainer's "
+            f"process computes with its own copy, got {error}; leave out what cannot be copied, "
+            "or collect in another process (AsyncCollector)"
+        ) from error
+
+
+def _memory_like(tensor: Tensor, device: torch.device) -> Tensor:
+    memory = torch.empty_like(tensor, device=device, requires_grad=False)
+    return nn.Parameter(memory, requires_grad=False) if isinstance(tensor, nn.Parameter) else memory

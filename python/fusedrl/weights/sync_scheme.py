@@ -1,0 +1,332 @@
+"""The weight channel as a weight-sync scheme of torchrl's collectors."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.collectors import Collector
+from torchrl.weight_update import TransportBackend, WeightSyncScheme
+from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
+
+from fusedrl.channel import WeightChannel, WeightHandle
+from fusedrl.weights.arguments import check_timeout
+from fusedrl.weights.own_copies import Copied, unsaved_buffers
+from fusedrl.weights.trainer_end import TrainerEnd
+from fusedrl.weights.worker_end import WorkerEnd, find_model, is_policy, module_of
+
+_OF_THIS_PROCESS = ("_trainer", "_worker", "_copied", "_local")
+
+
+@register_weight_sync_backend("channel")
+class ChannelWeightSyncScheme(WeightSyncScheme):
+    """Weights of a collector's model through a :class:`WeightChannel`.
+
+    ``collector.update_policy_weights_(weights)`` publishes one version. Each policy call takes the
+    newest version as it begins and computes with all of it, in the thread that calls; with
+    ``track_policy_version`` the frame is tagged with the version of that call, which is the
+    channel's: 1 for the weights that a collector starts with.
+
+    An update returns when the version is published, without waiting for workers: every policy call
+    that begins afterwards uses it, or a later one. A dead worker is logged, with its pid.
+
+    A collector in the trainer's own process computes with a copy of its policy, so that in-place
+    training does not reach it between updates.
+
+    Args:
+        strategy: as for torchrl's schemes. ``"state_dict"`` merges a peft model's adapters; weights
+            given to an update may have either form.
+        dtype: of floating weights in the channel; their own if ``None``.
+        slots: versions that the channel has room for, as for :meth:`WeightChannel.create`. Calls
+            that run at a time hold at most one each.
+        mode: ``"alias"``: the model's parameters are views of the channel, and frozen; ``"copy"``:
+            they are written in place, in their own dtype and on their own device. ``None``: alias
+            where dtypes and devices fit and the collector compiles nothing, else copy.
+        device: where the channel lies: that of the weights if ``None``.
+        adapters: of a peft model, as for :meth:`WeightChannel.create`.
+        wait: an update returns when no policy call computes with an older version any more.
+        timeout: seconds that any wait may take.
+        checksum: as for :meth:`WeightChannel.create`.
+
+    Raises:
+        ValueError: weights that do not fit; chosen workers, where a channel serves all of them.
+        RuntimeError: with ``wait``, a worker is dead; the message has its pid.
+        TimeoutError: workers hold all slots, or, with ``wait``, a worker computes with an older
+            version for too long; the message has its pid.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import ChannelWeightSyncScheme
+        >>> trained = torch.nn.Linear(2, 1)
+        >>> scheme = ChannelWeightSyncScheme()  # a collector does what the next lines do
+        >>> scheme.init_on_sender(model_id="policy", model=trained)
+        >>> scheme.connect()
+        >>> scheme.version
+        1
+        >>> scheme.shutdown()
+    """
+
+    _trainer: TrainerEnd | None
+    _worker: WorkerEnd | None
+    _copied: Copied | None
+    _local: Any  # this process's model
+
+    def __init__(
+        self,
+        strategy: Literal["tensordict", "state_dict"] = "tensordict",
+        *,
+        dtype: torch.dtype | None = None,
+        slots: int = 3,
+        mode: Literal["alias", "copy"] | None = None,
+        device: torch.device | str | None = None,
+        adapters: Literal["only", "merged"] | None = None,
+        wait: bool = False,
+        timeout: float = 60.0,
+        checksum: bool = False,
+    ) -> None:
+        check_timeout(timeout)
+        if mode not in (None, "alias", "copy"):
+            raise ValueError(f"mode: expected 'alias', 'copy' or None, got {mode!r}")
+        super().__init__(strategy)
+        self.mode: Literal["alias", "copy"] | None = mode
+        self.wait = wait
+        self.timeout = timeout
+        self._options = {
+            "dtype": dtype,
+            "slots": slots,
+            "device": device,
+            "adapters": adapters,
+            "timeout": timeout,
+            "checksum": checksum,
+        }
+        self._pid = os.getpid()
+        self._handle: WeightHandle | None = None
+        self._buffers: dict[str, Tensor] = {}
+        for name in _OF_THIS_PROCESS:
+            setattr(self, name, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a worker gets: the channel's handle, and nothing that belongs to this process."""
+        return {**super().__getstate__(), **dict.fromkeys(_OF_THIS_PROCESS)}
+
+    @property
+    def channel(self) -> WeightChannel:
+        """The channel, in the trainer's process: who reads it, and what they hold.
+
+        Raises:
+            RuntimeError: this is a worker's end, or shut down.
+        """
+        return self._end().channel
+
+    def _end(self) -> TrainerEnd:
+        if self._trainer is None:
+            raise RuntimeError(
+                "scheme: expected the trainer's end of an open channel, got none; give the scheme "
+                "to a collector first, or call init_on_sender, and nothing after shutdown()"
+            )
+        return self._trainer
+
+    @property
+    def version(self) -> int | None:
+        """The newest published version; ``None`` before the first, and after :meth:`shutdown`."""
+        if self._trainer is not None:
+            return self._trainer.channel.version
+        return None if self._worker is None else self._worker.reader.version
+
+    # What follows is called by torchrl.
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether this is the trainer's end: not in a child that the trainer forked."""
+        return super().initialized_on_sender and self._pid == os.getpid()
+
+    def _init_on_sender_impl(
+        self,
+        model_id: str | None = None,
+        context: Any = None,
+        *,
+        model: Any = None,
+        weights: Any = None,
+        params_map: Any = None,
+        device_map_fn: Any = None,
+        **_: Any,
+    ) -> None:
+        if params_map is not None or device_map_fn is not None:
+            raise ValueError(
+                "params_map, device_map_fn: expected None, got weights for each worker; a channel "
+                "has one set for all: give each worker a scheme and a channel of its own"
+            )
+        self._pid = os.getpid()
+        self.model_id = model_id or "policy"
+        self.context = context
+        source = model if model is not None else weights
+        if source is None:
+            source = find_model(context, self._id())
+        if not isinstance(source, Mapping):
+            source = module_of(source)
+            self._buffers = unsaved_buffers(source)
+        options = dict(self._options)
+        if self.strategy_str == "state_dict" and hasattr(source, "merge_and_unload"):
+            options["adapters"] = options["adapters"] or "merged"
+        channel = WeightChannel.create(source, **options)
+        self._handle = channel.handle
+        self._trainer = TrainerEnd(channel, self.wait, self.timeout)
+        if context is not None:
+            weakref.finalize(context, channel.close).atexit = False
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self, *, worker_idx: int | None = None, weights: Any | None = None
+    ) -> None:
+        collector = self.context
+        if not isinstance(collector, Collector):
+            self._publish(weights)
+            return
+        self._copied = Copied(collector, self._id(), self.channel.layout)
+        try:
+            self._publish(weights)
+            self._open_end()
+            self._attach(collector)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def send(
+        self, weights: Any = None, worker_ids: Any = None, *, version: int | None = None
+    ) -> int:
+        """Publish one version.
+
+        Args:
+            weights: a tensordict, module or state dict; the model's own if ``None``.
+            worker_ids: ``None``, or all workers.
+            version: its number, greater than the last one; one more if ``None``.
+
+        Returns:
+            The version.
+
+        Raises:
+            ValueError, RuntimeError, TimeoutError: as for the class.
+        """
+        everyone = list(range(getattr(self.context, "num_workers", 1)))
+        chosen = worker_ids if isinstance(worker_ids, list | tuple | set) else [worker_ids]
+        if worker_ids is not None and set(chosen) != set(everyone):
+            raise ValueError(
+                f"worker_ids: expected None or all of {everyone}, got {worker_ids!r}; a channel's "
+                "version reaches every worker: give workers that differ their own schemes"
+            )
+        published = self._publish(weights, version)
+        self._end().settle(published)
+        return published
+
+    def _publish(self, weights: Any, version: int | None = None) -> int:
+        published = self._end().publish(weights, version)
+        tracker: Any = getattr(self.context, "policy_version_tracker", None)
+        if is_policy(self._id()) and getattr(tracker, "version_type", None) in (int, "int"):
+            tracker.version = published
+        return published
+
+    def _id(self) -> str:
+        return self.model_id or "policy"
+
+    @property
+    def context(self) -> Any:
+        """The collector, if it still exists."""
+        return super().context
+
+    @context.setter
+    def context(self, context: Any) -> None:
+        WeightSyncScheme.context.fset(self, context)  # pyright: ignore[reportOptionalCall]
+        if context is not None and self.synchronized_on_receiver:
+            self._attach(context)
+
+    def _init_on_receiver_impl(
+        self,
+        model_id: str,
+        context: Any = None,
+        *,
+        model: Any = None,
+        worker_idx: int | None = None,
+        **_: Any,
+    ) -> None:
+        if self._handle is None:
+            raise RuntimeError(
+                "scheme: expected one that the trainer has initialised, got one without a channel; "
+                "call init_on_sender before it is sent to workers"
+            )
+        self.__setstate__(self.__getstate__())  # nothing of the trainer's stays in a forked child
+        self._initialized_on_receiver = True
+        self.model_id = model_id
+        self.worker_idx = worker_idx
+        self._local = model
+        self.context = context
+
+    def _setup_connection_and_weights_on_receiver_impl(
+        self, *, worker_idx: int | None = None
+    ) -> None:
+        end = self._open_end()
+        if self.context is not None:
+            self._attach(self.context)
+        elif self._local is not None:
+            end.follow(self._local)
+
+    def _open_end(self) -> WorkerEnd:
+        assert self._handle is not None
+        self._worker = WorkerEnd(self._handle, self._id(), self.mode, self._buffers)
+        return self._worker
+
+    def _attach(self, collector: Any) -> None:
+        assert self._worker is not None
+        self._local = self.model = self._worker.attach(collector)
+
+    def receive(self, timeout: float | None = None) -> TensorDictBase | None:
+        """Load the newest version, where no collector's calls do.
+
+        Args:
+            timeout: seconds to wait for a version that is not loaded yet; ``None`` not to wait.
+
+        Returns:
+            The model's weights if they are new, else ``None``.
+        """
+        module = None if self._worker is None else self._worker.receive(timeout)
+        if module is None:
+            return None
+        return TensorDict.from_module(module).data  # pyright: ignore[reportAttributeAccessIssue]
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Refused: weights come from the channel.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "weights: expected them through the channel, got some at a worker's end; publish them "
+            "with update_policy_weights_, or send() at the trainer's end"
+        )
+
+    def create_transport(self, **_: Any) -> TransportBackend:
+        """Refused: the channel is the transport.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("scheme: expected no transports, got a request for one")
+
+    def shutdown(self) -> None:
+        """Close this end of the channel; may be called again.
+
+        A collector that goes on keeps the newest version. The trainer's end frees the memory, once
+        the workers' ends are closed too.
+        """
+        if self._copied is not None:
+            self._copied.put_back()
+        if self._worker is not None:
+            self._worker.close(detach=self._copied is None)
+        if self._trainer is not None:
+            self._trainer.channel.close()
+        for name in _OF_THIS_PROCESS:
+            setattr(self, name, None)
+        super().shutdown()

@@ -1,0 +1,166 @@
+"""Follower: every call of a module computes with one version, the newest when it began."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from fusedrl.channel import WeightChannel
+from fusedrl.channel.following import Follower, version_of
+
+
+def filled(version: float) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with torch.no_grad():
+        for x in model.state_dict().values():
+            x.fill_(version)
+    return model
+
+
+def content(model: nn.Module) -> set[float]:
+    return {float(n) for x in [*model.parameters(), *model.buffers()] for n in x.detach().flatten()}
+
+
+@pytest.fixture
+def channel():
+    with WeightChannel.create(filled(0), timeout=5) as channel:
+        channel.publish(filled(1))
+        yield channel
+
+
+@pytest.fixture
+def reader(channel):
+    with channel.handle.open() as reader:
+        yield reader
+
+
+@pytest.fixture(params=["alias", "copy"])
+def followed(request, reader):
+    model = filled(0)
+    follower = Follower(reader, model, request.param)
+    yield model, follower
+    follower.close()
+
+
+def test_a_call_has_the_newest_version_and_holds_it_alone(channel, followed):
+    model, follower = followed
+    assert version_of(model) is None
+    for version in (1, 3, 5):
+        with follower as got:
+            assert got == version == version_of(model)
+            assert content(model) == {version}
+            channel.publish(filled(version + 1))
+            channel.publish(filled(version + 2))
+            assert content(model) == {version}
+            assert channel.readers()[0].leased == (version,)
+        assert channel.readers()[0].leased == ()
+
+
+def test_many_versions_pass_between_two_calls(channel, followed):
+    model, follower = followed
+    for version in range(2, 10):
+        channel.publish(filled(version))
+    for _ in range(2):
+        with follower as version:
+            assert version == 9 and content(model) == {9}
+
+
+def test_what_is_loaded_is_held_until_the_next_call_has_ended(channel, followed):
+    model, follower = followed
+    assert follower.load() == 1
+    for version in range(2, 6):
+        channel.publish(filled(version))
+    assert content(model) == {1}
+    assert channel.readers()[0].leased == (1,)
+    with follower:
+        pass
+    assert channel.readers()[0].leased == ()
+
+
+def test_calls_within_a_call_and_of_other_threads_share_its_version(channel, followed):
+    model, follower = followed
+    seen = []
+
+    def call() -> None:
+        with follower as version:
+            seen.append((version, content(model)))
+
+    with follower as outer:
+        channel.publish(filled(2))
+        other = threading.Thread(target=call)
+        other.start()
+        other.join()
+        call()
+        assert follower.load() == outer == 1
+        assert channel.readers()[0].leased == (1,)
+    call()
+    assert seen == [(1, {1}), (1, {1}), (2, {2})]
+
+
+def test_a_call_that_raises_holds_nothing(channel, followed):
+    _, follower = followed
+    with pytest.raises(KeyError), follower:
+        raise KeyError
+    assert channel.readers()[0].leased == ()
+
+
+def test_state_dicts_are_copies_of_one_version_and_loaded_ones_are_overruled(
+    channel, followed, caplog
+):
+    model, follower = followed
+    with follower:
+        pass
+    channel.publish(filled(2))
+    parent = nn.ModuleDict({"policy": model})
+    saved = parent.state_dict()
+    assert {float(n) for x in saved.values() for n in x.flatten()} == {2}
+    pickle.dumps(saved)
+    for x in saved.values():
+        x.fill_(9)
+    parent.load_state_dict(saved)
+    parent.load_state_dict(saved)
+    assert caplog.text.count("load_state_dict: expected weights through the channel") == 1
+    with follower as version:
+        assert version == 2 and content(model) == {2}
+    with channel.handle.open() as other, other.lease() as lease:
+        assert lease.weights["0", "weight"].unique().tolist() == [2]
+
+
+def test_copies_of_a_module_do_not_follow(channel, followed):
+    model, follower = followed
+    with follower:
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    channel.publish(filled(2))
+    for other in copies:
+        assert version_of(other) is None
+        state = other.state_dict()
+        assert {float(n) for x in state.values() for n in x.flatten()} == {1}
+        other.load_state_dict(filled(7).state_dict())
+        assert content(other) == {7}
+    assert follower.version == 1
+
+
+@pytest.mark.parametrize("mode", ["alias", "copy"])
+def test_a_closed_follower_leaves_the_module_its_own_memory(channel, reader, mode):
+    model = filled(0)
+    follower = Follower(reader, model, mode)
+    follower.load()
+    follower.close()
+    for version in range(2, 6):
+        channel.publish(filled(version))
+    assert content(model) == {1}
+    with torch.no_grad():
+        model[0].weight.fill_(3)
+    assert version_of(model) is None
+    assert not model._state_dict_hooks and not model._load_state_dict_pre_hooks
+
+
+def test_modules_that_do_not_fit_are_refused(reader):
+    with pytest.raises(ValueError, match="differences from the channel's layout"):
+        Follower(reader, nn.Linear(1, 1))
+    assert version_of(lambda: None) is None
