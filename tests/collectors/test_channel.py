@@ -11,7 +11,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torchrl.envs import AsyncEnvPool
 
-from fusedrl import LLMCollector, PolicyVersion, WeightChannel
+from fusedrl import ChannelWeightSyncScheme, LLMCollector, PolicyVersion, WeightChannel
 
 from .counting import Counting
 
@@ -181,6 +181,45 @@ def test_without_tracking_weights_are_taken_all_the_same(channel, collect):
     publish(channel, 6)
     batch = collect(track_policy_version=False).next()
     assert batch["action"].flatten().tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
+def test_the_scheme_of_the_channel(mode):
+    """It switches versions inside the policy's call."""
+    trained = policy_of(Says(1))
+    collector = LLMCollector(
+        Counting(2, 3),
+        policy=trained,
+        dialog_turns_per_batch=2,
+        weight_sync_schemes={"policy": ChannelWeightSyncScheme()},
+        track_policy_version=True,
+        **mode,
+    )
+    batches = [of(collector.next())]
+    for version in (2, 3):
+        collector.update_policy_weights_(policy_of(Says(version)))
+        assert collector.policy_version == version
+        batches.append(of(collector.next()))
+    collector.shutdown()
+    assert [max(batch) for batch in batches] == [1, 2, 3]
+    assert mode or batches == [[1, 1], [2, 2], [3, 3]]
+
+
+def test_the_scheme_of_the_channel_with_a_pool():
+    pool = AsyncEnvPool([lambda n=n: Counting(1, n) for n in (2, 3)], stack="lazy")
+    collector = LLMCollector(
+        pool,
+        policy=policy_of(Says(1)),
+        yield_completed_trajectories=True,
+        total_dialog_turns=20,
+        weight_sync_schemes={"policy": ChannelWeightSyncScheme()},
+        track_policy_version=True,
+    )
+    got = []
+    for batch in collector:
+        collector.update_policy_weights_(policy_of(Says(collector.policy_version + 1)))
+        got += of(batch)
+    assert len(got) >= 20 and len(set(got)) > 3
 
 
 def _collect(handle: Any, answers: Any) -> None:

@@ -123,7 +123,7 @@ class LLMCollector(Updates):
         )
         check_environment(env, async_envs, self.yield_completed_trajectories)
         self._pool = self.async_envs = isinstance(env, AsyncEnvPool)
-        env, tracker = self._tracked(env, track_policy_version)
+        env, self._tracker = self._tracked(env, track_policy_version)
         replay_buffer = replay_buffer if queue is None else QueueBuffer(queue)
         self._updating, self._watch, self._channel = 0, Stopwatch(), None
         # Past torchrl's own constructor, which has no weight_sync_schemes and runs what follows.
@@ -143,7 +143,6 @@ class LLMCollector(Updates):
             use_buffers=False,
             no_cuda_sync=True,
         )
-        self.policy_version_tracker = tracker
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
         self.max_staleness, self.stale_turns = max_staleness, 0
         self.progress, self.verbose = progress, verbose
@@ -172,6 +171,10 @@ class LLMCollector(Updates):
                 "another environment; make a PolicyVersion for each"
             )
         return env, tracker
+
+    def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
+        # torchrl asks before it connects schemes, which may need the tracker, or replace it.
+        self.policy_version_tracker = self._tracker
 
     def _make_carrier(self) -> None:
         # torchrl resets here and once more at the first rollout: a batch of prompts would be lost.

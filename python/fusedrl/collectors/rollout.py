@@ -17,6 +17,7 @@ from fusedrl.collectors.from_channel import FromChannel
 from fusedrl.collectors.policy_version import stamp, versions_in
 from fusedrl.collectors.progress import progress_bar
 from fusedrl.collectors.stopwatch import Stopwatch
+from fusedrl.weights.attachment import LeasedVersion
 
 logger = logging.getLogger("fusedrl")
 
@@ -90,8 +91,7 @@ class Rollout(_LLMCollector):
     def _turn(self) -> None:
         """One turn of every dialog."""
         watch = self._watch
-        version = self._take_weights()
-        actions = self.policy(self._carried)
+        actions, version = self._call_policy(self._carried)
         watch.lap("policy")
         turn, self._carried = self.env.step_and_maybe_reset(actions)
         watch.lap("env")
@@ -147,19 +147,23 @@ class Rollout(_LLMCollector):
             longest = max(self._held, key=batches.lengths.__getitem__)
             self._carried = lazy_stack([self._held.pop(longest)])
 
-    def _take_weights(self) -> Any:
-        """The newest weights of the channel, if any; returns what the policy is called with."""
+    def _call_policy(self, carried: TensorDictBase) -> tuple[TensorDictBase, Any]:
+        """Call the policy with the newest weights of the channel, if any; also its version then."""
         if self._channel is not None:
-            version = self._channel.take()
-            if version is not None and self.policy_version_tracker is not None:
-                self.policy_version_tracker.version = version
-        return self.policy_version
+            loaded = self._channel.take()
+            if loaded is not None and self.policy_version_tracker is not None:
+                self.policy_version_tracker.version = loaded
+        version = self.policy_version
+        actions = self.policy(carried)
+        if isinstance(self.policy_version_tracker, LeasedVersion):
+            # A scheme switched versions as the call began, and told the transform.
+            version = self.policy_version_tracker.transform.version
+        return actions, version
 
     def _ask(self, carried: TensorDictBase) -> None:
         """Call the policy and let the environments of the pool take their step."""
-        version = self._take_weights()
+        actions, version = self._call_policy(carried)
         self._asked.update(dict.fromkeys(_indices(carried, self.env), version))
-        actions = self.policy(carried)
         self._watch.lap("policy")
         self.env.async_step_and_maybe_reset_send(actions)
         self._watch.lap("env")

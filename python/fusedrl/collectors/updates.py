@@ -31,6 +31,11 @@ class Updates(Rollout):
                 value.register_post_hook(_Increment(self))
         self._weight_updater = value
 
+    @property
+    def policy_version(self) -> Any:
+        """The version that the next call of the policy has, ``None`` if none is tracked."""
+        return getattr(self.policy_version_tracker, "version", None)
+
     def set_weight_updater(self, weight_updater: Any) -> bool:
         """Set the weight updater; returns ``True``, as remote calls want an answer."""
         self.weight_updater = weight_updater
