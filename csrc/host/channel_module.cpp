@@ -3,6 +3,9 @@
 
 #include <pybind11/stl.h>
 
+#include <exception>
+#include <memory>
+
 #include "host/copy.h"
 #include "host/dlpack.h"
 #include "host/publisher.h"
@@ -15,7 +18,21 @@ namespace fusedrl {
 namespace {
 
 using namespace channel;
-using nogil = py::call_guard<py::gil_scoped_release>;
+
+// Without the GIL. Not by py::gil_scoped_release: to take it back ends a daemon thread where the
+// interpreter ends, by unwinding, which terminates the process if a destructor does it.
+template <class Work>
+void without_gil(const Work& work) {
+  std::exception_ptr error;
+  PyThreadState* thread = PyEval_SaveThread();
+  try {
+    work();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  PyEval_RestoreThread(thread);
+  if (error) std::rethrow_exception(error);
+}
 
 // `owner` keeps the mapping, so a tensor outlives the end of the channel that it came from.
 template <class End>
@@ -34,8 +51,7 @@ void copy_pieces(const std::vector<PieceArguments>& arguments, int threads) {
     pieces.push_back({reinterpret_cast<char*>(target), reinterpret_cast<const char*>(source),
                       elements, bytes, cast ? 2 : bytes,
                       cast ? Cast::float_to_bfloat16 : Cast::none});
-  py::gil_scoped_release unlocked;
-  copy(pieces, threads);
+  without_gil([&] { copy(pieces, threads); });
 }
 
 void signal_at(const std::string& step, int signal) {
@@ -58,9 +74,16 @@ void bind_channel(py::module_& m) {
       .def_readonly("applied", &ReaderState::applied);
 
   py::class_<Publisher>(m, "Publisher", "The writing end of a weight channel.")
-      .def(py::init<int, uint64_t, int, const std::string&, const std::string&>(), py::arg("slots"),
-           py::arg("slot_bytes"), py::arg("max_readers"), py::arg("session"), py::arg("manifest"),
-           nogil())
+      .def(py::init([](int slots, uint64_t slot_bytes, int max_readers, const std::string& session,
+                       const std::string& manifest) {
+             std::unique_ptr<Publisher> made;
+             without_gil([&] {
+               made = std::make_unique<Publisher>(slots, slot_bytes, max_readers, session, manifest);
+             });
+             return made;
+           }),
+           py::arg("slots"), py::arg("slot_bytes"), py::arg("max_readers"), py::arg("session"),
+           py::arg("manifest"))
       .def("try_begin", &Publisher::try_begin, "Lock a slot that nobody leases, or None.")
       .def("commit", &Publisher::commit, py::arg("slot"), py::arg("version"), py::arg("checksum"))
       .def("abort", &Publisher::abort, py::arg("slot"))
@@ -68,9 +91,15 @@ void bind_channel(py::module_& m) {
       .def("fd", &Publisher::fd)
       .def("share", &Publisher::share, "A descriptor for another process; the caller closes it.")
       .def("slot_tensor", &slot_tensor<Publisher>, py::arg("slot"), py::arg("bytes"))
-      .def("readers", &Publisher::readers, "Those that are open, and those that died since.")
+      .def("readers", &Publisher::readers, py::arg("forget_dead"),
+           "Those that are open, and those that died and were not forgotten since.")
       .def("progress", &Publisher::progress)
-      .def("wait", &Publisher::wait, py::arg("progress"), py::arg("seconds"), nogil())
+      .def(
+          "wait",
+          [](Publisher& publisher, uint32_t progress, double seconds) {
+            without_gil([&] { publisher.wait(progress, seconds); });
+          },
+          py::arg("progress"), py::arg("seconds"))
       .def("finish", &Publisher::finish)
       .def("close", &Publisher::close);
 
@@ -92,11 +121,17 @@ void bind_channel(py::module_& m) {
       .def("release", &Reader::release, py::arg("slot"))
       .def("applied", &Reader::applied, py::arg("version"))
       .def("version", &Reader::version, "The published version, -1 before the first.")
-      .def("wait", &Reader::wait, py::arg("version"), py::arg("seconds"), nogil())
+      .def(
+          "wait",
+          [](Reader& reader, int64_t version, double seconds) {
+            without_gil([&] { reader.wait(version, seconds); });
+          },
+          py::arg("version"), py::arg("seconds"))
       .def("publisher", &Reader::publisher)
       .def("publisher_pid", &Reader::publisher_pid)
       .def("checksum", &Reader::checksum, py::arg("slot"))
       .def("manifest", [](const Reader& reader) { return py::bytes(reader.manifest()); })
+      .def("require_open", &Reader::require_open)
       .def("slot_count", &Reader::slot_count)
       .def("slot_bytes", &Reader::slot_bytes)
       .def("slot_tensor", &slot_tensor<Reader>, py::arg("slot"), py::arg("bytes"))

@@ -81,7 +81,7 @@ void Publisher::abort(int slot) {
   file_->unlock(slot_lock + slot);
 }
 
-std::vector<ReaderState> Publisher::readers() {
+std::vector<ReaderState> Publisher::readers(bool forget_dead) {
   std::vector<ReaderState> found;
   for (uint32_t i = 0; i < page_->max_readers; ++i) {
     ReaderEntry& entry = page_->reader[i];
@@ -92,10 +92,10 @@ std::vector<ReaderState> Publisher::readers() {
     for (uint32_t slot = 0; slot < page_->slots; ++slot)
       if (leased >> slot & 1) state.leased.push_back(page_->slot[slot].version);
     if (!file_->locked_elsewhere(reader_lock + i) && file_->try_lock_exclusive(reader_lock + i)) {
-      // Under the lock, so that no new reader has the entry. The dead are told of once.
+      // Under the lock, so that no new reader has the entry.
       state.alive = false;
       state.leased.clear();
-      if (entry.pid.load(std::memory_order_relaxed) == pid) entry.pid = 0;
+      if (forget_dead && entry.pid.load(std::memory_order_relaxed) == pid) entry.pid = 0;
       file_->unlock(reader_lock + i);
     }
     found.push_back(state);

@@ -39,8 +39,8 @@ class Publisher {
   std::shared_ptr<Mapping> slots() const { return slots_; }
   char* slot(int index) const { return slots_->data() + index * page_->slot_bytes; }
 
-  // The readers that are open, and those that died since this was last asked.
-  std::vector<ReaderState> readers();
+  // The readers that are open, and those that died since they were last forgotten.
+  std::vector<ReaderState> readers(bool forget_dead);
   // What wait() compares with: read it before looking at what is waited for.
   uint32_t progress();
   // Returns after a release, a version applied, or the time given.

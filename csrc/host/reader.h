@@ -40,6 +40,8 @@ class Reader {
     return page_->slot[slot].checksum.load(std::memory_order_relaxed);
   }
 
+  // Throws std::runtime_error once closed, or in a child of the process that opened it.
+  void require_open() const { file_->fd(); }
   std::string manifest() const;
   int slot_count() const { return static_cast<int>(page_->slots); }
   uint64_t slot_bytes() const { return page_->slot_bytes; }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -50,6 +53,12 @@ def test_zero_is_free_for_the_first_version_and_versions_may_leave_gaps(channel,
     assert publish(channel, 2**54) == 2**54
     with reader.lease() as lease:
         assert lease.version == 2**54
+
+
+def test_the_last_version_has_none_after_it(channel):
+    assert publish(channel, 2**55 - 1) == channel.version == 2**55 - 1
+    with pytest.raises(ValueError, match="version: expected 0 to"):
+        channel.publish(workers.weights_of(1))
 
 
 @pytest.mark.parametrize("version", [3, 0, -1, 2**55])
@@ -111,6 +120,17 @@ def test_a_released_lease_has_no_weights(channel, reader):
         _ = lease.weights
 
 
+def test_a_lease_ends_with_its_reader(channel):
+    publish(channel)
+    with channel.handle.open() as reader:
+        lease = reader.lease()
+    for _ in range(3):
+        publish(channel)
+    with pytest.raises(RuntimeError, match="version 1 after its release"):
+        _ = lease.weights
+    lease.release()
+
+
 def test_a_lease_that_is_dropped_stays_held_and_says_so(channel, reader):
     publish(channel)
     with pytest.warns(ResourceWarning, match="version 1 was dropped"):
@@ -144,6 +164,28 @@ def test_every_wait_is_finite(channel, reader):
     ):
         with pytest.raises(ValueError, match="timeout: expected a finite number"):
             wait()
+
+
+def test_waits_are_for_versions_and_in_seconds(channel, reader):
+    publish(channel)
+    for options, message in (
+        ({"min_version": "7"}, "version: expected an int, got str"),
+        ({"min_version": -1}, "version: expected 0 to"),
+        ({"min_version": 2**70}, "version: expected 0 to"),
+        ({"timeout": "7"}, "timeout: expected a number of seconds, got str"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            reader.lease(**options)
+
+
+def test_publishing_within_a_publish_ends(channel):
+    with channel.writing() as writing:
+        for view, source in zip(writing.views, workers.weights_of(1).values(), strict=True):
+            view.copy_(source)
+        with pytest.raises(TimeoutError, match="got another publish or writing block"):
+            publish(channel, timeout=0.05)
+        assert publish(channel, on_full="skip") is None
+    assert publish(channel) == 2
 
 
 def test_a_closed_channel_is_still_read_but_not_waited_for():
@@ -225,17 +267,21 @@ def test_readers_and_channels_are_not_pickled(channel, reader):
             pickle.dumps(end)
 
 
-def test_a_forked_child_has_to_open_the_handle_itself(channel, reader):
+@pytest.mark.parametrize("what", ["reader", "lease"])
+def test_a_forked_child_has_to_open_the_handle_itself(channel, reader, what):
     publish(channel)
+    lease = reader.lease()
+    use = reader.lease if what == "reader" else lambda: lease.weights
     child = os.fork()
     if child == 0:
         try:
-            reader.lease()
+            use()
         except RuntimeError as error:
             os._exit(0 if "open the handle again in this process" in str(error) else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert [r.alive for r in channel.readers()] == [True]
+    lease.release()
 
 
 def test_the_channel_passes_through_a_socket(channel):
@@ -283,6 +329,23 @@ def test_a_dead_reader_ends_the_wait_for_it(channel):
         with pytest.raises(RuntimeError, match=f"got dead: pid {child.pid}"):
             channel.wait_applied(timeout=5)
     channel.wait_applied(timeout=0)
+
+
+def test_a_death_is_told_of_also_after_a_publish_found_no_slot():
+    with (
+        WeightChannel.create(workers.weights_of(0), slots=2) as channel,
+        channel.handle.open() as reader,
+    ):
+        publish(channel)
+        with reader.lease():
+            with workers.process(workers.lease_and_hold, channel.handle, False) as (child, pipe):
+                pipe.recv()
+                child.kill()
+                child.join()
+            publish(channel)
+            assert publish(channel, on_full="skip") is None
+            with pytest.raises(RuntimeError, match=f"got dead: pid {child.pid}"):
+                channel.wait_applied(timeout=5)
 
 
 def test_weights_of_another_layout_are_refused_before_anything_changes(channel, reader):
@@ -356,6 +419,96 @@ def test_loading_by_alias_copies_nothing_and_holds_the_version(channel, reader):
     assert channel.readers()[0].leased == (6,)
     del model
     assert channel.readers()[0].leased == ()
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, lambda model: nn.Sequential(model)])
+def test_loading_through_a_wrapper_holds_the_version_for_the_module_in_it(wrap):
+    model = nn.Linear(4, 4)
+    with (
+        WeightChannel.create(wrap(nn.Linear(4, 4))) as channel,
+        channel.handle.open() as reader,
+    ):
+        for loaded in (1, 2):
+            trained = wrap(nn.Linear(4, 4))
+            channel.publish(trained)
+            reader.load_into(wrap(model))
+            assert channel.readers()[0].leased == (loaded,)
+        kept = model.weight.clone()
+        for _ in range(5):
+            channel.publish(wrap(nn.Linear(4, 4)))
+        assert torch.equal(model.weight, kept)
+        del model
+        assert channel.readers()[0].leased == ()
+
+
+def test_an_alias_that_is_refused_leaves_the_module_as_it_was():
+    model = nn.BatchNorm1d(4)
+    with WeightChannel.create(model) as channel, channel.handle.open() as reader:
+        channel.publish()
+        reader.load_into(model)
+        address = model.weight.data_ptr()
+        channel.publish(nn.BatchNorm1d(4))
+        model.running_mean.data = torch.zeros(3)
+        with pytest.raises(ValueError, match=r"running_mean: expected \(4,\), got \(3,\)"):
+            reader.load_into(model)
+        assert model.weight.data_ptr() == address
+        assert channel.readers()[0].leased == (1,)
+
+
+def test_threads_load_into_one_module(channel, reader):
+    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    publish(channel)
+    ended, failed = threading.Event(), []
+
+    def load() -> None:
+        try:
+            while not ended.is_set():
+                reader.load_into(model)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(300):
+        publish(channel)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    reader.load_into(model)
+    assert float(model["a"][0]) == reader.applied == 301
+    assert channel.readers()[0].leased == (301,)
+
+
+def test_a_reader_that_closes_leaves_a_module_with_the_memory_of_another(channel):
+    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    with (
+        WeightChannel.create(workers.weights_of(0)) as other,
+        channel.handle.open() as first,
+        other.handle.open() as second,
+    ):
+        publish(channel)
+        publish(other, 9)
+        first.load_into(model)
+        second.load_into(model)
+        address = model["a"].data_ptr()
+        first.close()
+        assert model["a"].data_ptr() == address
+        assert float(model["a"][0]) == 9
+
+
+def test_a_reader_that_is_dropped_stays_open_as_long_as_the_model_that_it_loaded(channel):
+    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    publish(channel)
+    channel.handle.open().load_into(model)
+    gc.collect()
+    for _ in range(5):
+        publish(channel)
+    assert float(model["a"][0]) == 1
+    del model
+    gc.collect()
+    assert channel.readers() == []
 
 
 def test_models_keep_their_weights_when_their_reader_closes(channel):
@@ -451,3 +604,16 @@ def test_waiting_costs_no_processor_time(channel, reader):
     with pytest.raises(TimeoutError):
         reader.wait_for(1, timeout=0.5)
     assert time.process_time() - before < 0.1
+
+
+def test_the_interpreter_ends_while_a_thread_waits():
+    code = """
+import threading, time, torch
+from fusedrl import WeightChannel
+channel = WeightChannel.create({"a": torch.zeros(1)})
+reader = channel.handle.open()
+threading.Thread(target=reader.wait_for, args=(1,), daemon=True).start()
+time.sleep(0.1)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -182,6 +182,24 @@ def test_parameters_that_changed_their_shape_are_refused(mode):
         getattr(target, mode)(views)
 
 
+def test_an_alias_that_is_interrupted_is_undone():
+    class Interrupted(nn.Parameter):
+        def requires_grad_(self, requires_grad=True):
+            if not requires_grad:
+                raise KeyboardInterrupt
+            return super().requires_grad_(requires_grad)
+
+    model = Net()
+    layout, views = published(Net())
+    target = Target(model, layout)
+    before = [(p, p.data_ptr(), p.requires_grad) for p in model.parameters()]
+    model.head.weight.__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        target.alias(views)
+    after = [(p, p.data_ptr(), p.requires_grad) for p in model.parameters()]
+    assert all(x[0] is y[0] and x[1:] == y[1:] for x, y in zip(before, after, strict=True))
+
+
 def test_a_module_of_other_names_is_refused_with_the_differences_of_both_sides():
     with pytest.raises(ValueError, match="module: 7 differences") as error:
         Target(nn.Sequential(nn.Linear(3, 3)), Layout.of(Net().body[1]))

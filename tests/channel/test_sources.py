@@ -369,3 +369,11 @@ def test_merged_adapters_of_sharded_models_are_made_whole(group):
     expected = values(model, "merged")
     fully_shard(model)
     assert equal(values(model, "merged"), expected)
+
+
+def test_weights_whose_memory_is_freed_are_refused():
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    for tensor in (freed, torch._efficientzerotensor(4)):
+        with pytest.raises(TypeError, match=r"weights: a: .* got one whose memory is freed"):
+            named_tensors({"a": tensor})

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from fusedrl import _host
-from fusedrl.channel.checks import count, seconds
+from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout, fill
 from fusedrl.channel.memory import HostMemory, Memory, checksum
 
-MAX_VERSION = 2**55 - 1
 # A reader that died is noticed within this time.
 SLICE_S = 0.02
 
@@ -238,9 +237,16 @@ class WeightChannel:
         Raises:
             ValueError, TimeoutError: as for :meth:`publish`.
         """
-        with self._lock:
+        limit = self._timeout if timeout is None else seconds("timeout", timeout)
+        deadline = time.monotonic() + limit
+        if not self._lock.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
+            raise FullError(
+                f"timeout: expected to begin within {limit} s, got another publish or writing "
+                "block of this channel that has not ended; publish from one thread, after the block"
+            )
+        try:
             version = self._next(version)
-            slot = self._begin(self._timeout if timeout is None else seconds("timeout", timeout))
+            slot = self._begin(limit, deadline)
             try:
                 flat = self._memory.slot(slot)
                 self._memory.before_write(slot)
@@ -251,11 +257,13 @@ class WeightChannel:
                 self._end.abort(slot)
                 raise
             self._end.commit(slot, version, total)
+        finally:
+            self._lock.release()
 
     def _next(self, version: int | None) -> int:
         last = self._end.version()
         if version is None:
-            return max(last, 0) + 1
+            version = max(last, 0) + 1
         count("version", version, 0, MAX_VERSION)
         if version <= last:
             raise ValueError(
@@ -264,8 +272,7 @@ class WeightChannel:
             )
         return version
 
-    def _begin(self, timeout: float) -> int:
-        deadline = time.monotonic() + timeout
+    def _begin(self, timeout: float, deadline: float) -> int:
         while True:
             progress = self._end.progress()
             slot = self._end.try_begin()
@@ -280,7 +287,7 @@ class WeightChannel:
         held = [
             f"pid {reader.pid} holds version{'s' * (len(reader.leased) > 1)} "
             + ", ".join(map(str, reader.leased))
-            for reader in self.readers()
+            for reader in self._end.readers(forget_dead=False)
             if reader.leased
         ]
         return FullError(
@@ -298,7 +305,7 @@ class WeightChannel:
                 tuple(reader.leased),
                 None if reader.applied < 0 else reader.applied,
             )
-            for reader in self._end.readers()
+            for reader in self._end.readers(forget_dead=True)
         ]
 
     def wait_applied(self, version: int | None = None, *, timeout: float | None = None) -> None:
@@ -369,7 +376,8 @@ class WeightChannel:
         deadline = time.monotonic() + timeout
         while True:
             progress = self._end.progress()
-            pids = [r.pid for r in self.readers() if r.alive and r.pid != os.getpid()]
+            readers = self._end.readers(forget_dead=False)
+            pids = [r.pid for r in readers if r.alive and r.pid != os.getpid()]
             remaining = deadline - time.monotonic()
             if not pids or remaining <= 0:
                 return pids

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
+MAX_VERSION = 2**55 - 1  # of eight bytes, one is the slot's
+
 
 def seconds(name: str, value: float) -> float:
     """``value``, where it ends a wait.
 
     Raises:
+        TypeError: it is not a number.
         ValueError: it is negative or not finite.
     """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number of seconds, got {type(value).__name__}")
     if not 0 <= value < float("inf"):
         raise ValueError(
             f"{name}: expected a finite number of seconds, 0 or more, got {value!r}; every wait "

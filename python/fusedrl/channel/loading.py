@@ -68,6 +68,7 @@ class Target:
         """
         self._check(views)
         params = self._parameters
+        self._check_shapes(self._buffers, views)
         for param, index, _ in params:
             view = views[index]
             if (
@@ -77,11 +78,18 @@ class Target:
             ):
                 self._refuse_alias(views)
         _lend(views)
-        for param, index, _ in params:
-            param.data = views[index]
-            if param.requires_grad:
-                param.requires_grad_(False)
-        copy([tensor for tensor, *_ in self._buffers], [views[i] for _, i, _ in self._buffers])
+        before = [(param, param.data, param.requires_grad) for param, *_ in params]
+        try:
+            copy([tensor for tensor, *_ in self._buffers], [views[i] for _, i, _ in self._buffers])
+            for param, index, _ in params:
+                param.data = views[index]
+                if param.requires_grad:
+                    param.requires_grad_(False)
+        except BaseException:  # nobody may compute with some of the new memory, which is not held
+            for param, data, requires_grad in before:
+                param.data = data
+                param.requires_grad_(requires_grad)
+            raise
 
     def copy(self, views: Sequence[Tensor]) -> None:
         """Copy ``views`` into the parameters and buffers, which keep memory, dtype and device.
@@ -96,25 +104,17 @@ class Target:
         """
         self._check(views)
         pairs = self._parameters + self._buffers
-        differences = [
-            f"{name}: expected {tuple(views[i].shape)}, got {tuple(tensor.shape)}"
-            for tensor, i, name in pairs
-            if tensor.shape != views[i].shape
-        ]
-        refuse("module", differences, "load into a model of the published one's shapes")
+        self._check_shapes(pairs, views)
         with torch.inference_mode(False):  # what is allocated within it cannot be trained
             for param, _, _ in self._parameters:
                 if _LENT and param.untyped_storage()._cdata in _LENT:
                     param.data = torch.empty_like(param)
         copy([tensor for tensor, *_ in pairs], [views[i] for _, i, _ in pairs])
 
-    def detach(self) -> None:
-        """Give parameters memory of their own again, with the values that they have."""
-        if self._stale():
-            self._plan()
-        for param, _, _ in self._parameters:
-            if param.untyped_storage()._cdata in _LENT:
-                param.data = param.data.clone()
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that were loaded last."""
+        return [param for param, *_ in self._parameters]
 
     def _check(self, views: Sequence[Tensor]) -> None:
         if len(views) != len(self.layout.stored):
@@ -124,6 +124,16 @@ class Target:
             )
         if self._stale():
             self._plan()
+
+    def _check_shapes(
+        self, pairs: Sequence[tuple[Tensor, int, str]], views: Sequence[Tensor]
+    ) -> None:
+        differences = [
+            f"{name}: expected {tuple(views[i].shape)}, got {tuple(tensor.shape)}"
+            for tensor, i, name in pairs
+            if tensor.shape != views[i].shape
+        ]
+        refuse("module", differences, "load into a model of the published one's shapes")
 
     def _stale(self) -> bool:
         return not (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import warnings
 import weakref
@@ -13,7 +14,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from fusedrl import _host
-from fusedrl.channel.checks import seconds
+from fusedrl.channel.checks import MAX_VERSION, count, seconds
+from fusedrl.channel.holds import Holds
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.loading import Target
 from fusedrl.channel.memory import Memory, checksum, open_memory
@@ -30,7 +32,7 @@ class Lease:
         version: the version of :attr:`weights`.
     """
 
-    __slots__ = ("_reader", "_slot", "version")
+    __slots__ = ("__weakref__", "_reader", "_slot", "version")
 
     def __init__(self, reader: WeightReader, slot: int, version: int) -> None:
         self._reader: WeightReader | None = reader
@@ -42,13 +44,14 @@ class Lease:
         """Views of the channel's memory, nested by the dots of their names: not to be written.
 
         Raises:
-            RuntimeError: the lease is released.
+            RuntimeError: the lease is released, its reader is closed, or this is a forked child.
         """
         if self._reader is None:
             raise RuntimeError(
                 f"lease: expected one that is held, got version {self.version} after its release; "
                 "compute inside the with block, or clone what has to last"
             )
+        self._reader._end.require_open()
         return self._reader._weights(self._slot)
 
     def release(self) -> None:
@@ -105,9 +108,10 @@ class WeightReader:
         self._weights_of: dict[int, TensorDict] = {}
         self._verified: dict[int, int] = {}
         self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
-        self._aliased: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[Any, Any]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._holds = Holds()
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        # Re-entrant: a reader may be closed by what the garbage collector finds.
+        self._lock = threading.RLock()
         self._releases = Releases(end.release)
         self._applied: int | None = None
 
@@ -133,6 +137,7 @@ class WeightReader:
             TimeoutError: it was not published in time.
             RuntimeError: the publisher has ended; the message has its pid.
         """
+        count("version", version, 0, MAX_VERSION)
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
         deadline = time.monotonic() + limit
         while (newest := self._end.version()) < version:
@@ -175,12 +180,9 @@ class WeightReader:
         return self._lease(min_version, timeout, apply=True)
 
     def _lease(self, min_version: int | None, timeout: float | None, apply: bool) -> Lease:
-        if min_version is not None and self._end.version() < min_version:
-            self.wait_for(min_version, timeout)
+        self.wait_for(0 if min_version is None else min_version, timeout)
         leased = self._end.lease(apply)
-        while leased is None:
-            self.wait_for(0, timeout)
-            leased = self._end.lease(apply)
+        assert leased is not None  # versions only grow
         slot, version = leased
         try:
             self._memory.before_read(slot)
@@ -189,7 +191,10 @@ class WeightReader:
         except BaseException:
             self._end.release(slot)
             raise
-        return Lease(self, slot, version)
+        lease = Lease(self, slot, version)
+        with self._lock:
+            self._leases.add(lease)
+        return lease
 
     def _verify(self, slot: int, version: int) -> None:
         written, read = self._end.checksum(slot), checksum(self._memory.slot(slot))
@@ -253,37 +258,37 @@ class WeightReader:
         """
         if mode not in ("alias", "copy"):
             raise ValueError(f"mode: expected 'alias' or 'copy', got {mode!r}")
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module: expected a module, got {type(module).__name__}")
         target = self._targets.get(module)
         if target is None:
-            target = Target(module, self.layout)
-        lease = self._lease(min_version, timeout, apply=False)
-        try:
-            views = self._views(lease._slot)
-            target.alias(views) if mode == "alias" else target.copy(views)
-        except BaseException:
-            lease.release()
-            raise
-        self._targets[module] = target
-        before = self._aliased.pop(module, None)
-        if mode == "alias":
-            self._aliased[module] = weakref.finalize(module, lease.release)
-            self._aliased[module].atexit = False
-        else:
-            lease.release()
-        if before is not None:
-            before()
-        self._end.applied(lease.version)
-        self._applied = lease.version
-        return lease.version
+            target = self._targets[module] = Target(module, self.layout)
+        self.wait_for(0 if min_version is None else min_version, timeout)
+        with self._lock:  # threads load one after the other, each a version that is newer
+            lease = self._lease(min_version, timeout, apply=False)
+            try:
+                views = self._views(lease._slot)
+                target.alias(views) if mode == "alias" else target.copy(views)
+            except BaseException:
+                lease.release()
+                raise
+            if mode == "alias":
+                self._holds.hold(target.parameters, lease.release)
+            else:
+                self._holds.forget(target.parameters)
+                lease.release()
+            self._end.applied(lease.version)
+            self._applied = lease.version
+            return lease.version
 
     def close(self) -> None:
         """End all leases; modules that were loaded by alias get copies of their own."""
-        for module, release in list(self._aliased.items()):
-            self._targets[module].detach()
-            release()
-        self._aliased.clear()
-        self._releases.close(self._end.close)
-        self._memory.close()
+        with self._lock:
+            self._holds.close()
+            for lease in list(self._leases):
+                lease.release()
+            self._releases.close(self._end.close)
+            self._memory.close()
 
     def __enter__(self) -> WeightReader:
         """The reader."""

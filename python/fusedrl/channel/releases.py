@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 POLL_S = 0.0005
@@ -20,8 +21,9 @@ class Releases:
 
     def __init__(self, release: Callable[[int], None]) -> None:
         self._release = release
-        self._pending: list[tuple[int, Callable[[], bool]]] = []
-        self._lock = threading.Lock()
+        self._pending: deque[tuple[int, Callable[[], bool]]] = deque()
+        # Re-entrant: what the garbage collector finds in here may have leases to release.
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._then: Callable[[], None] | None = None
 
@@ -39,10 +41,12 @@ class Releases:
     def _poll(self) -> None:
         while True:
             with self._lock:
-                ended = [entry for entry in self._pending if entry[1]()]
-                self._pending = [entry for entry in self._pending if entry not in ended]
-                for slot, _ in ended:
-                    self._release(slot)
+                for _ in range(len(self._pending)):
+                    slot, done = self._pending.popleft()
+                    if done():
+                        self._release(slot)
+                    else:
+                        self._pending.append((slot, done))
                 if not self._pending:
                     self._thread = None
                     then = self._then

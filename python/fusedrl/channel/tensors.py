@@ -71,6 +71,8 @@ def check_tensor(name: str, tensor: Any, argument: str = "weights") -> None:
     elif dtype_name(local.dtype) not in DTYPES:
         expected, got = "a dtype of whole bytes", str(local.dtype)
         remedy = "publish the dequantised tensor"
+    elif local.numel() > 0 and local.data_ptr() == 0:
+        got, remedy = "one whose memory is freed", "gather or load it first"
     if got is not None:
         raise TypeError(f"{argument}: {name}: expected {expected}, got {got}; {remedy}")
 

@@ -88,7 +88,7 @@ void publish(Publisher& publisher) {
     }
     publisher.commit(*slot, version, 0);
     if (mistake == "write_after_commit") write(publisher.slot(*slot), version);
-    if (version % 50 == 1) publisher.readers();
+    if (version % 50 == 1) publisher.readers(true);
   }
   publisher.finish();
 }

@@ -1,0 +1,98 @@
+"""Which lease the memory of each parameter needs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A lease, the storage that it keeps and how many parameters lie there."""
+
+    release: Callable[[], None]
+    storage: int
+    left: int
+
+    def less(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.release()
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    parameter: weakref.ref[Tensor]
+    held: _Held
+
+
+# Those with parameters: their readers stay open without another reference to them.
+_IN_USE: set[Holds] = set()
+
+
+class Holds:
+    """Keeps leases until no parameter lies in their memory.
+
+    By parameter, not by module: a wrapper may be gone while the module in it computes on.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # parameters may be collected anywhere, also in here
+        self._places: dict[int, _Place] = {}
+
+    def hold(self, parameters: Sequence[Tensor], release: Callable[[], None]) -> None:
+        """Note that ``parameters`` lie in a lease's memory.
+
+        Args:
+            parameters: of one load.
+            release: called when none of them is there any more.
+        """
+        storage = parameters[0].untyped_storage()._cdata if parameters else 0
+        with self._lock:
+            held = _Held(release, storage, len(parameters) + 1)
+            for parameter in parameters:
+                key = id(parameter)
+                place = self._places.get(key)
+                if place is None:
+                    self._places[key] = _Place(weakref.ref(parameter, self._gone(key)), held)
+                else:
+                    before, place.held = place.held, held
+                    before.less()
+            if self._places:
+                _IN_USE.add(self)
+            held.less()
+
+    def forget(self, parameters: Sequence[Tensor]) -> None:
+        """Note that ``parameters`` have memory of their own."""
+        with self._lock:
+            for parameter in parameters:
+                self._drop(id(parameter))
+
+    def close(self) -> None:
+        """Give parameters memory of their own, with the values that they have; end all leases."""
+        with self._lock:
+            for key, place in list(self._places.items()):
+                parameter, storage = place.parameter(), place.held.storage
+                if parameter is not None and parameter.untyped_storage()._cdata == storage:
+                    parameter.data = parameter.data.clone()
+                self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        place = self._places.pop(key, None)
+        if place is not None:
+            place.held.less()
+        if not self._places:
+            _IN_USE.discard(self)
+
+    def _gone(self, key: int) -> Callable[[weakref.ref[Tensor]], None]:
+        def gone(ref: weakref.ref[Tensor]) -> None:
+            with self._lock:
+                place = self._places.get(key)
+                if place is not None and place.parameter is ref:
+                    self._drop(key)
+
+        return gone
