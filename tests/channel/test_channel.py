@@ -547,6 +547,7 @@ def test_a_module_that_does_not_fit_keeps_its_version(channel, reader):
         ({"slots": 1}, "slots: expected 2 to 64, got 1"),
         ({"slots": True}, "slots: expected an int"),
         ({"max_readers": 0}, "max_readers: expected 1 to"),
+        ({"dtype": "bfloat16"}, "dtype: expected a torch.dtype"),
         ({"device": "meta"}, "device: expected cpu or cuda, got meta"),
     ],
 )

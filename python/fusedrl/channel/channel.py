@@ -140,6 +140,8 @@ class WeightChannel:
             RuntimeError: the memory cannot be reserved.
         """
         count("slots", slots, 2, 64)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}")
         count("max_readers", max_readers, 1, 4096)
         timeout = seconds("timeout", timeout)
         layout = Layout.of(weights, dtype=dtype, adapters=adapters)
@@ -228,7 +230,8 @@ class WeightChannel:
     ) -> Iterator[Writing]:
         """Write a slot by other means than :meth:`publish`: it is published when the block ends.
 
-        An exception in the block publishes nothing.
+        An exception in the block publishes nothing. There is one block at a time: another
+        thread's waits, and publishing within it is refused.
 
         Args:
             version: as for :meth:`publish`.
