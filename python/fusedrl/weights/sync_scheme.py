@@ -177,7 +177,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         self._handle = channel.handle
         self._trainer = TrainerEnd(channel, self.wait, self.timeout)
         if context is not None:
-            weakref.finalize(context, channel.close).atexit = False
+            weakref.finalize(context, _end, weakref.ref(self), channel).atexit = False
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
@@ -330,3 +330,11 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         for name in _OF_THIS_PROCESS:
             setattr(self, name, None)
         super().shutdown()
+
+
+def _end(scheme: weakref.ref[ChannelWeightSyncScheme], channel: WeightChannel) -> None:
+    # The scheme may have another collector by now.
+    of = scheme()
+    if of is not None and of._trainer is not None and of._trainer.channel is channel:
+        of.shutdown()
+    channel.close()
