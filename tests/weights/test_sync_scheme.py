@@ -434,13 +434,20 @@ def test_a_reader_without_a_collector_receives_by_itself():
     policy.module.weight.fill_(4.0)
 
 
+def maps() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:")
+
+
 def test_nothing_is_left_after_a_shutdown():
+    before = maps()
     files = len(list(Path("/proc/self/fd").iterdir()))
     threads = threading.active_count()
     scheme = ChannelWeightSyncScheme()
     with collecting(Collector, scheme, canary_policy()) as (collector, iterator):
         next(iterator)
     scheme.shutdown()
+    assert maps() == before
     assert len(list(Path("/proc/self/fd").iterdir())) == files
     assert threading.active_count() == threads
     with pytest.raises(RuntimeError, match="nothing after shutdown"):
@@ -448,19 +455,14 @@ def test_nothing_is_left_after_a_shutdown():
 
 
 def test_a_collector_that_is_dropped_frees_its_channel():
-    def maps() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:")
-
-    gc.collect()
     scheme, before = ChannelWeightSyncScheme(), maps()
     collector = Collector(Ones, canary_policy(), weight_sync_schemes={"policy": scheme}, **FRAMES)
     handle = scheme.channel.handle
     handle.open().close()
     assert maps() > before
     del collector
-    gc.collect()
-    assert scheme.version is None
     assert maps() == before
+    assert scheme.version is None
     with pytest.raises(RuntimeError, match="expected a running publisher"):
         handle.open()
 

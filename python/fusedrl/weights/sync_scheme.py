@@ -177,7 +177,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         self._handle = channel.handle
         self._trainer = TrainerEnd(channel, self.wait, self.timeout)
         if context is not None:
-            weakref.finalize(context, _end, weakref.ref(self), channel).atexit = False
+            ends = weakref.ref(self), weakref.ref(channel)
+            weakref.finalize(context, _end, *ends).atexit = False
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
@@ -332,9 +333,10 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         super().shutdown()
 
 
-def _end(scheme: weakref.ref[ChannelWeightSyncScheme], channel: WeightChannel) -> None:
+def _end(scheme: weakref.ref[ChannelWeightSyncScheme], channel: weakref.ref[WeightChannel]) -> None:
+    ours, theirs = scheme(), channel()
     # The scheme may have another collector by now.
-    of = scheme()
-    if of is not None and of._trainer is not None and of._trainer.channel is channel:
-        of.shutdown()
-    channel.close()
+    if ours is not None and ours._trainer is not None and ours._trainer.channel is theirs:
+        ours.shutdown()
+    if theirs is not None:
+        theirs.close()
