@@ -178,7 +178,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         self._trainer = TrainerEnd(channel, self.wait, self.timeout)
         if context is not None:
             ends = weakref.ref(self), weakref.ref(channel)
-            weakref.finalize(context, _end, *ends).atexit = False
+            weakref.finalize(context, _close_with, *ends).atexit = False
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
@@ -333,8 +333,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         super().shutdown()
 
 
-def _end(scheme: weakref.ref[ChannelWeightSyncScheme], channel: weakref.ref[WeightChannel]) -> None:
-    ours, theirs = scheme(), channel()
+def _close_with(scheme: weakref.ref[Any], channel: weakref.ref[WeightChannel]) -> None:
+    ours: Any = scheme()
+    theirs = channel()
     # The scheme may have another collector by now.
     if ours is not None and ours._trainer is not None and ours._trainer.channel is theirs:
         ours.shutdown()
