@@ -105,6 +105,15 @@ def test_weights_that_do_not_fit_raise_on_all_ranks(ranks):
     assert ranks.leased() == before
 
 
+def test_a_source_that_does_not_exist_and_a_version_that_is_none_raise_on_all_ranks(ranks):
+    for error in ranks.broadcast(1.0, src=7):
+        assert isinstance(error, ValueError)
+        assert "src: expected a rank of the group, one of [0, 1], got 7" in str(error)
+    own, others = ranks.broadcast(1.0, version="x")
+    assert isinstance(own, TypeError) and "version: expected an int, got str" in str(own)
+    assert isinstance(others, RuntimeError) and "rank 0: TypeError" in str(others)
+
+
 def test_channels_of_different_layouts_raise_on_all_ranks(ranks):
     for error in ranks.all("broadcast_between_layouts"):
         assert isinstance(error, ValueError) and "expected one layout on all ranks" in str(error)

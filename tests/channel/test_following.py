@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -129,6 +131,56 @@ def test_state_dicts_are_copies_of_one_version_and_loaded_ones_are_overruled(
         assert version == 2 and content(model) == {2}
     with channel.handle.open() as other, other.lease() as lease:
         assert lease.weights["0", "weight"].unique().tolist() == [2]
+
+
+def test_a_state_dict_that_is_loaded_in_a_call_leaves_its_version_and_ends_nothing(
+    channel, followed
+):
+    model, follower = followed
+    with follower:
+        channel.publish(filled(2))
+        model.load_state_dict(filled(9).state_dict())
+        with follower as inner:
+            assert inner == 1
+    assert channel.readers()[0].leased == ()
+    with follower as version:
+        assert version == 2 and content(model) == {2}
+
+
+def test_a_state_dict_of_a_part_does_not_write_the_channel(channel, followed):
+    model, follower = followed
+    with follower:
+        pass
+    model[0].load_state_dict(filled(9)[0].state_dict())
+    assert model[0].weight.unique().tolist() == [9]
+    with follower:
+        assert content(model) == {1}
+
+
+def test_a_follower_that_is_closed_during_a_call_leaves_its_version(channel, followed):
+    model, follower = followed
+    with follower:
+        channel.publish(filled(2))
+        follower.close()
+        assert content(model) == {1}
+
+
+def test_a_follower_that_is_dropped_goes(reader):
+    model = filled(0)
+    dropped = weakref.ref(model), weakref.ref(Follower(reader, model))
+    del model
+    gc.collect()
+    assert [reference() for reference in dropped] == [None, None]
+
+
+def test_parameters_have_one_follower(channel, reader, followed):
+    model, _ = followed
+    with (
+        WeightChannel.create(model[0]) as other,
+        other.handle.open() as theirs,
+        pytest.raises(ValueError, match="parameters that nothing else loads"),
+    ):
+        Follower(theirs, nn.Sequential(model[0])[0])
 
 
 def test_copies_of_a_module_do_not_follow(channel, followed):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import os
 import pickle
 import signal
@@ -133,7 +135,7 @@ def test_frames_of_a_collector_in_the_trainers_process_have_one_version_each(mod
     assert all(torch.equal(before[name], x) for name, x in policy.state_dict().items())
     assert collector.policy is policy
     assert isinstance(collector.policy_version_tracker, PolicyVersion)
-    assert not policy._forward_pre_hooks and not policy._forward_hooks
+    assert policy._compiled_call_impl is None and not policy._load_state_dict_pre_hooks
 
 
 @pytest.mark.parametrize("make", [MultiSyncCollector, MultiAsyncCollector, AsyncCollector])
@@ -278,7 +280,7 @@ def test_a_transforms_model_follows_in_the_trainers_process():
             collecting(Collector, schemes, canary_policy(), env, track_policy_version=tracks),
         ):
             pass
-        assert transform.model is model and not model._forward_pre_hooks
+        assert transform.model is model and model._compiled_call_impl is None
         assert tracks or env.transform is transform
 
 
@@ -360,6 +362,25 @@ def test_a_collector_that_compiles_its_policy_follows():
             assert {*batch["next", "policy_version"].flatten().tolist()} == {version}
 
 
+def test_a_policy_that_is_compiled_already_follows():
+    policy, scheme = make_policy(1.0), ChannelWeightSyncScheme()
+    policy.compile(backend="eager")
+    with collecting(Collector, scheme, policy) as (collector, iterator):
+        for version in (1.0, 2.0, 3.0):
+            if version > 1:
+                collector.update_policy_weights_(make_policy(version))
+            batch = next(iterator)
+            assert {*batch["action"].flatten().tolist()} == {version}
+            assert {*batch["next", "policy_version"].flatten().tolist()} == {version}
+        for other in (
+            copy.deepcopy(collector.policy),
+            pickle.loads(pickle.dumps(collector.policy)),
+        ):
+            other.module.weight.fill_(9.0)
+            assert other(TensorDict({"observation": torch.ones(1)}))["action"].item() == 9.0
+    assert policy(TensorDict({"observation": torch.ones(1)}))["action"].item() == 1.0
+
+
 def test_a_collector_that_takes_no_schemes_follows_one_that_is_given_the_collector():
     collector = LLMCollector(
         Ones(), policy=canary_policy(), dialog_turns_per_batch=4, track_policy_version=True
@@ -374,18 +395,19 @@ def test_a_collector_that_takes_no_schemes_follows_one_that_is_given_the_collect
     collector.shutdown()
 
 
-def test_a_forward_that_raises_holds_no_version():
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_forward_that_raises_keeps_no_version(error):
     class Failing(Canary):
         def forward(self, observation):
             if self.pause < 0:
-                raise RuntimeError("on purpose")
+                raise error("on purpose")
             return super().forward(observation)
 
     policy = TensorDictModule(Failing(), ["observation"], ["action", "low", "high"])
     scheme = ChannelWeightSyncScheme()
     with collecting(Collector, scheme, policy) as (collector, iterator):
         collector.policy.module.pause = -1
-        with pytest.raises(RuntimeError, match="on purpose"):
+        with pytest.raises(error, match="on purpose"):
             collector.policy(TensorDict({"observation": torch.ones(1)}))
         assert scheme.channel.readers()[0].leased == ()
         collector.policy.module.pause = 0.0
@@ -412,26 +434,35 @@ def test_a_reader_without_a_collector_receives_by_itself():
     policy.module.weight.fill_(4.0)
 
 
+def maps() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:")
+
+
 def test_nothing_is_left_after_a_shutdown():
+    before = maps()
     files = len(list(Path("/proc/self/fd").iterdir()))
     threads = threading.active_count()
     scheme = ChannelWeightSyncScheme()
     with collecting(Collector, scheme, canary_policy()) as (collector, iterator):
         next(iterator)
     scheme.shutdown()
+    assert maps() == before
     assert len(list(Path("/proc/self/fd").iterdir())) == files
     assert threading.active_count() == threads
     with pytest.raises(RuntimeError, match="nothing after shutdown"):
         collector.update_policy_weights_()
 
 
-def test_a_collector_that_is_dropped_closes_its_channel():
-    collector = Collector(
-        Ones, canary_policy(), weight_sync_schemes={"policy": ChannelWeightSyncScheme()}, **FRAMES
-    )
-    handle = collector._weight_sync_schemes["policy"].channel.handle
+def test_a_collector_that_is_dropped_frees_its_channel():
+    scheme, before = ChannelWeightSyncScheme(), maps()
+    collector = Collector(Ones, canary_policy(), weight_sync_schemes={"policy": scheme}, **FRAMES)
+    handle = scheme.channel.handle
     handle.open().close()
+    assert maps() > before
     del collector
+    assert maps() == before
+    assert scheme.version is None
     with pytest.raises(RuntimeError, match="expected a running publisher"):
         handle.open()
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fusedrl.channel.channel import WeightChannel, Writing
+from fusedrl.channel.channel import MAX_VERSION, WeightChannel, Writing
+from fusedrl.channel.checks import count
 from fusedrl.channel.layout import fill
 from fusedrl.channel.sources import Slot
 
@@ -53,7 +54,8 @@ def broadcast(
         The version.
 
     Raises:
-        ValueError: channels of different layouts, or a version that is not greater.
+        ValueError: channels of different layouts, a version that is not greater, or a ``src`` that
+            is not in the group.
         RuntimeError: another rank could not take part; the message has its error. A rank raises its
             own as it is: that of its weights, or ``TimeoutError`` where readers hold all slots.
             Nothing is published on any rank then.
@@ -71,16 +73,21 @@ def broadcast(
         >>> dist.destroy_process_group()
     """
     ranks: Any = group or dist.group.WORLD
+    members = dist.get_process_group_ranks(ranks)
+    if src not in members:
+        raise ValueError(f"src: expected a rank of the group, one of {members}, got {src!r}")
     is_source = dist.get_rank() == src
     found: list[Slot] = []
     error: Exception | None = None
     if is_source:
         try:
+            if version is not None:
+                count("version", version, 0, MAX_VERSION)
             found = channel.layout.matched(channel._template if weights is None else weights)
         except Exception as raised:
             error = raised
     mine = _State(channel.layout.hash, -1 if channel.version is None else channel.version, version)
-    version = _agree(_tell(mine, error, ranks), dist.get_group_rank(ranks, src))
+    version = _agree(_tell(mine, error, ranks), members.index(src))
 
     with ExitStack() as stack:
         writing: Writing | None = None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fusedrl.channel.reader import Lease, WeightReader
 
 logger = logging.getLogger("fusedrl")
-_FOLLOWERS: weakref.WeakKeyDictionary[nn.Module, Follower] = weakref.WeakKeyDictionary()
+_FOLLOWERS: weakref.WeakSet[Follower] = weakref.WeakSet()
 
 
 class Hook:
@@ -54,6 +54,10 @@ class Follower:
             version is held during calls in both, and at no other time: aliased weights may be
             changing then, and ``state_dict()`` of the module answers copies.
 
+    Raises:
+        TypeError: an entry of the module that is no plain tensor.
+        ValueError: the module does not fit, or another follower has some of its parameters.
+
     Example:
         >>> import torch
         >>> from fusedrl import WeightChannel
@@ -75,17 +79,30 @@ class Follower:
         self.module = module
         self.version: int | None = None
         self._target = Target(module, reader.layout)
+        self._refuse_shared()
         self.mode: Literal["alias", "copy"] = mode
         self._aliases = mode == "alias"
         self._lease: Lease | None = None
+        self._loaded = False  # what the module has is `version`
         self._calls = 0
         self._lock = threading.Lock()
         self._warned = False
+        take = Hook(self._take_loads)  # state dicts of parts are loaded, too
         self._hooks = [
             module.register_state_dict_post_hook(Hook(self._give_copies)),
-            module.register_load_state_dict_pre_hook(Hook(self._take_loads)),
+            *(part.register_load_state_dict_pre_hook(take) for part in module.modules()),
         ]
-        _FOLLOWERS[module] = self
+        _FOLLOWERS.add(self)
+
+    def _refuse_shared(self) -> None:
+        # The other would change them during this one's calls.
+        ours = {id(parameter) for parameter, *_ in self._target._parameters}
+        for other in list(_FOLLOWERS):
+            if any(id(parameter) in ours for parameter, *_ in other._target._parameters):
+                raise ValueError(
+                    "module: expected parameters that nothing else loads, got some that follow a "
+                    "channel already; publish a module that has all of them through one channel"
+                )
 
     def load(self, timeout: float | None = None) -> int:
         """Load the newest version, and hold it until the next call has ended.
@@ -104,8 +121,9 @@ class Follower:
         with self._lock:
             if self._calls == 0:
                 self._switch(None)
+            version = self._current()
             self._calls += 1
-            return self._current()
+            return version
 
     def __exit__(
         self,
@@ -126,14 +144,15 @@ class Follower:
     def _switch(self, timeout: float | None) -> int:
         lease = self.reader.lease(timeout=timeout)
         try:
-            if lease.version != self.version:
+            if lease.version != self.version or not self._loaded:
+                self._loaded = False  # until all of it is
                 views = self.reader._views(lease._slot)
                 self._target.alias(views) if self._aliases else self._target.copy(views)
         except BaseException:
             lease.release()
             raise
         self._release()
-        self._lease, self.version = lease, lease.version
+        self._lease, self.version, self._loaded = lease, lease.version, True
         return lease.version
 
     def _release(self) -> None:
@@ -160,11 +179,14 @@ class Follower:
                 "call computes with the newest published version: publish what it shall have"
             )
         with self._lock:
-            if self._aliases and self.version is not None:
+            if self._aliases and self._loaded:
                 self._own()
-            self.version = None
+            self._loaded = False
 
     def _own(self) -> None:
+        if self._calls and self._lease is not None:
+            self._target.copy(self.reader._views(self._lease._slot))
+            return
         with self.reader.lease() as lease:
             self._target.copy(self.reader._views(lease._slot))
 
@@ -172,18 +194,18 @@ class Follower:
         """Follow no more.
 
         Args:
-            detach: leave the module with the newest version in memory of its own. ``False`` where
-                it is not used any more.
+            detach: leave the module with the newest version, or that of a call which goes on, in
+                memory of its own. ``False`` where it is not used any more.
         """
         with self._lock:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-            if detach and self._aliases and self.version is not None:
+            if detach and self._aliases and self._loaded:
                 self._own()
+            self._loaded = False
             self._release()
-        if _FOLLOWERS.get(self.module) is self:
-            del _FOLLOWERS[self.module]
+        _FOLLOWERS.discard(self)
 
 
 def version_of(policy: Any) -> int | None:
@@ -199,7 +221,8 @@ def version_of(policy: Any) -> int | None:
     module = policy if isinstance(policy, nn.Module) else getattr(policy, "module", None)
     if not isinstance(module, nn.Module):
         return None
+    followers = {id(follower.module): follower for follower in list(_FOLLOWERS)}
     for part in module.modules():
-        if part in _FOLLOWERS:
-            return _FOLLOWERS[part].version
+        if id(part) in followers:
+            return followers[id(part)].version
     return None

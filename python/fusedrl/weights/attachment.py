@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from fusedrl.channel.following import Follower, Hook
+from fusedrl.channel.following import Follower
 
 VERSION_KEY = "policy_version"
 
@@ -50,6 +50,13 @@ class LeasedVersion:
         """An update is counted when it is published."""
 
 
+class _Call(functools.partial):
+    """How a followed module is called; copies of the module are called as any."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 class Attachment:
     """A follower of one of a collector's models, attached to the calls of the model.
 
@@ -72,15 +79,14 @@ class Attachment:
             self._track(collector, tracker, follower)
         self._follower = follower
         if is_policy and is_compiled(collector):
-            around = self._around(collector._wrapped_policy)
-            self._undo.append(replace(collector, "_wrapped_policy_maybe_compiled", around))
+            owner, name = collector, "_wrapped_policy_maybe_compiled"
+            call = collector._wrapped_policy
         else:
-            module, before, after = follower.module, Hook(self._before), Hook(self._after)
-            # The hook at the end runs also when the forward raises.
-            self._undo += [
-                module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove,
-                module.register_forward_hook(after, always_call=True).remove,
-            ]
+            # A module calls this, if it has it, in the place of its forward and hooks. Hooks would
+            # not run after KeyboardInterrupt, nor where the module is compiled already.
+            owner, name = follower.module, "_compiled_call_impl"
+            call = owner._compiled_call_impl or owner._call_impl
+        self._undo.append(replace(owner, name, _Call(self._follow, call)))
 
     def _track(self, collector: Any, tracker: Any, follower: Follower) -> None:
         if tracker.version_type not in (int, "int"):
@@ -94,20 +100,12 @@ class Attachment:
         leased = LeasedVersion(tracker, follower)
         self._undo.append(replace(collector, "policy_version_tracker", leased))
 
-    def _around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        # Hooks would be compiled with the module, and break its graph.
-        @functools.wraps(compiled)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._before(None, args, kwargs)
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                self._after()
+    def _follow(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._follower as version:
+            self._tag(version, args, kwargs)
+            return call(*args, **kwargs)
 
-        return call
-
-    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        version = self._follower.__enter__()
+    def _tag(self, version: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._transform is None:
             return
         self._transform.version = version
@@ -118,9 +116,6 @@ class Attachment:
                 continue
             if isinstance(tag := data.get(VERSION_KEY, None), torch.Tensor):
                 data.set(VERSION_KEY, torch.full_like(tag, version))
-
-    def _after(self, *_: Any) -> None:
-        self._follower.__exit__()
 
     def remove(self) -> None:
         """Leave the collector as it was."""

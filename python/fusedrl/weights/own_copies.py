@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from fusedrl.channel.following import version_of
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import module_slots
 from fusedrl.weights.attachment import replace
+
+logger = logging.getLogger("fusedrl")
 
 
 def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -118,6 +121,14 @@ def _copy(whole: tuple[Any, ...], model: Any, layout: Layout) -> tuple[Any, ...]
         if isinstance(part, nn.Module):
             for parameter in part.parameters():
                 memo.setdefault(id(parameter), parameter)
+            for child in part.modules():
+                compiled = child._compiled_call_impl
+                if compiled is not None and id(compiled) not in memo:
+                    memo[id(compiled)] = None  # it computes with the original
+                    logger.warning(
+                        "policy: expected one that the collector compiles, got one whose compile() "
+                        "was called: the collector's copy is not compiled; pass compile_policy="
+                    )
     try:
         return copy.deepcopy(whole, memo)
     except (TypeError, RuntimeError) as error:

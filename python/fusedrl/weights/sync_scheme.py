@@ -177,7 +177,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         self._handle = channel.handle
         self._trainer = TrainerEnd(channel, self.wait, self.timeout)
         if context is not None:
-            weakref.finalize(context, channel.close).atexit = False
+            ends = weakref.ref(self), weakref.ref(channel)
+            weakref.finalize(context, _close_with, *ends).atexit = False
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
@@ -330,3 +331,13 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         for name in _OF_THIS_PROCESS:
             setattr(self, name, None)
         super().shutdown()
+
+
+def _close_with(scheme: weakref.ref[Any], channel: weakref.ref[WeightChannel]) -> None:
+    ours: Any = scheme()
+    theirs = channel()
+    # The scheme may have another collector by now.
+    if ours is not None and ours._trainer is not None and ours._trainer.channel is theirs:
+        ours.shutdown()
+    if theirs is not None:
+        theirs.close()
