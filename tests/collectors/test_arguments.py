@@ -6,6 +6,7 @@ import queue
 
 import pytest
 from torchrl.envs import SerialEnv, TransformedEnv
+from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
 
 from fusedrl import LLMCollector, PolicyVersion, WeightHandle
 
@@ -57,6 +58,11 @@ HANDLE = WeightHandle(0, 0, "")
         ),
         (
             {"channel": HANDLE, "track_policy_version": PolicyVersion("uuid")},
+            ValueError,
+            "track_policy_version: expected integer versions",
+        ),
+        (
+            {"channel": HANDLE, "track_policy_version": TorchrlPolicyVersion("uuid")},
             ValueError,
             "track_policy_version: expected integer versions",
         ),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
-from torchrl.envs import AsyncEnvPool
+from torchrl.envs import AsyncEnvPool, TransformedEnv
 
 from fusedrl import ChannelWeightSyncScheme, LLMCollector, PolicyVersion, WeightChannel
 
@@ -135,10 +135,47 @@ def test_the_model_that_a_wrapper_wraps(collect):
 
 
 def test_weights_of_another_model_are_refused_and_leave_no_reader(collect):
+    env = TransformedEnv(Counting())
+    env.base_env.is_closed = False
     with WeightChannel.create(torch.nn.Linear(1, 1)) as channel:
         with pytest.raises(ValueError, match=r"channel: expected weights of .*, got bias"):
-            collect(channel=channel.handle)
+            collect(env, channel=channel.handle)
         assert not any(reader.alive for reader in channel.readers())
+    assert not env.is_closed and "policy_version" not in env.observation_spec
+
+
+def test_a_count_does_not_change_the_version_of_weights(channel, collect):
+    collector = collect()
+    publish(channel, 3)
+    collector.next()
+    collector.increment_version()
+    assert of(collector.next()) == [3, 3]
+
+
+def test_a_stored_state_stays_and_its_weights_give_way_to_those_of_the_channel(channel, collect):
+    collector = collect()
+    publish(channel, 3)
+    collector.next()
+    state = collector.state_dict()
+    for version in (4, 5, 6, 7):
+        publish(channel, version)
+        collector.next()
+    assert state["policy_state_dict"]["module.value"].item() == state["policy_version"] == 3
+    collector.load_state_dict(state)
+    assert of(collector.next()) == [7, 7] and collector.stats()["frames"] == 4
+
+
+def test_an_environment_that_fails_to_close_does_not_keep_the_channel(channel, collect):
+    class Stuck(Counting):
+        def close(self, **kwargs):
+            raise ValueError("stuck")
+
+    env = Stuck()
+    env.is_closed = False
+    collector = collect(env, track_policy_version=False)
+    with pytest.raises(ValueError, match="stuck"):
+        collector.shutdown()
+    assert channel.readers() == []
 
 
 def test_shutdown_closes_what_it_opened_and_the_policy_stays_usable(channel, collect):

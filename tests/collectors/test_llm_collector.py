@@ -63,9 +63,18 @@ def test_a_trajectory_id_is_of_one_dialog(collect):
     assert sorted(dialogs) == list(range(len(dialogs)))
 
 
-def test_what_a_caller_does_to_a_batch_changes_no_other(collect):
-    changed = [seen(batch) for batch in collect() if batch["next", "seen"].zero_() is not None]
-    assert changed == [seen(batch) for batch in collect()]
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+@pytest.mark.parametrize(
+    "mode", [{}, {"flatten_data": True}, {"yield_completed_trajectories": True}], ids=str
+)
+def test_what_a_caller_does_to_a_batch_changes_no_other(collect, mode, lazy):
+    def batches(change):
+        for batch in collect(Counting(2, 5, lazy), total_dialog_turns=24, **mode):
+            yield seen(batch), batch[IDS].tolist()
+            if change:
+                batch.zero_()
+
+    assert list(batches(True)) == list(batches(False))
 
 
 def test_a_policy_may_write_in_place_or_answer_with_another_tensordict(collect):

@@ -125,6 +125,10 @@ class TestSpan:
         tokens = torch.tensor([[3, 3, 4], [5, 6, -1]])
         assert PolicyVersion().span(batch_of(3, 5, token_policy_version=tokens)) == (3, 6)
 
+    def test_answers_without_a_token_have_their_own(self):
+        tokens = torch.full((2, 3), -1)
+        assert PolicyVersion().span(batch_of(3, 5, token_policy_version=tokens)) == (3, 5)
+
     def test_ragged_versions_of_tokens(self):
         rows = [
             TensorDict({("next", "policy_version"): v, "token_policy_version": torch.tensor(t)})

@@ -217,6 +217,9 @@ class TestOneUpdateIsOneVersion:
         collector.update_policy_weights_()
         collector.weight_updater.update_weights()
         assert collector.policy_version == 2
+        collector.set_weight_updater(Given)
+        collector.update_policy_weights_()
+        assert collector.policy_version == 3
 
     def test_a_function_that_makes_the_updater(self, collect, module):
         collector = collect(
@@ -243,6 +246,8 @@ class TestOneUpdateIsOneVersion:
 
         collector = collect(policy=torch.nn.Identity())
         collector._receiver_schemes = {"policy": Scheme()}
+        collector._receive_weights_scheme(model_version=41)
+        assert collector.policy_version == 41
         collector._receive_weights_scheme(model_version=41)
         assert collector.policy_version == 41
         collector._receive_weights_scheme()
@@ -310,6 +315,12 @@ class TestPools:
             keys = zip(batch["env_index"], batch["seen"].flatten().tolist(), strict=True)
             got += list(zip(keys, versions(batch), strict=True))
         assert len(got) >= 30 and set(got) <= set(asked)
+
+    def test_a_budget_that_fewer_dialogs_end_than_the_pool_waits_for(self, collect):
+        pool = AsyncEnvPool([lambda n=n: Counting(1, n) for n in (2, 3, 4)], stack="lazy")
+        pool.min_get = 2
+        collector = collect(pool, yield_completed_trajectories=True, total_dialog_turns=17)
+        assert sum(batch.numel() for batch in collector) == collector.stats()["frames"] >= 17
 
     def test_trackers_of_the_inner_environments_do_not_matter(self, collect):
         """torchrl says to add the transform by hand, which counts steps late, or in a process."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torchrl.envs import AsyncEnvPool
-from torchrl.envs.llm.transforms.policy_version import PolicyVersion as TorchrlPolicyVersion
+from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.collectors.policy_version import PolicyVersion
 
 
 def check_arguments(given: dict[str, Any]) -> None:
@@ -28,18 +27,20 @@ def check_arguments(given: dict[str, Any]) -> None:
     _check_numbers(given)
     _check_weights(given)
     tracker = given["track_policy_version"]
-    if not isinstance(tracker, bool | TorchrlPolicyVersion):
+    if not isinstance(tracker, bool | PolicyVersion):
         raise TypeError(
             f"track_policy_version: expected a bool or a PolicyVersion, got "
             f"{type(tracker).__name__}; pass True"
         )
-    if given["max_staleness"] is not None and not (
-        tracker is True or (isinstance(tracker, PolicyVersion) and tracker.counts)
-    ):
+    if given["max_staleness"] is not None and not _counts(tracker):
         raise ValueError(
             "max_staleness: expected integer versions to count back from, got "
             f"track_policy_version={tracker!r}; pass True or PolicyVersion('int')"
         )
+
+
+def _counts(tracker: Any) -> bool:
+    return tracker is True or getattr(tracker, "version_type", None) in (int, "int")
 
 
 def _check_weights(given: dict[str, Any]) -> None:
@@ -59,7 +60,7 @@ def _check_weights(given: dict[str, Any]) -> None:
             f"channel_mode: expected 'alias' or 'copy', got {given['channel_mode']!r}; alias takes "
             "no memory, copy keeps the addresses of the parameters"
         )
-    if isinstance(tracker, PolicyVersion) and not tracker.counts:
+    if tracker is not False and not _counts(tracker):
         raise ValueError(
             "track_policy_version: expected integer versions, which a channel has, got UUIDs; pass "
             "True or PolicyVersion('int')"

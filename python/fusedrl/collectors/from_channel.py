@@ -43,14 +43,12 @@ class FromChannel:
         )
 
     def take(self) -> int | None:
-        """Load what is newest, if it is not loaded; returns its version then.
+        """Load what is newest, if it is not loaded; returns the version that is.
 
-        Before the first version the policy keeps the weights that it has.
+        Before the first version, ``None``, the policy keeps the weights that it has.
         """
-        newest = self.reader.version
-        if newest is None or newest == self.loaded:
-            return None
-        self.loaded = self.reader.load_into(self.module, self.mode)
+        if self.reader.version != self.loaded:
+            self.loaded = self.reader.load_into(self.module, self.mode)
         return self.loaded
 
     def close(self) -> None:

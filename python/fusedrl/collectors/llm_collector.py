@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
@@ -123,15 +124,16 @@ class LLMCollector(Updates):
         )
         check_environment(env, async_envs, self.yield_completed_trajectories)
         self._pool = self.async_envs = isinstance(env, AsyncEnvPool)
+        self._updating, self._watch, self._channel = 0, Stopwatch(), None
+        policy = policy if policy_factory is None else policy_factory()
+        opened = None if channel is None else FromChannel(channel, policy, channel_mode)
         env, self._tracker = self._tracked(env, track_policy_version)
         replay_buffer = replay_buffer if queue is None else QueueBuffer(queue)
-        self._updating, self._watch, self._channel = 0, Stopwatch(), None
         # Past torchrl's own constructor, which has no weight_sync_schemes and runs what follows.
         Collector.__init__(
             self,
             env,
             policy,
-            policy_factory=policy_factory,
             frames_per_batch=dialog_turns_per_batch or 1,
             total_frames=total_dialog_turns,
             replay_buffer=replay_buffer,
@@ -153,8 +155,7 @@ class LLMCollector(Updates):
             if self.yield_completed_trajectories
             else Turns(wanted, self.flatten_data)
         )
-        if channel is not None:
-            self._channel = FromChannel(channel, self.policy, channel_mode)
+        self._channel = opened
         for inner in getattr(env, "envs", ()) if self._pool else ():
             inner.register_collector(self)  # a pool of threads; processes cannot know it
 
@@ -245,20 +246,37 @@ class LLMCollector(Updates):
             close_env: whether to close the environment, too.
             raise_on_error: whether to raise what closing raises.
         """
-        super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
-        if self._channel is not None:
-            self._channel.close()
+        try:
+            super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
+        finally:
+            if self._channel is not None:
+                self._channel.close()
 
     def profile(self) -> Profile:
         """Where the time went since the collector was made: policy, env, stamping, queueing."""
         return self._watch.profile()
 
+    def state_dict(self) -> Any:
+        """Environment, policy, counts and version, which later rollouts do not change."""
+        state = super().state_dict()
+        weights = state.get("policy_state_dict", {})
+        for name, value in weights.items() if self._channel is not None else ():
+            weights[name] = value.clone() if isinstance(value, Tensor) else value
+        return state
+
     def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
-        """Restore environment, policy, counts and version; dialogs start anew."""
+        """Restore environment, policy, counts and version; dialogs start anew.
+
+        Once there are weights of a channel, the policy keeps these and their version.
+        """
         self._interrupt()
         self._batches.clear()
-        if not hasattr(self, "_policy_w_state_dict"):
-            # No module, so no state: torchrl refuses what it stored itself, unless it is lenient.
-            self.env.load_state_dict(state_dict["env_state_dict"], **kwargs)
+        given = self._channel is not None and self._channel.loaded is not None
+        if given:  # they are memory that is read-only
+            state_dict = {k: v for k, v in state_dict.items() if k != "policy_state_dict"}
+        if given or not hasattr(self, "_policy_w_state_dict"):
+            # torchrl refuses a state without a policy's, also its own, unless it is lenient.
+            if kwargs.get("strict", True):
+                self.env.load_state_dict(state_dict["env_state_dict"], **kwargs)
             kwargs = {"strict": False}
         super().load_state_dict(state_dict, **kwargs)

@@ -168,7 +168,9 @@ def versions_in(batch: TensorDictBase) -> set[Any]:
     for part in (flat.get("next", flat), flat):
         rows: Any = part.get(TOKENS_KEY, as_list=True)
         if rows is not None:
-            return {version for row in rows for version in row.unique().tolist() if version >= 0}
+            of_tokens = {n for row in rows for n in row.unique().tolist() if n >= 0}
+            if of_tokens:
+                return of_tokens
     column = flat.get("next", flat).get(KEY)
     if column is None:
         column = flat.get(KEY)

@@ -81,8 +81,8 @@ class Rollout(_LLMCollector):
             else:
                 self._turn()
         if isinstance(self._batches, Turns) and self._carried is not None:
-            # It shares memory with the batch, which belongs to the caller from now on.
-            self._carried = self._carried.clone()
+            # They share memory with the batch, which belongs to the caller from now on.
+            self._carried, self._ids = self._carried.clone(), self._ids.clone()
         self._watch.lap("queueing")
         if self.verbose:
             logger.info("LLMCollector: a batch of shape %s", tuple(batch.shape))
@@ -116,6 +116,7 @@ class Rollout(_LLMCollector):
         if not self._asked:
             self._ask(self._carried)
         least = self.env.num_envs if isinstance(batches, Turns) else self.env.min_get
+        least = min(least, len(self._asked))  # fewer run once the budget is used up
         turn, self._carried = self.env.async_step_and_maybe_reset_recv(least)
         watch.lap("env")
         indices = _indices(turn, self.env)
@@ -151,7 +152,10 @@ class Rollout(_LLMCollector):
         """Call the policy with the newest weights of the channel, if any; also its version then."""
         if self._channel is not None:
             loaded = self._channel.take()
-            if loaded is not None and self.policy_version_tracker is not None:
+            if self.policy_version_tracker is not None and loaded not in (
+                None,
+                self.policy_version,
+            ):
                 self.policy_version_tracker.version = loaded
         version = self.policy_version
         actions = self.policy(carried)

@@ -24,7 +24,8 @@ class Updates(Rollout):
     def weight_updater(self, value: Any) -> None:
         if value is not None:
             self._refuse_beside_channel()
-            value = value if hasattr(value, "register_collector") else value()
+            made = hasattr(value, "register_collector") and not isinstance(value, type)
+            value = value if made else value()
             hooks = len(value.post_hooks)
             value.register_collector(self)
             if len(value.post_hooks) == hooks:  # else it counts versions itself
@@ -47,15 +48,19 @@ class Updates(Rollout):
             self.policy_version_tracker.increment_version()
 
     @contextmanager
-    def _one_update(self) -> Iterator[None]:
-        """One new version at the end, however many of those inside count one or set one."""
+    def _one_update(self, numbered: bool = False) -> Iterator[None]:
+        """One new version at the end, however many of those inside count one or set one.
+
+        Args:
+            numbered: the weights come with their version, which may be the one there is.
+        """
         before = self.policy_version
         self._updating += 1
         try:
             yield
         finally:
             self._updating -= 1
-        if self.policy_version == before:
+        if not numbered and self.policy_version == before:
             self.increment_version()
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +83,7 @@ class Updates(Rollout):
             super().receive_weights(*args, **kwargs)
 
     def _receive_weights_scheme(self, model_version: int | None = None) -> None:
-        with self._one_update():
+        with self._one_update(numbered=model_version is not None):
             super()._receive_weights_scheme(model_version=model_version)
 
     def _refuse_beside_channel(self) -> None:
