@@ -393,6 +393,35 @@ def test_publishing_without_weights_takes_those_of_the_module_it_was_made_from()
             assert lease.weights["weight"].tolist() == [[5, 5]]
 
 
+def test_publishing_finds_what_a_module_has_by_now():
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    with WeightChannel.create(model) as channel, channel.handle.open() as reader:
+
+        def published() -> list[float]:
+            channel.publish()
+            with reader.lease() as lease:
+                linear, norm = lease.weights["0"], lease.weights["1"]
+                return [float(linear["bias"]), float(norm["bias"]), float(norm["running_mean"])]
+
+        model[0].bias.data = torch.tensor([1.0])
+        assert published()[0] == 1
+        model[0].bias = nn.Parameter(torch.tensor([2.0]))
+        assert published()[0] == 2
+        model[1].running_mean = torch.tensor([3.0])
+        assert published()[2] == 3
+        model[1] = nn.BatchNorm1d(1)
+        model[1].bias.data.fill_(4)
+        assert published() == [2, 4, 0]
+        model[0].bias.data = torch.zeros(2)
+        with pytest.raises(ValueError, match=r"0\.bias"):
+            channel.publish()
+        model[0].bias.data = torch.tensor([5.0]).double()
+        assert published()[0] == 5
+        model[0].extra = nn.Parameter(torch.zeros(1))
+        with pytest.raises(ValueError, match=r"0\.extra"):
+            channel.publish()
+
+
 def test_a_trainer_of_float32_publishes_to_readers_of_bfloat16():
     trainer, policy = nn.Linear(3, 3), nn.Linear(3, 3).bfloat16()
     with WeightChannel.create(trainer, dtype=torch.bfloat16) as channel:

@@ -14,13 +14,15 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from tensordict import TensorDictBase
+from torch import Tensor, nn
 
 from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout, fill
 from fusedrl.channel.memory import HostMemory, Memory, checksum
+from fusedrl.channel.sources import Found, Slot
 
 # A reader that died is noticed within this time.
 SLICE_S = 0.02
@@ -104,6 +106,7 @@ class WeightChannel:
         self._views = [layout.views(memory.slot(i)) for i in range(slots)]
         self._lock = threading.Lock()
         self._closed = False
+        self._found: Found | None = None
 
     @classmethod
     def create(
@@ -212,7 +215,7 @@ class WeightChannel:
         """
         if on_full not in ("block", "skip"):
             raise ValueError(f"on_full: expected 'block' or 'skip', got {on_full!r}")
-        found = self.layout.matched(self._template if weights is None else weights)
+        found = self._find(self._template if weights is None else weights)
         try:
             with self.writing(version, timeout=0 if on_full == "skip" else timeout) as writing:
                 with torch.no_grad():
@@ -223,6 +226,25 @@ class WeightChannel:
                 raise
             self.skipped += 1
             return None
+
+    def _find(self, weights: Any) -> list[Slot]:
+        """As :meth:`Layout.matched`; at once for the module of :meth:`create`, unless it changed."""
+        if weights is self._template and self._found is not None and self._found.holds():
+            return self._found.slots
+        slots = self.layout.matched(weights)
+        if weights is self._template and self._can_keep(weights, slots):
+            self._found = Found(weights, slots)
+        return slots
+
+    def _can_keep(self, weights: Any, slots: list[Slot]) -> bool:
+        if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):
+            return False
+        stored = [entry for entry in self.layout.stored if entry.kind == "parameter"]
+        return (
+            self.layout.adapters is None
+            and not any(slot.computed for slot in slots)
+            and len(list(weights.parameters())) == len(stored)
+        )
 
     @contextmanager
     def writing(

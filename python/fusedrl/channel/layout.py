@@ -258,12 +258,12 @@ class Layout:
 
 def fill(views: Sequence[Tensor], slots: Sequence[Slot]) -> None:
     """Copy what :meth:`Layout.matched` found; of tensors that are computed one at a time exists."""
-    pairs = list(zip(views, slots, strict=True))
-    plain = [(view, slot.value()) for view, slot in pairs if not slot.computed]
-    overwrite([view for view, _ in plain], [source for _, source in plain])
-    for view, slot in pairs:
-        if slot.computed:
-            view.copy_(slot.value())
+    plain, computed = [], []
+    for view, slot in zip(views, slots, strict=True):
+        (computed if slot.computed else plain).append((view, slot))
+    overwrite([view for view, _ in plain], [slot.tensor for _, slot in plain])
+    for view, slot in computed:
+        view.copy_(slot.value())
 
 
 def _differences(entry: Entry, slots: dict[str, Slot]) -> list[str]:

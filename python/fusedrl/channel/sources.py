@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import is_
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -48,6 +49,35 @@ class Slot:
     def value(self) -> Tensor:
         """The tensor to read; for sharded weights a collective."""
         return whole(self.tensor if self.merge is None else self.merge())
+
+
+class Found:
+    """The slots of a module, for as long as nothing in it is replaced.
+
+    Finding them again takes longer than copying the weights of a small model.
+
+    Args:
+        module: plain tensors only; two of its parameters are not views of one memory.
+        slots: what was found in it.
+    """
+
+    def __init__(self, module: nn.Module, slots: list[Slot]) -> None:
+        self.slots = slots
+        homes = [h for m in module.modules() for h in (m._modules, m._parameters, m._buffers)]
+        self._homes = homes
+        self._known = [(home, list(home), list(home.values())) for home in homes if home]
+        self._facts = [(slot.tensor, slot.tensor.shape, slot.tensor.dtype) for slot in slots]
+
+    def holds(self) -> bool:
+        """Whether :attr:`slots` are what would be found now."""
+        return (
+            sum(map(len, self._homes)) == sum(len(names) for _, names, _ in self._known)
+            and all(
+                list(home) == names and all(map(is_, home.values(), values))
+                for home, names, values in self._known
+            )
+            and all(t.shape == shape and t.dtype is dtype for t, shape, dtype in self._facts)
+        )
 
 
 def named_tensors(weights: Any, adapters: str | None = None) -> dict[str, tuple[Tensor, str]]:
