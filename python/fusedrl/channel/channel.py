@@ -228,7 +228,7 @@ class WeightChannel:
             return None
 
     def _find(self, weights: Any) -> list[Slot]:
-        """As :meth:`Layout.matched`; at once for the module of :meth:`create`, unless it changed."""
+        """As :meth:`Layout.matched`, but once for the template as long as it is as it was."""
         if weights is self._template and self._found is not None and self._found.holds():
             return self._found.slots
         slots = self.layout.matched(weights)
