@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fusedrl.channel.channel import MAX_VERSION, WeightChannel, Writing
-from fusedrl.channel.checks import count
+from fusedrl.channel.channel import WeightChannel, Writing
+from fusedrl.channel.checks import MAX_VERSION, count
 from fusedrl.channel.layout import fill
 from fusedrl.channel.sources import Slot
 
