@@ -78,7 +78,8 @@ void bind_channel(py::module_& m) {
                        const std::string& manifest) {
              std::unique_ptr<Publisher> made;
              without_gil([&] {
-               made = std::make_unique<Publisher>(slots, slot_bytes, max_readers, session, manifest);
+               made =
+                   std::make_unique<Publisher>(slots, slot_bytes, max_readers, session, manifest);
              });
              return made;
            }),
