@@ -5,12 +5,11 @@ from __future__ import annotations
 import queue
 
 import pytest
+from counting_dialogs import Counting, policy
 from torchrl.envs import SerialEnv, TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
 
 from fusedrl import LLMCollector, PolicyVersion, WeightHandle
-
-from .counting import Counting, policy
 
 HANDLE = WeightHandle(0, 0, "")
 

@@ -6,29 +6,14 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import channel_collector as workers
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
+from channel_collector import Says, of, policy_of
+from counting_dialogs import Counting
 from torchrl.envs import AsyncEnvPool, TransformedEnv
 
-from fusedrl import ChannelWeightSyncScheme, LLMCollector, PolicyVersion, WeightChannel
-
-from .counting import Counting
-
-
-class Says(torch.nn.Module):
-    """The action is its one weight."""
-
-    def __init__(self, value: float = 0.0) -> None:
-        super().__init__()
-        self.value = torch.nn.Parameter(torch.full((1,), float(value)))
-
-    def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        return self.value.long().expand(seen.shape)
-
-
-def policy_of(module: torch.nn.Module) -> TensorDictModule:
-    return TensorDictModule(module, in_keys=["seen"], out_keys=["action"])
+from fusedrl import ChannelWeightSyncScheme, LLMCollector, WeightChannel
 
 
 def publish(channel: WeightChannel, version: int) -> None:
@@ -59,15 +44,6 @@ def collect(channel) -> Iterator[Callable[..., LLMCollector]]:
     yield collect
     for collector in made:
         collector.shutdown()
-
-
-def of(batch: Any) -> list[int]:
-    """The version of a batch, which its actions are."""
-    versions = batch["next", "policy_version"].flatten().tolist()
-    assert (
-        batch["action"].flatten().tolist() == batch["policy_version"].flatten().tolist() == versions
-    )
-    return versions
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
@@ -259,25 +235,11 @@ def test_the_scheme_of_the_channel_with_a_pool():
     assert len(got) >= 20 and len(set(got)) > 3
 
 
-def _collect(handle: Any, answers: Any) -> None:
-    collector = LLMCollector(
-        Counting(),
-        policy=policy_of(Says()),
-        dialog_turns_per_batch=2,
-        channel=handle,
-        track_policy_version=PolicyVersion(),
-    )
-    while (batch := collector.next()) is not None:
-        answers.put(of(batch)[0])
-        if of(batch)[0] == 2:
-            break
-
-
 def test_a_collector_in_another_process(channel):
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     publish(channel, 1)
-    process = context.Process(target=_collect, args=(channel.handle, answers))
+    process = context.Process(target=workers.collect_until_two, args=(channel.handle, answers))
     process.start()
     assert answers.get(timeout=120) == 1
     publish(channel, 2)

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from counting_dialogs import Counting, policy, seen
 from torchrl.collectors import BaseCollector, Collector
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import ParallelEnv, SerialEnv
 
 from fusedrl import LLMCollector
-
-from .counting import Counting, policy, seen
 
 IDS = ("collector", "traj_ids")
 

@@ -8,14 +8,13 @@ import uuid
 
 import pytest
 import torch
+from counting_dialogs import Counting, policy
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from torchrl.envs import SerialEnv, TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
 from torchrl.envs.utils import check_env_specs
 
 from fusedrl import PolicyVersion
-
-from .counting import Counting, policy
 
 
 def batch_of(*versions, **entries) -> TensorDict:

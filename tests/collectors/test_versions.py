@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting_dialogs import Counting, policy
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors.weight_update import VanillaWeightUpdater, WeightUpdaterBase
@@ -15,8 +16,6 @@ from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
 from torchrl.weight_update import NoWeightSyncScheme, WeightSyncScheme
 
 from fusedrl import LLMCollector, LocalWeightUpdaterBase, PolicyVersion, VanillaLocalWeightUpdater
-
-from .counting import Counting, policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using WeightUpdaterBase is deprecated")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting_dialogs import Counting, policy
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
@@ -20,8 +21,6 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import AsyncEnvPool, SerialEnv
 
 from fusedrl import LLMCollector
-
-from ..counting import Counting, policy
 
 IDS = ("collector", "traj_ids")
 COMPLETED = {"yield_completed_trajectories": True}
