@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import re
@@ -19,26 +18,10 @@ from pathlib import Path
 import channel_workers as workers
 import pytest
 import torch
+from channel_workers import publish
 from torch import nn
 
 from fusedrl.channel import WeightChannel
-
-
-@pytest.fixture
-def channel():
-    with WeightChannel.create(workers.weights_of(0)) as channel:
-        yield channel
-
-
-@pytest.fixture
-def reader(channel):
-    with channel.handle.open() as reader:
-        yield reader
-
-
-def publish(channel: WeightChannel, version: int | None = None, **options) -> int | None:
-    number = (channel.version or 0) + 1 if version is None else version
-    return channel.publish(workers.weights_of(number), version, **options)
 
 
 def test_versions_are_counted_from_one(channel, reader):
@@ -420,154 +403,6 @@ def test_publishing_finds_what_a_module_has_by_now():
         model[0].extra = nn.Parameter(torch.zeros(1))
         with pytest.raises(ValueError, match=r"0\.extra"):
             channel.publish()
-
-
-def test_a_trainer_of_float32_publishes_to_readers_of_bfloat16():
-    trainer, policy = nn.Linear(3, 3), nn.Linear(3, 3).bfloat16()
-    with WeightChannel.create(trainer, dtype=torch.bfloat16) as channel:
-        channel.publish()
-        with channel.handle.open() as reader:
-            reader.load_into(policy)
-            assert torch.equal(policy.weight, trainer.weight.bfloat16())
-
-
-def test_loading_by_alias_copies_nothing_and_holds_the_version(channel, reader):
-    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
-    publish(channel)
-    assert reader.applied is None
-    assert reader.load_into(model) == reader.applied == 1
-    assert not model["a"].requires_grad
-    address = model["a"].data_ptr()
-    with reader.lease() as lease:
-        assert address == lease.weights["a"].data_ptr()
-    for _ in range(5):
-        publish(channel)
-    assert float(model["a"][0]) == 1
-    assert reader.load_into(model) == 6
-    assert float(model["a"][0]) == 6
-    assert channel.readers()[0].leased == (6,)
-    del model
-    assert channel.readers()[0].leased == ()
-
-
-@pytest.mark.parametrize("wrap", [torch.compile, lambda model: nn.Sequential(model)])
-def test_loading_through_a_wrapper_holds_the_version_for_the_module_in_it(wrap):
-    model = nn.Linear(4, 4)
-    with (
-        WeightChannel.create(wrap(nn.Linear(4, 4))) as channel,
-        channel.handle.open() as reader,
-    ):
-        for loaded in (1, 2):
-            trained = wrap(nn.Linear(4, 4))
-            channel.publish(trained)
-            reader.load_into(wrap(model))
-            assert channel.readers()[0].leased == (loaded,)
-        kept = model.weight.clone()
-        for _ in range(5):
-            channel.publish(wrap(nn.Linear(4, 4)))
-        assert torch.equal(model.weight, kept)
-        del model
-        assert channel.readers()[0].leased == ()
-
-
-def test_an_alias_that_is_refused_leaves_the_module_as_it_was():
-    model = nn.BatchNorm1d(4)
-    with WeightChannel.create(model) as channel, channel.handle.open() as reader:
-        channel.publish()
-        reader.load_into(model)
-        address = model.weight.data_ptr()
-        channel.publish(nn.BatchNorm1d(4))
-        model.running_mean.data = torch.zeros(3)
-        with pytest.raises(ValueError, match=r"running_mean: expected \(4,\), got \(3,\)"):
-            reader.load_into(model)
-        assert model.weight.data_ptr() == address
-        assert channel.readers()[0].leased == (1,)
-
-
-def test_threads_load_into_one_module(channel, reader):
-    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
-    publish(channel)
-    ended, failed = threading.Event(), []
-
-    def load() -> None:
-        try:
-            while not ended.is_set():
-                reader.load_into(model)
-        except Exception as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=load) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(300):
-        publish(channel)
-    ended.set()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    reader.load_into(model)
-    assert float(model["a"][0]) == reader.applied == 301
-    assert channel.readers()[0].leased == (301,)
-
-
-def test_a_reader_that_closes_leaves_a_module_with_the_memory_of_another(channel):
-    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
-    with (
-        WeightChannel.create(workers.weights_of(0)) as other,
-        channel.handle.open() as first,
-        other.handle.open() as second,
-    ):
-        publish(channel)
-        publish(other, 9)
-        first.load_into(model)
-        second.load_into(model)
-        address = model["a"].data_ptr()
-        first.close()
-        assert model["a"].data_ptr() == address
-        assert float(model["a"][0]) == 9
-
-
-def test_a_reader_that_is_dropped_stays_open_as_long_as_the_model_that_it_loaded(channel):
-    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
-    publish(channel)
-    channel.handle.open().load_into(model)
-    gc.collect()
-    for _ in range(5):
-        publish(channel)
-    assert float(model["a"][0]) == 1
-    del model
-    gc.collect()
-    assert channel.readers() == []
-
-
-def test_models_keep_their_weights_when_their_reader_closes(channel):
-    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
-    publish(channel)
-    with channel.handle.open() as reader:
-        reader.load_into(model)
-    for _ in range(5):
-        publish(channel)
-    assert {float(x) for p in model.values() for x in (p.min(), p.max())} == {1.0}
-
-
-def test_loading_by_copy_keeps_addresses_and_gradients_and_holds_nothing(channel, reader):
-    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
-    address = model["a"].data_ptr()
-    publish(channel)
-    assert reader.load_into(model, mode="copy") == 1
-    assert model["a"].data_ptr() == address
-    assert model["a"].requires_grad
-    assert channel.readers()[0].leased == ()
-
-
-def test_a_module_that_does_not_fit_keeps_its_version(channel, reader):
-    publish(channel)
-    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abc"})
-    with pytest.raises(ValueError, match="d"):
-        reader.load_into(model)
-    assert not model["a"].any()
-    assert reader.applied is None
-    assert channel.readers()[0].leased == ()
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,16 @@ def versions(batch) -> set[int]:
     return set(low.int().tolist())
 
 
+def check_that_updates_count(collector, iterator) -> None:
+    """The policy's one weight, which its actions are, is the number of the update."""
+    for version in (1.0, 2.0, 3.0):
+        if version > 1:
+            collector.update_policy_weights_(make_policy(version))
+        batch = next(iterator)
+        assert {*batch["action"].flatten().tolist()} == {version}
+        assert {*batch["next", "policy_version"].flatten().tolist()} == {version}
+
+
 def newest(collector, iterator, version: int, batches: int = 8) -> None:
     """Batches are of this version from some batch on; those before were under way."""
     for _ in range(batches):
@@ -354,24 +364,14 @@ def test_a_collector_that_compiles_its_policy_follows():
     compiled = {"backend": "eager", "fullgraph": True}
     scheme, policy = ChannelWeightSyncScheme(), make_policy(1.0)
     with collecting(Collector, scheme, policy, compile_policy=compiled) as (collector, iterator):
-        for version in (1.0, 2.0, 3.0):
-            if version > 1:
-                collector.update_policy_weights_(make_policy(version))
-            batch = next(iterator)
-            assert {*batch["action"].flatten().tolist()} == {version}
-            assert {*batch["next", "policy_version"].flatten().tolist()} == {version}
+        check_that_updates_count(collector, iterator)
 
 
 def test_a_policy_that_is_compiled_already_follows():
     policy, scheme = make_policy(1.0), ChannelWeightSyncScheme()
     policy.compile(backend="eager")
     with collecting(Collector, scheme, policy) as (collector, iterator):
-        for version in (1.0, 2.0, 3.0):
-            if version > 1:
-                collector.update_policy_weights_(make_policy(version))
-            batch = next(iterator)
-            assert {*batch["action"].flatten().tolist()} == {version}
-            assert {*batch["next", "policy_version"].flatten().tolist()} == {version}
+        check_that_updates_count(collector, iterator)
         for other in (
             copy.deepcopy(collector.policy),
             pickle.loads(pickle.dumps(collector.policy)),
