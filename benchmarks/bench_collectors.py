@@ -1,7 +1,7 @@
 """What a collector adds to each turn of its policy and environment, beside torchrl's.
 
-Policy and environment cost nothing here: the turns are made before the clock starts, and handed
-out one by one.
+Policy and environment cost nothing here: the turns are made before the clock starts, handed out
+one by one, and freed after it stops.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def overhead_case(mode: str, options: dict[str, Any], rows: int, lazy: bool) -> 
 
 
 def script(rows: int, lazy: bool) -> Callable[[], list[Any]]:
-    """Makes the turns of a batch, and what each dialog goes on with, last to first."""
+    """Makes the turns of a batch, and what each dialog goes on with."""
 
     def make() -> list[Any]:
         turns = []
@@ -74,7 +74,7 @@ def script(rows: int, lazy: bool) -> Callable[[], list[Any]]:
             state.set("action", state.get("seen"))
             after = observation(rows, turn + 1, over, lazy).set("reward", torch.ones(rows, 1))
             turns.append((state.set("next", after), observation(rows, turn + 1, False, lazy)))
-        return turns[::-1]
+        return turns
 
     return make
 
@@ -101,7 +101,7 @@ def collecting(collector: Any, rows: int, lazy: bool, options: dict[str, Any]) -
     from torchrl.envs import EnvBase
 
     class Scripted(EnvBase):
-        script: list[Any]
+        script: Iterator[Any]
 
         def __init__(self) -> None:
             super().__init__(batch_size=(rows,))
@@ -118,7 +118,7 @@ def collecting(collector: Any, rows: int, lazy: bool, options: dict[str, Any]) -
             )
 
         def step_and_maybe_reset(self, tensordict: Any) -> Any:
-            return self.script.pop()
+            return next(self.script)
 
         def _reset(self, tensordict: Any = None, **kwargs: Any) -> Any:
             return observation(rows, 0, False, lazy)
@@ -133,8 +133,10 @@ def collecting(collector: Any, rows: int, lazy: bool, options: dict[str, Any]) -
     batches = iter(collector(env, policy=lambda turn: turn, **options))
 
     def run(turns: list[Any]) -> Any:
-        env.script = turns
-        return next(batches)
+        env.script = iter(turns)
+        batch = next(batches)
+        env.script = iter(())  # the caller is the last to let go of the turns
+        return batch
 
     return run
 
