@@ -57,6 +57,17 @@ def test_each_call_has_the_newest_version(channel, collect, mode):
     assert [reader.applied for reader in channel.readers()] == [7]
 
 
+def test_the_policys_version_is_the_newest_published(channel, collect):
+    collector = collect()
+    assert collector.policy_version == 0
+    publish(channel, 3)
+    assert collector.policy_version == collector.get_policy_version() == 3
+    assert of(collector.next()) == [3, 3]
+    publish(channel, 4)
+    collector.shutdown()
+    assert collector.policy_version == 3  # that it had last
+
+
 def test_an_update_without_weights_asks_for_nothing(channel, collect):
     collector = collect()
     publish(channel, 1)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 import uuid
+from datetime import datetime
 
 import pytest
 import torch
 from counting_dialogs import Counting, policy
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
+from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import SerialEnv, TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
+from torchrl.envs.llm.transforms.policy_version import VersionChange
 from torchrl.envs.utils import check_env_specs
 
 from fusedrl import PolicyVersion
@@ -99,6 +102,47 @@ def test_specs_say_what_is_written(make, version_type):
         else:
             assert isinstance(column, NonTensorData | NonTensorStack)
             assert type(spec.example_data) is type(tracker.version) is str
+
+
+@pytest.mark.parametrize("version_type", ["int", "uuid"])
+def test_the_spec_of_a_tracker_alone(version_type):
+    for shape in ((), (3,), (2, 3)):
+        given = Composite(seen=Unbounded((*shape, 1)), shape=shape)
+        spec = PolicyVersion(version_type).transform_observation_spec(given)
+        assert sorted(spec.keys()) == ["policy_version", "seen"]
+        entry = spec["policy_version"]
+        assert entry.shape == torch.Size(shape)
+        assert isinstance(entry, Unbounded if version_type == "int" else NonTensor)
+        assert version_type == "uuid" or entry.dtype == torch.int64
+
+
+@pytest.mark.parametrize("version_type", ["int", "uuid"])
+def test_an_environment_without_a_lock_of_its_batch_size(version_type):
+    class Unlocked(Counting):
+        batch_locked = False
+
+    env = TransformedEnv(Unlocked(2), PolicyVersion(version_type))
+    assert not env.batch_locked
+    assert env.observation_spec["policy_version"].shape == env.reset().get("policy_version").shape
+
+
+def test_a_change_has_its_time_and_both_versions():
+    start = datetime.now()
+    tracker = PolicyVersion()
+    tracker.version = 4
+    change = tracker.version_history[-1]
+    assert isinstance(change, VersionChange)
+    assert (change.old_version, change.new_version) == (0, 4)
+    assert start <= tracker.version_history[0].timestamp <= change.timestamp <= datetime.now()
+
+
+def test_the_version_is_written_at_resets_too():
+    """Which torchrl's environments ask ``cal_on_reset`` for."""
+    tracker = PolicyVersion()
+    env = TransformedEnv(Counting(2), tracker)
+    tracker.version = 5
+    assert tracker.cal_on_reset is True
+    assert env.reset()["policy_version"].tolist() == [5, 5]
 
 
 def test_torchrls_uuid_spec_is_of_another_type():

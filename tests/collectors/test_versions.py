@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from counting_dialogs import Counting, policy
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModule
 from torchrl.collectors.weight_update import VanillaWeightUpdater, WeightUpdaterBase
 from torchrl.envs import AsyncEnvPool, SerialEnv, Transform, TransformedEnv
@@ -252,6 +255,17 @@ class TestOneUpdateIsOneVersion:
         collector._receive_weights_scheme()
         assert collector.policy_version == 42
 
+    def test_another_threads_count_in_the_meantime_is_one_more(self, collect):
+        class Interrupted(Given):
+            def _update_local_weights(self, local_weights, mapped_weights):
+                thread = threading.Thread(target=collector.increment_version)
+                thread.start()
+                thread.join()
+
+        collector = collect(weight_updater=Interrupted())
+        collector.update_policy_weights_(TensorDict())
+        assert collector.policy_version == 2
+
     def test_an_update_that_fails_is_none(self, collect, module):
         collector = collect(policy=module)
         with pytest.raises(KeyError):
@@ -328,3 +342,36 @@ class TestPools:
         collector = collect(pool, track_policy_version=PolicyVersion())
         collector.policy_version_tracker.version = 5
         assert versions(collector.next()) == [[[5, 5]], [[5, 5]]]
+
+    def test_an_environment_is_not_lost_when_the_policy_raises(self, pool, collect):
+        calls = []
+
+        def failing(turn):
+            calls.append(1)
+            if len(calls) in (3, 6, 9):
+                raise ValueError("once")
+            return policy(turn)
+
+        collector = collect(pool, policy=failing, yield_completed_trajectories=True)
+        while len(calls) < 10:
+            with contextlib.suppress(ValueError):
+                collector.rollout()
+        after = lazy_stack([collector.rollout()[0] for _ in range(20)])
+        assert set(after["env_index"]) == {0, 1}
+
+    @pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
+    def test_processes(self, collect, mode):
+        pool = AsyncEnvPool(
+            [functools.partial(Counting, 1, n) for n in (2, 3)],
+            backend="multiprocessing",
+            stack="lazy",
+        )
+        collector = collect(pool, total_dialog_turns=16, **mode)
+        turns, newest = 0, []
+        for batch in collector:
+            newest.append(collector.policy_version_tracker.span(batch)[1])
+            assert torch.equal(batch["action"], 10 * batch["seen"])
+            turns += batch.numel()
+            collector.increment_version()
+        assert turns == collector.stats()["frames"] >= 16
+        assert newest[0] == 0 and newest == sorted(newest) and len(set(newest)) > 1

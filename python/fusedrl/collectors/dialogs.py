@@ -1,25 +1,31 @@
-"""What turns wait in until there are enough of them for a batch."""
+"""What turns wait in until there are enough of them for a batch.
+
+A queue that is ``by_row`` takes a turn as one tensordict a row, else as a whole.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
 
+from fusedrl.collectors.rows import rows_of
+
 
 class Turns:
-    """Batches of at least ``wanted`` turns of all dialogs, finished or not.
+    """Batches of at least ``wanted`` turns of all dialogs, finished or not, with time last.
 
     Args:
         wanted: turns in a batch.
-        flatten: whether a batch has one dimension, dialog after dialog, or time as its last.
     """
 
-    def __init__(self, wanted: int, flatten: bool) -> None:
+    by_row = False
+
+    def __init__(self, wanted: int) -> None:
         self.wanted = wanted
-        self.flatten = flatten
-        self.turns: list[TensorDictBase] = []
+        self.turns: list[Any] = []
         self.pending = 0
 
     def interrupt(self) -> int:
@@ -31,19 +37,46 @@ class Turns:
         """As :meth:`interrupt`."""
         return self.interrupt()
 
-    def add(self, turn: TensorDictBase, over: list[bool]) -> int:
+    @property
+    def complete(self) -> bool:
+        """Whether there are enough turns for a batch."""
+        return self.pending >= self.wanted
+
+    def skip(self, over: list[bool]) -> bool:
+        """Whether a turn is only counted, as that of no batch: none is."""
+        return False
+
+    def add(self, turn: Any, over: list[bool]) -> int:
         """Keep one turn of every dialog; returns how many turns no batch will have: none."""
-        _refuse_twice(turn, self.turns)
         self.turns.append(turn)
         self.pending += turn.numel()
         return 0
 
     def take(self) -> TensorDictBase | None:
         """A batch, once there are enough turns."""
-        if self.pending < self.wanted:
+        if not self.complete:
             return None
         turns, self.turns, self.pending = self.turns, [], 0
-        return lazy_stack(_flat(turns)) if self.flatten else lazy_stack(turns, -1)
+        return lazy_stack(turns, -1)
+
+
+class FlatTurns(Turns):
+    """The same in one dimension, dialog after dialog."""
+
+    by_row = True
+
+    def add(self, rows: list[TensorDictBase], over: list[bool]) -> int:
+        """Keep one turn of every dialog; returns how many turns no batch will have: none."""
+        self.turns.append(rows)
+        self.pending += len(rows)
+        return 0
+
+    def take(self) -> TensorDictBase | None:
+        """A batch, once there are enough turns."""
+        if not self.complete:
+            return None
+        turns, self.turns, self.pending = self.turns, [], 0
+        return lazy_stack(_by_dialog(turns))
 
 
 class Dialogs:
@@ -54,6 +87,8 @@ class Dialogs:
         wanted: turns in a batch, at least.
         only_last: whether a batch has each dialog's last turn only.
     """
+
+    by_row = True
 
     def __init__(self, rows: int, wanted: int, only_last: bool) -> None:
         self.wanted = wanted
@@ -78,24 +113,27 @@ class Dialogs:
         self.ready = self.pending = 0
         return lost
 
-    def add(self, turn: TensorDictBase, over: list[bool]) -> int:
+    def skip(self, over: list[bool]) -> bool:
+        """Whether a turn is only counted, as no batch will have any part of it."""
+        if not self.only_last or True in over:
+            return False
+        self.lengths = [n + 1 for n in self.lengths]
+        self.pending += len(over)
+        return True
+
+    def add(self, rows: list[TensorDictBase], over: list[bool]) -> int:
         """Keep one turn of every dialog; returns how many turns no batch will have.
 
         Args:
-            turn: of shape (rows,).
-            over: for each row whether this turn is the last of its dialog.
+            rows: the turns.
+            over: for each whether it is the last of its dialog.
         """
-        if self.only_last and not any(over):
-            self.lengths = [n + 1 for n in self.lengths]
-            self.pending += turn.numel()
-            return 0
-        rows = enumerate(zip(turn.unbind(0), over, strict=True))
-        return sum(self.add_row(index, row, done) for index, (row, done) in rows)
+        numbered = enumerate(zip(rows, over, strict=True))
+        return sum(self.add_row(index, row, done) for index, (row, done) in numbered)
 
     def add_row(self, index: int, row: TensorDictBase, over: bool) -> int:
         """Keep one turn of one dialog, as :meth:`add`."""
         turns = self.running[index]
-        _refuse_twice(row, turns)
         if not self.only_last or over:
             turns.append(row)
         self.lengths[index] += 1
@@ -104,7 +142,7 @@ class Dialogs:
         if not over:
             return 0
         dropped = (self.lengths[index] - len(turns)) * size
-        self.finished.append(_flat(turns))
+        self.finished.append(_by_dialog(map(rows_of, turns)) if row.batch_dims else turns)
         self.ready += len(self.finished[-1])
         self.pending -= dropped
         self.running[index], self.lengths[index] = [], 0
@@ -122,19 +160,6 @@ class Dialogs:
         return lazy_stack(turns)
 
 
-def _refuse_twice(turn: TensorDictBase, turns: Sequence[TensorDictBase]) -> None:
-    # Turns are kept without a copy: it would take longer than all the rest.
-    if turns and turn is turns[-1]:
-        raise RuntimeError(
-            "policy: expected a tensordict of its own for each turn, got that of the turn before; "
-            "write into the one that the policy is given, or return a new one"
-        )
-
-
-def _flat(turns: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-    """Turns of several dialogs without their batch dimensions: one dialog after the other."""
-    if not turns[0].batch_dims:
-        return list(turns)
-    by_turn = [turn if turn.batch_dims == 1 else turn.reshape(-1) for turn in turns]
-    by_dialog = zip(*(turn.unbind(0) for turn in by_turn), strict=True)
-    return [turn for dialog in by_dialog for turn in dialog]
+def _by_dialog(turns: Iterable[list[TensorDictBase]]) -> list[TensorDictBase]:
+    """One dialog after the other."""
+    return [turn for dialog in zip(*turns, strict=True) for turn in dialog]

@@ -26,6 +26,7 @@ class FromChannel:
         self.reader = channel.open() if isinstance(channel, WeightHandle) else channel
         self.mode = mode
         self.loaded: int | None = None
+        self.closed = False
         try:
             self.module = self._module(policy)
         except ValueError:
@@ -42,6 +43,11 @@ class FromChannel:
             f"{min(names)}, ...; create the channel from the model that the policy wraps"
         )
 
+    @property
+    def newest(self) -> int | None:
+        """The newest version that is published: what the next call of the policy has."""
+        return self.loaded if self.closed else self.reader.version
+
     def take(self) -> int | None:
         """Load what is newest, if it is not loaded; returns the version that is.
 
@@ -53,5 +59,6 @@ class FromChannel:
 
     def close(self) -> None:
         """Close the reader if it was opened here; the policy keeps its weights."""
+        self.closed = True
         if self._opened:
             self.reader.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,15 @@ from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.collectors.arguments import check_arguments, check_environment
-from fusedrl.collectors.dialogs import Dialogs, Turns
+from fusedrl.collectors.dialogs import Dialogs, FlatTurns, Turns
 from fusedrl.collectors.from_channel import FromChannel
 from fusedrl.collectors.policy_version import KEY, PolicyVersion
 from fusedrl.collectors.progress import check_progress
 from fusedrl.collectors.queues import QueueBuffer
+from fusedrl.collectors.reuse import Reuse
+from fusedrl.collectors.state import check_state
 from fusedrl.collectors.stopwatch import Profile, Stopwatch
-from fusedrl.collectors.updates import Updates
+from fusedrl.collectors.updates import Update, Updates
 
 
 class LLMCollector(Updates):
@@ -30,7 +33,8 @@ class LLMCollector(Updates):
 
     Args:
         env: an environment, or a function that makes one.
-        policy: takes and returns a tensordict; a new one each turn, or the one it was given.
+        policy: takes and returns a tensordict; a new one each turn, or the one it was given. If it
+            or ``env`` writes into tensors of an earlier turn, these are copied each turn.
         policy_factory: makes the policy, in its place.
         dialog_turns_per_batch: turns in a batch, rounded up to whole steps of the environment. May
             be left out for completed trajectories.
@@ -57,8 +61,8 @@ class LLMCollector(Updates):
             the environment unless it is there; an ``AsyncEnvPool`` needs none.
         max_staleness: drop a batch if its oldest turn is more than so many versions behind the
             policy's, or the channel's; ``stale_turns`` counts what is dropped.
-        progress: show a progress bar, with rich.
-        verbose: log the shape of each batch.
+        progress: show a progress bar, with rich: turns, tokens, version, staleness.
+        verbose: log the same for each batch, unless there is a bar.
 
     Raises:
         TypeError: arguments that exclude each other, or one that is missing.
@@ -124,7 +128,8 @@ class LLMCollector(Updates):
         )
         check_environment(env, async_envs, self.yield_completed_trajectories)
         self._pool = self.async_envs = isinstance(env, AsyncEnvPool)
-        self._updating, self._watch, self._channel = 0, Stopwatch(), None
+        self._update, self._watch = Update(threading.Lock()), Stopwatch()
+        self._channel = None
         policy = policy if policy_factory is None else policy_factory()
         opened = None if channel is None else FromChannel(channel, policy, channel_mode)
         env, self._tracker = self._tracked(env, track_policy_version)
@@ -144,16 +149,19 @@ class LLMCollector(Updates):
             trust_policy=True,
             use_buffers=False,
             no_cuda_sync=True,
+            # That would add an InitTracker, which no language model reads, and otherwise warns.
+            auto_register_policy_transforms=False,
         )
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
         self.max_staleness, self.stale_turns = max_staleness, 0
         self.progress, self.verbose = progress, verbose
+        self._running, self._reuse = False, Reuse()
         self._carried, self._asked, self._held = None, {}, {}
         wanted = self.requested_frames_per_batch
         self._batches = (
             Dialogs(env.batch_size[0], 1 if self._pool else wanted, self.yield_only_last_steps)
             if self.yield_completed_trajectories
-            else Turns(wanted, self.flatten_data)
+            else (FlatTurns if self.flatten_data else Turns)(wanted)
         )
         self._channel = opened
         for inner in getattr(env, "envs", ()) if self._pool else ():
@@ -220,6 +228,15 @@ class LLMCollector(Updates):
         batch = next(self._iterator, None)
         return batch if batch is None or batch.device is None else batch.clear_device_()
 
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment; returns the seed that follows.
+
+        Raises:
+            RuntimeError: the collector is shut down.
+        """
+        self._require_open()
+        return super().set_seed(seed, static_seed=static_seed)
+
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Start new dialogs at the next rollout; nothing of before is in any batch.
 
@@ -258,6 +275,7 @@ class LLMCollector(Updates):
 
     def state_dict(self) -> Any:
         """Environment, policy, counts and version, which later rollouts do not change."""
+        self._require_open()
         state = super().state_dict()
         weights = state.get("policy_state_dict", {})
         for name, value in weights.items() if self._channel is not None else ():
@@ -268,15 +286,30 @@ class LLMCollector(Updates):
         """Restore environment, policy, counts and version; dialogs start anew.
 
         Once there are weights of a channel, the policy keeps these and their version.
+
+        Args:
+            state_dict: as :meth:`state_dict` returns it.
+            kwargs: ``strict=False`` takes a state without the policy's or the environment's.
+
+        Raises:
+            ValueError: entries that are missing, or that do not fit; nothing has changed then.
+            RuntimeError: the collector is shut down.
         """
-        self._interrupt()
-        self._batches.clear()
+        self._require_open()
+        strict = kwargs.get("strict", True)
         given = self._channel is not None and self._channel.loaded is not None
         if given:  # they are memory that is read-only
             state_dict = {k: v for k, v in state_dict.items() if k != "policy_state_dict"}
-        if given or not hasattr(self, "_policy_w_state_dict"):
+        owners = {"env_state_dict": self.env}
+        if not given and hasattr(self, "_policy_w_state_dict"):
+            owners["policy_state_dict"] = self._policy_w_state_dict
+        check_state(state_dict, owners, self.policy_version_tracker, strict)
+        self._interrupt()
+        self._batches.clear()
+        if "policy_state_dict" not in owners:
             # torchrl refuses a state without a policy's, also its own, unless it is lenient.
-            if kwargs.get("strict", True):
+            if strict:
                 self.env.load_state_dict(state_dict["env_state_dict"], **kwargs)
+            state_dict = {k: v for k, v in state_dict.items() if k != "policy_state_dict"}
             kwargs = {"strict": False}
         super().load_state_dict(state_dict, **kwargs)

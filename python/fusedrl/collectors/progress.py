@@ -1,10 +1,21 @@
-"""A progress bar of a collector."""
+"""How far a collector is: on a progress bar, or in the log."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from tensordict import TensorDictBase
+
+from fusedrl.collectors.policy_version import versions_in
+
+logger = logging.getLogger("fusedrl")
+
+RESPONSES = (("tokens", "response"), "tokens_response")
+MASK = ("masks", "all_attention_mask")
 
 
 def check_progress(progress: bool) -> None:
@@ -19,10 +30,23 @@ def check_progress(progress: bool) -> None:
 
 
 @contextmanager
-def progress_bar(collector: Any) -> Iterator[Callable[[], None]]:
-    """Show turns, their rate and the policy's version; yields what is to be called a batch."""
+def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
+    """Show or log how far a collector is; yields what is to be called for each batch.
+
+    Args:
+        collector: ``progress`` asks for a bar, and ``verbose`` for a line of the log a batch.
+    """
+    verbose = getattr(collector, "verbose", False)
+    meter = Meter(collector)
+
+    def log(batch: TensorDictBase | None = None) -> None:
+        if verbose:
+            numbers = meter.read(batch)
+            line = " ".join(f"{key}={_short(value)}" for key, value in numbers.items())
+            logger.info("LLMCollector: %s", line, extra=numbers)
+
     if not collector.progress:
-        yield lambda: None
+        yield log
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -31,18 +55,77 @@ def progress_bar(collector: Any) -> Iterator[Callable[[], None]]:
         TextColumn("turns"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[version]}"),
+        TextColumn("{task.fields[rates]}"),
         TimeElapsedColumn(),
     )
     with Progress(*columns) as bar:
-        task = bar.add_task("turns", total=None if endless else collector.total_frames, version="")
+        task = bar.add_task("turns", total=None if endless else collector.total_frames, rates="")
 
-        def advance() -> None:
-            version = collector.policy_version
-            bar.update(
-                task,
-                completed=collector._frames,
-                version="" if version is None else f"version {version}",
-            )
+        def advance(batch: TensorDictBase | None = None) -> None:
+            numbers = meter.read(batch)
+            bar.update(task, completed=numbers["turns"], rates=_rates(numbers))
 
         yield advance
+
+
+class Meter:
+    """Numbers of a collector, which has its turns in ``_frames``."""
+
+    def __init__(self, collector: Any) -> None:
+        self._collector = collector
+        self._last = time.perf_counter()
+        self._turns = collector._frames
+
+    def read(self, batch: TensorDictBase | None = None) -> dict[str, Any]:
+        """What there is of ``turns``, rates since the last call, ``version`` and ``staleness``.
+
+        Args:
+            batch: what came since; tokens are those of its responses, and its oldest turn is
+                ``staleness`` versions behind the newest.
+        """
+        now, collector = time.perf_counter(), self._collector
+        seconds, self._last = max(now - self._last, 1e-9), now
+        turns, self._turns = collector._frames - self._turns, collector._frames
+        numbers: dict[str, Any] = {"turns": self._turns, "turns_per_s": turns / seconds}
+        tokens = None if batch is None else tokens_in(batch)
+        if tokens is not None:
+            numbers |= {"tokens": tokens, "tokens_per_s": tokens / seconds}
+        version = collector.policy_version
+        if version is not None:
+            numbers["version"] = version
+        if batch is not None and isinstance(version, int):
+            numbers["staleness"] = version - min(versions_in(batch))
+        return numbers
+
+
+def tokens_in(batch: TensorDictBase) -> int | None:
+    """How many tokens the responses of a batch have, ``None`` if it does not tell.
+
+    What pads a response is left out, where the policy reports its attention mask.
+    """
+    flat: Any = batch.reshape(-1)
+    for key in RESPONSES:
+        responses = flat.get(key, as_list=True)
+        if responses is None:
+            continue
+        masks = flat.get(MASK, as_list=True)
+        if masks is None or key != RESPONSES[0]:
+            return sum(response.numel() for response in responses)
+        pairs = zip(responses, masks, strict=True)
+        return sum(int(mask[..., mask.shape[-1] - r.shape[-1] :].sum()) for r, mask in pairs)
+    return None
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _rates(numbers: dict[str, Any]) -> str:
+    shown = [f"{numbers['turns_per_s']:.3g} turns/s"]
+    if "tokens_per_s" in numbers:
+        shown.append(f"{numbers['tokens_per_s']:.3g} tokens/s")
+    if "version" in numbers:
+        shown.append(f"version {numbers['version']}")
+    if "staleness" in numbers:
+        shown.append(f"staleness {numbers['staleness']}")
+    return ", ".join(shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from fusedrl.collectors.rollout import Rollout
 class Updates(Rollout):
     """How :class:`fusedrl.LLMCollector` takes weights other than out of a channel."""
 
-    _updating: int  # updates under way, one within the other
+    _update: Update
 
     @property
     def weight_updater(self) -> Any:
@@ -34,8 +35,13 @@ class Updates(Rollout):
 
     @property
     def policy_version(self) -> Any:
-        """The version that the next call of the policy has, ``None`` if none is tracked."""
-        return getattr(self.policy_version_tracker, "version", None)
+        """The version that the next call of the policy has, ``None`` if none is tracked.
+
+        With a channel that is the newest published one.
+        """
+        tracker = self.policy_version_tracker
+        newest = None if tracker is None or self._channel is None else self._channel.newest
+        return getattr(tracker, "version", None) if newest is None else newest
 
     def set_weight_updater(self, weight_updater: Any) -> bool:
         """Set the weight updater; returns ``True``, as remote calls want an answer."""
@@ -44,7 +50,9 @@ class Updates(Rollout):
 
     def increment_version(self) -> None:
         """Count a new version of the policy; during an update, once for all of it."""
-        if self.policy_version_tracker is not None and not self._updating:
+        if self.policy_version_tracker is None or self._update.depth:
+            return
+        with self._update.counting:
             self.policy_version_tracker.increment_version()
 
     @contextmanager
@@ -54,13 +62,15 @@ class Updates(Rollout):
         Args:
             numbered: the weights come with their version, which may be the one there is.
         """
-        before = self.policy_version
-        self._updating += 1
+        update = self._update
+        outermost = not update.depth
+        update.depth += 1
+        update.numbered = numbered or (update.numbered and not outermost)
         try:
             yield
         finally:
-            self._updating -= 1
-        if not numbered and self.policy_version == before:
+            update.depth -= 1
+        if outermost and not update.numbered:
             self.increment_version()
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
@@ -91,6 +101,22 @@ class Updates(Rollout):
             raise RuntimeError(
                 "channel: expected weights to come through it, got others; publish them"
             )
+
+
+class Update(threading.local):
+    """The update that a thread is in, if any; another thread's counts by itself.
+
+    Attributes:
+        depth: of updates one within the other.
+        numbered: one of them came with its version.
+        counting: held while a version is counted.
+    """
+
+    depth = 0
+    numbered = False
+
+    def __init__(self, counting: threading.Lock) -> None:
+        self.counting = counting
 
 
 class _Increment:

@@ -1,0 +1,60 @@
+"""A turn of several dialogs as a row for each, and what is read from and written into a row.
+
+What runs for every row of every turn goes past tensordict's checks of names and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+)
+from torch import Tensor
+
+IDS = ("collector", "traj_ids")
+
+
+def rows_of(turn: TensorDictBase) -> list[TensorDictBase]:
+    """The elements along all batch dimensions, in order; views, no copies."""
+    if not turn.batch_dims:
+        return [turn]
+    return list((turn if turn.batch_dims == 1 else turn.reshape(-1)).unbind(0))
+
+
+def ended(turn: TensorDictBase) -> Tensor:
+    """Which dialogs a turn ended, in the shape of the batch."""
+    if isinstance(turn, LazyStackedTensorDict) and turn.stack_dim == 0:
+        rows: list[Any] = turn.tensordicts
+        done = torch.stack([row._get_str("next", None)._get_str("done", None) for row in rows])
+    else:
+        done = turn.get(("next", "done"))
+    if done.numel() == turn.numel():
+        return done.reshape(turn.batch_size)
+    return done.reshape(*turn.batch_size, -1).any(-1)
+
+
+def tag(row: Any, traj_id: Tensor) -> None:
+    """Write which trajectory a row is of."""
+    if row._get_str("collector", None) is not None:
+        row.set(IDS, traj_id)
+        return
+    entry = TensorDict._new_unsafe(
+        {"traj_ids": traj_id}, batch_size=row.batch_size, device=row.device
+    )
+    row._set_str("collector", entry, validated=True, inplace=False)
+
+
+def private_keys(row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Keys with a part that begins with ``_``."""
+    for key, value in row.items():
+        if key.startswith("_"):
+            yield (*path, key)
+        elif is_tensor_collection(value) and not is_non_tensor(value):
+            yield from private_keys(value, (*path, key))

@@ -1,0 +1,114 @@
+"""What a collector shows or logs: turns, tokens, versions and their rates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from counting_dialogs import Counting, policy
+from tensordict import TensorDict, lazy_stack
+from torchrl.envs import StepCounter
+from torchrl.modules.llm import TransformersWrapper
+from transforms.dialogs import rows
+
+from fusedrl import LLMCollector, PolicyVersion
+from fusedrl.collectors.progress import tokens_in
+
+
+@pytest.fixture
+def collect() -> Iterator[Callable[..., LLMCollector]]:
+    """A collector of two batches of four turns; shut down after the test."""
+    made = []
+
+    def collect(env: Any = None, **options: Any) -> LLMCollector:
+        given = {"policy": policy, "dialog_turns_per_batch": 4, "total_dialog_turns": 8}
+        made.append(LLMCollector(Counting() if env is None else env, **(given | options)))
+        return made[-1]
+
+    yield collect
+    for collector in made:
+        collector.shutdown()
+
+
+@pytest.fixture
+def greedy(tokenizer, policy_model) -> Callable[..., TransformersWrapper]:
+    def greedy(pad: bool = False, **options: Any) -> TransformersWrapper:
+        return TransformersWrapper(
+            policy_model,
+            tokenizer=tokenizer,
+            pad_output=pad,
+            generate_kwargs={"max_new_tokens": 5, "do_sample": False, **options},
+        )
+
+    return greedy
+
+
+@pytest.mark.parametrize("pad", [False, True], ids=["ragged", "padded"])
+def test_tokens_are_those_of_the_responses(chat_env, collect, greedy, tokenizer, pad):
+    """As a policy writes them; padding is none."""
+    whole = collect(chat_env(StepCounter(1)), policy=greedy()).next()
+    answers = [row.tolist() for row in rows(whole.reshape(-1), ("tokens", "response"))]
+    assert tokens_in(whole) == sum(map(len, answers)) == 20
+    end = answers[0][1]
+    lengths = [1 + answer.index(end) if end in answer else 5 for answer in answers]
+    assert len(set(lengths)) > 1
+    ending = greedy(pad, eos_token_id=end, pad_token_id=tokenizer.pad_token_id)
+    batch = collect(chat_env(StepCounter(1)), policy=ending).next()
+    assert tokens_in(batch) == sum(lengths)
+
+
+def test_tokens_under_the_name_of_torchrls_first_wrappers():
+    assert tokens_in(TensorDict({"tokens_response": torch.zeros(2, 3, 7)}, (2, 3))) == 42
+    ragged = [TensorDict({"tokens_response": torch.zeros(n)}) for n in (2, 5)]
+    assert tokens_in(lazy_stack(ragged)) == 7
+
+
+def test_a_batch_without_tokens_tells_none(collect):
+    assert tokens_in(collect().next()) is None
+
+
+def logged(collector: LLMCollector, caplog: Any) -> list[dict[str, str]]:
+    with caplog.at_level("INFO", logger="fusedrl"):
+        for _ in collector:
+            collector.increment_version()
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    return [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines]
+
+
+def test_verbose_logs_a_line_for_each_batch(collect, caplog):
+    collector = collect(verbose=True, track_policy_version=True)
+    answer = collector.policy
+    collector.policy = lambda turn: collector.increment_version() or answer(turn)
+    lines = logged(collector, caplog)
+    assert [(x["turns"], x["version"], x["staleness"]) for x in lines] == [
+        ("4", "2", "2"),  # the turns have 0 and 1
+        ("8", "5", "2"),
+    ]
+    assert all(float(x["turns_per_s"]) > 0 and "tokens" not in x for x in lines)
+    assert [record.turns for record in caplog.records] == [4, 8]  # for handlers that read fields
+
+
+def test_verbose_logs_tokens(chat_env, collect, greedy, caplog):
+    (line, _) = logged(collect(chat_env(), policy=greedy(), verbose=True), caplog)
+    assert line["tokens"] == "20" and float(line["tokens_per_s"]) > 0 and "version" not in line
+
+
+def test_uuids_have_no_staleness(collect, caplog):
+    collector = collect(verbose=True, track_policy_version=PolicyVersion("uuid"))
+    (line, _) = logged(collector, caplog)
+    assert len(line["version"]) == 36 and "staleness" not in line
+
+
+def test_quiet_by_default(collect, caplog, capsys):
+    assert logged(collect(), caplog) == [] and capsys.readouterr().out == ""
+
+
+def test_a_progress_bar(chat_env, collect, greedy, capsys):
+    pytest.importorskip("rich")
+    list(collect(chat_env(), policy=greedy(), progress=True, track_policy_version=True))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "8/8" in shown
+    assert re.search(r"turns/s, \S+ tokens/s, version 0, staleness 0", shown)
