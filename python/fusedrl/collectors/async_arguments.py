@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchrl.collectors._constants import DEFAULT_EXPLORATION_TYPE
 from torchrl.collectors.llm import LLMCollector as _LLMCollector
 
 from fusedrl.channel import WeightHandle
@@ -17,7 +18,7 @@ from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 OF_COLLECTOR: dict[str, Any] = {
     "max_frames_per_traj": None,
     "init_random_frames": None,
-    "exploration_type": None,
+    "exploration_type": DEFAULT_EXPLORATION_TYPE,
     "set_truncated": False,
     "use_buffers": None,
     "trust_policy": None,
@@ -35,6 +36,16 @@ ONLY_FRAMES = (*OF_COLLECTOR, *DEVICES, "split_trajs", "trajs_per_batch", "trajs
 def is_of_dialogs(collector_class: Any) -> bool:
     """Whether a class is :class:`fusedrl.LLMCollector`, or derives from it."""
     return isinstance(collector_class, type) and issubclass(collector_class, LLMCollector)
+
+
+def name_sizes(given: dict[str, Any], more: dict[str, Any]) -> None:
+    """Move the sizes of dialogs to where those of frames are, and clear them away."""
+    for name, own in (
+        ("frames_per_batch", "dialog_turns_per_batch"),
+        ("total_frames", "total_dialog_turns"),
+    ):
+        if own in more:
+            given[name] = more.pop(own)
 
 
 def check_arguments(given: dict[str, Any], more: dict[str, Any]) -> None:
@@ -73,7 +84,7 @@ def _check_dialogs(given: dict[str, Any], more: dict[str, Any]) -> None:
         if name not in known:
             raise TypeError(f"{name}: expected an argument of LLMCollector, got an unknown one")
     for name in ONLY_FRAMES:
-        if given[name] not in (None, False) and given[name] is not OF_COLLECTOR.get(name):
+        if given[name] not in (None, False, OF_COLLECTOR.get(name)):
             raise TypeError(
                 f"{name}: expected none with dialogs, got {given[name]!r}; LLMCollector has no "
                 "such argument: let a transform of the environment do it"
@@ -148,6 +159,9 @@ def collector_options(given: dict[str, Any], devices: Mapping[str, Any]) -> dict
         if given[name] is not None and given[name] != default
     }
     kwargs = only(given["create_env_kwargs"], "create_env_kwargs")
+    if options.get("init_random_frames"):
+        stored = getattr(given["replay_buffer"], "write_count", 0)
+        options["init_random_frames"] = max(options["init_random_frames"] - stored, 0)
     return {
         **options,
         **devices,

@@ -89,9 +89,9 @@ def state_dict(collector: Any) -> Any:
     return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, collector.state_dict())
 
 
-def load_state_dict(collector: Any, state: Any) -> None:
-    """Restore the collector's."""
-    collector.load_state_dict(state)
+def load_state_dict(collector: Any, state: Any, strict: bool) -> None:
+    """Restore the collector's; ``strict``: there are the policy's weights too."""
+    collector.load_state_dict(state, strict=strict)
 
 
 def getattr_policy(collector: Any, name: str) -> Any:
@@ -120,5 +120,14 @@ def assign(collector: Any, name: str, value: Any) -> None:
 
 
 def profile(collector: Any) -> Any:
-    """Where the time went, of a collector that knows it."""
+    """Where the time went, of a collector that knows it.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    if not hasattr(collector, "profile"):
+        raise RuntimeError(
+            f"profile: expected fusedrl.LLMCollector in the worker, got {type(collector).__name__}; "
+            "enable_profile() records what torch does"
+        )
     return collector.profile()

@@ -24,7 +24,7 @@ import torchrl
 
 from fusedrl.collectors.errors import Failure
 from fusedrl.collectors.inner import make_collector
-from fusedrl.collectors.plain_batches import Segments
+from fusedrl.collectors.shared_batches import Segments
 from fusedrl.collectors.policy_version import versions_in
 from fusedrl.collectors.sealed import Sealed
 
