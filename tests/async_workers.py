@@ -1,0 +1,145 @@
+"""What the workers of AsyncCollector's tests import: environments and policies that go wrong."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from counting_dialogs import Counting
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torchrl.envs import EnvBase
+from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv, CountingEnv
+
+from fusedrl import AsyncCollector
+
+
+class Odd(Exception):
+    """Its pickle cannot be read: it takes two arguments and keeps one."""
+
+    def __init__(self, what: str, more: int) -> None:
+        super().__init__(what)
+        self.more = more
+
+
+class Failing:
+    """A policy that raises in its sixth call, or ends its process."""
+
+    def __init__(self, error: Any = None, *args: Any) -> None:
+        self.error, self.args = error, args
+        self.left = 6
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.left -= 1
+        if self.left <= 0 and self.error is None:
+            os._exit(3)
+        if self.left <= 0:
+            raise self.error(*self.args)
+        return ones(tensordict)
+
+
+class FailingEnv(CountingEnv):
+    """An environment that raises in its third step."""
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if self.count >= 2:
+            raise ZeroDivisionError("the third step")
+        return super()._step(tensordict)
+
+
+class Slow(CountingEnv):
+    """An environment that says when it steps, which takes long, and when it is closed."""
+
+    def __init__(self, folder: str, seconds: float = 60.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.folder, self.seconds = Path(folder), seconds
+        self.is_closed = False  # torchrl's environments with something to close say so
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        (self.folder / "steps").touch()
+        time.sleep(self.seconds)
+        return super()._step(tensordict)
+
+    def close(self, **kwargs: Any) -> None:
+        (self.folder / "closed").touch()
+        super().close(**kwargs)
+
+
+class Deaf(Slow):
+    """One that catches what should end it."""
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        (self.folder / "steps").touch()
+        while True:
+            try:
+                time.sleep(60)
+            except BaseException:
+                continue
+
+
+def ones(tensordict: TensorDictBase) -> TensorDictBase:
+    return tensordict.set("action", torch.ones(*tensordict.shape, 1, dtype=torch.int32))
+
+
+def no_env() -> EnvBase:
+    raise ValueError("no environment today")
+
+
+def no_policy() -> Any:
+    raise LookupError("no policy today")
+
+
+class WithProcesses(CountingEnv):
+    """An environment with processes of its own, which writes down their pids and its own."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(max_steps=1000)
+        self.is_closed = False
+        context = multiprocessing.get_context("spawn")
+        self.processes = [context.Process(target=time.sleep, args=(1000,)) for _ in range(2)]
+        for process in self.processes:
+            process.daemon = True
+            process.start()
+        pids = [str(os.getpid())] + [str(process.pid) for process in self.processes]
+        temporary = Path(folder) / "pids.tmp"
+        temporary.write_text(" ".join(pids))
+        temporary.rename(Path(folder) / "pids")
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        time.sleep(0.01)
+        return super()._step(tensordict)
+
+    def close(self, **kwargs: Any) -> None:
+        for process in self.processes:
+            process.terminate()
+        super().close(**kwargs)
+
+
+def collect_in_a_script(folder: str, batches: int) -> None:
+    """What a script does that leaves everything else to the end of its interpreter."""
+    collector = AsyncCollector(partial(WithProcesses, folder), ones, frames_per_batch=10)
+    for _, _ in zip(range(batches), collector, strict=False):
+        (Path(folder) / "collecting").touch()
+
+
+def linear() -> TensorDictModule:
+    return TensorDictModule(torch.nn.Linear(1, 1), in_keys=["observation"], out_keys=["action"])
+
+
+def counting_rows() -> EnvBase:
+    return Counting()
+
+
+def with_truncation(**kwargs: Any) -> EnvBase:
+    env = CountingEnv(**kwargs)
+    env.add_truncated_keys()
+    return env
+
+
+def seeded_vec_env() -> EnvBase:
+    return ContinuousActionVecMockEnv()
