@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import threading
 import time
@@ -20,8 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .harness import _status_kib
-
 ROWS = 8
 TURNS = 64  # in a batch
 POINTS = 10
@@ -31,7 +30,7 @@ GROWTH = {"rss_mib": 1.03, "descriptors": 1.0, "us_per_turn": 1.25}  # from firs
 
 @dataclass
 class Point:
-    """What there is after so many turns; times are medians of the batches since the last point."""
+    """What this process and its children have after so many turns; times are medians."""
 
     turns: int
     versions: int  # published so far
@@ -112,7 +111,27 @@ def llm_collector(handle: Any) -> Any:
     )
 
 
-COLLECTORS: dict[str, Callable[[Any], Any]] = {"LLMCollector": llm_collector}
+def async_collector(handle: Any) -> Any:
+    """The same in a process of its own."""
+    from tensordict.nn import TensorDictModule
+
+    from fusedrl import AsyncCollector, LLMCollector
+
+    return AsyncCollector(
+        counting_env,
+        TensorDictModule(Says(), in_keys=["seen"], out_keys=["action"]),
+        frames_per_batch=TURNS,
+        total_frames=-1,
+        collector_class=LLMCollector,
+        channel=handle,
+        track_policy_version=True,
+    )
+
+
+COLLECTORS: dict[str, Callable[[Any], Any]] = {
+    "LLMCollector": llm_collector,
+    "AsyncCollector": async_collector,
+}
 
 
 def soak(make: Callable[[Any], Any], turns: int) -> Iterator[Point]:
@@ -160,10 +179,22 @@ def points(collector: Any, channel: Any, turns: int) -> Iterator[Point]:
         yield Point(
             turns=done,
             versions=channel.version or 0,
-            rss_mib=_status_kib("VmRSS") / 1024,
-            descriptors=len(list(Path("/proc/self/fd").iterdir())),
+            rss_mib=sum(map(resident_mib, processes())),
+            descriptors=sum(len(list((process / "fd").iterdir())) for process in processes()),
             us_per_turn=statistics.median(times),
         )
+
+
+def processes() -> list[Path]:
+    """This one and its children, in ``/proc``."""
+    own = Path("/proc/self")
+    children = [pid for task in own.glob("task/*/children") for pid in task.read_text().split()]
+    return [own, *(Path("/proc") / pid for pid in children)]
+
+
+def resident_mib(process: Path) -> float:
+    """Memory that a process has, in pages of its ``statm``."""
+    return int((process / "statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def flat(points: list[Point]) -> dict[str, bool]:
