@@ -36,6 +36,7 @@ _HOME = {
     "RayRemoteWeightUpdater": "fusedrl.weights",
     "PolicyVersion": "fusedrl.collectors",
     "LLMCollector": "fusedrl.collectors",
+    "RayLLMCollector": "fusedrl.collectors",
     "ChannelWeightSyncScheme": "fusedrl.weights",
     "patch_torchrl": "fusedrl.integrations.torchrl",
     "patch_trl": "fusedrl.integrations.trl",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from fusedrl.channel import WeightReader as WeightReader
     from fusedrl.collectors import LLMCollector as LLMCollector
     from fusedrl.collectors import PolicyVersion as PolicyVersion
+    from fusedrl.collectors import RayLLMCollector as RayLLMCollector
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.integrations.trl import patch_trl as patch_trl
     from fusedrl.ops import TokenKL as TokenKL

@@ -2,5 +2,6 @@
 
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import PolicyVersion
+from fusedrl.collectors.ray_llm_collector import RayLLMCollector
 
-__all__ = ["LLMCollector", "PolicyVersion"]
+__all__ = ["LLMCollector", "PolicyVersion", "RayLLMCollector"]

@@ -19,6 +19,7 @@ HOMES = {
     "RayKLRewardTransform": _KL,
     "PolicyVersion": "torchrl.envs.llm.transforms.policy_version",
     "LLMCollector": "torchrl.collectors.llm.base",
+    "RayLLMCollector": "torchrl.collectors.llm.ray_collector",
 }
 
 # Names that torchrl had in an earlier release -> the modules that exported them.
