@@ -16,7 +16,7 @@ from fusedrl.channel import WeightChannel
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import collect
 from fusedrl.collectors.llm_collector import LLMCollector
-from fusedrl.transforms.parcel import Parcel, pack
+from fusedrl.parcel import Parcel, pack
 
 
 class Started(NamedTuple):

@@ -13,7 +13,7 @@ from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_d
 from fusedrl.collectors.policy_version import PolicyVersion, versions_in
 from fusedrl.collectors.ray_actor import Collected
 from fusedrl.collectors.ray_updates import RayUpdates
-from fusedrl.transforms.parcel import unpack
+from fusedrl.parcel import unpack
 
 logger = logging.getLogger("fusedrl")
 

@@ -16,7 +16,7 @@ from fusedrl.collectors.ray_actors import Actors
 from fusedrl.collectors.ray_arguments import check_ray_arguments, ray_options, shares
 from fusedrl.collectors.ray_batches import RayBatches
 from fusedrl.collectors.stopwatch import Profile
-from fusedrl.transforms.parcel import unpack
+from fusedrl.parcel import unpack
 from fusedrl.weights.base import RemoteWeightUpdaterBase
 
 logger = logging.getLogger("fusedrl")

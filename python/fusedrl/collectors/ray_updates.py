@@ -149,7 +149,9 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
     @weight_updater.setter
     def weight_updater(self, value: Any) -> None:
         self._refuse_closed()
-        if not isinstance(value, RemoteWeightUpdaterBase):
+        sends = isinstance(value, RemoteWeightUpdaterBase)
+        sent = isinstance(self._weight_updater, RemoteWeightUpdaterBase)
+        if not sends and not (value is None and sent):
             self._layout = None
             self._actors.each("set_updater", value)
         self._register(value)
