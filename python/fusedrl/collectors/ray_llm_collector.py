@@ -270,6 +270,8 @@ class RayLLMCollector(RayBatches):
     def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
         """Restore the collectors, the counts and the version; dialogs start anew.
 
+        Once weights were sent, the policies keep these and their version.
+
         Raises:
             ValueError: a state of another number of actors.
         """
@@ -285,7 +287,7 @@ class RayLLMCollector(RayBatches):
             self._actors.one(index, "call", "load_state_dict", args, kwargs)
         self._iter = state_dict["iter"]
         self._turns = {i: state_dict[name]["frames"] for i, name in enumerate(names)}
-        if "policy_version" in state_dict:
+        if "policy_version" in state_dict and self._stored is None:
             self._versions.version = state_dict["policy_version"]
 
     def _each(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors._single import _CollectorMeta
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
+from torchrl.collectors.weight_update import WeightUpdaterBase
 
 from fusedrl.channel.layout import Layout
 from fusedrl.collectors.ray_actor import named_weights
@@ -140,11 +141,8 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
 
     @property
     def weight_updater(self) -> Any:
-        """The weight updater, if any: the one that was set, or a copy of what an actor made."""
-        updater = self._weight_updater
-        if updater is None or hasattr(updater, "register_collector"):
-            return updater
-        return self._actors.one(0, "get", "_weight_updater")
+        """The weight updater, or the function that makes it in the actors, as it was set."""
+        return self._weight_updater
 
     @weight_updater.setter
     def weight_updater(self, value: Any) -> None:
@@ -159,7 +157,7 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
     def _register(self, value: Any) -> None:
         """Keep an updater that the actors have, or that sends to them."""
         self._weight_updater = value
-        if hasattr(value, "register_collector") and not isinstance(value, type):
+        if isinstance(value, WeightUpdaterBase):
             hooks = len(value.post_hooks)
             value.register_collector(self)
             if len(value.post_hooks) == hooks:
