@@ -257,6 +257,17 @@ class TestTwoNodes:
         with pytest.raises(NotImplementedError, match="index: expected None"):
             pair.reset(1)
 
+    def test_a_batch_that_waits_for_too_long_is_dropped(self, pair):
+        pair.max_staleness = 0
+        try:
+            pair._ask()
+            ray.wait(list(pair._under_way), num_returns=2)
+            version = update(pair)
+            assert of(pair.next()) == [version] * 4
+            assert pair.stale_turns == 4
+        finally:
+            pair.max_staleness = None
+
     def test_the_rest_of_the_surface(self, pair):
         assert isinstance(pair, TorchrlRayLLMCollector)
         assert pair.is_initialized() and not pair.is_running()

@@ -112,6 +112,7 @@ class Actors:
             RuntimeError: a dead actor. Its own exception, where it raised one.
             TimeoutError: no answer in time.
         """
+        got: dict[int, Any] = {}
         index_of = {answer: index for index, answer in enumerate(answers)}
         waiting, deadline = list(answers), None if timeout is None else time.monotonic() + timeout
         while waiting:
@@ -123,8 +124,8 @@ class Actors:
                     f"timeout: expected answers within {timeout} s, got none of {late}; raise "
                     "timeout if they take longer"
                 )
-            self.answer(ready[0], index_of[ready[0]])
-        return [self.answer(answer, index) for index, answer in enumerate(answers)]
+            got[index_of[ready[0]]] = self.answer(ready[0], index_of[ready[0]])
+        return [got[index] for index in range(len(answers))]
 
     def answer(self, reference: Any, index: int) -> Any:
         """The answer of an actor, or its own exception; an error with its name if it is dead."""

@@ -142,8 +142,16 @@ class RayBatches(RayUpdates):
         """Whether too much was published since the batch began to wait here."""
         if self.max_staleness is None:
             return False
-        if self._versions.version - min(versions_in(batch)) <= self.max_staleness:
+        late = self._versions.version - min(versions_in(batch))
+        if late <= self.max_staleness:
             return False
+        if not self._dropped:
+            logger.warning(
+                "RayLLMCollector: a batch was dropped, its oldest turn is %d versions old and "
+                "max_staleness is %d; stale_turns counts (this is said once)",
+                late,
+                self.max_staleness,
+            )
         self._dropped += batch.numel()
         return True
 
