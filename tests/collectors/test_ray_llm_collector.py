@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -252,6 +253,7 @@ class TestTwoNodes:
         assert pair.stats()["frames"] == frames
 
     def test_a_reset_starts_new_dialogs(self, pair):
+        pair._ask()
         pair.reset()
         assert (pair.next()["seen"] % 100 == 0).all()
         with pytest.raises(NotImplementedError, match="index: expected None"):
@@ -408,6 +410,17 @@ def test_chats_with_a_model_that_generates(collect):
     torch.testing.assert_close(1.5 * called, trained.model.lm_head.weight.data)
 
 
+def test_no_place_for_an_actor_is_an_error(collect):
+    with pytest.raises(RuntimeError, match=r"expected places for 1 actors within 1\.0 s, got 0"):
+        collect(num_cpus=500, timeout=1.0)
+
+
+def test_a_policy_that_cannot_be_sent_is_refused(collect):
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="pass policy_factory="):
+        collect(policy=lambda turn: turn if lock else None)
+
+
 def test_our_collector_as_an_actor(cluster):
     remote = LLMCollector.as_remote()
     actor = remote.remote(Counting(), policy=ray_dialogs.says(), dialog_turns_per_batch=2)
@@ -459,7 +472,7 @@ class TestRefusals:
             make(given.pop("env"), **given)
 
 
-def test_torchrls_name(cluster):
+def test_torchrls_name():
     import torchrl.collectors.llm
 
     with patch_torchrl(["RayLLMCollector"]):

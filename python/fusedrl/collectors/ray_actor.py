@@ -114,6 +114,7 @@ class DialogActor:
             batch, over = next(self._batches), False
         except StopIteration:
             batch, over = None, True
+            self._batches = iter(self._collector)  # goes on if another state is loaded
         packed = None if batch is None else pack(batch.clear_device_())
         return Collected(packed, self._collector._frames, self._collector.stale_turns, over)
 

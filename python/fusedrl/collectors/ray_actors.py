@@ -16,7 +16,7 @@ BETWEEN = "between_batches"  # a group of its own, so that weights need not wait
 
 
 class Actors:
-    """Starts an actor with each of the given options of Ray, and calls them.
+    """Starts an actor for each of the given options of Ray, and calls them.
 
     Args:
         options: of Ray, for each actor.
@@ -29,11 +29,8 @@ class Actors:
         self._ray: Any = ray
         self.timeout = timeout
         self.started: list[Started] = []
-        groups = {"concurrency_groups": {BETWEEN: 1}}
-        self.handles: list[Any] = [
-            ray.remote(**{**one, **groups})(DialogActor).remote()  # pyright: ignore[reportCallIssue, reportArgumentType]
-            for one in options
-        ]
+        self.handles: list[Any] = []
+        self._options = [{**one, "concurrency_groups": {BETWEEN: 1}} for one in options]
 
     def start(self, arguments: dict[str, Any], own: Sequence[dict[str, Any]], seed: int) -> None:
         """Make the collectors; no actor is left if one fails.
@@ -42,8 +39,9 @@ class Actors:
             TypeError: arguments that cannot be pickled.
             RuntimeError: Ray has no place for an actor.
         """
+        shared = self._put(arguments)
+        self.handles = [self._ray.remote(**one)(DialogActor).remote() for one in self._options]
         try:
-            shared = self._put(arguments)
             self._wait_for_places()
             answers = [
                 handle.start.options(concurrency_group=BETWEEN).remote(
@@ -171,3 +169,32 @@ class Actors:
         for handle in self.handles if self._ray.is_initialized() else ():
             self._ray.kill(handle, no_restart=True)
         self.handles = []
+
+
+def start_ray(config: dict[str, Any] | None) -> None:
+    """Start Ray, unless it runs.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise RuntimeError("ray: expected it to be installed; pip install ray") from error
+    if not ray.is_initialized():
+        from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
+
+        ray.init(**(DEFAULT_RAY_INIT_CONFIG if config is None else config))
+
+
+def buffer_client(replay_buffer: Any) -> Any:
+    """What actors extend, of a buffer that is an actor itself; ``None`` for any other."""
+    from torchrl.data.replay_buffers.ray_buffer import (
+        RayReplayBuffer,
+        _LazyDistributedReplayClient,
+        _RayReplayBufferClient,
+    )
+
+    if isinstance(replay_buffer, _RayReplayBufferClient | _LazyDistributedReplayClient):
+        return replay_buffer
+    return replay_buffer.client() if isinstance(replay_buffer, RayReplayBuffer) else None

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from fusedrl.channel.layout import Layout
-from fusedrl.collectors.ray_actors import Actors
+from fusedrl.collectors.ray_actors import Actors, buffer_client, start_ray
 from fusedrl.collectors.ray_arguments import check_ray_arguments, ray_options, shares
 from fusedrl.collectors.ray_batches import RayBatches
 from fusedrl.collectors.stopwatch import Profile
@@ -119,9 +119,9 @@ class RayLLMCollector(RayBatches):
     ) -> None:
         self.closed = True
         count = check_ray_arguments(locals())
-        _start_ray(ray_init_config)
+        start_ray(ray_init_config)
         self.sync_iter, self.max_staleness = sync_iter, max_staleness
-        self.replay_buffer, remote_buffer = replay_buffer, _client(replay_buffer)
+        self.replay_buffer, remote_buffer = replay_buffer, buffer_client(replay_buffer)
         self._extends = replay_buffer is not None and remote_buffer is None
         if flatten_data is None and self._extends and not yield_only_last_steps:
             flatten_data = True
@@ -182,29 +182,29 @@ class RayLLMCollector(RayBatches):
     @property
     def postproc(self) -> Any:
         """The postprocessing, as the first actor has it."""
-        return self._actors.one(0, "get", "postproc")
+        return self._of_first("get", "postproc")
 
     @postproc.setter
     def postproc(self, value: Any) -> None:
-        self._actors.each("set", "postproc", value)
+        self._set("postproc", value)
 
     @property
     def pre_collect_hook(self) -> Any:
         """Called before each batch, in the actors."""
-        return self._actors.one(0, "get", "pre_collect_hook")
+        return self._of_first("get", "pre_collect_hook")
 
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: Any) -> None:
-        self._actors.each("set", "pre_collect_hook", hook)
+        self._set("pre_collect_hook", hook)
 
     @property
     def post_collect_hook(self) -> Any:
         """Called with each batch, in the actors."""
-        return self._actors.one(0, "get", "post_collect_hook")
+        return self._of_first("get", "post_collect_hook")
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Any) -> None:
-        self._actors.each("set", "post_collect_hook", hook)
+        self._set("post_collect_hook", hook)
 
     @property
     def total_dialog_turns(self) -> Any:
@@ -218,24 +218,23 @@ class RayLLMCollector(RayBatches):
 
     def rollout(self) -> TensorDictBase:
         """A batch of the first actor that does not count, before any postprocessing."""
-        self._refuse_closed()
-        return unpack(self._actors.one(0, "rollout"))
+        return unpack(self._of_first("rollout"))
 
     def get_policy_model(self) -> Any:
         """A copy of the model that the first actor's policy wraps."""
-        return self._actors.one(0, "call", "get_policy_model")
+        return self._of_first("call", "get_policy_model")
 
     def get_model(self, model_id: str) -> Any:
         """A copy of a model of the first actor's collector."""
-        return self._actors.one(0, "call", "get_model", (model_id,))
+        return self._of_first("call", "get_model", (model_id,))
 
     def getattr_policy(self, attr: str) -> Any:
         """A copy of an attribute of the first actor's policy."""
-        return self._actors.one(0, "call", "getattr_policy", (attr,))
+        return self._of_first("call", "getattr_policy", (attr,))
 
     def getattr_env(self, attr: str) -> Any:
         """A copy of an attribute of the first actor's environment."""
-        return self._actors.one(0, "call", "getattr_env", (attr,))
+        return self._of_first("call", "getattr_env", (attr,))
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Start new dialogs in every actor, between two batches.
@@ -244,9 +243,11 @@ class RayLLMCollector(RayBatches):
             NotImplementedError: an ``index``.
         """
         self._each("reset", index, **kwargs)
+        self._under_way.clear()  # batches of before: each actor's came before its reset
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments one after the other; returns the seed that would follow."""
+        self._refuse_closed()
         for index in self._actors.indices:
             seed = self._actors.one(index, "call", "set_seed", (seed, static_seed))
         return seed
@@ -275,6 +276,7 @@ class RayLLMCollector(RayBatches):
         Raises:
             ValueError: a state of another number of actors.
         """
+        self._refuse_closed()
         names = [f"worker{index}" for index in self._actors.indices]
         workers = [key for key in state_dict if str(key).startswith("worker")]
         if sorted(workers) != sorted(names):
@@ -282,6 +284,8 @@ class RayLLMCollector(RayBatches):
                 f"state_dict: expected {names[0]} to {names[-1]}, got {workers}; load it into as "
                 "many actors as it is of"
             )
+        self._under_way.clear()
+        self._over.clear()
         for index, name in enumerate(names):
             args = (state_dict[name],)
             self._actors.one(index, "call", "load_state_dict", args, kwargs)
@@ -289,6 +293,14 @@ class RayLLMCollector(RayBatches):
         self._turns = {i: state_dict[name]["frames"] for i, name in enumerate(names)}
         if "policy_version" in state_dict and self._stored is None:
             self._versions.version = state_dict["policy_version"]
+
+    def _of_first(self, method: str, *args: Any) -> Any:
+        self._refuse_closed()
+        return self._actors.one(0, method, *args)
+
+    def _set(self, name: str, value: Any) -> None:
+        self._refuse_closed()
+        self._actors.each("set", name, value)
 
     def _each(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
         self._refuse_closed()
@@ -300,27 +312,3 @@ class RayLLMCollector(RayBatches):
             return f"{type(self).__name__}(closed)"
         names = ", ".join(self._actors.name(index) for index in self._actors.indices)
         return f"{type(self).__name__}({names})"
-
-
-def _start_ray(config: dict[str, Any] | None) -> None:
-    try:
-        import ray
-    except ImportError as error:
-        raise RuntimeError("ray: expected it to be installed; pip install ray") from error
-    if not ray.is_initialized():
-        from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
-
-        ray.init(**(DEFAULT_RAY_INIT_CONFIG if config is None else config))
-
-
-def _client(replay_buffer: Any) -> Any:
-    """What actors extend, of a buffer that is an actor itself; ``None`` for any other."""
-    from torchrl.data.replay_buffers.ray_buffer import (
-        RayReplayBuffer,
-        _LazyDistributedReplayClient,
-        _RayReplayBufferClient,
-    )
-
-    if isinstance(replay_buffer, _RayReplayBufferClient | _LazyDistributedReplayClient):
-        return replay_buffer
-    return replay_buffer.client() if isinstance(replay_buffer, RayReplayBuffer) else None
