@@ -21,7 +21,11 @@ NAMES += [f"models.{name}" for name in fusedrl.models.__all__]
 NEEDS = {"patch_trl": "trl", "models.WithoutAdapters": "peft"}
 # Shown where they are returned.
 NO_EXAMPLE = {"TokenLogProbs", "TokenKL", "WeightHandle", "WeightReader"}
-ONLY_DEFINE = {"RayRetrieveKL", "RayKLRewardTransform"}  # a cluster takes seconds to start
+ONLY_DEFINE = {
+    "RayRetrieveKL",
+    "RayKLRewardTransform",
+    "RayLLMCollector",
+}  # a cluster takes seconds to start
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -38,6 +38,7 @@ _HOME = {
     "LLMCollector": "fusedrl.collectors",
     "AsyncCollector": "fusedrl.collectors",
     "aSyncDataCollector": "fusedrl.collectors",
+    "RayLLMCollector": "fusedrl.collectors",
     "ChannelWeightSyncScheme": "fusedrl.weights",
     "patch_torchrl": "fusedrl.integrations.torchrl",
     "patch_trl": "fusedrl.integrations.trl",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from fusedrl.collectors import AsyncCollector as AsyncCollector
     from fusedrl.collectors import LLMCollector as LLMCollector
     from fusedrl.collectors import PolicyVersion as PolicyVersion
+    from fusedrl.collectors import RayLLMCollector as RayLLMCollector
     from fusedrl.collectors import aSyncDataCollector as aSyncDataCollector
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.integrations.trl import patch_trl as patch_trl

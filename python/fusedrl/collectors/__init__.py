@@ -3,5 +3,12 @@
 from fusedrl.collectors.async_collector import AsyncCollector, aSyncDataCollector
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import PolicyVersion
+from fusedrl.collectors.ray_llm_collector import RayLLMCollector
 
-__all__ = ["AsyncCollector", "LLMCollector", "PolicyVersion", "aSyncDataCollector"]
+__all__ = [
+    "AsyncCollector",
+    "LLMCollector",
+    "PolicyVersion",
+    "RayLLMCollector",
+    "aSyncDataCollector",
+]

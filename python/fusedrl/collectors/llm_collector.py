@@ -217,6 +217,16 @@ class LLMCollector(Updates):
                 "use collector.policy"
             ) from error
 
+    @classmethod
+    def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
+        """The class of actors that are such a collector.
+
+        Args:
+            remote_config: Ray's options for them.
+        """
+        # Ray takes no empty options, which torchrl gives it.
+        return super().as_remote(remote_config or {"max_concurrency": 1})
+
     def is_initialized(self) -> bool:
         """Whether the collector is ready: made, and not shut down."""
         return not self.closed

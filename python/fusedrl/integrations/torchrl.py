@@ -20,6 +20,7 @@ HOMES = {
     "PolicyVersion": "torchrl.envs.llm.transforms.policy_version",
     "LLMCollector": "torchrl.collectors.llm.base",
     "AsyncCollector": "torchrl.collectors._single_async",
+    "RayLLMCollector": "torchrl.collectors.llm.ray_collector",
 }
 
 # Names that torchrl had in an earlier release -> the modules that exported them.

@@ -1,0 +1,214 @@
+"""What runs in an actor of ``RayLLMCollector``: a collector, and the channel that it follows."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.collectors.utils import _TrajectoryPool
+
+from fusedrl.channel import WeightChannel
+from fusedrl.channel.layout import Layout
+from fusedrl.channel.sources import collect
+from fusedrl.collectors.llm_collector import LLMCollector
+from fusedrl.parcel import Parcel, pack
+
+
+class Started(NamedTuple):
+    """What the caller has to know of an actor: where it is, and the layout of its weights."""
+
+    pid: int
+    node: str
+    layout: str | None
+
+
+class Collected(NamedTuple):
+    """A batch, ``None`` where a replay buffer got it, and the counts of its collector."""
+
+    batch: Parcel | None
+    frames: int
+    stale: int
+    over: bool
+
+
+class Stopped(Exception):
+    """The collector was told to stop in the middle of a batch."""
+
+
+class _EveryNth(_TrajectoryPool):
+    """Ids that no other of ``step`` collectors has."""
+
+    def __init__(self, first: int, step: int) -> None:
+        super().__init__()
+        self._first, self._step = first, step
+
+    def get_traj_and_increment(self, n: int = 1, device: Any = None) -> Tensor:
+        return self._first + self._step * super().get_traj_and_increment(n, device)
+
+
+class _Collector(LLMCollector):
+    """One that ends between two turns when it is told to."""
+
+    stopping = False
+
+    def _call_policy(self, carried: TensorDictBase) -> tuple[TensorDictBase, Any]:
+        if self.stopping:
+            raise Stopped
+        return super()._call_policy(carried)
+
+
+class DialogActor:
+    """A collector in a process of its own.
+
+    What changes a collector, or asks it, runs between two batches: the caller sends it to the
+    concurrency group of :meth:`collect`. Weights and versions come at any time.
+    """
+
+    _collector: _Collector
+    _channel: WeightChannel | None = None
+
+    def start(
+        self,
+        arguments: dict[str, Any],
+        index: int,
+        of: int,
+        seed: int,
+        own: dict[str, Any],
+    ) -> Started:
+        """Make the collector.
+
+        Args:
+            arguments: of :class:`LLMCollector`, those that all actors share.
+            index: of this actor.
+            of: how many there are.
+            seed: of torch from here on: processes start with the same one.
+            own: arguments that this actor has for itself.
+        """
+        import ray
+
+        # Weights are views of Ray's store, which the channel reads.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        arguments = {**arguments, **own}
+        policy, factory = arguments.pop("policy"), arguments.pop("policy_factory")
+        policy = policy if factory is None else factory()
+        source = None if arguments.get("weight_updater") is not None else _source(policy)
+        if source is not None:
+            self._channel = WeightChannel.create(source)
+            arguments["channel"] = self._channel.handle
+        self._collector = _Collector(policy=policy, **arguments)
+        self._collector.worker_idx = index
+        self._collector._traj_pool_val = _EveryNth(index, of)
+        self._batches = iter(self._collector)
+        torch.manual_seed(seed)  # a factory may have set one for the weights
+        layout = None if self._channel is None else self._channel.layout.to_json()
+        return Started(os.getpid(), ray.util.get_node_ip_address(), layout)
+
+    def collect(self) -> Collected:
+        """The next batch."""
+        try:
+            batch, over = next(self._batches), False
+        except StopIteration:
+            batch, over = None, True
+            self._batches = iter(self._collector)  # goes on if another state is loaded
+        packed = None if batch is None else pack(batch.clear_device_())
+        return Collected(packed, self._collector._frames, self._collector.stale_turns, over)
+
+    def rollout(self) -> Parcel:
+        """A batch that does not count."""
+        return pack(self._collector.rollout().clear_device_())
+
+    def update_policy_weights_(self, weights: Any, version: int) -> None:
+        """Publish weights for the calls of the policy that begin from now on.
+
+        Raises:
+            TypeError: the policy has no weights that are known.
+            ValueError: weights that do not fit.
+        """
+        if self._channel is None:
+            raise TypeError(
+                f"policy: expected a module, or what has one as its model, got "
+                f"{type(self._collector.policy).__name__}; pass a weight_updater= that knows it"
+            )
+        named = named_weights(weights, self._channel.layout)
+        self._channel.publish(named, version)
+
+    def update_by_updater(self, weights: Any, worker_ids: Any, version: Any) -> None:
+        """Let the updater of this collector do it; the version is the caller's."""
+        with self._collector._one_update(numbered=True):
+            self._collector.update_policy_weights_(weights, worker_ids=worker_ids)
+        self._tag(version)
+
+    def renumber(self, version: Any) -> None:
+        """Count a version without other weights."""
+        if self._channel is None or self._channel.version is None:
+            self._tag(version)
+            return
+        with self._channel.handle.open() as reader, reader.lease() as lease:
+            self._channel.publish(lease.weights, version)
+
+    def _tag(self, version: Any) -> None:
+        if self._collector.policy_version_tracker is not None:
+            self._collector.policy_version_tracker.version = version
+
+    def call(self, name: str, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Call a method of the collector."""
+        return getattr(self._collector, name)(*args, **(kwargs or {}))
+
+    def get(self, path: str) -> Any:
+        """An attribute of the collector, or of what it has."""
+        return self._collector.get_distant_attr(path)
+
+    def set(self, name: str, value: Any) -> None:
+        """Set an attribute of the collector."""
+        setattr(self._collector, name, value)
+
+    def set_updater(self, updater: Any) -> None:
+        """Replace the updater; the policy follows the channel no more, and keeps its weights."""
+        following, self._collector._channel = self._collector._channel, None
+        if following is not None:
+            following.close()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._collector.weight_updater = updater
+
+    def stop(self) -> None:
+        """End a batch that is being collected, before its next turn."""
+        self._collector.stopping = True
+
+    def close(self, close_env: bool) -> None:
+        """Close the environment and the channel."""
+        try:
+            self._collector.shutdown(close_env=close_env)
+        finally:
+            if self._channel is not None:
+                self._channel.close()
+
+
+def _source(policy: Any) -> nn.Module | None:
+    """The module whose weights the policy computes with, if it is known."""
+    for module in (policy, getattr(policy, "model", None)):
+        if isinstance(module, nn.Module) and len(module.state_dict()):
+            return module
+    return None
+
+
+def named_weights(weights: Any, layout: Layout) -> dict[str, Tensor]:
+    """Weights by the names of a layout: those of a wrapper, or of the model that it wraps.
+
+    Names that the layout does not have stay, for :meth:`Layout.matched` to tell of.
+    """
+    if not isinstance(weights, nn.Module | Mapping | TensorDictBase):
+        weights = getattr(weights, "model", weights)
+    slots = [slot for slot in collect(weights).values() if slot.persistent]
+    wanted = {entry.name for entry in layout.entries}
+    names = [slot.name for slot in slots]
+    for renamed in ([f"model.{name}" for name in names], [n.removeprefix("model.") for n in names]):
+        if not wanted.issubset(names) and wanted.issubset(renamed):
+            names = renamed
+    return {name: slot.value() for name, slot in zip(names, slots, strict=True)}

@@ -1,0 +1,200 @@
+"""The actors of a collector, seen from the caller: calls, answers, and those that do not come."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fusedrl.collectors.ray_actor import DialogActor, Started
+
+logger = logging.getLogger("fusedrl")
+
+BETWEEN = "between_batches"  # a group of its own, so that weights need not wait for a batch
+
+
+class Actors:
+    """Starts an actor for each of the given options of Ray, and calls them.
+
+    Args:
+        options: of Ray, for each actor.
+        timeout: seconds that an actor may take to find a place, and a call that waits for no batch.
+    """
+
+    def __init__(self, options: Sequence[dict[str, Any]], timeout: float) -> None:
+        import ray
+
+        self._ray: Any = ray
+        self.timeout = timeout
+        self.started: list[Started] = []
+        self.handles: list[Any] = []
+        self._options = [{**one, "concurrency_groups": {BETWEEN: 1}} for one in options]
+
+    def start(self, arguments: dict[str, Any], own: Sequence[dict[str, Any]], seed: int) -> None:
+        """Make the collectors; no actor is left if one fails.
+
+        Raises:
+            TypeError: arguments that cannot be pickled.
+            RuntimeError: Ray has no place for an actor.
+        """
+        shared = self._put(arguments)
+        self.handles = [self._ray.remote(**one)(DialogActor).remote() for one in self._options]
+        try:
+            self._wait_for_places()
+            answers = [
+                handle.start.options(concurrency_group=BETWEEN).remote(
+                    shared, index, len(own), seed + index, mine
+                )
+                for index, (handle, mine) in enumerate(zip(self.handles, own, strict=True))
+            ]
+            self.started = self.wait(answers, None)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _put(self, arguments: dict[str, Any]) -> Any:
+        try:
+            return self._ray.put(arguments)
+        except TypeError as error:
+            raise TypeError(
+                f"policy, env: expected what can be pickled for another process, got {error}; pass "
+                "policy_factory=, and for env a function that makes it"
+            ) from error
+
+    def _wait_for_places(self) -> None:
+        ready = [handle.__ray_ready__.remote() for handle in self.handles]
+        _, missing = self._ray.wait(ready, num_returns=len(ready), timeout=self.timeout)
+        if missing:
+            raise RuntimeError(
+                f"num_cpus, num_gpus, remote_config: expected places for {len(ready)} actors "
+                f"within {self.timeout} s, got {len(ready) - len(missing)}; of "
+                f"{self._ray.cluster_resources()} free are {self._ray.available_resources()}: ask "
+                "for less, free some, add a machine, or raise timeout"
+            )
+
+    def each(self, method: str, *args: Any, between: bool = True) -> list[Any]:
+        """Call a method of every actor; its answers, in the order of the actors.
+
+        Args:
+            method: of :class:`DialogActor`.
+            args: of the method.
+            between: whether it waits for the batch that is being collected.
+        """
+        return self.wait(
+            [self.send(index, method, *args, between=between) for index in self.indices],
+            None if between else self.timeout,
+        )
+
+    def one(self, index: int, method: str, *args: Any) -> Any:
+        """Call a method of one actor, between two batches."""
+        return self.answer(self.send(index, method, *args), index)
+
+    @property
+    def indices(self) -> range:
+        """Of the actors."""
+        return range(len(self.handles))
+
+    def send(self, index: int, method: str, *args: Any, between: bool = True) -> Any:
+        """Call a method of one actor; a reference to its answer."""
+        bound = getattr(self.handles[index], method)
+        if between:
+            bound = bound.options(concurrency_group=BETWEEN)
+        return bound.remote(*args)
+
+    def wait(self, answers: Sequence[Any], timeout: float | None) -> list[Any]:
+        """All answers, one of each actor; the first failure is raised without waiting for others.
+
+        Raises:
+            RuntimeError: a dead actor. Its own exception, where it raised one.
+            TimeoutError: no answer in time.
+        """
+        got: dict[int, Any] = {}
+        index_of = {answer: index for index, answer in enumerate(answers)}
+        waiting, deadline = list(answers), None if timeout is None else time.monotonic() + timeout
+        while waiting:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, waiting = self._ray.wait(waiting, timeout=left)
+            if not ready:
+                late = ", ".join(self.name(index_of[answer]) for answer in waiting)
+                raise TimeoutError(
+                    f"timeout: expected answers within {timeout} s, got none of {late}; raise "
+                    "timeout if they take longer"
+                )
+            got[index_of[ready[0]]] = self.answer(ready[0], index_of[ready[0]])
+        return [got[index] for index in range(len(answers))]
+
+    def answer(self, reference: Any, index: int) -> Any:
+        """The answer of an actor, or its own exception; an error with its name if it is dead."""
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(reference)
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, Exception):
+                raise error.cause from error
+            raise
+        except (errors.RayActorError, errors.ObjectLostError) as error:
+            reason = re.sub(r"\s+", " ", str(error)).strip()
+            raise RuntimeError(
+                f"collectors: expected living actors, got a dead one, {self.name(index)}: "
+                f"{reason[:300]}; make another collector"
+            ) from error
+
+    def name(self, index: int) -> str:
+        """What an error calls an actor."""
+        if index >= len(self.started):
+            return f"actor {index}"
+        return f"actor {index} (pid {self.started[index].pid} on {self.started[index].node})"
+
+    def close(self, close_env: bool, timeout: float) -> list[str]:
+        """End all actors; what kept one from closing its environment by itself."""
+        told: list[str] = []
+        if self._ray.is_initialized():
+            for index in self.indices:
+                self.send(index, "stop", between=False)
+            answers = {self.send(i, "close", close_env): i for i in self.indices}
+            _, late = self._ray.wait(list(answers), num_returns=len(answers), timeout=timeout)
+            told = [f"{self.name(answers[ref])}: no end within {timeout} s" for ref in late]
+            for reference in answers.keys() - set(late):
+                try:
+                    self.answer(reference, answers[reference])
+                except Exception as error:
+                    told.append(f"{self.name(answers[reference])}: {error}")
+        self.kill()
+        return told
+
+    def kill(self) -> None:
+        """End all actors at once."""
+        for handle in self.handles if self._ray.is_initialized() else ():
+            self._ray.kill(handle, no_restart=True)
+        self.handles = []
+
+
+def start_ray(config: dict[str, Any] | None) -> None:
+    """Start Ray, unless it runs.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise RuntimeError("ray: expected it to be installed; pip install ray") from error
+    if not ray.is_initialized():
+        from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
+
+        ray.init(**(DEFAULT_RAY_INIT_CONFIG if config is None else config))
+
+
+def buffer_client(replay_buffer: Any) -> Any:
+    """What actors extend, of a buffer that is an actor itself; ``None`` for any other."""
+    from torchrl.data.replay_buffers.ray_buffer import (
+        RayReplayBuffer,
+        _LazyDistributedReplayClient,
+        _RayReplayBufferClient,
+    )
+
+    if isinstance(replay_buffer, _RayReplayBufferClient | _LazyDistributedReplayClient):
+        return replay_buffer
+    return replay_buffer.client() if isinstance(replay_buffer, RayReplayBuffer) else None

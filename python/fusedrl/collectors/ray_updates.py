@@ -1,0 +1,242 @@
+"""Weights and versions of a collector on a Ray cluster: one update, one number, every actor."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+from torchrl.collectors._single import _CollectorMeta
+from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
+from torchrl.collectors.weight_update import WeightUpdaterBase
+
+from fusedrl.channel.layout import Layout
+from fusedrl.collectors.ray_actor import named_weights
+from fusedrl.collectors.ray_actors import Actors
+from fusedrl.weights.base import RemoteWeightUpdaterBase
+from fusedrl.weights.copying import unwrap
+from fusedrl.weights.ray_store import StoredWeights
+
+
+class _OwnArguments(_CollectorMeta):
+    """torchrl's keeps ``num_collectors`` for ``Collector`` alone."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make one, with all that is given."""
+        return type.__call__(cls, *args, **kwargs)
+
+
+class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
+    """How :class:`fusedrl.RayLLMCollector` takes weights, and counts their versions."""
+
+    closed: bool
+    _actors: Actors
+    _layout: Layout | None  # of the actors' channels; None where they have none
+    _policy: Any  # what was given: the source of an update without weights
+    _versions: Any  # a PolicyVersion, which counts also where nobody asked for it
+    _weight_updater: Any
+    _stored: str | None  # the object of Ray's store that has the newest version
+    _counted: bool  # whether the update that is under way has a number
+    _lock: Any
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+        weights_dict: dict[str, Any] | None = None,
+        policy_weights: Any = None,
+    ) -> None:
+        """Update the weights of all actors' policies: one version, the same for all.
+
+        Without a weight updater every call of a policy that begins afterwards uses the weights,
+        also in the middle of a batch; a call that runs is neither changed nor waited for. An
+        updater runs where it belongs: one of :class:`fusedrl.RemoteWeightUpdaterBase` here, any
+        other in the actors, between two batches.
+
+        Args:
+            policy_or_weights: a tensordict, a module or a state dict of the policy, or of the model
+                that it wraps; the policy that the collector was given if ``None``.
+            weights: the same.
+            policy: the same.
+            worker_ids: of the updater; without one ``None``, or all actors.
+            model_id: ``None`` or ``"policy"``.
+            weights_dict: weights for ``"policy"``, and for nothing else.
+            policy_weights: the same as ``policy_or_weights``, by its former name.
+
+        Raises:
+            ValueError: weights that do not fit, which changes nothing; chosen workers.
+            RuntimeError: a dead actor; the others have the weights.
+            TimeoutError: an actor does not answer.
+        """
+        forms = [policy_or_weights, weights, policy, policy_weights]
+        forms += [] if weights_dict is None else [weights_dict.get("policy")]
+        given = [form for form in forms if form is not None]
+        if len(given) > 1:
+            raise ValueError(
+                "policy_or_weights: expected weights in one argument, got them in several; pass one"
+            )
+        if model_id not in (None, "policy") or set(weights_dict or {}) - {"policy"}:
+            raise ValueError(
+                f"model_id: expected 'policy', got {model_id or sorted(weights_dict or {})}; the "
+                "policy is what is updated"
+            )
+        self._refuse_closed()
+        self._update(given[0] if given else None, worker_ids)
+
+    def _update(self, weights: Any, worker_ids: Any) -> None:
+        if isinstance(self._weight_updater, RemoteWeightUpdaterBase):
+            self._weight_updater(weights, worker_ids)
+        elif self._layout is None:
+            weights = unwrap(weights)
+            stored = isinstance(weights, TensorDictBase)
+            reference = self._put(StoredWeights(weights) if stored else weights)
+            version = self._number(reference)
+            self._actors.each("update_by_updater", reference, worker_ids, version)
+        else:
+            self._publish(weights, worker_ids)
+
+    def _publish(self, weights: Any, worker_ids: Any) -> None:
+        """Store weights once, and let every actor publish them to its policy."""
+        assert self._layout is not None
+        everyone = set(self._actors.indices)
+        chosen = worker_ids if isinstance(worker_ids, list | tuple | set) else [worker_ids]
+        if worker_ids is not None and set(chosen) != everyone:
+            raise ValueError(
+                f"worker_ids: expected None or all of {sorted(everyone)}, got {worker_ids!r}; a "
+                "version is the same everywhere: pass a RayRemoteWeightUpdater to update some"
+            )
+        weights = self._policy if weights is None else weights
+        if weights is None:
+            raise ValueError(
+                "policy_or_weights: expected weights, got none, and no policy= that they could be "
+                "of; pass the trained module, its tensordict or its state dict"
+            )
+        named = named_weights(weights, self._layout)
+        self._layout.matched(named)
+        reference = self._put(StoredWeights(TensorDict(named)))  # pyright: ignore[reportArgumentType]
+        version = self._number(reference)
+        self._actors.each("update_policy_weights_", reference, version, between=False)
+
+    def _put(self, value: Any) -> Any:
+        import ray
+
+        return ray.put(value)
+
+    def _number(self, reference: Any) -> Any:
+        """The version of what is stored: a new one for each object, whatever becomes of it."""
+        with self._lock:
+            if reference.hex() != self._stored:
+                self._stored = reference.hex()
+                self._versions.increment_version()
+            return self._versions.version
+
+    @property
+    def remote_collectors(self) -> list[Any]:
+        """The actors, as :class:`fusedrl.RayRemoteWeightUpdater` takes them."""
+        return [Numbered(self, handle) for handle in self._actors.handles]
+
+    @property
+    def weight_updater(self) -> Any:
+        """The weight updater, or the function that makes it in the actors, as it was set."""
+        return self._weight_updater
+
+    @weight_updater.setter
+    def weight_updater(self, value: Any) -> None:
+        self._refuse_closed()
+        sends = isinstance(value, RemoteWeightUpdaterBase)
+        sent = isinstance(self._weight_updater, RemoteWeightUpdaterBase)
+        if not sends and not (value is None and sent):
+            self._layout = None
+            self._actors.each("set_updater", value)
+        self._register(value)
+
+    def _register(self, value: Any) -> None:
+        """Keep an updater that the actors have, or that sends to them."""
+        self._weight_updater = value
+        if isinstance(value, WeightUpdaterBase):
+            hooks = len(value.post_hooks)
+            value.register_collector(self)
+            if len(value.post_hooks) == hooks:
+                value.register_post_hook(_Count(self))
+
+    def set_weight_updater(self, weight_updater: Any) -> bool:
+        """Set the weight updater; returns ``True``, as remote calls want an answer."""
+        self.weight_updater = weight_updater
+        return True
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Call ``init`` of the weight updater, where it runs."""
+        if isinstance(self._weight_updater, RemoteWeightUpdaterBase):
+            self._weight_updater.init(*args, **kwargs)
+        else:
+            self._actors.each("call", "init_updater", args, kwargs)
+
+    def receive_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As :meth:`update_policy_weights_`."""
+        self.update_policy_weights_(*args, **kwargs)
+
+    @property
+    def policy_version(self) -> Any:
+        """The newest version, ``None`` if none is tracked: what the next policy calls have."""
+        return None if self.policy_version_tracker is None else self._versions.version
+
+    def get_policy_version(self) -> Any:
+        """As :attr:`policy_version`."""
+        return self.policy_version
+
+    def increment_version(self) -> None:
+        """Count a version in every actor, without other weights."""
+        self._refuse_closed()
+        with self._lock:
+            self._versions.increment_version()
+            version = self._versions.version
+        self._actors.each("renumber", version, between=False)
+
+    def _refuse_closed(self) -> None:
+        if not self.is_initialized():
+            raise RuntimeError(
+                "collector: expected one that runs, got one after shutdown(); make another"
+            )
+
+
+class Numbered:
+    """An actor that gets its weights with their version; anything else is the actor's own."""
+
+    def __init__(self, collector: RayUpdates, actor: Any) -> None:
+        self._collector = weakref.ref(collector)
+        self._actor = actor
+
+    @property
+    def update_policy_weights_(self) -> Numbered:
+        """The method, whose :meth:`remote` is called."""
+        return self
+
+    def remote(self, weights: Any) -> Any:
+        """Send weights that are in Ray's store; a reference to the answer."""
+        collector = self._collector()
+        assert collector is not None
+        version, collector._counted = collector._number(weights), True
+        return self._actor.update_policy_weights_.remote(weights, version)
+
+    def __getattr__(self, name: str) -> Any:
+        """Anything else, of the actor."""
+        return getattr(self._actor, name)
+
+
+class _Count:
+    """A post-hook of an updater that is called here: counts unless its weights had a number."""
+
+    def __init__(self, collector: RayUpdates) -> None:
+        self._collector = weakref.ref(collector)
+
+    def __call__(self) -> None:
+        collector = self._collector()
+        if collector is None:
+            return
+        if not collector._counted:
+            collector.increment_version()
+        collector._counted = False

@@ -1,0 +1,183 @@
+"""What runs in an actor of RayLLMCollector, without Ray's processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray_dialogs
+import torch
+from channel_collector import Says, of, policy_of
+from counting_dialogs import Counting, policy
+from tensordict import TensorDict
+from torch import nn
+
+from fusedrl import PolicyVersion, VanillaLocalWeightUpdater
+from fusedrl.channel.layout import Layout
+from fusedrl.collectors.ray_actor import DialogActor, Stopped, named_weights
+from fusedrl.parcel import unpack
+
+pytest.importorskip("ray")
+
+
+def weights_of(version: float) -> TensorDict:
+    return TensorDict.from_module(policy_of(Says(version))).data
+
+
+def started(index: int = 0, of: int = 1, **options: Any) -> DialogActor:
+    actor = DialogActor()
+    given = {
+        "env": Counting(),
+        "policy": None if "policy_factory" in options else ray_dialogs.says(),
+        "policy_factory": None,
+        "dialog_turns_per_batch": 2,
+        "track_policy_version": True,
+    }
+    actor.start(given | options, index, of, 0, {})
+    return actor
+
+
+def batch_of(actor: DialogActor) -> Any:
+    return unpack(actor.collect().batch)
+
+
+def test_weights_come_with_their_version():
+    actor = started()
+    assert of(batch_of(actor)) == [0, 0]
+    for version in (1, 2, 7):
+        actor.update_policy_weights_(weights_of(version), version)
+        assert of(batch_of(actor)) == [version] * 2
+
+
+def test_weights_that_come_while_the_policy_runs_are_the_next_turns():
+    actor = started(dialog_turns_per_batch=6)
+    answer = actor._collector.policy
+
+    def generating(turn):
+        made = answer(turn)
+        version = (actor._channel.version or 0) + 1
+        actor.update_policy_weights_(weights_of(version), version)
+        return made
+
+    actor._collector.policy = generating
+    assert of(batch_of(actor)) == [0, 1, 2] * 2
+
+
+def test_a_count_is_a_version_of_the_weights_there_are():
+    actor = started()
+    actor.renumber(1)
+    assert batch_of(actor)["next", "policy_version"].tolist() == [[1], [1]]
+    actor.update_policy_weights_(weights_of(2), 2)
+    actor.renumber(3)
+    batch = batch_of(actor)
+    assert batch["action"].flatten().tolist() == [2, 2]
+    assert batch["policy_version"].flatten().tolist() == [3, 3]
+
+
+def test_a_count_while_an_older_version_is_in_use_is_of_the_newest_weights():
+    actor = started(dialog_turns_per_batch=4)
+    answer, versions = actor._collector.policy, iter([1])
+
+    def generating(turn):
+        for version in versions:
+            actor.update_policy_weights_(weights_of(version), version)
+            actor.renumber(version + 1)
+        return answer(turn)
+
+    actor._collector.policy = generating
+    batch = batch_of(actor)
+    assert batch["action"].squeeze(-1).tolist() == [[0, 1]] * 2
+    assert batch["policy_version"].tolist() == [[0, 2]] * 2
+
+
+def test_counts_and_the_end():
+    actor = started(total_dialog_turns=4)
+    got = [actor.collect() for _ in range(4)]
+    assert [one.over for one in got] == [False, False, True, True]
+    assert [one.frames for one in got] == [2, 4, 4, 4]
+    assert [one.batch is None for one in got] == [False, False, True, True]
+
+
+def test_it_stops_between_two_turns():
+    actor = started(dialog_turns_per_batch=100)
+    answer = actor._collector.policy
+
+    def generating(turn):
+        actor.stop()
+        return answer(turn)
+
+    actor._collector.policy = generating
+    with pytest.raises(Stopped):
+        actor.collect()
+    assert actor._collector._watch.turns == 2
+    actor.close(True)
+
+
+def test_ids_differ_between_actors():
+    ids = [
+        batch_of(started(index, of=3))["collector", "traj_ids"].flatten().tolist()
+        for index in range(3)
+    ]
+    assert ids == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_random_numbers_differ_between_actors_whatever_their_factory_seeds():
+    def factory():
+        torch.manual_seed(1)
+        return ray_dialogs.says()
+
+    drawn = []
+    for seed in (5, 6):
+        actor = DialogActor()
+        arguments = {"policy": None, "policy_factory": factory, "env": Counting()}
+        actor.start({**arguments, "dialog_turns_per_batch": 2}, 0, 1, seed, {})
+        drawn.append(torch.rand(1).item())
+    assert drawn[0] != drawn[1]
+
+
+def test_an_updater_takes_the_place_of_the_channel():
+    actor = started()
+    actor.update_policy_weights_(weights_of(1), 1)
+    of(batch_of(actor))
+    actor.set_updater(VanillaLocalWeightUpdater(None, None))
+    assert actor._channel is None and of(batch_of(actor)) == [1, 1]
+    actor.update_by_updater(weights_of(5), None, 5)
+    assert of(batch_of(actor)) == [5, 5]
+
+
+def test_an_updater_from_the_start_with_uuids():
+    tracker = PolicyVersion("uuid")
+    updater = VanillaLocalWeightUpdater(None, None)
+    actor = started(weight_updater=updater, track_policy_version=tracker)
+    actor.update_by_updater(weights_of(5), None, "a name")
+    assert actor._channel is None
+    assert batch_of(actor)["next", "policy_version"] == [["a name"]] * 2
+
+
+def test_a_policy_without_weights_has_no_channel():
+    actor = started(policy=policy)
+    assert actor._channel is None
+    actor.renumber(4)
+    assert batch_of(actor)["policy_version"].flatten().tolist() == [4, 4]
+    with pytest.raises(TypeError, match="policy: expected a module"):
+        actor.update_policy_weights_(weights_of(1), 1)
+
+
+class Wrapper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(2, 1)
+
+
+def test_weights_of_a_wrapper_or_of_its_model():
+    wrapper, model = Wrapper(), nn.Linear(2, 1)
+    for weights in (model, model.state_dict(), TensorDict.from_module(model).data):
+        named = named_weights(weights, Layout.of(wrapper))
+        assert torch.equal(named["model.weight"], model.weight)
+    for weights in (wrapper, wrapper.state_dict(), TensorDict.from_module(wrapper).data):
+        named = named_weights(weights, Layout.of(model))
+        assert torch.equal(named["weight"], wrapper.model.weight)
+
+
+def test_names_that_fit_neither_way_stay_for_the_error():
+    assert set(named_weights(nn.Linear(2, 1), Layout.of(Says()))) == {"weight", "bias"}
