@@ -255,6 +255,15 @@ def test_a_payload_is_pickled_as_it_is():
     assert got["td"]["x"].item() == 1 and got["cycle"][0].tolist() == [1, 1]
 
 
+def test_a_payload_may_hold_what_is_beside_it():
+    shared = TensorDict(x=torch.ones(1), text="a")
+    rows = [TensorDict(td=shared, payload=NonTensorData([shared, [shared]])) for _ in range(2)]
+    got = sent([lazy_stack(rows), shared, {"payload": shared}])
+    for held in (got[0][0]["payload"][0], got[0][1]["payload"][1][0]):
+        assert held["x"].item() == 1 and held["text"] == "a"
+    assert got[0][0]["td"] is got[0][1]["td"] is got[1] is got[2]["payload"]
+
+
 def test_parameters_keep_their_type():
     got = sent(torch.nn.Linear(2, 1))
     assert isinstance(got.weight, torch.nn.Parameter) and got.weight.requires_grad
