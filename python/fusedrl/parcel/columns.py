@@ -249,7 +249,7 @@ class ColumnUnpickler(pickle.Unpickler):
         """Tensordicts or tensorclasses of one class, with the same attributes."""
         new: Any = cls.__new__
         objects = self._objects[number] = [new(cls) for _ in range(count)]
-        states = list(map(vars, objects))
+        states: list[Any] = list(map(vars, objects))
         by_name = dict(zip(names, fields, strict=True))
         constants = {name: field[2] for name, field in by_name.items() if field[0] == "same"}
         for state in states:
