@@ -7,8 +7,18 @@ import pickle
 import pytest
 import ray_models
 import torch
-from tensordict import TensorDict, lazy_stack
-from torchrl.modules.llm.policies import LogProbs
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorClass,
+    TensorDict,
+    is_non_tensor,
+    is_tensorclass,
+    lazy_stack,
+)
+from torchrl.data.llm import History
+from torchrl.modules.llm.policies import ChatHistory, LogProbs
 from transforms.dialogs import assert_rows_equal, conversations, rows
 
 from fusedrl import RetrieveKL
@@ -59,6 +69,204 @@ def test_nested_columns(layout):
     for key in list(data.keys()):
         assert got[key].layout == layout
         assert_rows_equal(got[key].unbind(), data[key].unbind())
+
+
+def structure(value):
+    """The types of a value, its shapes, keys, names, devices, locks and texts, without numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.layout, None if value.is_nested else value.shape
+    own = [type(value), value.batch_size, value.device, value.is_locked]
+    if is_non_tensor(value):
+        return [*own, value.tolist()]
+    own.append(value.names)
+    if is_tensorclass(value):
+        return [*own, structure(value._tensordict)]
+    if isinstance(value, LazyStackedTensorDict):
+        return [*own, value.stack_dim, [structure(row) for row in value.tensordicts]]
+    return [*own, {key: structure(item) for key, item in value._tensordict.items()}]
+
+
+def leaves(value):
+    """All tensors of a value, in order."""
+    if isinstance(value, torch.Tensor):
+        return list(value.unbind()) if value.is_nested else [value]
+    if is_tensorclass(value):
+        return leaves(value._tensordict)
+    inner = (
+        value.tensordicts
+        if isinstance(value, LazyStackedTensorDict)
+        else value._tensordict.values()
+    )
+    return [leaf for item in inner for leaf in leaves(item)]
+
+
+def assert_sent(value):
+    got = sent(value)
+    assert structure(got) == structure(value)
+    for ours, theirs in zip(leaves(got), leaves(value), strict=True):
+        assert torch.equal(ours, theirs)
+    return got
+
+
+class Scored(TensorClass):
+    tokens: torch.Tensor
+    text: str
+    scores: TensorDict | None = None
+
+
+def row(n: int, length: int = 3) -> TensorDict:
+    return TensorDict(
+        tokens=torch.arange(length) + n,
+        log_probs=torch.randn(length),
+        reward=torch.randn(length, 1),
+        version=torch.tensor(n),
+        text=f"row {n}",
+        nothing=None,
+        next=TensorDict(done=torch.tensor([n > 1]), text=f"next {n}"),
+    )
+
+
+def dialog(n: int) -> History:
+    said = [History(role="user", content=f"{n}?"), History(role="assistant", content=f"{n}!")]
+    return lazy_stack(said[: n + 1])
+
+
+VALUES = {
+    "empty": lambda: TensorDict(batch_size=(3,)),
+    "names and a device": lambda: TensorDict(
+        x=torch.ones(2, 3), batch_size=(2,), names=["time"], device="cpu"
+    ),
+    "equal rows": lambda: lazy_stack([row(n) for n in range(4)]),
+    "ragged rows": lambda: lazy_stack([row(n, n) for n in range(4)]),
+    "one row": lambda: lazy_stack([row(1)]),
+    "rows of other keys": lambda: lazy_stack([row(0), row(1).exclude("text"), TensorDict()]),
+    "rows of other dtypes": lambda: lazy_stack(
+        [TensorDict(x=torch.ones(2).to(dtype)) for dtype in (torch.int8, torch.bool, torch.int8)]
+    ),
+    "rows of other dimensions": lambda: lazy_stack(
+        [TensorDict(x=torch.ones(shape)) for shape in ((), (2,), (0,), (2, 3), (2, 0), (3, 3))]
+    ),
+    "a tensor here, text there": lambda: lazy_stack(
+        [TensorDict(x=torch.ones(2)), TensorDict(x="two"), TensorDict(x=TensorDict())]
+    ),
+    "stacks in stacks": lambda: lazy_stack(
+        [lazy_stack([row(10 * t + n, t + n) for n in range(2)]) for t in range(3)], -1
+    ),
+    "stacks of unequal length": lambda: lazy_stack(
+        [TensorDict(h=lazy_stack([TensorDict(x=torch.ones(n)) for n in range(m)])) for m in (1, 3)]
+    ),
+    "a stack along another dimension": lambda: lazy_stack(
+        [TensorDict(x=torch.randn(2, 3, n), batch_size=(2, 3)) for n in (1, 2)], 1
+    ),
+    "rows of views": lambda: lazy_stack(
+        [TensorDict(x=x, y=x.T) for x in torch.randn(3, 4, 4).unbind(0)]
+    ),
+    "text": lambda: TensorDict(
+        one=NonTensorData("a", batch_size=(2,)), each=NonTensorStack("b", "c"), batch_size=(2,)
+    ),
+    "a tensorclass": lambda: Scored(
+        torch.ones(2, 3), "a", TensorDict(s=torch.ones(2), batch_size=(2,)), batch_size=(2,)
+    ),
+    "a stack of tensorclasses": lambda: lazy_stack(
+        [Scored(torch.ones(n), f"{n}", batch_size=()) for n in (1, 2)]
+    ),
+    "dialogs": lambda: lazy_stack(
+        [TensorDict(history=ChatHistory(full=dialog(n), batch_size=())) for n in (0, 1, 1)]
+    ),
+    "names in a stack": lambda: lazy_stack(
+        [TensorDict(x=torch.ones(2, n), batch_size=(2,), names=["a"]) for n in (1, 2)]
+    ),
+    "locked": lambda: lazy_stack([row(n) for n in range(2)]).lock_(),
+    "locked rows": lambda: lazy_stack([row(n).lock_() for n in range(2)]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_tensordicts_of_all_kinds(name):
+    value = VALUES[name]()
+    assert_sent(value)
+    both = sent({"first": [value], "second": (value, 1)})
+    assert both["first"][0] is both["second"][0]
+    assert structure(both["first"][0]) == structure(value)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float16, torch.complex64, torch.complex32, torch.uint16, torch.uint64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    ],
+    ids=str,
+)
+def test_dtypes(dtype):
+    data = torch.randint(0, 100, (3, 16), dtype=torch.uint8).view(dtype)
+    for value in (data, data[1], data[:, 1:3], data[0, 0]):
+        got = sent(value)
+        assert got.dtype == dtype and got.shape == value.shape
+        assert torch.equal(got[None].view(torch.uint8), value.clone()[None].view(torch.uint8))
+
+
+def test_conjugates_and_other_layouts():
+    x = torch.randn(3, dtype=torch.complex64)
+    sparse = torch.eye(3).to_sparse()
+    quantised = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
+    got = sent([x.conj(), x.conj().imag, sparse, quantised, torch.ones(2, device="meta")])
+    assert torch.equal(got[0], x.conj()) and torch.equal(got[1], -x.imag)
+    assert torch.equal(got[2].to_dense(), torch.eye(3))
+    assert torch.equal(got[3].dequantize(), torch.ones(3)) and got[4].is_meta
+
+
+def test_a_part_of_a_nested_tensor():
+    rows = [torch.randn(n, 2) for n in (2, 3, 4)]
+    nested = torch.nested.as_nested_tensor(rows, layout=torch.strided)
+    for value in (nested, nested.transpose(1, 2), nested.to(torch.bfloat16)):
+        for ours, theirs in zip(sent([1, value])[1].unbind(), value.unbind(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_what_occurs_twice_stays_one():
+    tensor, shared = torch.ones(2), TensorDict(y=torch.ones(2))
+    rows = [TensorDict(x=tensor, z=tensor, shared=shared), TensorDict(x=tensor, shared=shared)]
+    got = sent([lazy_stack(rows), {"again": tensor, "shared": shared}, rows[1]])
+    first, second = got[0].tensordicts
+    assert first["x"] is first["z"] is second["x"] is got[1]["again"]
+    assert first["shared"] is second["shared"] is got[1]["shared"]
+    assert second is got[2]
+
+
+def test_what_is_got_can_be_worked_with():
+    got = sent(lazy_stack([row(n) for n in range(3)]).lock_())
+    with pytest.raises(RuntimeError, match="lock"):
+        got[0]["new"] = torch.ones(2)
+    got.unlock_()
+    got["new"] = torch.ones(3, 2)
+    got[1]["text"] = "changed"
+    assert got["text"] == ["row 0", "changed", "row 2"]
+    assert got.contiguous()["new"].shape == (3, 2)
+    assert got.clone()[1:].to_tensordict()["next", "done"].shape == (2, 1)
+
+
+def test_a_payload_is_pickled_as_it_is():
+    cycle: list = [torch.ones(2)]
+    cycle.append(cycle)
+    payload = {"td": TensorDict(x=torch.ones(1)), "cycle": cycle, "set": {1}}
+    got = sent(TensorDict(payload=NonTensorData(payload)))["payload"]
+    assert got["cycle"][1] is got["cycle"] and got["set"] == {1}
+    assert got["td"]["x"].item() == 1 and got["cycle"][0].tolist() == [1, 1]
+
+
+def test_a_payload_may_hold_what_is_beside_it():
+    shared = TensorDict(x=torch.ones(1), text="a")
+    rows = [TensorDict(td=shared, payload=NonTensorData([shared, [shared]])) for _ in range(2)]
+    got = sent([lazy_stack(rows), shared, {"payload": shared}])
+    for held in (got[0][0]["payload"][0], got[0][1]["payload"][1][0]):
+        assert held["x"].item() == 1 and held["text"] == "a"
+    assert got[0][0]["td"] is got[0][1]["td"] is got[1] is got[2]["payload"]
+
+
+def test_parameters_keep_their_type():
+    got = sent(torch.nn.Linear(2, 1))
+    assert isinstance(got.weight, torch.nn.Parameter) and got.weight.requires_grad
 
 
 def test_gradients_stay_behind():

@@ -2,25 +2,248 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
+import torch.multiprocessing as mp
+from shared_batch_workers import open_files, pack_on_request, ragged, unpack_and_add
 from tensordict import TensorDict, lazy_stack
 
+from fusedrl.collectors import shared_batches
 from fusedrl.collectors.shared_batches import Mappings, Segments
 
+MAPS = Path("/proc/self/maps")
 
-def test_a_batch_is_used_where_it_lies_and_its_segment_again_afterwards():
+
+class Ends:
+    """Both ends in one process."""
+
+    def __init__(self) -> None:
+        self.segments, self.mappings = Segments(), Mappings()
+
+    def send(self, batch: Any) -> Any:
+        return self.mappings.unpack(self.segments.pack(batch))
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    made.mappings.close()
+    made.segments.close()
+
+
+def mapped_at(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in a segment."""
+    for line in MAPS.read_text().splitlines():
+        if "fusedrl-batch" in line:
+            start, end = (int(x, 16) for x in line.split()[0].split("-"))
+            if start <= tensor.data_ptr() < end:
+                return True
+    return False
+
+
+def tokens(batch: Any) -> list[list[int]]:
+    return [row["tokens"].tolist() for row in batch.unbind(0)]
+
+
+def test_every_tensor_lies_in_the_segment_and_can_be_written_to(ends):
+    batch = TensorDict(
+        dense=torch.ones(2, 3),
+        jagged=torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        strided=torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided),
+        rows=lazy_stack([TensorDict(x=torch.ones(n, 2, n)) for n in (1, 2)]),
+        batch_size=(2,),
+    )
+    got = ends.send(batch)
+    leaves = [got["dense"], got["jagged"].values(), got["strided"].values()]
+    leaves += [row["x"] for row in got["rows"].unbind(0)]
+    for leaf in leaves:
+        assert mapped_at(leaf) and leaf.eq(1).all()
+        leaf.zero_()
+    assert not got["dense"].any() and not got["strided"][1].any()
+    assert not mapped_at(batch["dense"])
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda batch: batch[3]["tokens"],
+        lambda batch: batch[3]["tokens"][1:2],
+        lambda batch: batch[3]["tokens"].numpy()[::2],
+        lambda batch: memoryview(batch[3]["tokens"].numpy()),
+        lambda batch: batch[2:4],
+        lambda batch: batch[3]["tokens"].float().requires_grad_() * batch[3]["tokens"],
+    ],
+    ids=["tensor", "slice", "array", "buffer", "rows", "graph"],
+)
+def test_a_segment_is_in_use_while_anything_over_it_is(ends, keep):
+    kept = keep(ends.send(ragged()))
+    gc.collect()
+    assert ends.mappings.released() == []
+    other = ends.segments.pack(ragged(first=50))
+    assert other.index == 1
+    del kept
+    gc.collect()
+    assert ends.mappings.released() == [0]
+    ends.segments.release([0])
+    assert ends.segments.pack(ragged()).index == 0
+
+
+def test_batches_of_one_segment_after_the_other_are_right(ends):
+    for first in range(20):
+        got = ends.send(ragged(first=first))
+        assert tokens(got) == tokens(ragged(first=first))
+        del got
+        released = ends.mappings.released()
+        assert released == [0]
+        ends.segments.release(released)
+
+
+def test_a_segment_grows_with_its_batch(ends):
+    kept = ends.send(ragged())
+    for length in (1000, 1_000_000):
+        got = ends.send(TensorDict(x=torch.arange(length)))
+        assert torch.equal(got["x"], torch.arange(length))
+        del got
+        released = ends.mappings.released()
+        assert released == [1]
+        ends.segments.release(released)
+    assert tokens(kept) == tokens(ragged())
+
+
+def test_the_memory_of_many_free_segments_is_given_back(ends):
+    big = TensorDict(x=torch.ones(2**20, dtype=torch.uint8))
+    batches = [ends.send(big) for _ in range(10)]
+    del batches
+    ends.segments.release(ends.mappings.released())
+    blocks = [os.fstat(s.descriptor).st_blocks * 512 for s in ends.segments._segments]
+    assert sum(size > 0 for size in blocks) == shared_batches.SPARE
+    for _ in range(10):
+        assert ends.send(big)["x"].eq(1).all()
+
+
+def test_batches_that_are_kept_survive_both_ends(ends):
+    batches = [ends.send(ragged(first=n)) for n in range(5)]
+    ends.mappings.close()
+    ends.segments.close()
+    assert [tokens(b) for b in batches] == [tokens(ragged(first=n)) for n in range(5)]
+
+
+def test_one_tensors_changes_are_no_others(ends):
+    """In versions and gradients, as for tensors with memory of their own."""
+    got = ends.send([torch.ones(2), torch.ones(2), torch.ones(2)])
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * got[0]).sum()
+    got[1].add_(1)
+    loss.backward()
+    assert weight.grad.tolist() == [1, 1]
+    got[1].mul_(weight)
+    assert got[1].requires_grad and not got[0].requires_grad and not got[2].requires_grad
+    got[2].requires_grad_().sum().backward()
+
+
+def test_a_batch_without_tensors(ends):
+    assert ends.send(TensorDict(text="a"))["text"] == "a"
+    assert ends.mappings.released() == [0]
+
+
+def test_the_limit_of_open_files_is_raised(ends, monkeypatch):
+    limits = []
+    monkeypatch.setattr(shared_batches, "DESCRIPTORS_ASIDE", 10**6)
+    monkeypatch.setattr(shared_batches.resource, "getrlimit", lambda _: (100, 2000))
+    monkeypatch.setattr(shared_batches.resource, "setrlimit", lambda _, to: limits.append(to))
+    ends.send(ragged())
+    assert limits == [(2000, 2000)]
+
+
+class Worker:
+    """A process that packs batches."""
+
+    def __init__(self, method: str) -> None:
+        context = mp.get_context(method)
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=pack_on_request, args=(theirs,))
+        self.process.start()
+        theirs.close()
+        self.mappings = Mappings()
+        self.descriptors: list[int] = []
+
+    def shipment(self, *arguments: int) -> Any:
+        self.connection.send((arguments, self.mappings.released()))
+        assert self.connection.poll(60)
+        shipment, descriptors = self.connection.recv()
+        self.descriptors.append(descriptors)
+        return shipment
+
+    def batch(self, *arguments: int) -> Any:
+        return self.mappings.unpack(self.shipment(*arguments))
+
+    def end(self) -> None:
+        self.connection.send(None)
+        self.process.join(60)
+        assert self.process.exitcode == 0
+
+
+@pytest.fixture(params=["fork", "spawn"])
+def worker(request) -> Iterator[Worker]:
+    made = Worker(request.param)
+    yield made
+    if made.process.is_alive():
+        made.process.kill()
+    made.process.join()
+
+
+def test_nothing_is_left_of_a_thousand_batches(worker):
+    worker.batch()
+    before = open_files()
+    for n in range(1000):
+        assert worker.batch(3, n)[2]["tokens"][0] == 100 * (n + 2)
+    assert open_files() == before
+    assert worker.descriptors[-1] == worker.descriptors[0]
+    pids = str(os.getpid()), str(worker.process.pid)
+    named = [path.name for path in Path("/dev/shm").iterdir()]
+    assert not [name for name in named if any(pid in name.split("_") for pid in pids)]
+    worker.end()
+    worker.mappings.close()
+    assert "fusedrl-batch" not in MAPS.read_text()
+
+
+def test_batches_outlive_a_worker_that_is_killed(worker):
+    batches = [worker.batch(4, n) for n in range(4)]
+    lost = worker.shipment()
+    os.kill(worker.process.pid, signal.SIGKILL)
+    worker.process.join()
+    assert [tokens(b) for b in batches] == [tokens(ragged(4, n)) for n in range(4)]
+    batches[0][1]["tokens"].fill_(7)
+    assert batches[0][1]["tokens"].tolist() == [7, 7]
+    with pytest.raises(RuntimeError, match="expected the process that packed it to run"):
+        worker.mappings.unpack(lost)
+
+
+def test_a_file_of_another_process_is_not_taken_for_a_segment(ends, tmp_path):
+    (tmp_path / "file").write_bytes(b"theirs")
+    shipment = ends.segments.pack(ragged())._replace(path=str(tmp_path / "file"))
+    with pytest.raises(RuntimeError, match="expected the process that packed it"):
+        ends.mappings.unpack(shipment)
+    assert (tmp_path / "file").read_bytes() == b"theirs"
+
+
+def test_both_processes_see_one_memory():
+    context = mp.get_context("spawn")
     segments, mappings = Segments(), Mappings()
-    batch = lazy_stack([TensorDict(x=torch.randn(n), text=f"row {n}") for n in range(1, 5)])
-    got = mappings.unpack(segments.pack(batch))
-    assert all((a == b).all() for a, b in zip(got.unbind(0), batch.unbind(0), strict=True))
-    row = got[2]["x"][1:]
-    del got
-    assert mappings.released() == []
-    assert segments.pack(batch).index == 1
-    row.zero_()
-    del row
-    assert mappings.released() == [0]
-    segments.release([0])
-    assert segments.pack(batch).index == 0
+    connection, theirs = context.Pipe()
+    process = context.Process(target=unpack_and_add, args=(theirs,))
+    process.start()
+    shipment = segments.pack(ragged())
+    connection.send(shipment)
+    assert connection.poll(60) and connection.recv() == "row 0"
+    process.join()
+    assert mappings.unpack(shipment)[0]["tokens"].tolist() == [1]
     segments.close()
-    mappings.close()

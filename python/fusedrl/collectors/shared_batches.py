@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -13,42 +14,66 @@ from torch import Tensor
 
 from fusedrl.parcel import Contents, put_together, take_apart
 
+SMALLEST = 1 << 16
+SPARE = 4  # free segments that keep their memory
+DESCRIPTORS_ASIDE = 256  # for all else that a process opens
+
 
 class Shipment(NamedTuple):
     """Where a batch lies, and what it is made of: small, for a pipe.
 
-    The segment is ``index``; ``path`` opens its memory of ``nbytes``.
+    The segment is ``index``; ``path`` opens its file, whose number is ``inode``, and ``nbytes`` is
+    its size.
     """
 
     index: int
     path: str
+    inode: int
     nbytes: int
     contents: Contents
 
 
 class _Segment(NamedTuple):
     descriptor: int
+    inode: int
     memory: Tensor
 
 
 class Segments:
     """The memory that a process writes batches into; what is given back is used again.
 
-    It has no name in any file system, so that nothing is left when the process is killed.
+    It has no name in any file system, so that nothing is left when the process is killed. Each
+    segment is an open file of this process, whose limit is raised where they are many.
+
+    Example:
+        >>> segments, mappings = Segments(), Mappings()  # in two processes
+        >>> batch = mappings.unpack(segments.pack(TensorDict(x=torch.ones(3))))
+        >>> del batch
+        >>> segments.release(mappings.released())
     """
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
-        self._free: set[int] = set()
+        self._free: dict[int, None] = {}  # in the order they were given back
 
     def pack(self, batch: Any) -> Shipment:
-        """Copy a batch's tensors into a segment, without their gradient graphs."""
+        """Copy a batch's tensors into a segment, without their gradient graphs.
+
+        CUDA tensors stay where they are, and are opened there by the other process.
+
+        Args:
+            batch: a tensordict, or anything that can be pickled.
+
+        Raises:
+            RuntimeError: this process may not open another file: the other one keeps too many
+                batches.
+        """
         contents, tensors = take_apart(batch, share=True)
         index = self._take(contents.nbytes)
-        descriptor, memory = self._segments[index]
+        descriptor, inode, memory = self._segments[index]
         tensors.copy(contents.groups, memory)
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        return Shipment(index, path, len(memory), contents)
+        return Shipment(index, path, inode, len(memory), contents)
 
     def _take(self, nbytes: int) -> int:
         """A segment of at least so many bytes: the smallest that will do, or the largest, grown."""
@@ -58,41 +83,62 @@ class Segments:
             index = min(enough, key=sizes.__getitem__)
         elif sizes:
             index = max(sizes, key=sizes.__getitem__)
-            descriptor = self._segments[index].descriptor
-            self._segments[index] = _Segment(descriptor, _grown(descriptor, nbytes))
         else:
             index = len(self._segments)
-            descriptor = os.memfd_create("fusedrl-batch")
-            self._segments.append(_Segment(descriptor, _grown(descriptor, nbytes)))
-        self._free.discard(index)
+            self._segments.append(_new_segment())
+        segment = self._segments[index]
+        if not enough:
+            # More than is needed: memory that nothing is written to costs nothing.
+            size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
+            os.ftruncate(segment.descriptor, size)
+            memory = _mapped(segment.descriptor, size)
+            self._segments[index] = segment._replace(memory=memory)
+        self._free.pop(index, None)
         return index
 
     def release(self, indices: Iterable[int]) -> None:
         """Take segments back that :meth:`Mappings.released` named."""
-        self._free.update(indices)
+        self._free.update(dict.fromkeys(indices))
+        for index in list(self._free)[:-SPARE]:
+            # Its pages go, its size stays: it reads as zeros until it is written again.
+            descriptor, _, memory = self._segments[index]
+            os.ftruncate(descriptor, 0)
+            os.ftruncate(descriptor, len(memory))
 
     def close(self) -> None:
         """Let go of the memory; batches that were unpacked keep theirs."""
-        for descriptor, _ in self._segments:
-            os.close(descriptor)
+        for segment in self._segments:
+            os.close(segment.descriptor)
         self._segments.clear()
         self._free.clear()
 
 
-def _grown(descriptor: int, nbytes: int) -> Tensor:
-    os.ftruncate(descriptor, nbytes)
-    return _mapped(f"/proc/self/fd/{descriptor}", nbytes)
+def _new_segment() -> _Segment:
+    try:
+        descriptor = os.memfd_create("fusedrl-batch")
+    except OSError as error:
+        raise RuntimeError(
+            f"batch: expected memory for another one, got {error}; keep fewer batches (a tensor "
+            "of one keeps all of it: clone what is kept), or raise the limit of open files"
+        ) from error
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard and descriptor + DESCRIPTORS_ASIDE > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return _Segment(descriptor, os.fstat(descriptor).st_ino, torch.empty(0, dtype=torch.uint8))
 
 
-def _mapped(path: str, nbytes: int) -> Tensor:
+def _mapped(descriptor: int, nbytes: int) -> Tensor:
+    # The tensor needs no open file: a process may keep more of them than it may open files.
+    path = f"/proc/self/fd/{descriptor}"
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
 class Mappings:
-    """Batches as another process sees them that :class:`Segments` were packed in.
+    """Batches that :class:`Segments` were packed in, as another process sees them.
 
-    They may be kept for as long as one likes: a segment is free once none of its tensors exists,
-    nor any view of one, in this process.
+    They may be kept for as long as one likes: a segment is free once none of its tensors exists in
+    this process, nor any view of one. A process forked from this one sees the same memory; keep a
+    batch here while such a process reads it.
     """
 
     def __init__(self) -> None:
@@ -105,18 +151,12 @@ class Mappings:
         Raises:
             RuntimeError: the process that packed it is gone, and this one never saw the segment.
         """
-        index, path, nbytes, contents = shipment
-        mapped = self._mapped.get(index)
-        if mapped is None or len(mapped) != nbytes:
-            try:
-                mapped = self._mapped[index] = _mapped(path, nbytes)
-            except (RuntimeError, OSError) as error:
-                raise RuntimeError(
-                    f"shipment: expected a running process that packed it, got {error}"
-                ) from error
-        buffer = mapped.numpy().data  # an object that ends with its last tensor
-        weakref.finalize(buffer, self._released.append, index).atexit = False
-        return put_together(contents, torch.frombuffer(buffer, dtype=torch.uint8))
+        mapped = self._mapped.get(shipment.index)
+        if mapped is None or len(mapped) != shipment.nbytes:
+            mapped = self._mapped[shipment.index] = _opened(shipment)
+        buffer = mapped.numpy().data  # an object that ends with the last tensor over it
+        weakref.finalize(buffer, self._released.append, shipment.index).atexit = False
+        return put_together(shipment.contents, torch.frombuffer(buffer, dtype=torch.uint8))
 
     def released(self) -> list[int]:
         """The segments that became free since the last call."""
@@ -125,3 +165,22 @@ class Mappings:
     def close(self) -> None:
         """Let go of the memory that no tensor needs."""
         self._mapped.clear()
+
+
+def _opened(shipment: Shipment) -> Tensor:
+    found = "no such process"
+    try:
+        descriptor = os.open(shipment.path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        found = str(error)
+    else:
+        try:
+            # Another process may have the pid by now, and any file under the number.
+            if os.fstat(descriptor).st_ino == shipment.inode:
+                return _mapped(descriptor, shipment.nbytes)
+        finally:
+            os.close(descriptor)
+    raise RuntimeError(
+        f"shipment: expected the process that packed it to run, as this user and seen by this "
+        f"process, got {found} for {shipment.path}; unpack batches while it lives"
+    )

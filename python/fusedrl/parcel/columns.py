@@ -53,6 +53,10 @@ class _Taken(dict[type, bool]):
 _taken = _Taken()
 
 
+class _End:
+    """Written after a column."""
+
+
 class ColumnPickler(pickle.Pickler):
     """Writes one value to a file.
 
@@ -66,6 +70,7 @@ class ColumnPickler(pickle.Pickler):
         self._tensors = tensors
         self._places: dict[int, tuple[int, int]] = {}  # by id: the column's number, place in it
         self._columns = 0
+        self._open = 0  # columns that are not written to their end
         self._locked: list[tuple[int, list[int]]] = []
         self._alive: list[Any] = []  # an id is of one object while that exists
 
@@ -73,11 +78,24 @@ class ColumnPickler(pickle.Pickler):
         """Write ``value``; once for a pickler."""
         self.dump([value, self._locked])  # the list is full by the time it is written
 
-    def persistent_id(self, obj: Any) -> Column | None:
+    def persistent_id(self, obj: Any) -> tuple[Column, Any] | None:
         """What stands for a tensor or tensordict: a column of one."""
-        if type(obj) is Tensor:
-            return self._tensor_column([obj])
-        return self._object_column(type(obj), [obj]) if _taken[type(obj)] else None
+        cls = type(obj)
+        if cls is Tensor:
+            column = self._tensor_column([obj])
+            return None if column is None else (column, None)
+        if cls is _End:
+            self._open -= 1
+            return ("plain", [None]), None
+        if not _taken[cls]:
+            return None
+        places = self._places
+        if self._open:  # a payload is read before the columns that it is in, hence refers to none
+            self._places = {}
+        column = self._object_column(cls, [obj])
+        self._places = places
+        self._open += 1
+        return column, _End()
 
     def reducer_override(self, obj: Any) -> Any:
         """How to make a tensor that is in no group."""
@@ -196,9 +214,9 @@ class ColumnUnpickler(pickle.Unpickler):
                 self._objects[number][index].lock_()
         return value
 
-    def persistent_load(self, pid: Column) -> Any:
+    def persistent_load(self, pid: tuple[Column, Any]) -> Any:
         """The one in a column of one."""
-        return self._read(pid)[0]
+        return self._read(pid[0])[0]
 
     def _read(self, column: Column) -> list[Any]:
         return getattr(self, column[0])(*column[1:])
@@ -231,8 +249,14 @@ class ColumnUnpickler(pickle.Unpickler):
         """Tensordicts or tensorclasses of one class, with the same attributes."""
         new: Any = cls.__new__
         objects = self._objects[number] = [new(cls) for _ in range(count)]
-        for obj, values in zip(objects, zip(*map(self._read, fields), strict=True), strict=True):
-            obj.__dict__.update(zip(names, values, strict=True))
+        states: list[Any] = list(map(vars, objects))
+        by_name = dict(zip(names, fields, strict=True))
+        constants = {name: field[2] for name, field in by_name.items() if field[0] == "same"}
+        for state in states:
+            state.update(constants)
+        for name in (name for name in names if name not in constants):
+            for state, value in zip(states, self._read(by_name[name]), strict=True):
+                state[name] = value
         return objects
 
     def again(self, column: Column | None, places: list[tuple[int, int]]) -> list[Any]:
