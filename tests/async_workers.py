@@ -128,7 +128,7 @@ def collect_in_a_script(folder: str, batches: int) -> None:
 
 
 def linear() -> TensorDictModule:
-    return TensorDictModule(torch.nn.Linear(1, 1), in_keys=["observation"], out_keys=["action"])
+    return TensorDictModule(torch.nn.Linear(7, 7), in_keys=["observation"], out_keys=["action"])
 
 
 def counting_rows() -> EnvBase:

@@ -88,6 +88,11 @@ def test_what_a_factory_raises_is_raised_when_the_collector_is_made(
     assert f"in {function}" in str(raised.value.__cause__)
 
 
+def test_what_cannot_be_sent_to_a_process_is_refused(make):
+    with pytest.raises(TypeError, match="create_env_fn, policy"):
+        make(policy=(n for n in ()))
+
+
 @pytest.mark.parametrize("how", ["exits", "killed"])
 def test_a_worker_that_is_gone_is_an_error(make, how):
     collector = make(policy=Failing() if how == "exits" else ones)

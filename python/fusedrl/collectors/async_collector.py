@@ -116,8 +116,8 @@ class AsyncCollector(AsyncIteration):
         >>> from fusedrl import AsyncCollector
         >>> if __name__ == "__main__":
         ...     with AsyncCollector(CountingEnv, frames_per_batch=4, total_frames=8) as collector:
-        ...         for batch in collector:
-        ...             print(batch["next", "observation"].squeeze(-1).tolist())
+        ...         print([tuple(batch.shape) for batch in collector])
+        [(4,), (4,)]
     """
 
     def __init__(

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from async_workers import ones, with_truncation
+import torchrl.collectors._multi_base
+from async_workers import linear, ones, seeded_vec_env, with_truncation
 from tensordict import TensorDictBase
 from torchrl.collectors import AsyncCollector as TorchrlAsyncCollector
-from torchrl.envs import MultiStepTransform
 from torchrl.testing.mocking_classes import CountingEnv
 
+import fusedrl.collectors.async_collector
 from fusedrl import AsyncCollector
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are spawned import for seconds."""
+    context = multiprocessing.get_context("fork")
+    for module in (torchrl.collectors._multi_base, fusedrl.collectors.async_collector):
+        monkeypatch.setattr(module, "_get_mp_ctx", lambda: context)
+
 
 SMALL = {"frames_per_batch": 6, "total_frames": 24}
 MODES: dict[str, dict[str, Any]] = {
@@ -38,7 +49,7 @@ MODES: dict[str, dict[str, Any]] = {
     "compact": {"compact_obs": True},
     "whole trajectories": {"trajs_per_batch": 2, "traj_format": "cat", "total_frames": 48},
     "padded trajectories": {"trajs_per_batch": 2, "traj_format": "padded", "total_frames": 48},
-    "postproc": {"postproc": MultiStepTransform(n_steps=2, gamma=0.9)._inv_call},
+    "postproc": {"postproc": lambda batch: batch[1:].set("_private", batch["observation"][1:])},
 }
 
 
@@ -87,5 +98,26 @@ def test_batches_frames_and_state(options):
     theirs, torchrls = collect(TorchrlAsyncCollector, options)
     assert facts == torchrls
     assert len(ours) == len(theirs) > 1
+    for x, y in zip(ours, theirs, strict=True):
+        assert_same(x, y)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"init_random_frames": 10, "split_trajs": True, "max_frames_per_traj": 4},
+        {"update_at_each_batch": True, "set_truncated": False, "total_frames": 20},
+    ],
+    ids=["plain", "random frames", "updates"],
+)
+def test_the_same_seed_gives_the_same_frames(options):
+    batches = []
+    for cls in (AsyncCollector, TorchrlAsyncCollector):
+        torch.manual_seed(0)  # the policy's weights
+        given = {"env": seeded_vec_env, "policy": linear(), **options}
+        batches.append(collect(cls, given, seed=3))
+    (ours, facts), (theirs, torchrls) = batches
+    assert facts[0] == torchrls[0] and len(ours) == len(theirs) > 1
     for x, y in zip(ours, theirs, strict=True):
         assert_same(x, y)
