@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
-from fusedrl.collectors.shared_batches import Mappings, Segments
+from fusedrl.collectors.process.shared_batches import Mappings, Segments
 
 
 def ragged(rows: int = 6, first: int = 0) -> LazyStackedTensorDict:

@@ -1,9 +1,9 @@
 """Collectors of dialogs, and the versions of the policies that had them."""
 
-from fusedrl.collectors.async_collector import AsyncCollector, aSyncDataCollector
+from fusedrl.collectors.cluster.ray_llm_collector import RayLLMCollector
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import PolicyVersion
-from fusedrl.collectors.ray_llm_collector import RayLLMCollector
+from fusedrl.collectors.process.async_collector import AsyncCollector, aSyncDataCollector
 
 __all__ = [
     "AsyncCollector",

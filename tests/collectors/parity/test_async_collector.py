@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torchrl.collectors import AsyncCollector as TorchrlAsyncCollector
 from torchrl.testing.mocking_classes import CountingEnv
 
-import fusedrl.collectors.async_collector
+import fusedrl.collectors.process.async_collector
 from fusedrl import AsyncCollector
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that are spawned import for seconds."""
     context = multiprocessing.get_context("fork")
-    for module in (torchrl.collectors._multi_base, fusedrl.collectors.async_collector):
+    for module in (torchrl.collectors._multi_base, fusedrl.collectors.process.async_collector):
         monkeypatch.setattr(module, "_get_mp_ctx", lambda: context)
 
 

@@ -15,8 +15,8 @@ import torch.multiprocessing as mp
 from shared_batch_workers import open_files, pack_on_request, ragged, unpack_and_add
 from tensordict import TensorDict, lazy_stack
 
-from fusedrl.collectors import shared_batches
-from fusedrl.collectors.shared_batches import Mappings, Segments
+from fusedrl.collectors.process import shared_batches
+from fusedrl.collectors.process.shared_batches import Mappings, Segments
 
 MAPS = Path("/proc/self/maps")
 

@@ -14,7 +14,7 @@ from torchrl.collectors.utils import (
     split_trajectories,
 )
 
-from fusedrl.collectors.async_calls import AsyncCalls
+from fusedrl.collectors.process.calls import AsyncCalls
 from fusedrl.collectors.progress import progress_bar
 
 logger = logging.getLogger("fusedrl")

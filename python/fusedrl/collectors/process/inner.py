@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from fusedrl.collectors.from_channel import FromChannel
 from fusedrl.collectors.llm_collector import LLMCollector
-from fusedrl.collectors.sealed import Job
+from fusedrl.collectors.process.sealed import Job
 from fusedrl.weights.attachment import Attachment
 
 

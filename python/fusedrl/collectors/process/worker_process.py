@@ -16,8 +16,8 @@ from typing import Any
 
 import cloudpickle
 
-from fusedrl.collectors.sealed import Sealed
-from fusedrl.collectors.worker import main
+from fusedrl.collectors.process.sealed import Sealed
+from fusedrl.collectors.process.worker import main
 
 SHUTDOWN_S = 10.0
 KILL_S = 1.0  # beyond the time in which a worker ends itself

@@ -34,7 +34,7 @@ from fusedrl import (
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is spawned imports for seconds: those are in ``test_async_lifecycle.py``."""
     context = multiprocessing.get_context("fork")
-    monkeypatch.setattr("fusedrl.collectors.async_collector._get_mp_ctx", lambda: context)
+    monkeypatch.setattr("fusedrl.collectors.process.async_collector._get_mp_ctx", lambda: context)
 
 
 @pytest.fixture

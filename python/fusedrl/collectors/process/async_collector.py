@@ -16,7 +16,7 @@ from torchrl.collectors.utils import _validate_traj_format
 from torchrl.envs.utils import ExplorationType
 
 from fusedrl.channel import WeightHandle
-from fusedrl.collectors.async_arguments import (
+from fusedrl.collectors.process.arguments import (
     DEVICES,
     check_arguments,
     collector_options,
@@ -25,13 +25,13 @@ from fusedrl.collectors.async_arguments import (
     is_of_dialogs,
     name_sizes,
 )
-from fusedrl.collectors.async_iteration import AsyncIteration
-from fusedrl.collectors.async_updates import tracker_of
+from fusedrl.collectors.process.iteration import AsyncIteration
+from fusedrl.collectors.process.sealed import Job, Sealed
+from fusedrl.collectors.process.shared_batches import Mappings
+from fusedrl.collectors.process.updates import tracker_of
+from fusedrl.collectors.process.worker_process import SHUTDOWN_S, WorkerProcess
 from fusedrl.collectors.progress import check_progress
 from fusedrl.collectors.queues import QueueBuffer
-from fusedrl.collectors.sealed import Job, Sealed
-from fusedrl.collectors.shared_batches import Mappings
-from fusedrl.collectors.worker_process import SHUTDOWN_S, WorkerProcess
 
 # Arguments that are attributes under their own names.
 KEPT = (

@@ -14,7 +14,7 @@ from torch import nn
 
 from fusedrl import PolicyVersion, VanillaLocalWeightUpdater
 from fusedrl.channel.layout import Layout
-from fusedrl.collectors.ray_actor import DialogActor, Stopped, named_weights
+from fusedrl.collectors.cluster.actor import DialogActor, Stopped, named_weights
 from fusedrl.parcel import unpack
 
 pytest.importorskip("ray")

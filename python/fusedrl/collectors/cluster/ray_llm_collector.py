@@ -12,9 +12,9 @@ import torch
 from tensordict import TensorDictBase
 
 from fusedrl.channel.layout import Layout
-from fusedrl.collectors.ray_actors import Actors, buffer_client, start_ray
-from fusedrl.collectors.ray_arguments import check_ray_arguments, ray_options, shares
-from fusedrl.collectors.ray_batches import RayBatches
+from fusedrl.collectors.cluster.actors import Actors, buffer_client, start_ray
+from fusedrl.collectors.cluster.arguments import check_ray_arguments, ray_options, shares
+from fusedrl.collectors.cluster.batches import RayBatches
 from fusedrl.collectors.stopwatch import Profile
 from fusedrl.parcel import unpack
 from fusedrl.weights.base import RemoteWeightUpdaterBase

@@ -9,11 +9,11 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.collectors._base import ProfileConfig, _ProfilerHook
 
-from fusedrl.collectors import inner
-from fusedrl.collectors.async_updates import AsyncUpdates
-from fusedrl.collectors.shared_batches import Mappings
+from fusedrl.collectors.process import inner
+from fusedrl.collectors.process.shared_batches import Mappings
+from fusedrl.collectors.process.updates import AsyncUpdates
+from fusedrl.collectors.process.worker_process import WorkerProcess
 from fusedrl.collectors.stopwatch import Profile
-from fusedrl.collectors.worker_process import WorkerProcess
 
 
 class AsyncCalls(AsyncUpdates):

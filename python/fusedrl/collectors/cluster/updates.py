@@ -11,8 +11,8 @@ from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMColle
 from torchrl.collectors.weight_update import WeightUpdaterBase
 
 from fusedrl.channel.layout import Layout
-from fusedrl.collectors.ray_actor import named_weights
-from fusedrl.collectors.ray_actors import Actors
+from fusedrl.collectors.cluster.actor import named_weights
+from fusedrl.collectors.cluster.actors import Actors
 from fusedrl.weights.base import RemoteWeightUpdaterBase
 from fusedrl.weights.copying import unwrap
 from fusedrl.weights.ray_store import StoredWeights

@@ -10,9 +10,9 @@ from typing import Any
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_device
 
+from fusedrl.collectors.cluster.actor import Collected
+from fusedrl.collectors.cluster.updates import RayUpdates
 from fusedrl.collectors.policy_version import PolicyVersion, versions_in
-from fusedrl.collectors.ray_actor import Collected
-from fusedrl.collectors.ray_updates import RayUpdates
 from fusedrl.parcel import unpack
 
 logger = logging.getLogger("fusedrl")

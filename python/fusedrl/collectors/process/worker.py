@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import torchrl
 
-from fusedrl.collectors.errors import Failure
-from fusedrl.collectors.inner import make_collector
 from fusedrl.collectors.policy_version import versions_in
-from fusedrl.collectors.sealed import Sealed
-from fusedrl.collectors.shared_batches import Segments
+from fusedrl.collectors.process.errors import Failure
+from fusedrl.collectors.process.inner import make_collector
+from fusedrl.collectors.process.sealed import Sealed
+from fusedrl.collectors.process.shared_batches import Segments
 
 ORPHANED_S = 3.0  # to end in, once the trainer is gone
 POLL_S = 1.0

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fusedrl.collectors.ray_actor import DialogActor, Started
+from fusedrl.collectors.cluster.actor import DialogActor, Started
 
 logger = logging.getLogger("fusedrl")
 

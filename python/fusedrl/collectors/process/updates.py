@@ -12,7 +12,7 @@ from torchrl.collectors import AsyncCollector as _AsyncCollector
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.sources import module_slots
 from fusedrl.collectors.policy_version import PolicyVersion
-from fusedrl.collectors.worker_process import WorkerProcess
+from fusedrl.collectors.process.worker_process import WorkerProcess
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 from fusedrl.weights.updaters import MultiProcessedRemoteWeightUpdate
 from fusedrl.weights.worker_end import is_policy

@@ -1,0 +1,1 @@
+"""``RayLLMCollector``: collectors in actors of a Ray cluster."""
