@@ -36,6 +36,8 @@ _HOME = {
     "RayRemoteWeightUpdater": "fusedrl.weights",
     "PolicyVersion": "fusedrl.collectors",
     "LLMCollector": "fusedrl.collectors",
+    "AsyncCollector": "fusedrl.collectors",
+    "aSyncDataCollector": "fusedrl.collectors",
     "ChannelWeightSyncScheme": "fusedrl.weights",
     "patch_torchrl": "fusedrl.integrations.torchrl",
     "patch_trl": "fusedrl.integrations.trl",
@@ -47,8 +49,10 @@ if TYPE_CHECKING:
     from fusedrl.channel import WeightChannel as WeightChannel
     from fusedrl.channel import WeightHandle as WeightHandle
     from fusedrl.channel import WeightReader as WeightReader
+    from fusedrl.collectors import AsyncCollector as AsyncCollector
     from fusedrl.collectors import LLMCollector as LLMCollector
     from fusedrl.collectors import PolicyVersion as PolicyVersion
+    from fusedrl.collectors import aSyncDataCollector as aSyncDataCollector
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.integrations.trl import patch_trl as patch_trl
     from fusedrl.ops import TokenKL as TokenKL

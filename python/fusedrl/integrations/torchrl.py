@@ -19,6 +19,7 @@ HOMES = {
     "RayKLRewardTransform": _KL,
     "PolicyVersion": "torchrl.envs.llm.transforms.policy_version",
     "LLMCollector": "torchrl.collectors.llm.base",
+    "AsyncCollector": "torchrl.collectors._single_async",
 }
 
 # Names that torchrl had in an earlier release -> the modules that exported them.
@@ -29,6 +30,7 @@ FORMER = {
     "VanillaLocalWeightUpdater": _UPDATERS,
     "MultiProcessedRemoteWeightUpdate": _UPDATERS,
     "RayRemoteWeightUpdater": _UPDATERS,
+    "aSyncDataCollector": ("torchrl.collectors._single_async", "torchrl.collectors"),
 }
 
 

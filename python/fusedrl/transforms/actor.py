@@ -10,8 +10,8 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Composite
 from torchrl.envs import Compose, Transform
 
+from fusedrl.parcel import Parcel, pack, unpack
 from fusedrl.transforms.kl_computation import KLComputation
-from fusedrl.transforms.parcel import Parcel, pack, unpack
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transforms.token_columns import ATTENTION
 

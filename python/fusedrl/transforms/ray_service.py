@@ -11,8 +11,8 @@ from torchrl.data import Composite
 from torchrl.envs import Transform
 from torchrl.envs.transforms.ray_service import RayTransform
 
+from fusedrl.parcel import pack, unpack
 from fusedrl.transforms.actor import Description, TransformActor, full_name
-from fusedrl.transforms.parcel import pack, unpack
 
 SECONDS_TO_START = 300  # an autoscaler may have to add a machine first
 

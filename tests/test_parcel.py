@@ -9,19 +9,17 @@ import ray_models
 import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm.policies import LogProbs
+from transforms.dialogs import assert_rows_equal, conversations, rows
 
 from fusedrl import RetrieveKL
+from fusedrl.parcel import Parcel, pack, unpack
 from fusedrl.transforms.actor import TransformActor
-from fusedrl.transforms.parcel import Parcel, pack, unpack
-
-from .dialogs import assert_rows_equal, conversations, rows
 
 
 def sent(value):
     """Through bytes, as between processes, and from memory that may not be written to."""
     parcel = Parcel(*pickle.loads(pickle.dumps(pack(value))))
-    for buffer in parcel.buffers.values():
-        buffer.flags.writeable = False
+    parcel.memory.flags.writeable = False
     return unpack(parcel)
 
 
@@ -41,7 +39,7 @@ def test_rows_that_share_memory_are_sent_once():
     assert_rows_equal(rows(got, "x"), rows(samples, "x"))
     assert all(torch.equal(x > 0, y) for x, y in zip(rows(got, "x"), rows(got, "y"), strict=True))
     parcel = pack(samples)
-    size = len(parcel.structure) + sum(buffer.nbytes for buffer in parcel.buffers.values())
+    size = len(pickle.dumps(parcel))
     assert size < 1.5 * (packed.nbytes + packed.numel())
 
 

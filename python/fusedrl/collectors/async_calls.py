@@ -1,0 +1,145 @@
+"""What an ``AsyncCollector`` asks its worker between two batches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.collectors._base import ProfileConfig, _ProfilerHook
+
+from fusedrl.collectors import inner
+from fusedrl.collectors.async_updates import AsyncUpdates
+from fusedrl.collectors.shared_batches import Mappings
+from fusedrl.collectors.stopwatch import Profile
+from fusedrl.collectors.worker_process import WorkerProcess
+
+
+class AsyncCalls(AsyncUpdates):
+    """How :class:`fusedrl.AsyncCollector` reaches what its worker has."""
+
+    _frames: int
+    _iter: int
+    _asked: int
+    _mappings: Mappings
+
+    def _running(self) -> WorkerProcess:
+        if self._worker is None:
+            raise RuntimeError(
+                "collector: expected one that runs, got one that was shut down; make another one"
+            )
+        return self._worker
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._running().call(function, *args)
+
+    def _call_anew(self, function: Callable[..., Any], *args: Any) -> Any:
+        """As :meth:`_call`; nobody gets batches from before it."""
+        answer = self._call(function, *args)
+        for shipment, *_ in self._running().forget():
+            self._mappings.unpack(shipment)
+            self._asked -= 1
+        return answer
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment, torch and numpy in the worker, and reset the environment.
+
+        Args:
+            seed: of the environment, or the first of several.
+            static_seed: whether all environments have the same one.
+
+        Returns:
+            The last environment's seed.
+        """
+        return self._call_anew(inner.set_seed, seed, static_seed)
+
+    def reset(self, reset_idx: Any = None) -> None:
+        """Start new trajectories; nothing of before is in any batch from now on.
+
+        Args:
+            reset_idx: ``None``, or a list of one: whether to reset the one worker's.
+        """
+        self._flush_trajectory_assembly()
+        if reset_idx is None or any(reset_idx):
+            self._call_anew(inner.reset)
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """The worker's (``"worker0"``), and what was collected (``"frames"``, ``"iter"``)."""
+        worker = self._call(inner.state_dict)
+        state = OrderedDict(worker0=worker, frames=self._frames, iter=self._iter)
+        if "traj_pool" in worker:
+            state["traj_pool"] = worker.pop("traj_pool")
+        if self.policy_version_tracker is not None:
+            state["policy_version"] = self.policy_version
+        return state
+
+    def load_state_dict(self, state_dict: OrderedDict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        The policy's weights are published as one version, whose number is not less than theirs.
+        """
+        worker = dict(state_dict["worker0"])
+        if "traj_pool" in state_dict:
+            worker["traj_pool"] = state_dict["traj_pool"]
+        version = state_dict.get("policy_version")
+        scheme = self._weight_sync_schemes.get("policy")
+        weights = worker.pop("policy_state_dict", None) if scheme is not None else None
+        if scheme is not None:
+            worker.pop("policy_version", None)
+        self._call_anew(inner.load_state_dict, worker, scheme is None)
+        if scheme is not None and weights is not None:
+            newest = scheme.version or 0
+            scheme.send(weights, version=max(version or 0, newest + 1))
+        elif version is not None and self.policy_version_tracker is not None:
+            self.policy_version_tracker.version = version
+        self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+
+    def profile(self) -> Profile:
+        """Where the worker's time went: policy, env, stamping, queueing (packing is in this).
+
+        Raises:
+            RuntimeError: the worker's collector does not know.
+        """
+        return self._call(inner.profile)
+
+    def getattr_policy(self, attr: str) -> Any:
+        """An attribute of the worker's policy."""
+        return self._call(inner.getattr_policy, attr)
+
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the worker's environment."""
+        return self._call(inner.getattr_env, attr)
+
+    def get_distant_attr(self, attr: str) -> list[Any]:
+        """What a path names in the worker's collector, as a list of one."""
+        return [self._call(inner.get, attr)]
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: list[tuple[Any, ...]] | None = None,
+        list_of_kwargs: list[dict[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call a method of the worker's collector; arguments and result are lists of one."""
+        args, kwargs = self._normalize_worker_calls(list_of_args, list_of_kwargs)
+        return [self._call(inner.execute, method_name, args[0], kwargs[0])]
+
+    @property
+    def procs(self) -> list[Any]:
+        """The worker's process in a list, empty after :meth:`shutdown`."""
+        return [] if self._worker is None else [self._worker.process]
+
+    def _set_worker_attr(self, attr_name: str, value: Any) -> None:
+        if self._worker is not None:
+            self._call(inner.assign, attr_name, value)
+
+    def _install_profile_hooks(self, config: ProfileConfig) -> None:
+        if 0 in config.workers:
+            hook: Callable[[TensorDictBase], None] = _ProfilerHook(config, worker_idx=0)
+            self._set_worker_attr("post_collect_hook", hook)
+
+    def _uninstall_profile_hooks(self, config: ProfileConfig) -> None:
+        if self._worker is not None and 0 in config.workers:
+            self._call(inner.execute, "post_collect_hook.stop", (), {})
+            self._set_worker_attr("post_collect_hook", self._post_collect_hook)

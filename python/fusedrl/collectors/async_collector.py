@@ -1,0 +1,421 @@
+"""torchrl's ``AsyncCollector``: a collector in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl._utils import _get_mp_ctx
+from torchrl.collectors import Collector
+from torchrl.collectors._base import BaseCollector
+from torchrl.collectors._constants import DEFAULT_EXPLORATION_TYPE
+from torchrl.collectors.utils import (
+    _maybe_normalize_replay_buffer_tensordict_device,
+    _validate_traj_format,
+    split_trajectories,
+)
+from torchrl.envs.utils import ExplorationType
+
+from fusedrl.channel import WeightHandle
+from fusedrl.collectors.async_arguments import (
+    DEVICES,
+    check_arguments,
+    collector_options,
+    dialog_options,
+    environment,
+    is_of_dialogs,
+    name_sizes,
+)
+from fusedrl.collectors.async_calls import AsyncCalls
+from fusedrl.collectors.async_updates import tracker_of
+from fusedrl.collectors.shared_batches import Mappings
+from fusedrl.collectors.progress import check_progress, progress_bar
+from fusedrl.collectors.queues import QueueBuffer
+from fusedrl.collectors.sealed import Job, Sealed
+from fusedrl.collectors.worker_process import SHUTDOWN_S, WorkerProcess
+
+logger = logging.getLogger("fusedrl")
+
+# Arguments that are attributes under their own names.
+KEPT = (
+    *("policy", "policy_factory", "collector_class", "postproc", "reset_at_each_iter"),
+    *("update_at_each_batch", "exploration_type", "set_truncated", "num_threads"),
+    *("num_sub_threads", "create_env_fn", "create_env_kwargs", "prefetch", "max_staleness"),
+    *("progress", "timeout"),
+)
+
+
+class AsyncCollector(AsyncCalls):
+    """Collect in a process of its own, which goes on while the trainer trains.
+
+    Takes the place of torchrl's class, and is one for ``isinstance``. Batches lie in memory that
+    the worker wrote and nobody copies; one that is kept stays as it is. Weights reach the worker
+    through a :class:`fusedrl.WeightChannel`: an update returns at once, and every call of the
+    policy computes with one whole version, the newest when it begins.
+
+    Args:
+        create_env_fn: makes the environment, in the worker.
+        policy: a module, or another function of a tensordict; random actions if ``None``.
+        policy_factory: makes the policy, in the worker. With ``policy`` too, that one has the
+            weights.
+        frames_per_batch: frames in a batch; of dialogs ``dialog_turns_per_batch``.
+        total_frames: frames in all, rounded up to whole batches; -1 never ends. Of dialogs
+            ``total_dialog_turns``.
+        device: stands in for each of the next three that is left out.
+        storing_device: where frames of a batch are gathered.
+        env_device: where the environment runs.
+        policy_device: where the policy computes.
+        create_env_kwargs: arguments of ``create_env_fn``.
+        max_frames_per_traj: reset after so many frames of a trajectory.
+        init_random_frames: so many frames are of random actions, rounded up to whole batches; what
+            is in ``replay_buffer`` already counts.
+        reset_at_each_iter: start new trajectories for each batch.
+        postproc: is given each batch in this process, and returns what is to be yielded or stored.
+        split_trajs: batches of shape (trajectories, time) with ``("collector", "mask")``.
+        exploration_type: as of torchrl's ``set_exploration_type``.
+        reset_when_done: ``True``.
+        update_at_each_batch: update the policy before the first batch and after each.
+        preemptive_threshold: 0 to 1; one worker has nobody to wait for.
+        num_threads: torch's threads in this process until :meth:`shutdown`; unchanged if ``None``.
+        num_sub_threads: torch's threads in the worker.
+        set_truncated: mark the last frame of each batch as truncated.
+        track_policy_version: whether to tag frames, or with which :class:`fusedrl.PolicyVersion`.
+        use_buffers: whether the worker gathers frames in one preallocated tensordict.
+        replay_buffer: is extended with each batch in this process, of whatever kind it is; the
+            iterator yields ``None``.
+        extend_buffer: has no effect: a buffer gets whole batches.
+        trust_policy, compile_policy, cudagraph_policy, no_cuda_sync, compact_obs,
+            auto_register_policy_transforms, trajs_per_batch, trajs_per_write, traj_format: as of
+            torchrl's ``Collector``.
+        weight_updater: torchrl's or ours (or a function that makes it). After each of its updates
+            the weights of ``policy`` are published.
+        weight_sync_schemes: :class:`fusedrl.ChannelWeightSyncScheme` by the name of their model. By
+            default one for ``policy``, if it has weights.
+        weight_recv_schemes: as of torchrl's.
+        collector_class: what collects: torchrl's ``Collector``, or :class:`fusedrl.LLMCollector`
+            for dialogs, whose other arguments may be given then.
+        init_fn: is called first in the worker.
+        pre_collect_hook: is called before each batch, in the worker.
+        post_collect_hook: is given each batch, in the worker.
+        channel: handle of weights that others publish, in the place of schemes and updaters.
+        channel_mode: ``"alias"`` or ``"copy"``, as of :meth:`fusedrl.WeightReader.load_into`.
+        prefetch: batches that the worker may have ready, or under way, while one is used here; 0
+            collects on demand.
+        max_staleness: drop a batch if its oldest frame is more than so many versions behind the
+            newest published one when its turn comes; ``stale_frames`` counts what is dropped.
+        progress: show a progress bar, with rich.
+        timeout: seconds that a batch may take; ``None`` waits as long as the worker lives.
+        kwargs: of ``collector_class=LLMCollector``.
+
+    Raises:
+        TypeError: arguments that exclude each other; an environment or a policy that cannot be sent
+            to another process.
+        ValueError: numbers out of range; schemes of another kind; several workers' values.
+        Exception: what making the environment or the policy raises in the worker, with its
+            traceback as the cause.
+
+    Example:
+        >>> from torchrl.testing.mocking_classes import CountingEnv
+        >>> from fusedrl import AsyncCollector
+        >>> if __name__ == "__main__":
+        ...     with AsyncCollector(CountingEnv, frames_per_batch=4, total_frames=8) as collector:
+        ...         for batch in collector:
+        ...             print(batch["next", "observation"].squeeze(-1).tolist())
+    """
+
+    _ignore_rb = False
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        *,
+        policy_factory: Callable[[], Callable[..., Any]] | None = None,
+        frames_per_batch: int | None = None,
+        total_frames: int | None = -1,
+        device: Any = None,
+        storing_device: Any = None,
+        env_device: Any = None,
+        policy_device: Any = None,
+        create_env_kwargs: Any = None,
+        max_frames_per_traj: int | None = None,
+        init_random_frames: int | None = None,
+        reset_at_each_iter: bool = False,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        split_trajs: bool | None = None,
+        exploration_type: ExplorationType = DEFAULT_EXPLORATION_TYPE,
+        reset_when_done: bool = True,
+        update_at_each_batch: bool = False,
+        preemptive_threshold: float | None = None,
+        num_threads: int | None = None,
+        num_sub_threads: int = 1,
+        set_truncated: bool = False,
+        track_policy_version: Any = False,
+        use_buffers: bool | None = None,
+        replay_buffer: Any = None,
+        extend_buffer: bool = True,
+        trust_policy: bool | None = None,
+        compile_policy: bool | dict[str, Any] | None = None,
+        cudagraph_policy: bool | dict[str, Any] | None = None,
+        no_cuda_sync: bool = False,
+        weight_updater: Any = None,
+        weight_sync_schemes: dict[str, Any] | None = None,
+        weight_recv_schemes: dict[str, Any] | None = None,
+        collector_class: Any = None,
+        trajs_per_batch: int | None = None,
+        trajs_per_write: int | None = None,
+        traj_format: Any = None,
+        init_fn: Callable[[], None] | None = None,
+        auto_register_policy_transforms: bool | None = None,
+        pre_collect_hook: Callable[[], None] | None = None,
+        post_collect_hook: Callable[[TensorDictBase], None] | None = None,
+        compact_obs: bool = False,
+        channel: WeightHandle | None = None,
+        channel_mode: str = "alias",
+        prefetch: int = 1,
+        max_staleness: int | None = None,
+        progress: bool = False,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "kwargs")}
+        self.closed, self._worker = True, None
+        self._dialogs = is_of_dialogs(collector_class)
+        if self._dialogs:
+            name_sizes(given, kwargs)
+        check_arguments(given, kwargs)
+        check_progress(progress)
+        BaseCollector.__init__(
+            self, pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook
+        )
+        queue = kwargs.get("queue")
+        self.replay_buffer = replay_buffer if queue is None else QueueBuffer(queue)
+        self.traj_format = _validate_traj_format(
+            traj_format, trajs_per_batch, has_replay_buffer=replay_buffer is not None
+        )
+        self.trajs_per_batch, self.trajs_per_write = trajs_per_batch, trajs_per_write
+        for name in KEPT:
+            setattr(self, name, given[name])
+        self._set_numbers(given)
+        self.num_workers = 1
+        self.storing_device, self.policy_device, self.env_device = self._get_devices(
+            **{name: given[name] for name in DEVICES}
+        )
+        self._read_compile_kwargs(compile_policy, cudagraph_policy)
+        self.policy_version_tracker = tracker_of(track_policy_version)
+        threads = torch.get_num_threads()
+        self._former_threads = threads if num_threads else None
+        if num_threads:
+            torch.set_num_threads(num_threads)
+        try:
+            self._set_up_weights(weight_sync_schemes, weight_updater, channel)
+            self._worker = WorkerProcess(
+                _get_mp_ctx(), Sealed(self._job(given, kwargs), self._brought())
+            )
+            self.closed = False
+            self._worker.ready()
+        except BaseException:
+            self.shutdown(raise_on_error=False)
+            raise
+        if weight_recv_schemes is not None:
+            self.register_scheme_receiver(weight_recv_schemes)
+
+    def _set_numbers(self, given: dict[str, Any]) -> None:
+        total, wanted = given["total_frames"], given["frames_per_batch"]
+        self.total_frames = float("inf") if total is None or total < 0 else int(total)
+        self.requested_frames_per_batch = wanted
+        self.split_trajs = bool(given["split_trajs"])
+        self.max_frames_per_traj = int(given["max_frames_per_traj"] or 0)
+        self.init_random_frames = int(given["init_random_frames"] or 0)
+        threshold = given["preemptive_threshold"]
+        self.preemptive_threshold = 1.0 if threshold is None else float(threshold)
+        self._frames, self._iter = 0, -1
+        self._asked = 0  # batches that the worker was asked for and has not sent
+        self.stale_frames = 0
+        self._mappings = Mappings()
+        self._thread: threading.Thread | None = None
+        self._thread_error: Exception | None = None
+        self._stop = False
+        self._storing = threading.Lock()  # held while a batch goes into the buffer
+
+    def _job(self, given: dict[str, Any], more: dict[str, Any]) -> Job:
+        """What the worker is started with."""
+        if self._dialogs:
+            options = dialog_options(given, more)
+        else:
+            names = ("storing_device", "policy_device", "env_device")
+            options = collector_options(given, {name: getattr(self, name)[0] for name in names})
+        return Job(
+            collector_class=given["collector_class"] or Collector,
+            env=environment(given, self._dialogs),
+            policy=None if given["policy_factory"] is not None else self.policy,
+            policy_factory=given["policy_factory"],
+            options={**options, "track_policy_version": self.policy_version_tracker or False},
+            schemes=dict(self._weight_sync_schemes),
+            channel=given["channel"],
+            channel_mode=given["channel_mode"],
+            init_fn=given["init_fn"],
+            threads=given["num_sub_threads"],
+            dated=given["max_staleness"] is not None,
+        )
+
+    def iterator(self) -> Iterator[Any]:
+        """Batches until ``total_frames`` were collected; ``None`` each where a buffer gets them."""
+        if self.update_at_each_batch:
+            self.update_policy_weights_()
+        with progress_bar(self) as advance:
+            while self._frames < self.total_frames:
+                self._ask(1)
+                arrived = self._running().batch(self.timeout)
+                if arrived is None:
+                    return
+                shipment, frames, oldest = arrived
+                self._asked -= 1
+                self._iter += 1
+                self._frames += frames
+                batch = self._mappings.unpack(shipment)
+                if self.update_at_each_batch:
+                    self.update_policy_weights_()
+                self._ask(self.prefetch)
+                advance()
+                if not self._is_stale(batch, oldest):
+                    yield self._handed_out(batch)
+                del batch, shipment, arrived  # its memory is given back with the next question
+
+    def _ask(self, ahead: int) -> None:
+        """See to it that ``ahead`` batches are under way, but for those that nobody would get."""
+        under_way = self._frames + self._asked * (self.requested_frames_per_batch or 1)
+        missing = ahead - self._asked
+        if self._asked and under_way >= self.total_frames or self._frames >= self.total_frames:
+            missing = 0
+        if missing > 0:
+            self._running().ask(missing, self._mappings.released())
+            self._asked += missing
+
+    def _handed_out(self, batch: TensorDictBase) -> TensorDictBase | None:
+        if self.replay_buffer is None and self.split_trajs:
+            batch = split_trajectories(batch, prefix="collector")
+        if self.postproc is not None:
+            batch = self.postproc(batch)
+            private = [key for key in batch.keys() if key.startswith("_")]
+            batch = batch.exclude(*private) if private else batch
+        if self.replay_buffer is None or self._ignore_rb:
+            return batch
+        batch.names = None
+        batch = _maybe_normalize_replay_buffer_tensordict_device(batch, self.replay_buffer)
+        with self._storing:
+            self.replay_buffer.extend(batch)
+        return None
+
+    def _is_stale(self, batch: TensorDictBase, oldest: int | None) -> bool:
+        if self.max_staleness is None or oldest is None:
+            return False
+        late = self.policy_version - oldest
+        if late <= self.max_staleness:
+            return False
+        if not self.stale_frames:
+            logger.warning(
+                "AsyncCollector: a batch was dropped, its oldest frame is %d versions old and "
+                "max_staleness is %d; stale_frames counts (this is said once)",
+                late,
+                self.max_staleness,
+            )
+        self.stale_frames += batch.numel()
+        return True
+
+    def start(self) -> None:
+        """Fill the replay buffer from a thread, until the end or :meth:`async_shutdown`.
+
+        Raises:
+            RuntimeError: there is no replay buffer.
+        """
+        if self.replay_buffer is None:
+            raise RuntimeError(
+                "replay_buffer: expected one for start(), got None; pass it, or iterate"
+            )
+        if not self.is_running():
+            self._thread = threading.Thread(target=self._fill, daemon=True, name="fusedrl-fill")
+            self._thread.start()
+
+    def _fill(self) -> None:
+        try:
+            for _ in self:
+                if self._stop:
+                    return
+        except Exception as error:
+            if not self._stop:
+                logger.error("AsyncCollector: the thread of start() ended: %s", error)
+                self._thread_error = error
+
+    def is_running(self) -> bool:
+        """Whether :meth:`start` was called and its thread still fills the buffer."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let nothing into the buffer in this block; the worker goes on for ``prefetch`` batches.
+
+        Raises:
+            RuntimeError: there is nothing to pause.
+        """
+        if not self.is_running():
+            raise RuntimeError("pause: expected a collector after start(), got none that runs")
+        with self._storing:
+            yield
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """End the worker, in the middle of a batch if need be; may be called again.
+
+        Args:
+            timeout: seconds that the worker has to close its environment, 10 by default; it is
+                killed after that.
+            close_env: ``True``: the environment ends with the worker.
+            raise_on_error: whether to raise what closing raises.
+
+        Raises:
+            RuntimeError: ``close_env=False``.
+        """
+        if not close_env:
+            raise RuntimeError(
+                "close_env: expected True, got False; the environment ends with its process"
+            )
+        self._stop = True
+        if self._worker is None:
+            return
+        worker, self._worker = self._worker, None
+        try:
+            worker.stop(SHUTDOWN_S if timeout is None else timeout)
+            self._close_weights()
+        except Exception:
+            if raise_on_error:
+                raise
+        finally:
+            self.closed, self._iterator = True, None
+            self._mappings.close()
+            if self._former_threads is not None:
+                torch.set_num_threads(self._former_threads)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """As :meth:`shutdown`, then raise what ended the thread of :meth:`start`, if anything."""
+        self.shutdown(timeout, close_env)
+        if self._thread_error is not None:
+            error, self._thread_error = self._thread_error, None
+            raise error
+
+    def __enter__(self) -> AsyncCollector:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.shutdown()
+
+
+aSyncDataCollector = AsyncCollector  # noqa: N816  (torchrl's former name)

@@ -1,0 +1,133 @@
+"""The collector in a worker process, and what the trainer asks it between batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from fusedrl.collectors.from_channel import FromChannel
+from fusedrl.collectors.llm_collector import LLMCollector
+from fusedrl.collectors.sealed import Job
+from fusedrl.weights.attachment import Attachment
+
+
+def make_collector(job: Job) -> Any:
+    """The collector of a job, whose models follow their channels."""
+    if job.init_fn is not None:
+        job.init_fn()
+    policy = job.policy if job.policy_factory is None else job.policy_factory()
+    scheme = job.schemes.get("policy")
+    if scheme is not None:  # the weights have to be there when the collector calls the policy
+        scheme.init_on_receiver(model_id="policy", model=policy)
+        scheme.connect()
+    options = dict(job.options)
+    dialogs = isinstance(job.collector_class, type) and issubclass(
+        job.collector_class, LLMCollector
+    )
+    if dialogs and job.channel is not None:
+        options |= {"channel": job.channel, "channel_mode": job.channel_mode}
+    collector = job.collector_class(job.env, policy=policy, **options)
+    if job.schemes:
+        collector.register_scheme_receiver(job.schemes)
+    if job.channel is not None and not dialogs:
+        Attachment(collector, _Newest(collector, job), is_policy=True)
+    return collector
+
+
+class _Newest:
+    """What an attachment takes as a follower: the newest version of a channel, once there is one.
+
+    Before that the policy computes with the weights that it has, as version 0.
+    """
+
+    def __init__(self, collector: Any, job: Job) -> None:
+        assert job.channel is not None
+        self._source = FromChannel(job.channel, collector.policy, job.channel_mode)
+        self.reader = _Versions(self._source)
+        self.module: nn.Module = collector.policy
+        self.version = None
+
+    def __enter__(self) -> int:
+        return self._source.take() or 0
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class _Versions:
+    def __init__(self, source: FromChannel) -> None:
+        self._source = source
+
+    @property
+    def version(self) -> int:
+        return self._source.reader.version or 0
+
+
+# What the trainer asks; the collector comes first.
+
+
+def set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
+    """Seed the environment, torch and numpy, and reset; returns the last seed."""
+    last = collector.set_seed(seed, static_seed=static_seed)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    collector.reset()
+    return last
+
+
+def reset(collector: Any) -> None:
+    """Start new trajectories."""
+    collector.reset()
+
+
+def state_dict(collector: Any) -> Any:
+    """The collector's, with tensors on the CPU."""
+    return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, collector.state_dict())
+
+
+def load_state_dict(collector: Any, state: Any, strict: bool) -> None:
+    """Restore the collector's; ``strict``: there are the policy's weights too."""
+    collector.load_state_dict(state, strict=strict)
+
+
+def getattr_policy(collector: Any, name: str) -> Any:
+    """An attribute of the policy."""
+    return getattr(collector.policy, name)
+
+
+def getattr_env(collector: Any, name: str) -> Any:
+    """An attribute of the environment."""
+    return getattr(collector.env, name)
+
+
+def execute(collector: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call what a path names."""
+    return collector.cascade_execute(path, *args, **kwargs)
+
+
+def get(collector: Any, path: str) -> Any:
+    """What a path names."""
+    return collector.get_distant_attr(path)
+
+
+def assign(collector: Any, name: str, value: Any) -> None:
+    """Set an attribute."""
+    setattr(collector, name, value)
+
+
+def profile(collector: Any) -> Any:
+    """Where the time went, of a collector that knows it.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    if not hasattr(collector, "profile"):
+        raise RuntimeError(
+            f"profile: expected fusedrl.LLMCollector in the worker, got {type(collector).__name__}; "
+            "enable_profile() records what torch does"
+        )
+    return collector.profile()
