@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl.parcel import Contents, copy_into, put_together, take_apart
+from fusedrl.parcel import Contents, put_together, take_apart
 
 
 class Shipment(NamedTuple):
@@ -43,10 +43,10 @@ class Segments:
 
     def pack(self, batch: Any) -> Shipment:
         """Copy a batch's tensors into a segment, without their gradient graphs."""
-        contents, parts = take_apart(batch)
+        contents, tensors = take_apart(batch, share=True)
         index = self._take(contents.nbytes)
         descriptor, memory = self._segments[index]
-        copy_into(memory, contents, parts)
+        tensors.copy(contents.groups, memory)
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         return Shipment(index, path, len(memory), contents)
 

@@ -1,0 +1,254 @@
+"""A pickle of tensordicts column by column, and of other values as they are.
+
+A pickle of its own would name the class, the attributes and the keys of every row of a stack of
+tensordicts, and build each from them; here the rows of one class with the same keys are one
+column, and so are their values under each key. Tensors are not in the pickle: they are numbered.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain, islice, repeat
+from operator import itemgetter
+from typing import Any
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    is_tensorclass,
+)
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from fusedrl.parcel.groups import Places, TensorGroups, nested_parts, nested_view
+
+# What tensordicts keep beside their values and find again themselves; is_locked is set apart.
+_VOLATILE = {"_cache", "_last_op", "__lock_parents_weakrefs", "_locked_schema", "_is_shared"}
+_CONSTANTS = {type(None), bool, int, str, torch.Size, torch.device}
+
+# What a column is made of, after the name of the method of ColumnUnpickler that reads it.
+Column = tuple[Any, ...]
+
+
+class _Taken(dict[type, bool]):
+    """Whether objects of a class are their ``__dict__`` and no more: asked once a class."""
+
+    def __missing__(self, cls: type) -> bool:
+        if cls in (TensorDict, LazyStackedTensorDict, NonTensorStack):
+            taken = True
+        else:  # a tensorclass that is pickled as all are
+            names = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
+            taken = is_tensorclass(cls) and all(
+                getattr(cls, name) is getattr(NonTensorData, name) for name in names
+            )
+        self[cls] = taken
+        return taken
+
+
+_taken = _Taken()
+
+
+class ColumnPickler(pickle.Pickler):
+    """Writes one value to a file.
+
+    Args:
+        file: written to.
+        tensors: gets the tensors.
+    """
+
+    def __init__(self, file: io.BytesIO, tensors: TensorGroups) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._tensors = tensors
+        self._places: dict[int, tuple[int, int]] = {}  # by id: the column's number, place in it
+        self._columns = 0
+        self._locked: list[tuple[int, list[int]]] = []
+        self._alive: list[Any] = []  # an id is of one object while that exists
+
+    def write(self, value: Any) -> None:
+        """Write ``value``; once for a pickler."""
+        self.dump([value, self._locked])  # the list is full by the time it is written
+
+    def persistent_id(self, obj: Any) -> Column | None:
+        """What stands for a tensor or tensordict: a column of one."""
+        if type(obj) is Tensor:
+            return self._tensor_column([obj])
+        return self._object_column(type(obj), [obj]) if _taken[type(obj)] else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How to make a tensor that is in no group."""
+        if type(obj) is Tensor and obj.is_cuda:
+            return reduce_tensor(obj.detach())  # the memory stays where it is
+        # torch's own restores a view of the storage from its start, whatever it was a view of.
+        if type(obj) is Tensor and obj.is_nested and obj.layout == torch.strided:
+            return nested_view, nested_parts(obj)
+        return NotImplemented
+
+    def _column(self, values: list[Any]) -> Column:
+        classes = set(map(type, values))
+        if len(classes) > 1:
+            return self._mixed(values, map(type, values), self._column)
+        for cls in classes:
+            if cls is Tensor:
+                return self._tensor_column(values) or ("plain", values)
+            if _taken[cls]:
+                return self._object_column(cls, values)
+        return "plain", values
+
+    def _mixed(
+        self,
+        values: list[Any],
+        kinds: Any,
+        column: Callable[[list[Any]], Column],
+    ) -> Column:
+        """A column for the values of each kind."""
+        indices: dict[Hashable, list[int]] = {}
+        for index, kind in enumerate(kinds):
+            indices.setdefault(kind, []).append(index)
+        columns = [column([values[i] for i in of_kind]) for of_kind in indices.values()]
+        return "mixed", list(indices.values()), columns
+
+    def _tensor_column(self, tensors: list[Tensor]) -> Column | None:
+        """A column of tensors, or ``None`` if the pickle has to take some of them apart."""
+        places = self._tensors.add(tensors)
+        return None if places is None else ("tensors", places)
+
+    def _object_column(self, cls: type, objects: list[Any]) -> Column:
+        ids = list(map(id, objects))
+        if len(set(ids)) < len(ids) or not self._places.keys().isdisjoint(ids):
+            return self._repeated(cls, objects, ids)
+        states: list[dict[str, Any]] = list(map(vars, objects))
+        kinds = set(map(tuple, states))
+        if any(not _VOLATILE.isdisjoint(kind) for kind in kinds):
+            states = [{k: v for k, v in s.items() if k not in _VOLATILE} for s in states]
+            kinds = set(map(tuple, states))
+        if len(kinds) > 1:
+            return self._mixed(objects, map(tuple, states), lambda v: self._object_column(cls, v))
+        number = self._columns
+        self._columns += 1
+        self._places.update(zip(ids, zip(repeat(number), range(len(ids))), strict=True))
+        self._alive.append(objects)
+        (names,) = kinds
+        fields = []
+        for name in names:
+            values = list(map(itemgetter(name), states))
+            if name == "_is_locked" and any(values):
+                self._locked.append((number, [n for n, locked in enumerate(values) if locked]))
+                values = [None] * len(values) if cls is not TensorDict else [False] * len(values)
+            fields.append(self._field(name, values))
+        return "objects", number, cls, len(objects), names, fields
+
+    def _repeated(self, cls: type, objects: list[Any], ids: list[int]) -> Column:
+        fresh = {n: obj for n, obj in zip(ids, objects, strict=True) if n not in self._places}
+        column = self._object_column(cls, list(fresh.values())) if fresh else None
+        return "again", column, [self._places[n] for n in ids]
+
+    def _field(self, name: str, values: list[Any]) -> Column:
+        """What tensordicts or tensorclasses have as one attribute."""
+        if name == "tensordicts":
+            return "lists", list(map(len, values)), self._column(list(chain.from_iterable(values)))
+        if name == "_tensordict" and type(values[0]) is not dict:
+            return self._column(values)
+        if name == "_tensordict":
+            return self._dicts(values, self._column)
+        if name == "_non_tensordict":
+            return self._dicts(values, _plain)
+        return _plain(values)
+
+    def _dicts(self, dicts: list[dict[str, Any]], column: Callable[[list[Any]], Column]) -> Column:
+        kinds = set(map(tuple, dicts))
+        if len(kinds) > 1:
+            return self._mixed(dicts, map(tuple, dicts), lambda v: self._dicts(v, column))
+        (keys,) = kinds
+        columns = [column(list(map(itemgetter(key), dicts))) for key in keys]
+        return "dicts", len(dicts), keys, columns
+
+
+def _plain(values: list[Any]) -> Column:
+    first = values[0]
+    if type(first) in _CONSTANTS and values.count(first) == len(values):
+        return "same", len(values), first
+    return "plain", values
+
+
+class ColumnUnpickler(pickle.Unpickler):
+    """Reads what :class:`ColumnPickler` wrote.
+
+    Args:
+        file: what it wrote.
+        tensors: the tensors, group by group.
+    """
+
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Sequence[Tensor]]) -> None:
+        super().__init__(file)
+        self._groups = tensors
+        self._objects: dict[int, list[Any]] = {}
+
+    def read(self) -> Any:
+        """The value."""
+        value, locked = self.load()
+        for number, indices in locked:
+            for index in indices:
+                self._objects[number][index].lock_()
+        return value
+
+    def persistent_load(self, pid: Column) -> Any:
+        """The one in a column of one."""
+        return self._read(pid)[0]
+
+    def _read(self, column: Column) -> list[Any]:
+        return getattr(self, column[0])(*column[1:])
+
+    def plain(self, values: list[Any]) -> list[Any]:
+        """Values that are in the pickle."""
+        return values
+
+    def same(self, count: int, value: Any) -> list[Any]:
+        """One value for all."""
+        return [value] * count
+
+    def mixed(self, indices: list[list[int]], columns: list[Column]) -> list[Any]:
+        """Values of several columns; which, say the indices for each."""
+        found: dict[int, Any] = {}
+        for of_kind, column in zip(indices, columns, strict=True):
+            found.update(zip(of_kind, self._read(column), strict=True))
+        return [found[index] for index in range(len(found))]
+
+    def tensors(self, places: Places) -> list[Tensor]:
+        """Tensors of the groups."""
+        if isinstance(places, list):
+            return [self._groups[group][index] for group, index in places]
+        group, start, stop = places
+        return list(self._groups[group][start:stop])
+
+    def objects(
+        self, number: int, cls: type, count: int, names: tuple[str, ...], fields: list[Column]
+    ) -> list[Any]:
+        """Tensordicts or tensorclasses of one class, with the same attributes."""
+        new: Any = cls.__new__
+        objects = self._objects[number] = [new(cls) for _ in range(count)]
+        for obj, values in zip(objects, zip(*map(self._read, fields), strict=True), strict=True):
+            obj.__dict__.update(zip(names, values, strict=True))
+        return objects
+
+    def again(self, column: Column | None, places: list[tuple[int, int]]) -> list[Any]:
+        """Objects that are in another column, too, or twice in this one."""
+        if column is not None:
+            self._read(column)
+        return [self._objects[number][index] for number, index in places]
+
+    def lists(self, lengths: list[int], column: Column) -> list[list[Any]]:
+        """Lists, from one column of all their elements."""
+        values = iter(self._read(column))
+        return [list(islice(values, length)) for length in lengths]
+
+    def dicts(self, count: int, keys: tuple[str, ...], columns: list[Column]) -> list[Any]:
+        """Dictionaries with the same keys, and a column for each."""
+        if not keys:
+            return [{} for _ in range(count)]
+        rows = zip(*map(self._read, columns), strict=True)
+        return [dict(zip(keys, row, strict=True)) for row in rows]

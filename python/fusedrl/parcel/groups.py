@@ -1,0 +1,193 @@
+"""Many tensors one after the other in memory, in few operations.
+
+An operation for each tensor would cost more than the copy of its values.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+
+# A group's number, and the first of its tensors and the one after the last; or each with its group.
+Places = tuple[int, int, int] | list[tuple[int, int]]
+
+_shape, _dtype, _layout, _is_cpu = map(attrgetter, ("shape", "dtype", "layout", "is_cpu"))
+_QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+class Group(NamedTuple):
+    """Where the tensors of a group lie in memory, from ``offset`` in bytes on.
+
+    They have no dimension, and are ``count``; or ``lengths`` of their first one, the others being
+    ``inner``; or any ``shapes``, the lengths being how many elements they have.
+    """
+
+    dtype: torch.dtype
+    offset: int
+    count: int
+    lengths: list[int] | None
+    inner: tuple[int, ...]
+    shapes: list[torch.Size] | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of all of them as one tensor."""
+        return (self.count if self.lengths is None else sum(self.lengths), *self.inner)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory they take."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def whole(self, memory: Tensor) -> Tensor:
+        """All of them as one tensor: a view of a flat tensor of bytes."""
+        values = memory[self.offset : self.offset + self.nbytes]
+        return values.view(self.dtype).view(self.shape)
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """Each of them: views of a flat tensor of bytes.
+
+        Autograd takes them for tensors of their own: one that is changed does not change the
+        version of another, nor does one that requires gradients make others do so.
+        """
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            whole = self.whole(memory)
+            if self.lengths is None:
+                return list(whole.unbind())
+            views = whole.split_with_sizes(self.lengths)
+            if self.shapes is None:
+                return list(views)
+            return [view.view(shape) for view, shape in zip(views, self.shapes, strict=True)]
+
+
+class _Members:
+    """The tensors of a group, and their shapes."""
+
+    def __init__(self, dtype: torch.dtype, inner: torch.Size | None, flat: bool) -> None:
+        self.dtype, self.inner, self.flat = dtype, inner, flat
+        self.tensors: list[Tensor] = []
+        self.shapes: list[torch.Size] = []
+
+    def group(self, offset: int) -> Group:
+        """The group, from ``offset`` in memory on."""
+        count, lengths, shapes = len(self.tensors), None, None
+        if self.flat:
+            lengths, shapes = [shape.numel() for shape in self.shapes], self.shapes
+        elif self.inner is not None:
+            lengths = [shape[0] for shape in self.shapes]
+        return Group(self.dtype, offset, count, lengths, tuple(self.inner or ()), shapes)
+
+    def copy(self, whole: Tensor) -> None:
+        """Write them into one tensor of the group's shape."""
+        tensors = self.tensors
+        if self.flat:
+            tensors = [tensor.reshape(-1) for tensor in tensors]
+        concatenate = torch.cat if self.inner is not None or self.flat else torch.stack
+        if tensors[0].device == whole.device:
+            concatenate(tensors, out=whole)
+        else:
+            whole.copy_(concatenate(tensors))
+
+
+class TensorGroups:
+    """Tensors to be copied into memory, those of a dtype and inner shape together.
+
+    Args:
+        share: whether tensors of CUDA devices are left out, for them to stay there.
+    """
+
+    def __init__(self, share: bool = False) -> None:
+        self._share = share
+        self._members: dict[Any, tuple[int, _Members]] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # by id; the members keep tensors alive
+
+    def add(self, tensors: list[Tensor]) -> Places | None:
+        """Take tensors; returns where they are then, or ``None`` if some are not plain memory."""
+        try:
+            shapes = list(map(_shape, tensors))
+        except RuntimeError:  # strided nested tensors have none
+            return None
+        dtypes, layouts = set(map(_dtype, tensors)), set(map(_layout, tensors))
+        if layouts != {torch.strided} or not dtypes.isdisjoint(_QUANTISED):
+            return None
+        on_cpu = all(map(_is_cpu, tensors))
+        if not on_cpu and any(tensor.is_meta or self._share for tensor in tensors):
+            return None
+        ids = list(map(id, tensors))
+        fresh = len(set(ids)) == len(ids) and self._places.keys().isdisjoint(ids)
+        if fresh and on_cpu and len(dtypes) == 1:
+            return self._append(tensors, ids, shapes)
+        for key, tensor, shape in zip(ids, tensors, shapes, strict=True):
+            if key not in self._places:
+                self._append([tensor], [key], [shape])
+        return [self._places[key] for key in ids]
+
+    def _append(
+        self, tensors: list[Tensor], ids: list[int], shapes: list[torch.Size]
+    ) -> tuple[int, int, int]:
+        """Add tensors of one dtype and device."""
+        inner = {shape[1:] if shape else None for shape in set(shapes)}
+        flat = len(inner) > 1
+        kind = tensors[0].dtype, None if flat else inner.pop(), flat
+        key = *kind, tensors[0].device
+        if key not in self._members:
+            self._members[key] = len(self._members), _Members(*kind)
+        number, members = self._members[key]
+        start = len(members.tensors)
+        members.tensors += tensors
+        members.shapes += shapes
+        stop = len(members.tensors)
+        self._places.update(zip(ids, zip(repeat(number), range(start, stop)), strict=True))
+        return number, start, stop
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the first tensor."""
+        for _, members in self._members.values():
+            return members.tensors[0].device
+        return None
+
+    def layout(self) -> tuple[list[Group], int]:
+        """Where each group is to lie, and how many bytes all need: some, always."""
+        groups: list[Group] = []
+        offset = 0
+        for _, members in self._members.values():
+            groups.append(members.group(offset))
+            offset += -(-groups[-1].nbytes // ALIGNMENT) * ALIGNMENT
+        return groups, max(offset, ALIGNMENT)
+
+    @torch.no_grad()
+    def copy(self, groups: list[Group], memory: Tensor) -> None:
+        """Write all tensors, as :meth:`layout` has it, to a flat tensor of bytes."""
+        for group, (_, members) in zip(groups, self._members.values(), strict=True):
+            members.copy(group.whole(memory))
+
+
+def nested_parts(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a strided nested tensor consists of: values, and the sizes, strides, offsets of rows."""
+    tensor = tensor.detach()
+    sizes = tensor._nested_tensor_size()
+    if not tensor.is_contiguous() or tensor.values().numel() != int(sizes.prod(1).sum()):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    strides, offsets = tensor._nested_tensor_strides(), tensor._nested_tensor_storage_offsets()
+    return tensor.values(), sizes, strides, offsets
+
+
+def nested_view(values: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor) -> Tensor:
+    """A strided nested tensor over ``values``, without a copy if they are on the CPU."""
+    if values.is_cpu and values.numel():
+        # Its rows are found from the start of a storage, hence one that starts with the values.
+        values = torch.from_numpy(values.view(torch.uint8).numpy()).view(values.dtype)
+    elif values.storage_offset():
+        values = values.clone()
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return torch._nested_view_from_buffer(  # pyright: ignore[reportPrivateImportUsage]
+            values, sizes, strides, offsets
+        )
