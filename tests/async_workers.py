@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import torch
 from counting_dialogs import Counting
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
-from torchrl.envs import EnvBase, ParallelEnv
-from torchrl.testing.mocking_classes import CountingEnv
-from weights_workers import Ones
+from torchrl.envs import EnvBase
+from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv, CountingEnv
+
+from fusedrl import AsyncCollector
 
 
 class Odd(Exception):
@@ -25,16 +28,18 @@ class Odd(Exception):
 
 
 class Failing:
-    """A policy that raises at its ``calls``-th call."""
+    """A policy that raises in its sixth call, or ends its process."""
 
-    def __init__(self, error: BaseException, calls: int = 1) -> None:
-        self.error = error
-        self.left = calls
+    def __init__(self, error: Any = None, *args: Any) -> None:
+        self.error, self.args = error, args
+        self.left = 6
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         self.left -= 1
+        if self.left <= 0 and self.error is None:
+            os._exit(3)
         if self.left <= 0:
-            raise self.error
+            raise self.error(*self.args)
         return ones(tensordict)
 
 
@@ -53,6 +58,7 @@ class Slow(CountingEnv):
     def __init__(self, folder: str, seconds: float = 60.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.folder, self.seconds = Path(folder), seconds
+        self.is_closed = False  # torchrl's environments with something to close say so
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         (self.folder / "steps").touch()
@@ -72,7 +78,7 @@ class Deaf(Slow):
         while True:
             try:
                 time.sleep(60)
-            except BaseException:  # noqa: S112
+            except BaseException:
                 continue
 
 
@@ -88,36 +94,52 @@ def no_policy() -> Any:
     raise LookupError("no policy today")
 
 
-def exits(tensordict: TensorDictBase) -> TensorDictBase:
-    os._exit(3)
-
-
-def parallel() -> EnvBase:
-    return ParallelEnv(2, CountingEnv)
-
-
-class Own(ParallelEnv):
-    """Two environments in processes of their own, whose pids it writes down."""
+class WithProcesses(CountingEnv):
+    """An environment with processes of its own, which writes down their pids and its own."""
 
     def __init__(self, folder: str) -> None:
-        super().__init__(2, CountingEnv)
-        self.folder = Path(folder)
-
-    def _reset(self, *args: Any, **kwargs: Any) -> TensorDictBase:
-        answer = super()._reset(*args, **kwargs)
-        pids = [str(os.getpid())] + [str(process.pid) for process in self._workers]
-        temporary = self.folder / "pids.tmp"
+        super().__init__(max_steps=1000)
+        self.is_closed = False
+        context = multiprocessing.get_context("spawn")
+        self.processes = [context.Process(target=time.sleep, args=(1000,)) for _ in range(2)]
+        for process in self.processes:
+            process.daemon = True
+            process.start()
+        pids = [str(os.getpid())] + [str(process.pid) for process in self.processes]
+        temporary = Path(folder) / "pids.tmp"
         temporary.write_text(" ".join(pids))
-        temporary.rename(self.folder / "pids")
-        return answer
+        temporary.rename(Path(folder) / "pids")
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        time.sleep(0.01)
+        return super()._step(tensordict)
+
+    def close(self, **kwargs: Any) -> None:
+        for process in self.processes:
+            process.terminate()
+        super().close(**kwargs)
+
+
+def collect_in_a_script(folder: str, batches: int) -> None:
+    """What a script does that leaves everything else to the end of its interpreter."""
+    collector = AsyncCollector(partial(WithProcesses, folder), ones, frames_per_batch=10)
+    for _, _ in zip(range(batches), collector, strict=False):
+        (Path(folder) / "collecting").touch()
 
 
 def linear() -> TensorDictModule:
-    return TensorDictModule(torch.nn.Linear(1, 1), in_keys=["observation"], out_keys=["action"])
+    return TensorDictModule(torch.nn.Linear(7, 7), in_keys=["observation"], out_keys=["action"])
 
 
 def counting_rows() -> EnvBase:
     return Counting()
 
 
-__all__ = ["Ones"]
+def with_truncation(**kwargs: Any) -> EnvBase:
+    env = CountingEnv(**kwargs)
+    env.add_truncated_keys()
+    return env
+
+
+def seeded_vec_env() -> EnvBase:
+    return ContinuousActionVecMockEnv()

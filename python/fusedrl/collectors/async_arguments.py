@@ -94,7 +94,9 @@ def _check_dialogs(given: dict[str, Any], more: dict[str, Any]) -> None:
 def _check_numbers(given: dict[str, Any]) -> None:
     threshold, staleness = given["preemptive_threshold"], given["max_staleness"]
     if threshold is not None and not 0.0 <= threshold <= 1.0:
-        raise ValueError(f"preemptive_threshold: expected 0 to 1, got {threshold}; 1 is the default")
+        raise ValueError(
+            f"preemptive_threshold: expected 0 to 1, got {threshold}; 1 is the default"
+        )
     if given["prefetch"] < 0:
         raise ValueError(
             f"prefetch: expected 0 or more batches, got {given['prefetch']}; 0 collects on demand"
@@ -147,7 +149,9 @@ def only(value: Any, name: str) -> Any:
     if not isinstance(value, Sequence) or isinstance(value, str):
         return value
     if len(value) != 1:
-        raise ValueError(f"{name}: expected one for the one worker, got {len(value)}; pass it alone")
+        raise ValueError(
+            f"{name}: expected one for the one worker, got {len(value)}; pass it alone"
+        )
     return value[0]
 
 
@@ -180,9 +184,7 @@ def dialog_options(given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any
     options = dict(more)
     queue = options.pop("queue", None)
     if options.get("flatten_data") is None:
-        options["flatten_data"] = (
-            None if given["replay_buffer"] is None and queue is None else True
-        )
+        options["flatten_data"] = None if given["replay_buffer"] is None and queue is None else True
     return {
         **options,
         "dialog_turns_per_batch": given["frames_per_batch"],

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +12,7 @@ from torchrl._utils import _get_mp_ctx
 from torchrl.collectors import Collector
 from torchrl.collectors._base import BaseCollector
 from torchrl.collectors._constants import DEFAULT_EXPLORATION_TYPE
-from torchrl.collectors.utils import (
-    _maybe_normalize_replay_buffer_tensordict_device,
-    _validate_traj_format,
-    split_trajectories,
-)
+from torchrl.collectors.utils import _validate_traj_format
 from torchrl.envs.utils import ExplorationType
 
 from fusedrl.channel import WeightHandle
@@ -31,15 +25,13 @@ from fusedrl.collectors.async_arguments import (
     is_of_dialogs,
     name_sizes,
 )
-from fusedrl.collectors.async_calls import AsyncCalls
+from fusedrl.collectors.async_iteration import AsyncIteration
 from fusedrl.collectors.async_updates import tracker_of
-from fusedrl.collectors.shared_batches import Mappings
-from fusedrl.collectors.progress import check_progress, progress_bar
+from fusedrl.collectors.progress import check_progress
 from fusedrl.collectors.queues import QueueBuffer
 from fusedrl.collectors.sealed import Job, Sealed
+from fusedrl.collectors.shared_batches import Mappings
 from fusedrl.collectors.worker_process import SHUTDOWN_S, WorkerProcess
-
-logger = logging.getLogger("fusedrl")
 
 # Arguments that are attributes under their own names.
 KEPT = (
@@ -50,7 +42,7 @@ KEPT = (
 )
 
 
-class AsyncCollector(AsyncCalls):
+class AsyncCollector(AsyncIteration):
     """Collect in a process of its own, which goes on while the trainer trains.
 
     Takes the place of torchrl's class, and is one for ``isinstance``. Batches lie in memory that
@@ -127,8 +119,6 @@ class AsyncCollector(AsyncCalls):
         ...         for batch in collector:
         ...             print(batch["next", "observation"].squeeze(-1).tolist())
     """
-
-    _ignore_rb = False
 
     def __init__(
         self,
@@ -264,110 +254,6 @@ class AsyncCollector(AsyncCalls):
             dated=given["max_staleness"] is not None,
         )
 
-    def iterator(self) -> Iterator[Any]:
-        """Batches until ``total_frames`` were collected; ``None`` each where a buffer gets them."""
-        if self.update_at_each_batch:
-            self.update_policy_weights_()
-        with progress_bar(self) as advance:
-            while self._frames < self.total_frames:
-                self._ask(1)
-                arrived = self._running().batch(self.timeout)
-                if arrived is None:
-                    return
-                shipment, frames, oldest = arrived
-                self._asked -= 1
-                self._iter += 1
-                self._frames += frames
-                batch = self._mappings.unpack(shipment)
-                if self.update_at_each_batch:
-                    self.update_policy_weights_()
-                self._ask(self.prefetch)
-                advance()
-                if not self._is_stale(batch, oldest):
-                    yield self._handed_out(batch)
-                del batch, shipment, arrived  # its memory is given back with the next question
-
-    def _ask(self, ahead: int) -> None:
-        """See to it that ``ahead`` batches are under way, but for those that nobody would get."""
-        under_way = self._frames + self._asked * (self.requested_frames_per_batch or 1)
-        missing = ahead - self._asked
-        if self._asked and under_way >= self.total_frames or self._frames >= self.total_frames:
-            missing = 0
-        if missing > 0:
-            self._running().ask(missing, self._mappings.released())
-            self._asked += missing
-
-    def _handed_out(self, batch: TensorDictBase) -> TensorDictBase | None:
-        if self.replay_buffer is None and self.split_trajs:
-            batch = split_trajectories(batch, prefix="collector")
-        if self.postproc is not None:
-            batch = self.postproc(batch)
-            private = [key for key in batch.keys() if key.startswith("_")]
-            batch = batch.exclude(*private) if private else batch
-        if self.replay_buffer is None or self._ignore_rb:
-            return batch
-        batch.names = None
-        batch = _maybe_normalize_replay_buffer_tensordict_device(batch, self.replay_buffer)
-        with self._storing:
-            self.replay_buffer.extend(batch)
-        return None
-
-    def _is_stale(self, batch: TensorDictBase, oldest: int | None) -> bool:
-        if self.max_staleness is None or oldest is None:
-            return False
-        late = self.policy_version - oldest
-        if late <= self.max_staleness:
-            return False
-        if not self.stale_frames:
-            logger.warning(
-                "AsyncCollector: a batch was dropped, its oldest frame is %d versions old and "
-                "max_staleness is %d; stale_frames counts (this is said once)",
-                late,
-                self.max_staleness,
-            )
-        self.stale_frames += batch.numel()
-        return True
-
-    def start(self) -> None:
-        """Fill the replay buffer from a thread, until the end or :meth:`async_shutdown`.
-
-        Raises:
-            RuntimeError: there is no replay buffer.
-        """
-        if self.replay_buffer is None:
-            raise RuntimeError(
-                "replay_buffer: expected one for start(), got None; pass it, or iterate"
-            )
-        if not self.is_running():
-            self._thread = threading.Thread(target=self._fill, daemon=True, name="fusedrl-fill")
-            self._thread.start()
-
-    def _fill(self) -> None:
-        try:
-            for _ in self:
-                if self._stop:
-                    return
-        except Exception as error:
-            if not self._stop:
-                logger.error("AsyncCollector: the thread of start() ended: %s", error)
-                self._thread_error = error
-
-    def is_running(self) -> bool:
-        """Whether :meth:`start` was called and its thread still fills the buffer."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Let nothing into the buffer in this block; the worker goes on for ``prefetch`` batches.
-
-        Raises:
-            RuntimeError: there is nothing to pause.
-        """
-        if not self.is_running():
-            raise RuntimeError("pause: expected a collector after start(), got none that runs")
-        with self._storing:
-            yield
-
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
@@ -412,10 +298,12 @@ class AsyncCollector(AsyncCalls):
             raise error
 
     def __enter__(self) -> AsyncCollector:
+        """The collector, which is shut down at the end of the block."""
         return self
 
     def __exit__(self, *_: Any) -> None:
+        """Shut down."""
         self.shutdown()
 
 
-aSyncDataCollector = AsyncCollector  # noqa: N816  (torchrl's former name)
+aSyncDataCollector = AsyncCollector

@@ -25,11 +25,11 @@ class AsyncUpdates(_AsyncCollector):
     policy_version_tracker: Any
     _worker: WorkerProcess | None
     _reader: WeightReader | None  # of a channel that another publishes
-    _weight_sync_schemes: dict[str, ChannelWeightSyncScheme]
+    _weight_sync_schemes: dict[str, Any]
 
     def _set_up_weights(
         self,
-        schemes: dict[str, ChannelWeightSyncScheme] | None,
+        schemes: dict[str, Any] | None,
         updater: Any,
         channel: WeightHandle | None,
     ) -> None:
@@ -38,10 +38,11 @@ class AsyncUpdates(_AsyncCollector):
         self._weight_updater = None
         if updater is not None:
             updater = updater if hasattr(updater, "register_collector") else updater()
-        self._weight_sync_schemes = schemes if schemes is not None else {}
+        self._weight_sync_schemes = {} if schemes is None else schemes
         weights = _weights_of(self.policy, updater)
         if schemes is None and channel is None and weights is not None:
-            scheme = self._weight_sync_schemes["policy"] = ChannelWeightSyncScheme()
+            scheme: Any = ChannelWeightSyncScheme()
+            self._weight_sync_schemes["policy"] = scheme
             if weights is not self.policy:
                 scheme.init_on_sender(model_id="policy", weights=weights)
         for name, scheme in self._weight_sync_schemes.items():
@@ -109,7 +110,7 @@ class AsyncUpdates(_AsyncCollector):
                 "channel: expected weights to come through it, got others; publish them"
             )
 
-    def _numbered(self) -> ChannelWeightSyncScheme | WeightReader | None:
+    def _numbered(self) -> Any:
         """What numbers the policy's versions, if it is not this collector."""
         if self._reader is not None:
             return self._reader

@@ -34,7 +34,8 @@ def make_collector(job: Job) -> Any:
     if job.schemes:
         collector.register_scheme_receiver(job.schemes)
     if job.channel is not None and not dialogs:
-        Attachment(collector, _Newest(collector, job), is_policy=True)
+        newest: Any = _Newest(collector, job)
+        Attachment(collector, newest, is_policy=True)
     return collector
 
 
@@ -127,7 +128,7 @@ def profile(collector: Any) -> Any:
     """
     if not hasattr(collector, "profile"):
         raise RuntimeError(
-            f"profile: expected fusedrl.LLMCollector in the worker, got {type(collector).__name__}; "
-            "enable_profile() records what torch does"
+            f"profile: expected fusedrl.LLMCollector in the worker, got "
+            f"{type(collector).__name__}; enable_profile() records what torch does"
         )
     return collector.profile()

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -24,14 +24,12 @@ import torchrl
 
 from fusedrl.collectors.errors import Failure
 from fusedrl.collectors.inner import make_collector
-from fusedrl.collectors.shared_batches import Segments
 from fusedrl.collectors.policy_version import versions_in
 from fusedrl.collectors.sealed import Sealed
+from fusedrl.collectors.shared_batches import Segments
 
 ORPHANED_S = 3.0  # to end in, once the trainer is gone
 POLL_S = 1.0
-
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Stop(BaseException):
@@ -62,7 +60,7 @@ class Worker:
         self._changed = threading.Condition()
         self._wanted = 0  # batches
         self._released: list[int] = []
-        self._calls: deque[Call] = deque()
+        self._calls: deque[bytes] = deque()
         self._stopping = False
         self._interruptible = True
         self._segments = Segments()
@@ -81,8 +79,8 @@ class Worker:
             self._send("ready", getattr(self._collector, "policy_version", None))
             batches = iter(self._collector)
             while (asked := self._next()) is not None:
-                if callable(asked[0]):
-                    self._answer(*asked)
+                if asked:
+                    self._answer(asked)
                 else:
                     self._collect(batches)
         except Stop:
@@ -93,8 +91,8 @@ class Worker:
             self._interruptible = False
             self._close()
 
-    def _next(self) -> Any:
-        """A call, or ``(None,)`` for a batch; ``None`` at the end."""
+    def _next(self) -> bytes | None:
+        """A call, or nothing (``b""``) for a batch; ``None`` at the end."""
         with self._changed:
             while not self._stopping:
                 if self._calls:
@@ -103,7 +101,7 @@ class Worker:
                     self._wanted -= 1
                     self._segments.release(self._released)
                     self._released = []
-                    return (None,)
+                    return b""
                 self._changed.wait()
         return None
 
@@ -123,10 +121,9 @@ class Worker:
         if watch is not None:
             watch.lap("queueing")
 
-    def _answer(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _answer(self, call: bytes) -> None:
         try:
+            function, args, kwargs = pickle.loads(call)
             value = pickle.dumps(function(self._collector, *args, **kwargs))
         except Exception as error:
             self._send("refused", Failure.of(error))
@@ -182,7 +179,7 @@ class Worker:
                 self._wanted += count
                 self._released += released
             else:
-                self._calls.append(pickle.loads(rest[0]))
+                self._calls.append(rest[0])
             self._changed.notify()
 
     def _stop(self, timeout: float) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import cloudpickle
 
-from fusedrl.collectors.errors import Failure
 from fusedrl.collectors.sealed import Sealed
 from fusedrl.collectors.worker import main
 

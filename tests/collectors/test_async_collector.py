@@ -1,0 +1,285 @@
+"""AsyncCollector: weights, versions, dialogs, buffers, state, and what it refuses."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from async_workers import linear, ones, seeded_vec_env
+from channel_collector import Says, of, policy_of
+from counting_dialogs import Counting
+from sync_workers import canary_policy, weights_of
+from tensordict import TensorDict
+from torchrl.collectors import AsyncCollector as TorchrlAsyncCollector
+from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.testing.mocking_classes import CountingEnv
+from torchrl.weight_update import SharedMemWeightSyncScheme
+from weights_workers import Ones
+
+from fusedrl import (
+    AsyncCollector,
+    LLMCollector,
+    MultiProcessedRemoteWeightUpdate,
+    VanillaLocalWeightUpdater,
+    WeightChannel,
+    aSyncDataCollector,
+)
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is spawned imports for seconds: those are in ``test_async_lifecycle.py``."""
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr("fusedrl.collectors.async_collector._get_mp_ctx", lambda: context)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., AsyncCollector]]:
+    made = []
+
+    def make(env: Any = CountingEnv, policy: Any = ones, **options: Any) -> AsyncCollector:
+        made.append(AsyncCollector(env, policy, **({"frames_per_batch": 4} | options)))
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.shutdown()
+
+
+def test_every_frame_has_the_version_of_its_weights(make):
+    collector = make(
+        Ones,
+        canary_policy(),
+        frames_per_batch=20,
+        total_frames=400,
+        prefetch=2,
+        track_policy_version=True,
+    )
+    assert collector.policy_version == collector.get_policy_version() == 1
+    seen = []
+    for batch in collector:
+        low = batch["low"].flatten()
+        for other in (batch["high"], batch["policy_version"], batch["next", "policy_version"]):
+            assert torch.equal(low, other.flatten().float())
+        seen += low.tolist()
+        for _ in range(3):
+            collector.update_policy_weights_(weights_of(collector.policy_version + 1.0))
+    assert seen == sorted(seen) and len(set(seen)) > 5
+    assert collector.policy_version == 1 + 3 * 20
+
+
+def test_a_channel_of_others_brings_weights_to_torchrls_collector(make):
+    trained = canary_policy()
+    with WeightChannel.create(trained) as channel:
+        collector = make(
+            Ones,
+            canary_policy(0.0),
+            channel=channel.handle,
+            track_policy_version=True,
+            total_frames=12,
+        )
+        seen = []
+        for batch in collector:
+            assert torch.equal(batch["low"], batch["high"])
+            assert batch["low"].flatten().tolist() == batch["policy_version"].tolist()
+            seen += batch["low"].flatten().tolist()
+            version = channel.publish(weights_of((channel.version or 0) + 1.0))
+            assert collector.policy_version == version
+        assert seen[0] == 0 < seen[-1]
+        with pytest.raises(RuntimeError, match="come through it"):
+            collector.update_policy_weights_(trained)
+        collector.update_policy_weights_()
+
+
+def test_dialogs_weights_and_profile(make):
+    collector = make(
+        Counting,
+        policy_of(Says(1)),
+        collector_class=LLMCollector,
+        total_frames=24,
+        prefetch=0,
+        track_policy_version=True,
+    )
+    versions = []
+    for batch in collector:
+        assert batch.shape == (2, 2) and ("collector", "traj_ids") in batch.keys(True)
+        versions.append(of(batch))
+        collector.update_policy_weights_(policy_of(Says(collector.policy_version + 1)))
+    assert versions == [[n] * 4 for n in range(1, 7)]  # collected on demand
+    assert collector.profile().turns == 24 and collector.getattr_env("steps") == 12
+    assert collector.map_fn("policy_version.__add__", [(1,)]) == [8]
+
+
+def test_completed_dialogs_on_a_budget(make):
+    collector = make(
+        Counting,
+        None,
+        policy_factory=lambda: policy_of(Says(1)),
+        collector_class=LLMCollector,
+        dialog_turns_per_batch=6,
+        total_dialog_turns=60,
+        frames_per_batch=None,
+        yield_only_last_steps=True,
+        max_staleness=0,
+        track_policy_version=True,
+    )
+    assert collector.policy_version == 0
+    batch = collector.next()
+    assert batch.shape == (6,) and batch["next", "done"].all()
+    collector.increment_version()
+    assert collector.policy_version == 1
+    rest = list(collector)
+    assert rest and all((batch["policy_version"] == 1).all() for batch in rest)
+    assert collector.next() is None
+
+
+def test_stale_batches_are_dropped_and_counted(make, caplog):
+    collector = make(
+        Ones,
+        canary_policy(),
+        total_frames=24,
+        prefetch=3,
+        max_staleness=0,
+        track_policy_version=True,
+    )
+    first = collector.next()
+    collector._call(_nothing)  # the batches that were asked for are there
+    collector.update_policy_weights_(weights_of(2.0))
+    rest = list(collector)
+    assert first["low"].unique().tolist() == [1.0]
+    assert all(batch["low"].unique().tolist() == [2.0] for batch in rest)
+    assert collector.stale_frames >= 4 and collector.stale_frames + 4 * len(rest) == 20
+    assert caplog.text.count("is said once") == 1
+
+
+def _nothing(collector: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("kind", ["local", "remote"])
+def test_an_updaters_update_is_one_version(make, kind):
+    policy = canary_policy()
+    own = TensorDict.from_module(policy)
+    if kind == "local":
+        updater: Any = VanillaLocalWeightUpdater(None, own)
+    else:
+        updater = MultiProcessedRemoteWeightUpdate(None, {torch.device("cpu"): own})
+    collector = make(
+        Ones, policy, weight_updater=updater, track_policy_version=True, prefetch=0, total_frames=12
+    )
+    for n, batch in enumerate(collector, 1):
+        assert batch["low"].unique().tolist() == batch["policy_version"].unique().tolist() == [n]
+        if n == 1:
+            collector.update_policy_weights_(weights_of(2.0))
+        else:
+            updater(weights_of(n + 1.0))
+        assert collector.policy_version == n + 1
+    assert updater.collector is collector
+
+
+def test_batches_are_the_callers_own(make):
+    collector = make(total_frames=40, prefetch=3)
+    batches, copies = [], []
+    for batch in collector:
+        batch["reward_to_go"] = torch.zeros(4)
+        batches.append(batch)
+        copies.append(batch.clone())
+    collector.shutdown()
+    for batch, copied in zip(batches, copies, strict=True):
+        assert (batch == copied).all()
+        batch.zero_()
+
+
+def test_a_buffer_is_filled_by_iterating_or_from_a_thread(make):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    collector = make(replay_buffer=buffer, total_frames=20)
+    iterator = iter(collector)
+    assert next(iterator) is None and len(buffer) == 4
+    collector.start()
+    with collector.pause():
+        before = len(buffer)
+        assert len(buffer) == before
+    collector._thread.join()
+    assert len(buffer) == 20 and not collector.is_running()
+    collector.async_shutdown()
+
+
+def test_state_goes_into_another_collector(make):
+    options = {"track_policy_version": True, "total_frames": 12, "max_frames_per_traj": 3}
+    first = make(Ones, canary_policy(), **options)
+    for version in range(2, 6):
+        first.update_policy_weights_(weights_of(float(version)))
+    ids = first.next()["collector", "traj_ids"].tolist()
+    state = first.state_dict()
+    assert state["policy_version"] == 5 and state["frames"] == 4
+    second = make(Ones, canary_policy(), **options)
+    second.next()
+    second.load_state_dict(state)
+    batches = list(second)
+    assert second._frames == 12 and len(batches) == 2
+    assert batches[0]["low"].unique().tolist() == [5.0]
+    assert batches[0]["policy_version"].unique().tolist() == [5]
+    assert min(batches[0]["collector", "traj_ids"].tolist()) > max(ids)
+
+
+def test_random_frames_come_first(make):
+    options = {"init_random_frames": 6, "total_frames": 12, "update_at_each_batch": True}
+    collector = make(seeded_vec_env, linear(), track_policy_version=True, **options)
+    assert collector.set_seed(0) == collector.set_seed(0)
+    versions = [batch["policy_version"].max().item() for batch in collector]
+    assert len(versions) == 3 and collector.policy_version == 5
+
+
+def test_it_is_torchrls_under_both_names(make):
+    assert issubclass(AsyncCollector, TorchrlAsyncCollector)
+    assert aSyncDataCollector is AsyncCollector
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"frames_per_batch": None}, TypeError, "frames_per_batch"),
+        ({"reset_when_done": False}, ValueError, "reset_when_done"),
+        ({"preemptive_threshold": 2.0}, ValueError, "preemptive_threshold"),
+        ({"prefetch": -1}, ValueError, "prefetch"),
+        ({"timeout": 0}, ValueError, "timeout"),
+        ({"max_staleness": -1, "track_policy_version": True}, ValueError, "max_staleness"),
+        ({"max_staleness": 1}, ValueError, "max_staleness"),
+        ({"channel": 1}, TypeError, "channel"),
+        ({"flatten_data": True}, TypeError, "flatten_data"),
+        ({"collector_class": TorchrlLLMCollector}, ValueError, "collector_class"),
+        ({"collector_class": LLMCollector, "split_trajs": True}, TypeError, "split_trajs"),
+        ({"collector_class": LLMCollector, "unknown": True}, TypeError, "unknown"),
+        ({"weight_sync_schemes": {}, "weight_updater": 1}, TypeError, "weight_updater"),
+        (
+            {"weight_sync_schemes": {"policy": SharedMemWeightSyncScheme()}},
+            ValueError,
+            "ChannelWeightSyncScheme",
+        ),
+        ({"track_policy_version": "yes"}, TypeError, "track_policy_version"),
+        ({"create_env_kwargs": [{}, {}]}, ValueError, "create_env_kwargs"),
+    ],
+)
+def test_what_is_refused_before_a_process_is_started(make, options, error, message):
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+def test_start_and_shutdown_say_what_they_need(make):
+    collector = make()
+    with pytest.raises(RuntimeError, match="replay_buffer"):
+        collector.start()
+    with pytest.raises(RuntimeError, match="close_env"):
+        collector.shutdown(close_env=False)
+    with pytest.raises(RuntimeError, match="pause"), collector.pause():
+        pass
+    with pytest.raises(AttributeError, match="missing") as raised:
+        collector.getattr_env("missing")
+    assert "getattr_env" in str(raised.value.__cause__)
+    with pytest.raises(RuntimeError, match="profile"):
+        collector.profile()
+    assert collector.next().shape == (4,)  # a refused call ends nothing

@@ -1,0 +1,183 @@
+"""AsyncCollector where something goes wrong, or ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from async_workers import Deaf, Failing, FailingEnv, Odd, Slow, no_env, no_policy, ones
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.testing.mocking_classes import CountingEnv
+
+from fusedrl import AsyncCollector
+
+TESTS = Path(__file__).parent.parent
+LONG_S = 200.0  # what a broken test waits
+
+
+def until(holds: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_there(pid: int) -> bool:
+    """Whether there is such a process, be it a zombie."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., AsyncCollector]]:
+    made = []
+
+    def make(env: Any = CountingEnv, policy: Any = ones, **options: Any) -> AsyncCollector:
+        made.append(AsyncCollector(env, policy, **({"frames_per_batch": 4} | options)))
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.shutdown(timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("env", "policy", "error", "text"),
+    [
+        (CountingEnv, Failing(LookupError, "lost"), LookupError, "in __call__"),
+        (CountingEnv, Failing(Odd, "odd", 1), RuntimeError, "Odd: odd"),
+        (FailingEnv, ones, ZeroDivisionError, "in _step"),
+    ],
+    ids=["policy", "unreadable", "environment"],
+)
+def test_the_workers_exception_arrives_with_its_traceback(make, env, policy, error, text):
+    collector = make(env, policy)
+    pid = collector.procs[0].pid
+    with pytest.raises(error) as raised:
+        list(collector)
+    assert text in str(raised.value.__cause__) and "async_workers.py" in str(raised.value.__cause__)
+    assert collector.closed and not is_there(pid)
+    with pytest.raises(RuntimeError, match="shut down"):
+        collector.next()
+
+
+@pytest.mark.parametrize(
+    ("env", "factory", "error", "function"),
+    [(no_env, None, ValueError, "no_env"), (CountingEnv, no_policy, LookupError, "no_policy")],
+    ids=["environment", "policy"],
+)
+def test_what_a_factory_raises_is_raised_when_the_collector_is_made(
+    make, env, factory, error, function
+):
+    with pytest.raises(error, match="today") as raised:
+        make(env, None, policy_factory=factory)
+    assert f"in {function}" in str(raised.value.__cause__)
+
+
+def test_what_cannot_be_sent_to_a_process_is_refused(make):
+    with pytest.raises(TypeError, match="create_env_fn, policy"):
+        make(policy=(n for n in ()))
+
+
+@pytest.mark.parametrize("how", ["exits", "killed"])
+def test_a_worker_that_is_gone_is_an_error(make, how):
+    collector = make(policy=Failing() if how == "exits" else ones)
+    pid = collector.procs[0].pid
+    if how == "killed":
+        collector.next()
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=f"{pid} .* exit code {3 if how == 'exits' else -9}"):
+        list(collector)
+    assert not is_there(pid)
+
+
+def test_shutdown_in_the_middle_of_a_batch_closes_the_environment(make, tmp_path):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    collector = make(partial(Slow, str(tmp_path)), replay_buffer=buffer)
+    pid = collector.procs[0].pid
+    collector.start()
+    until((tmp_path / "steps").exists)
+    assert collector.is_running()
+    collector.async_shutdown()
+    assert (tmp_path / "closed").exists() and not is_there(pid)
+    assert not collector.is_running()
+    collector.shutdown()
+    for use in (collector.next, collector.state_dict, collector.reset):
+        with pytest.raises(RuntimeError, match="shut down"):
+            use()
+
+
+def test_a_worker_that_does_not_end_is_killed(make, tmp_path):
+    collector = make(partial(Deaf, str(tmp_path)), prefetch=1)
+    pid = collector.procs[0].pid
+    collector._ask(1)
+    until((tmp_path / "steps").exists)
+    collector.shutdown(timeout=0.1)
+    assert not is_there(pid)
+
+
+def test_collectors_leave_nothing_behind():
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def collect(explicit: bool) -> None:
+        collector = AsyncCollector(CountingEnv, ones, frames_per_batch=4, total_frames=8)
+        pid = collector.procs[0].pid
+        batches = list(collector)
+        maps = "".join(Path(f"/proc/{n}/maps").read_text() for n in (os.getpid(), pid))
+        in_shm = [line for line in maps.splitlines() if "/dev/shm/" in line]
+        assert all(line.endswith("(deleted)") for line in in_shm)
+        assert len(batches) == 2 and "/memfd:fusedrl" in maps
+        if explicit:
+            collector.shutdown()
+        del collector
+        assert not is_there(pid)
+
+    collect(explicit=True)  # multiprocessing keeps what it needs once
+    before = descriptors()
+    for n in range(4):
+        collect(explicit=n % 2 == 0)
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("end", ["killed", "ctrl-c", "exit"])
+def test_no_process_outlives_a_script(tmp_path, end):
+    batches = 2 if end == "exit" else 10**9
+    line = f"import async_workers as w; w.collect_in_a_script({str(tmp_path)!r}, {batches})"
+    script = subprocess.Popen(
+        [sys.executable, "-c", line],
+        cwd=TESTS,
+        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "ignore"},
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        until((tmp_path / "collecting").exists)
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        if end == "killed":
+            script.kill()
+        elif end == "ctrl-c":
+            os.killpg(script.pid, signal.SIGINT)
+        _, told = script.communicate(timeout=LONG_S)
+        until(lambda: not any(map(runs, pids)))
+    finally:
+        script.kill()
+    if end == "exit":
+        assert script.returncode == 0 and "Traceback" not in told
+    if end == "ctrl-c":
+        assert told.count("Traceback") == 1 and "KeyboardInterrupt" in told
