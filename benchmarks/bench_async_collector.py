@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
@@ -117,14 +117,14 @@ class Collected:
 
 
 @contextmanager
-def made(makes: dict[str, Callable[[], Any]]) -> Iterator[dict[str, Run]]:
+def made(makes: Mapping[str, Callable[[], Any]]) -> Iterator[dict[str, Run]]:
     """Those that run, until the end."""
     with ExitStack() as stack:
         yield {name: stack.enter_context(closing(Made(make))) for name, make in makes.items()}
 
 
 def scripted_case(
-    what: str, makes: dict[str, Callable[[], Any]], rows: int, goal: float, timed_only: str = ""
+    what: str, makes: Mapping[str, Callable[[], Any]], rows: int, goal: float, timed_only: str = ""
 ) -> Iterator[Case]:
     """A run of every collector's batches; ``timed_only`` has other answers."""
     with made(makes) as runs:
