@@ -8,6 +8,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,12 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped
 
 
 def counted(
-    what: str, setting: str, contender: str, run: Callable[[Any], Tensor]
+    what: str, setting: str, contender: str, run: Callable[[Any], Tensor], op: str = "channel"
 ) -> Iterator[Case]:
     """A case each for what is torn and what is mis-tagged: their number is the error."""
     for i, fault in enumerate(("torn", "mis-tagged")):
         yield Case(
-            op=f"channel: {fault} {what} (how many: max error)",
+            op=f"{op}: {fault} {what} (how many: max error)",
             setting=setting,
             make_input=lambda: None,
             contenders={contender: run},
@@ -72,15 +73,20 @@ def whole_leases(leases: int) -> Iterator[Case]:
 
 def whole_frames(frames: int) -> Iterator[Case]:
     """Frames of a torchrl collector whose policy tells which weights it computed with."""
+    from torchrl.collectors import MultiAsyncCollector
     from torchrl.weight_update import SharedMemWeightSyncScheme
 
     from fusedrl import ChannelWeightSyncScheme
 
     from .channel_frames import Frames
 
+    def collect(scheme: Any, env: Any, policy: Any, **options: Any) -> Any:
+        schemes = {"policy": scheme}
+        return MultiAsyncCollector([env], policy, weight_sync_schemes=schemes, **options)
+
     schemes = {"torchrl": SharedMemWeightSyncScheme, "fusedrl": ChannelWeightSyncScheme}
     for contender, scheme in schemes.items():
-        with closing(Frames(scheme(), frames)) as run:
+        with closing(Frames(partial(collect, scheme()), frames)) as run:
             setting = f"{frames} frames, MultiAsyncCollector, 400 tensors, continuous updates"
             yield from counted("frames", setting, contender, run)
 

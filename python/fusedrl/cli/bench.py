@@ -36,6 +36,7 @@ OPS = (
     "trl",
     "channel",
     "collectors",
+    "async_collector",
 )
 
 

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torchrl.collectors import AsyncCollector as TorchrlAsyncCollector
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.testing.mocking_classes import CountingEnv
+from torchrl.testing.mocking_classes import CountingEnv, CountingEnvCountPolicy
 from torchrl.weight_update import SharedMemWeightSyncScheme
 from weights_workers import Ones
 
@@ -179,6 +179,14 @@ def test_an_updaters_update_is_one_version(make, kind):
             updater(weights_of(n + 1.0))
         assert collector.policy_version == n + 1
     assert updater.collector is collector
+
+
+def test_a_module_without_weights_needs_no_channel(make):
+    policy = CountingEnvCountPolicy(CountingEnv().action_spec)
+    collector = make(policy=policy, prefetch=0, total_frames=8, track_policy_version=True)
+    for number, batch in enumerate(collector):
+        assert (batch["next", "policy_version"] == number).all()
+        collector.increment_version()
 
 
 def test_batches_are_the_callers_own(make):

@@ -166,7 +166,7 @@ def tracker_of(track: Any) -> Any:
 
 def _weights_of(policy: Any, updater: Any) -> Any:
     """What a channel is made of, ``None`` if there are no weights."""
-    if isinstance(policy, nn.Module) and module_slots(policy):
+    if isinstance(policy, nn.Module) and any(True for _ in module_slots(policy)):
         return policy
     if policy is None and isinstance(updater, MultiProcessedRemoteWeightUpdate):
         return next(iter(updater._policy_weights.values()), None)
