@@ -52,7 +52,7 @@ def test_every_example_shows_an_answer(name):
 def test_python_on_pages_runs(page):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
-    scope: dict = {}
+    scope: dict = {"__name__": "__main__"}
     for block in blocks:
         exec(compile(block, page, "exec"), scope)
 
