@@ -19,7 +19,7 @@ from torchrl.testing.mocking_classes import CountingEnv
 
 from fusedrl import AsyncCollector
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[2]
 LONG_S = 200.0  # what a broken test waits
 
 
@@ -167,7 +167,7 @@ def test_no_process_outlives_a_script(tmp_path, end):
         text=True,
     )
     try:
-        until((tmp_path / "collecting").exists)
+        until(lambda: (tmp_path / "collecting").exists() or script.poll() is not None)
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         if end == "killed":
             script.kill()
