@@ -389,6 +389,20 @@ def test_shutdown_can_leave_the_environment(collect):
     assert closed == []
 
 
+def test_shutdown_raises_what_closing_raises_unless_told_not_to(collect):
+    class Stuck(Counting):
+        def close(self, **kwargs):
+            raise ValueError("stuck")
+
+    first, second = Stuck(), Stuck()
+    first.is_closed = second.is_closed = False
+    with pytest.raises(ValueError, match="stuck"):
+        collect(first).shutdown()
+    collector = collect(second)
+    collector.shutdown(raise_on_error=False)
+    assert not collector.is_initialized()
+
+
 def test_the_model_of_the_policy(collect):
     class Wrapper:
         model = torch.nn.Linear(1, 1)
