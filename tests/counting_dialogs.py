@@ -62,6 +62,17 @@ class Counting(EnvBase):
         pass
 
 
+class Numbers(Counting):
+    """The same without text, which a pool of processes can exchange through shared memory."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.observation_spec.pop("text")
+
+    def _state(self, **more: Any) -> TensorDictBase:
+        return super()._state(**more).exclude("text")
+
+
 def policy(tensordict: TensorDictBase) -> TensorDictBase:
     return tensordict.set("action", 10 * tensordict["seen"])
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from counting_dialogs import Counting, policy, seen
+from counting_dialogs import Counting, Numbers, policy, seen
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import BaseCollector, Collector
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import ParallelEnv, SerialEnv
+from torchrl.envs import AsyncEnvPool, ParallelEnv, SerialEnv
 
 from fusedrl import LLMCollector
 
@@ -389,6 +389,20 @@ def test_shutdown_can_leave_the_environment(collect):
     assert closed == []
 
 
+def test_shutdown_raises_what_closing_raises_unless_told_not_to(collect):
+    class Stuck(Counting):
+        def close(self, **kwargs):
+            raise ValueError("stuck")
+
+    first, second = Stuck(), Stuck()
+    first.is_closed = second.is_closed = False
+    with pytest.raises(ValueError, match="stuck"):
+        collect(first).shutdown()
+    collector = collect(second)
+    collector.shutdown(raise_on_error=False)
+    assert not collector.is_initialized()
+
+
 def test_the_model_of_the_policy(collect):
     class Wrapper:
         model = torch.nn.Linear(1, 1)
@@ -484,6 +498,14 @@ class TestReuse:
             for env in (Counting(2, 5), Buffered(2, 5))
         )
         assert whole == kept
+        assert caplog.text.count("return the same tensors") == 1
+
+    def test_a_pool_of_processes_with_shared_slots(self, collect, caplog):
+        makers = [partial(Numbers, None, 5) for _ in range(2)]
+        pool = AsyncEnvPool(makers, backend="multiprocessing", stack="lazy", exchange="shm")
+        batch = collect(pool, dialog_turns_per_batch=20).next()
+        assert seen(batch) == [[*range(100, 105), *range(200, 205)]] * 2
+        assert seen(batch["next"]) == [[*range(101, 106), *range(201, 206)]] * 2
         assert caplog.text.count("return the same tensors") == 1
 
     def test_nothing_is_copied_of_others(self, collect):

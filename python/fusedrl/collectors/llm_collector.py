@@ -33,8 +33,9 @@ class LLMCollector(Updates):
 
     Args:
         env: an environment, or a function that makes one.
-        policy: takes and returns a tensordict; a new one each turn, or the one it was given. If it
-            or ``env`` writes into tensors of an earlier turn, these are copied each turn.
+        policy: takes and returns a tensordict; a new one each turn, or the one it was given. What
+            it or ``env`` returns again within the first three turns is copied at each turn; memory
+            that is used again only later must be cloned by its owner.
         policy_factory: makes the policy, in its place.
         dialog_turns_per_batch: turns in a batch, rounded up to whole steps of the environment. May
             be left out for completed trajectories.

@@ -117,8 +117,7 @@ class Rollout(_LLMCollector):
             turn.set(IDS, self._ids)
             watch.lap("stamping")
             batches.add(turn, over)
-        if True in over:
-            self._renew_ids(mask)
+        self._renew_ids(mask, over.count(True))
         self._part_from_batch()
         watch.lap("queueing")
 
@@ -147,7 +146,7 @@ class Rollout(_LLMCollector):
         if isinstance(batches, Dialogs):
             for index, row, over in zip(indices, rows, mask, strict=True):
                 self._frames += batches.add_row(index, row, bool(over.any()))
-            self._renew_ids(mask, indices)
+            self._renew_ids(mask, int(mask.sum()), indices)
             watch.lap("queueing")
             if self._frames + batches.pending < self.total_frames:
                 self._ask()
@@ -156,7 +155,7 @@ class Rollout(_LLMCollector):
             return
         whole = lazy_stack(rows)
         batches.add(rows_of(whole) if batches.by_row else whole, [])
-        self._renew_ids(mask, indices)
+        self._renew_ids(mask, int(mask.sum()), indices)
         self._part_from_batch()
         watch.lap("queueing")
 
@@ -205,16 +204,16 @@ class Rollout(_LLMCollector):
         self._ids = ids
         self._row_ids = (ids if self._pool else ids.flatten()).unbind(0)
 
-    def _renew_ids(self, mask: Tensor, rows: list[int] | None = None) -> None:
-        """Let dialogs that ended go on under new ids."""
-        count = int(mask.sum())
+    def _renew_ids(self, mask: Tensor, count: int, rows: list[int] | None = None) -> None:
+        """Let the ``count`` dialogs that ended go on under new ids."""
         if not count:
             return
-        ids = self._ids.clone()  # turns refer to the former tensor
-        fresh = self._traj_pool.get_traj_and_increment(count, device=ids.device)
+        fresh = self._traj_pool.get_traj_and_increment(count, device=self._ids.device)
+        # A new tensor: turns refer to the former one.
         if rows is None:
-            ids[mask] = fresh
+            ids = self._ids.masked_scatter(mask, fresh)
         else:
+            ids = self._ids.clone()
             ids[rows] = ids[rows].masked_scatter(mask, fresh)
         self._set_ids(ids)
 

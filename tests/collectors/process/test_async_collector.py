@@ -277,6 +277,29 @@ def test_what_is_refused_before_a_process_is_started(make, options, error, messa
         make(**options)
 
 
+def test_shutdown_raises_what_closing_raises_unless_told_not_to(make, monkeypatch):
+    def stuck():
+        raise ValueError("stuck")
+
+    first, second = make(), make()
+    for collector in (first, second):
+        monkeypatch.setattr(collector, "_close_weights", stuck)
+    with pytest.raises(ValueError, match="stuck"):
+        first.shutdown()
+    second.shutdown(raise_on_error=False)
+    assert first.closed and second.closed and not first.procs and not second.procs
+
+
+@pytest.mark.parametrize("own", ["storing_device", "env_device", "policy_device"])
+def test_device_stands_in_for_those_that_are_left_out(make, own):
+    """``cpu:0`` is the same place under a name of its own."""
+    collector = make(device="cpu", total_frames=4, **{own: "cpu:0"})
+    for name in ("storing_device", "env_device", "policy_device"):
+        expected = [torch.device("cpu:0" if name == own else "cpu")]
+        assert list(getattr(collector, name)) == expected == collector.get_distant_attr(name)
+    assert collector.next().shape == (4,)
+
+
 def test_start_and_shutdown_say_what_they_need(make):
     collector = make()
     with pytest.raises(RuntimeError, match="replay_buffer"):
