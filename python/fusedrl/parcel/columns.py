@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tensordict import (
     LazyStackedTensorDict,
+    MemoryMappedTensor,
     NonTensorData,
     NonTensorStack,
     TensorDict,
@@ -27,8 +28,10 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from fusedrl.parcel.groups import Places, TensorGroups, nested_parts, nested_view
 
-# What tensordicts keep beside their values and find again themselves; is_locked is set apart.
-_VOLATILE = {"_cache", "_last_op", "__lock_parents_weakrefs", "_locked_schema", "_is_shared"}
+# What tensordicts keep beside their values and find again themselves, or where these lay;
+# is_locked is set apart.
+_VOLATILE = {"_cache", "_last_op", "__lock_parents_weakrefs", "_locked_schema"}
+_VOLATILE |= {"_is_shared", "_is_memmap", "_memmap_prefix"}
 _CONSTANTS = {type(None), bool, int, str, torch.Size, torch.device}
 
 # What a column is made of, after the name of the method of ColumnUnpickler that reads it.
@@ -101,6 +104,8 @@ class ColumnPickler(pickle.Pickler):
         """How to make a tensor that is in no group."""
         if type(obj) is Tensor and obj.is_cuda:
             return reduce_tensor(obj.detach())  # the memory stays where it is
+        if isinstance(obj, MemoryMappedTensor):  # its file may be gone by then
+            return Tensor.detach, (obj.as_subclass(Tensor),)
         # torch's own restores a view of the storage from its start, whatever it was a view of.
         if type(obj) is Tensor and obj.is_nested and obj.layout == torch.strided:
             return nested_view, nested_parts(obj)
@@ -187,8 +192,9 @@ class ColumnPickler(pickle.Pickler):
 
 
 def _plain(values: list[Any]) -> Column:
-    first = values[0]
-    if type(first) in _CONSTANTS and values.count(first) == len(values):
+    first, classes = values[0], set(map(type, values))
+    # A value of another class may equal it, as 1 does True, or not be comparable, as an array.
+    if len(classes) == 1 and classes <= _CONSTANTS and values.count(first) == len(values):
         return "same", len(values), first
     return "plain", values
 
