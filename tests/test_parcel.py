@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import ray_models
 import torch
@@ -262,6 +263,23 @@ def test_a_payload_may_hold_what_is_beside_it():
     for held in (got[0][0]["payload"][0], got[0][1]["payload"][1][0]):
         assert held["x"].item() == 1 and held["text"] == "a"
     assert got[0][0]["td"] is got[0][1]["td"] is got[1] is got[2]["payload"]
+
+
+@pytest.mark.parametrize("values", [(True, 1, 1.0), (0, False), (1, np.arange(2)), (None, "a")])
+def test_equal_values_keep_their_class(values):
+    got = sent(lazy_stack([TensorDict(x=NonTensorData(value)) for value in values]))
+    for row, value in zip(got.unbind(0), values, strict=True):
+        assert type(row["x"]) is type(value) and np.array_equal(row["x"], value)
+
+
+def test_values_in_files_are_sent(tmp_path):
+    stored = TensorDict(x=torch.arange(4), batch_size=(4,)).memmap_(tmp_path)
+    got = sent([stored, lazy_stack([stored[2], stored[3]]), stored])
+    assert got[0] is got[2] and got[0].is_locked and not got[0].is_memmap()
+    assert type(got[0]["x"]) is torch.Tensor
+    assert got[0]["x"].tolist() == [0, 1, 2, 3] and got[1]["x"].tolist() == [2, 3]
+    got[0]["x"].zero_()
+    assert stored["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_parameters_keep_their_type():

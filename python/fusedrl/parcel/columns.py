@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import io
 import pickle
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
 import torch
 from tensordict import (
     LazyStackedTensorDict,
+    MemoryMappedTensor,
     NonTensorData,
     NonTensorStack,
     TensorDict,
@@ -27,8 +29,10 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from fusedrl.parcel.groups import Places, TensorGroups, nested_parts, nested_view
 
-# What tensordicts keep beside their values and find again themselves; is_locked is set apart.
-_VOLATILE = {"_cache", "_last_op", "__lock_parents_weakrefs", "_locked_schema", "_is_shared"}
+# What tensordicts keep beside their values and find again themselves, or where these lay;
+# is_locked is set apart.
+_VOLATILE = {"_cache", "_last_op", "__lock_parents_weakrefs", "_locked_schema"}
+_VOLATILE |= {"_is_shared", "_is_memmap", "_memmap_prefix"}
 _CONSTANTS = {type(None), bool, int, str, torch.Size, torch.device}
 
 # What a column is made of, after the name of the method of ColumnUnpickler that reads it.
@@ -68,8 +72,9 @@ class ColumnPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, tensors: TensorGroups) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._tensors = tensors
-        self._places: dict[int, tuple[int, int]] = {}  # by id: the column's number, place in it
-        self._columns = 0
+        self._places: dict[int, int] = {}  # by id: which of all objects it is
+        self._starts: list[int] = []  # the first object of each column
+        self._count = 0
         self._open = 0  # columns that are not written to their end
         self._locked: list[tuple[int, list[int]]] = []
         self._alive: list[Any] = []  # an id is of one object while that exists
@@ -101,6 +106,8 @@ class ColumnPickler(pickle.Pickler):
         """How to make a tensor that is in no group."""
         if type(obj) is Tensor and obj.is_cuda:
             return reduce_tensor(obj.detach())  # the memory stays where it is
+        if isinstance(obj, MemoryMappedTensor):  # its file may be gone by then
+            return Tensor.detach, (obj.as_subclass(Tensor),)
         # torch's own restores a view of the storage from its start, whatever it was a view of.
         if type(obj) is Tensor and obj.is_nested and obj.layout == torch.strided:
             return nested_view, nested_parts(obj)
@@ -140,17 +147,19 @@ class ColumnPickler(pickle.Pickler):
         if len(set(ids)) < len(ids) or not self._places.keys().isdisjoint(ids):
             return self._repeated(cls, objects, ids)
         states: list[dict[str, Any]] = list(map(vars, objects))
-        kinds = set(map(tuple, states))
-        if any(not _VOLATILE.isdisjoint(kind) for kind in kinds):
-            states = [{k: v for k, v in s.items() if k not in _VOLATILE} for s in states]
-            kinds = set(map(tuple, states))
-        if len(kinds) > 1:
-            return self._mixed(objects, map(tuple, states), lambda v: self._object_column(cls, v))
-        number = self._columns
-        self._columns += 1
-        self._places.update(zip(ids, zip(repeat(number), range(len(ids))), strict=True))
+        kinds = {
+            kind: tuple(name for name in kind if name not in _VOLATILE)
+            for kind in set(map(tuple, states))
+        }
+        if len(set(kinds.values())) > 1:
+            of_each = (kinds[tuple(state)] for state in states)
+            return self._mixed(objects, of_each, lambda v: self._object_column(cls, v))
+        number, start = len(self._starts), self._count
+        self._starts.append(start)
+        self._count += len(ids)
+        self._places.update(zip(ids, range(start, self._count), strict=True))
         self._alive.append(objects)
-        (names,) = kinds
+        names = next(iter(kinds.values()))
         fields = []
         for name in names:
             values = list(map(itemgetter(name), states))
@@ -163,7 +172,10 @@ class ColumnPickler(pickle.Pickler):
     def _repeated(self, cls: type, objects: list[Any], ids: list[int]) -> Column:
         fresh = {n: obj for n, obj in zip(ids, objects, strict=True) if n not in self._places}
         column = self._object_column(cls, list(fresh.values())) if fresh else None
-        return "again", column, [self._places[n] for n in ids]
+        places = [self._places[n] for n in ids]
+        numbers = [bisect_right(self._starts, place) - 1 for place in places]
+        found = zip(numbers, places, strict=True)
+        return "again", column, [(n, place - self._starts[n]) for n, place in found]
 
     def _field(self, name: str, values: list[Any]) -> Column:
         """What tensordicts or tensorclasses have as one attribute."""
@@ -187,8 +199,9 @@ class ColumnPickler(pickle.Pickler):
 
 
 def _plain(values: list[Any]) -> Column:
-    first = values[0]
-    if type(first) in _CONSTANTS and values.count(first) == len(values):
+    first, classes = values[0], set(map(type, values))
+    # A value of another class may equal it, as 1 does True, or not be comparable, as an array.
+    if len(classes) == 1 and classes <= _CONSTANTS and values.count(first) == len(values):
         return "same", len(values), first
     return "plain", values
 

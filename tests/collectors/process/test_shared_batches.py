@@ -129,6 +129,30 @@ def test_the_memory_of_many_free_segments_is_given_back(ends):
         assert ends.send(big)["x"].eq(1).all()
 
 
+def test_a_free_segment_that_has_its_memory_is_used_first(ends):
+    batches = [ends.send(ragged()) for _ in range(2 * shared_batches.SPARE)]
+    last = len(batches) - 1
+    while batches:
+        del batches[0]
+    ends.segments.release(ends.mappings.released())
+    assert ends.segments.pack(ragged()).index == last
+
+
+@pytest.mark.parametrize("what", ["_new_segment", "_mapped"])
+def test_a_process_that_may_open_no_more_files_says_so_and_goes_on(ends, monkeypatch, what):
+    def fail(*_):
+        raise OSError(24, "Too many open files")
+
+    kept = ends.send(ragged())
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_batches, what, fail)
+        with pytest.raises(RuntimeError, match="Too many open files; keep fewer batches"):
+            ends.send(ragged())
+    assert tokens(ends.send(ragged(first=9))) == tokens(ragged(first=9))
+    assert tokens(kept) == tokens(ragged())
+    assert len(ends.segments._segments) == 2
+
+
 def test_batches_that_are_kept_survive_both_ends(ends):
     batches = [ends.send(ragged(first=n)) for n in range(5)]
     ends.mappings.close()
@@ -167,6 +191,7 @@ class Worker:
     """A process that packs batches."""
 
     def __init__(self, method: str) -> None:
+        gc.collect()  # files of what other tests left are closed before these are counted
         context = mp.get_context(method)
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=pack_on_request, args=(theirs,))
@@ -198,6 +223,7 @@ def worker(request) -> Iterator[Worker]:
     if made.process.is_alive():
         made.process.kill()
     made.process.join()
+    made.connection.close()
 
 
 def test_nothing_is_left_of_a_thousand_batches(worker):

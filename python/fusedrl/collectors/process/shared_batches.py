@@ -54,7 +54,7 @@ class Segments:
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
-        self._free: dict[int, None] = {}  # in the order they were given back
+        self._free: dict[int, bool] = {}  # has it pages; in the order they were given back
 
     def pack(self, batch: Any) -> Shipment:
         """Copy a batch's tensors into a segment, without their gradient graphs.
@@ -69,41 +69,49 @@ class Segments:
                 batches.
         """
         contents, tensors = take_apart(batch, share=True)
-        index = self._take(contents.nbytes)
+        index = self._found(contents.nbytes)
         descriptor, inode, memory = self._segments[index]
         tensors.copy(contents.groups, memory)
+        del self._free[index]
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         return Shipment(index, path, inode, len(memory), contents)
 
-    def _take(self, nbytes: int) -> int:
-        """A segment of at least so many bytes: the smallest that will do, or the largest, grown."""
-        sizes = {index: len(self._segments[index].memory) for index in self._free}
+    def _found(self, nbytes: int) -> int:
+        """A free segment of so many bytes: the smallest that will do, or the largest, grown."""
+        # Of one size, the one that was given back last: it still has its pages.
+        sizes = {index: len(self._segments[index].memory) for index in reversed(self._free)}
         enough = [index for index in sizes if sizes[index] >= nbytes]
         if enough:
-            index = min(enough, key=sizes.__getitem__)
-        elif sizes:
+            return min(enough, key=sizes.__getitem__)
+        try:
+            if not sizes:
+                self._segments.append(_new_segment())
+                sizes = {len(self._segments) - 1: 0}
+                self._free |= dict.fromkeys(sizes, False)
             index = max(sizes, key=sizes.__getitem__)
-        else:
-            index = len(self._segments)
-            self._segments.append(_new_segment())
-        segment = self._segments[index]
-        if not enough:
             # More than is needed: memory that nothing is written to costs nothing.
             size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
+            segment = self._segments[index]
             os.ftruncate(segment.descriptor, size)
             memory = _mapped(segment.descriptor, size)
-            self._segments[index] = segment._replace(memory=memory)
-        self._free.pop(index, None)
+        except (OSError, RuntimeError) as error:
+            raise RuntimeError(
+                f"batch: expected memory for another one, got {error}; keep fewer batches (a "
+                "tensor of one keeps all of it: clone what is kept), or raise the limit of open "
+                "files"
+            ) from error
+        self._segments[index] = segment._replace(memory=memory)
         return index
 
     def release(self, indices: Iterable[int]) -> None:
         """Take segments back that :meth:`Mappings.released` named."""
-        self._free.update(dict.fromkeys(indices))
-        for index in list(self._free)[:-SPARE]:
+        self._free.update(dict.fromkeys(indices, True))
+        for index in [index for index, full in list(self._free.items())[:-SPARE] if full]:
             # Its pages go, its size stays: it reads as zeros until it is written again.
             descriptor, _, memory = self._segments[index]
             os.ftruncate(descriptor, 0)
             os.ftruncate(descriptor, len(memory))
+            self._free[index] = False
 
     def close(self) -> None:
         """Let go of the memory; batches that were unpacked keep theirs."""
@@ -114,13 +122,7 @@ class Segments:
 
 
 def _new_segment() -> _Segment:
-    try:
-        descriptor = os.memfd_create("fusedrl-batch")
-    except OSError as error:
-        raise RuntimeError(
-            f"batch: expected memory for another one, got {error}; keep fewer batches (a tensor "
-            "of one keeps all of it: clone what is kept), or raise the limit of open files"
-        ) from error
+    descriptor = os.memfd_create("fusedrl-batch")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard and descriptor + DESCRIPTORS_ASIDE > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
