@@ -32,7 +32,7 @@ from fusedrl import (
 
 ray = pytest.importorskip("ray")
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 NODES = ["left", "right"]
 ON_NODES = [{"num_cpus": 0, "resources": {node: 0.1}} for node in NODES]
 
