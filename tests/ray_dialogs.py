@@ -25,6 +25,10 @@ def marked(batch: TensorDictBase) -> TensorDictBase:
     return batch.set("marked", torch.ones(batch.batch_size))
 
 
+def failing(batch: TensorDictBase) -> TensorDictBase:
+    raise LookupError("no such batch")
+
+
 def only_seen(batch: TensorDictBase) -> TensorDictBase:
     return batch.select("seen")
 

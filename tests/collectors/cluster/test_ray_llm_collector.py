@@ -410,6 +410,7 @@ class TestBuffers:
 
 
 def test_updaters_of_users_run_in_the_actors(collect):
+    """Then one raises an exception, which comes with its traceback."""
     collector = collect(sync_iter=False, dialog_turns_per_batch=2)
     assert of(collector.next()) == [0, 0]
     assert collector.set_weight_updater(VanillaLocalWeightUpdater(None, None))
@@ -439,12 +440,10 @@ def test_updaters_of_users_run_in_the_actors(collect):
     batch = next(b for b in collector if b["policy_version"].max() > 2)
     assert batch["action"].flatten().tolist() == [30, 30]
 
-
-def test_an_exception_in_an_actor_comes_with_its_traceback(collect):
-    collector = collect(ray_dialogs.Failing)
+    collector.set_post_collect_hook(ray_dialogs.failing)
     (pid,) = pids(collector)
-    collector.next()
-    with pytest.raises(LookupError, match="no third step") as caught:
+    collector.next()  # was ready by then
+    with pytest.raises(LookupError, match="no such batch") as caught:
         collector.next()
     assert "ray_dialogs.py" in str(caught.value.__cause__)
     assert not collector.is_initialized()
@@ -527,6 +526,7 @@ class TestRefusals:
             ({"channel_mode": "half"}, "channel_mode: expected 'alias' or 'copy'"),
             ({"max_staleness": 1, "track_policy_version": False}, "max_staleness: expected int"),
             ({"timeout": 0}, "timeout"),
+            ({"remote_config": {"max_restarts": 1}}, "remote_config: expected max_restarts=0"),
         ],
     )
     def test_before_ray_is_touched(self, options, told):
