@@ -25,6 +25,14 @@ def marked(batch: TensorDictBase) -> TensorDictBase:
     return batch.set("marked", torch.ones(batch.batch_size))
 
 
+def failing(batch: TensorDictBase) -> TensorDictBase:
+    raise LookupError("no such batch")
+
+
+def only_seen(batch: TensorDictBase) -> TensorDictBase:
+    return batch.select("seen")
+
+
 class Pausing(torch.nn.Module):
     """The action is 1000 times its first weight and once its second, read after a pause.
 

@@ -38,12 +38,13 @@ def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
     """
     verbose = getattr(collector, "verbose", False)
     meter = Meter(collector)
+    name = "RayLLMCollector" if hasattr(collector, "remote_collectors") else "LLMCollector"
 
-    def log(batch: TensorDictBase | None = None) -> None:
+    def log(batch: TensorDictBase | None = None, **known: Any) -> None:
         if verbose:
-            numbers = meter.read(batch)
+            numbers = meter.read(batch, **known)
             line = " ".join(f"{key}={_short(value)}" for key, value in numbers.items())
-            logger.info("LLMCollector: %s", line, extra=numbers)
+            logger.info("%s: %s", name, line, extra=numbers)
 
     if not collector.progress:
         yield log
@@ -61,8 +62,8 @@ def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
     with Progress(*columns) as bar:
         task = bar.add_task("turns", total=None if endless else collector.total_frames, rates="")
 
-        def advance(batch: TensorDictBase | None = None) -> None:
-            numbers = meter.read(batch)
+        def advance(batch: TensorDictBase | None = None, **known: Any) -> None:
+            numbers = meter.read(batch, **known)
             bar.update(task, completed=numbers["turns"], rates=_rates(numbers))
 
         yield advance
@@ -76,25 +77,31 @@ class Meter:
         self._last = time.perf_counter()
         self._turns = collector._frames
 
-    def read(self, batch: TensorDictBase | None = None) -> dict[str, Any]:
+    def read(
+        self, batch: TensorDictBase | None = None, tokens: int | None = None, oldest: Any = None
+    ) -> dict[str, Any]:
         """What there is of ``turns``, rates since the last call, ``version`` and ``staleness``.
 
         Args:
             batch: what came since; tokens are those of its responses, and its oldest turn is
                 ``staleness`` versions behind the newest.
+            tokens: those of a batch that is elsewhere.
+            oldest: the version of its oldest turn.
         """
         now, collector = time.perf_counter(), self._collector
         seconds, self._last = max(now - self._last, 1e-9), now
         turns, self._turns = collector._frames - self._turns, collector._frames
         numbers: dict[str, Any] = {"turns": self._turns, "turns_per_s": turns / seconds}
-        tokens = None if batch is None else tokens_in(batch)
+        tokens = tokens if batch is None else tokens_in(batch)
         if tokens is not None:
             numbers |= {"tokens": tokens, "tokens_per_s": tokens / seconds}
         version = collector.policy_version
         if version is not None:
             numbers["version"] = version
         if batch is not None and isinstance(version, int):
-            numbers["staleness"] = version - min(versions_in(batch))
+            oldest = min(versions_in(batch))
+        if isinstance(version, int) and oldest is not None:
+            numbers["staleness"] = version - oldest
         return numbers
 
 

@@ -113,6 +113,24 @@ def test_it_stops_between_two_turns():
     actor.close(True)
 
 
+def test_a_failure_is_not_the_end():
+    actor = started(env=ray_dialogs.Failing())
+    actor.collect()
+    actor.collect()
+    with pytest.raises(LookupError, match="no third step"):
+        actor.collect()
+    with pytest.raises(RuntimeError, match="got one that was shut down"):
+        actor.collect()
+
+
+def test_what_a_batch_had_before_its_postprocessing():
+    actor = started(postproc=ray_dialogs.only_seen)
+    collected = actor.collect()
+    assert "policy_version" not in unpack(collected.batch)
+    assert collected.oldest == 0 and collected.tokens is None
+    assert started(track_policy_version=False).collect().oldest is None
+
+
 def test_ids_differ_between_actors():
     ids = [
         batch_of(started(index, of=3))["collector", "traj_ids"].flatten().tolist()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from fusedrl import (
 
 ray = pytest.importorskip("ray")
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 NODES = ["left", "right"]
 ON_NODES = [{"num_cpus": 0, "resources": {node: 0.1}} for node in NODES]
 
@@ -143,6 +145,28 @@ class TestTwoNodes:
         ids = batch["collector", "traj_ids"].flatten()
         assert len(set(ids.tolist())) == 4 and (ids % 2).tolist() == [0, 0, 1, 1]
 
+    def test_updates_of_two_threads_reach_both_in_one_order(self, pair):
+        before, failed = pair.policy_version, []
+        start = threading.Barrier(2)
+
+        def updating() -> None:
+            start.wait()
+            try:
+                for _ in range(10):
+                    pair.update_policy_weights_(weights_of(1))
+                    pair.increment_version()
+            except Exception as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=updating) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed and pair.policy_version == before + 40
+        version = update(pair)
+        assert of(pair.next()) == [version] * 4
+
     @pytest.mark.parametrize(
         "form", [lambda m: m, lambda m: m.state_dict(), lambda m: TensorDict.from_module(m).data]
     )
@@ -187,6 +211,7 @@ class TestTwoNodes:
         assert batch["next", "policy_version"].flatten().tolist() == [version + 1] * 4
 
     def test_the_updater_for_actors(self, pair):
+        pair.weight_updater = None  # as it is: the channel stays
         updater = RayRemoteWeightUpdater(weights_of(0))
         pair.weight_updater = updater
         try:
@@ -228,6 +253,35 @@ class TestTwoNodes:
         finally:
             pair.postproc = None
         assert "marked" not in pair.next()
+
+    def test_staleness_needs_no_versions_that_a_postprocessing_leaves(self, pair):
+        pair.max_staleness = 0
+        pair.postproc = ray_dialogs.only_seen
+        try:
+            assert list(pair.next().keys()) == ["seen"]
+        finally:
+            pair.max_staleness = pair.postproc = None
+
+    def test_verbose_logs_a_line_for_each_batch_here(self, pair, caplog):
+        pair.verbose = True
+        pair._ask()
+        ray.wait(list(pair._under_way), num_returns=2)
+        version = update(pair)
+        with caplog.at_level("INFO", logger="fusedrl"):
+            list(islice(pair, 2))
+        pair.verbose = False
+        lines = [record for record in caplog.records if record.msg.startswith("%s: ")]
+        assert lines[0].getMessage().startswith(f"RayLLMCollector: turns={lines[0].turns} ")
+        assert [(line.version, line.staleness) for line in lines] == [(version, 1), (version, 0)]
+        assert lines[1].turns - lines[0].turns == 4 and lines[1].turns_per_s > 0
+
+    def test_a_progress_bar_here(self, pair, capsys):
+        pytest.importorskip("rich")
+        pair.progress = True
+        list(islice(pair, 1))
+        pair.progress = False
+        shown = " ".join(capsys.readouterr().out.split())
+        assert re.search(rf"turns/s, version {pair.policy_version}, staleness 0", shown)
 
     def test_hooks_run_in_the_actors(self, pair):
         pair.set_post_collect_hook(ray_dialogs.marked)
@@ -341,8 +395,10 @@ class TestBuffers:
         assert collector.getattr_rb("write_count") == 4
         collector.start()
         assert collector.is_running()
-        with pytest.raises(RuntimeError, match="iterated or start"):
-            collector.next()
+        for ask in (collector.next, partial(list, collector)):
+            with pytest.raises(RuntimeError, match="iterated or start"):
+                ask()
+        assert collector.is_running()
         torch.nn.init.constant_(trained.module.value, 1.0)
         collector.update_policy_weights_()
         wait_for(lambda: 1 in buffer[:]["policy_version"].tolist())
@@ -354,6 +410,7 @@ class TestBuffers:
 
 
 def test_updaters_of_users_run_in_the_actors(collect):
+    """Then one raises an exception, which comes with its traceback."""
     collector = collect(sync_iter=False, dialog_turns_per_batch=2)
     assert of(collector.next()) == [0, 0]
     assert collector.set_weight_updater(VanillaLocalWeightUpdater(None, None))
@@ -362,12 +419,20 @@ def test_updaters_of_users_run_in_the_actors(collect):
     assert of(next(b for b in collector if b["policy_version"].max() > 0)) == [1, 1]
 
     ours = ray_dialogs.Tenfold()
-    collector.weight_updater = ours
+    for _ in range(2):
+        collector.weight_updater = ours
     assert collector.weight_updater is ours
     collector.init_updater(2.0)
     collector.update_policy_weights_(weights_of(3))
     batch = next(b for b in collector if b["policy_version"].max() > 1)
     assert batch["action"].flatten().tolist() == [6, 6] and collector.policy_version == 2
+    state = collector.state_dict()
+    collector.update_policy_weights_(weights_of(4))
+    collector.load_state_dict(state)
+    assert collector.policy_version == 2
+    batch = collector.next()
+    assert batch["action"].flatten().tolist() == [6, 6]
+    assert batch["policy_version"].flatten().tolist() == [2, 2]
 
     collector.weight_updater = ray_dialogs.Tenfold  # each actor makes one
     assert collector.weight_updater is ray_dialogs.Tenfold
@@ -375,12 +440,11 @@ def test_updaters_of_users_run_in_the_actors(collect):
     batch = next(b for b in collector if b["policy_version"].max() > 2)
     assert batch["action"].flatten().tolist() == [30, 30]
 
-
-def test_an_exception_in_an_actor_comes_with_its_traceback(collect):
-    collector = collect(ray_dialogs.Failing)
+    collector.set_post_collect_hook(ray_dialogs.failing)
     (pid,) = pids(collector)
-    with pytest.raises(LookupError, match="no third step") as caught:
-        list(collector)
+    collector.next()  # was ready by then
+    with pytest.raises(LookupError, match="no such batch") as caught:
+        collector.next()
     assert "ray_dialogs.py" in str(caught.value.__cause__)
     assert not collector.is_initialized()
     wait_for(lambda: not runs(pid))
@@ -419,6 +483,8 @@ def test_a_policy_that_cannot_be_sent_is_refused(collect):
     lock = threading.Lock()
     with pytest.raises(TypeError, match="pass policy_factory="):
         collect(policy=lambda turn: turn if lock else None)
+    with pytest.raises(TypeError, match="for env a function that makes it"):
+        collect(lambda: lock)
 
 
 def test_our_collector_as_an_actor(cluster):
@@ -460,6 +526,7 @@ class TestRefusals:
             ({"channel_mode": "half"}, "channel_mode: expected 'alias' or 'copy'"),
             ({"max_staleness": 1, "track_policy_version": False}, "max_staleness: expected int"),
             ({"timeout": 0}, "timeout"),
+            ({"remote_config": {"max_restarts": 1}}, "remote_config: expected max_restarts=0"),
         ],
     )
     def test_before_ray_is_touched(self, options, told):

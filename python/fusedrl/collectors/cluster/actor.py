@@ -16,6 +16,8 @@ from fusedrl.channel import WeightChannel
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import collect
 from fusedrl.collectors.llm_collector import LLMCollector
+from fusedrl.collectors.policy_version import versions_in
+from fusedrl.collectors.progress import tokens_in
 from fusedrl.parcel import Parcel, pack
 
 
@@ -28,12 +30,18 @@ class Started(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """A batch, ``None`` where a replay buffer got it, and the counts of its collector."""
+    """A batch, ``None`` where a replay buffer got it, and the counts of its collector.
+
+    Its tokens and its oldest version, ``None`` where there are none, are those that it had before
+    any postprocessing.
+    """
 
     batch: Parcel | None
     frames: int
     stale: int
     over: bool
+    tokens: int | None
+    oldest: Any
 
 
 class Stopped(Exception):
@@ -52,9 +60,17 @@ class _EveryNth(_TrajectoryPool):
 
 
 class _Collector(LLMCollector):
-    """One that ends between two turns when it is told to."""
+    """One that ends between two turns when it is told to, and tells what was in its batch."""
 
     stopping = False
+    tokens: int | None = None
+    oldest: Any = None
+
+    def rollout(self) -> TensorDictBase:
+        batch = super().rollout()
+        self.tokens = tokens_in(batch)
+        self.oldest = None if self.policy_version_tracker is None else min(versions_in(batch))
+        return batch
 
     def _call_policy(self, carried: TensorDictBase) -> tuple[TensorDictBase, Any]:
         if self.stopping:
@@ -112,11 +128,14 @@ class DialogActor:
         """The next batch."""
         try:
             batch, over = next(self._batches), False
-        except StopIteration:
-            batch, over = None, True
+        except Exception as error:
             self._batches = iter(self._collector)  # goes on if another state is loaded
+            if not isinstance(error, StopIteration):
+                raise
+            batch, over = None, True
         packed = None if batch is None else pack(batch.clear_device_())
-        return Collected(packed, self._collector._frames, self._collector.stale_turns, over)
+        it = self._collector
+        return Collected(packed, it._frames, it.stale_turns, over, it.tokens, it.oldest)
 
     def rollout(self) -> Parcel:
         """A batch that does not count."""

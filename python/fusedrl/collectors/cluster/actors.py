@@ -39,7 +39,7 @@ class Actors:
             TypeError: arguments that cannot be pickled.
             RuntimeError: Ray has no place for an actor.
         """
-        shared = self._put(arguments)
+        shared, own = self._put(arguments), [self._put(one) for one in own]
         self.handles = [self._ray.remote(**one)(DialogActor).remote() for one in self._options]
         try:
             self._wait_for_places()

@@ -56,6 +56,13 @@ def _count(given: dict[str, Any]) -> int:
                 f"{name}: expected a list of {count}, one for each actor, got {length}; pass one "
                 "for all, or as many as num_collectors"
             )
+    configs = given["remote_config"]
+    for config in configs if isinstance(configs, list) else [configs]:
+        if (config or {}).get("max_restarts"):
+            raise ValueError(
+                f"remote_config: expected max_restarts=0, got {config['max_restarts']}; an actor "
+                "that Ray starts again has no collector, make another one and load its state"
+            )
     return count
 
 

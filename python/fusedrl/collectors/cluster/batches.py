@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
@@ -12,7 +12,8 @@ from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_d
 
 from fusedrl.collectors.cluster.actor import Collected
 from fusedrl.collectors.cluster.updates import RayUpdates
-from fusedrl.collectors.policy_version import PolicyVersion, versions_in
+from fusedrl.collectors.policy_version import PolicyVersion
+from fusedrl.collectors.progress import progress_bar
 from fusedrl.parcel import unpack
 
 logger = logging.getLogger("fusedrl")
@@ -35,16 +36,17 @@ class RayBatches(RayUpdates):
     _over: set[int]  # actors that have run their turns
     _thread: threading.Thread | None
     _error: BaseException | None
+    _iterator: Iterator[Any] | None  # of next()
 
     def _begin(self, track_policy_version: Any) -> None:
         given = not isinstance(track_policy_version, bool)
         self._versions = track_policy_version if given else PolicyVersion()
         self.policy_version_tracker = None if track_policy_version is False else self._versions
         self._weight_updater, self._stored, self._counted = None, None, False
-        self._lock = threading.RLock()
+        self._lock, self._updating = threading.RLock(), threading.RLock()
         self._turns, self._stale, self._dropped, self._iter = {}, {}, 0, -1
         self._under_way, self._over = {}, set()
-        self._thread = self._error = None
+        self._thread = self._error = self._iterator = None
 
     @property
     def _frames(self) -> int:
@@ -69,31 +71,48 @@ class RayBatches(RayUpdates):
 
     def iterator(self) -> Iterator[Any]:
         """As ``iter``."""
-        try:
-            while (batches := self._advance(self.sync_iter)) is not None:
+        with progress_bar(self) as advance:
+            while True:
+                self._refuse_beside_another()
+                try:
+                    batches = self._advance(self.sync_iter, advance)
+                except Exception:
+                    self.shutdown(raise_on_error=False)
+                    raise
+                if batches is None:
+                    return
                 yield batches[0]
-        except Exception:
-            self.shutdown(raise_on_error=False)
-            raise
 
     def next(self) -> TensorDictBase | None:
-        """The next batch; ``None`` at the end, and where a replay buffer gets it."""
-        batches = self._advance(self.sync_iter)
-        return None if batches is None else batches[0]
+        """The next batch; ``None`` at the end, and where a replay buffer gets it.
 
-    def _advance(self, sync: bool) -> tuple[Any] | None:
-        """The next batch, ``None`` in its place where a buffer has it; nothing at the end."""
+        An exception of an actor shuts the collector down.
+        """
+        self._refuse_beside_another()
+        if self._iterator is None:
+            self._iterator = self.iterator()
+        for batch in self._iterator:
+            return batch
+        self._iterator = None  # goes on if another state is loaded
+
+    def _refuse_beside_another(self) -> None:
         self._refuse_closed()
-        if self.is_running() and threading.current_thread() is not self._thread:
+        if self.is_running():
             raise RuntimeError(
                 "collector: expected to be iterated or start()ed, got both; read the replay buffer"
             )
+
+    def _advance(self, sync: bool, advance: Callable[..., None]) -> tuple[Any] | None:
+        """The next batch, ``None`` in its place where a buffer has it; nothing at the end."""
         while collected := self._all() if sync else self._first():
             self._iter += 1
+            tokens = [one.tokens for one in collected if one.tokens is not None]
+            oldest = [one.oldest for one in collected if one.oldest is not None]
+            advance(tokens=sum(tokens) if tokens else None, oldest=min(oldest, default=None))
             if self.replay_buffer is not None and not self._extends:
                 return (None,)
             batch = _joined([unpack(one.batch) for one in collected if one.batch is not None])
-            if self._is_stale(batch):
+            if self._is_stale(batch, oldest):
                 continue
             if not self._extends:
                 return (batch,)
@@ -138,11 +157,11 @@ class RayBatches(RayUpdates):
             self._over.add(index)
         return index, collected
 
-    def _is_stale(self, batch: TensorDictBase) -> bool:
+    def _is_stale(self, batch: TensorDictBase, oldest: list[int]) -> bool:
         """Whether too much was published since the batch began to wait here."""
         if self.max_staleness is None:
             return False
-        late = self._versions.version - min(versions_in(batch))
+        late = self._versions.version - min(oldest)
         if late <= self.max_staleness:
             return False
         if not self._dropped:
@@ -174,8 +193,9 @@ class RayBatches(RayUpdates):
 
     def _run(self) -> None:
         try:
-            while not self.closed and self._advance(sync=False) is not None:
-                pass
+            with progress_bar(self) as advance:
+                while not self.closed and self._advance(False, advance) is not None:
+                    pass
         except Exception as error:
             if not self.closed:
                 self._error = error
@@ -205,6 +225,7 @@ class RayBatches(RayUpdates):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._under_way.clear()
+        self._iterator = None  # ends its progress bar
         if raise_on_error and self._error is not None:
             raise self._error
         if told:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import astuple
@@ -15,13 +14,10 @@ from fusedrl.channel.layout import Layout
 from fusedrl.collectors.cluster.actors import Actors, buffer_client, start_ray
 from fusedrl.collectors.cluster.arguments import check_ray_arguments, ray_options, shares
 from fusedrl.collectors.cluster.batches import RayBatches
+from fusedrl.collectors.progress import check_progress
 from fusedrl.collectors.stopwatch import Profile
 from fusedrl.parcel import unpack
 from fusedrl.weights.base import RemoteWeightUpdaterBase
-
-logger = logging.getLogger("fusedrl")
-
-SECONDS_TO_END = 10.0
 
 
 class RayLLMCollector(RayBatches):
@@ -54,7 +50,8 @@ class RayLLMCollector(RayBatches):
         track_policy_version: whether to tag turns, or with which :class:`PolicyVersion`.
         sync_iter: ``True``: actors collect while a batch is waited for, each its share of it.
             ``False``: each collects its next batch meanwhile, and the first that is ready comes.
-        verbose: log the shape of each batch, in the actors.
+        progress: show a progress bar here, with rich: turns, tokens, version, staleness.
+        verbose: log the same for each batch here, unless there is a bar.
         num_cpus: of each actor, where ``remote_config`` does not say.
         num_gpus: of each actor, where ``remote_config`` does not say.
         num_collectors: actors; as many as a list has.
@@ -109,6 +106,7 @@ class RayLLMCollector(RayBatches):
         remote_config: dict[str, Any] | list[dict[str, Any]] | None = None,
         track_policy_version: bool | Any = False,
         sync_iter: bool = True,
+        progress: bool = False,
         verbose: bool = False,
         num_cpus: float | None = None,
         num_gpus: float | None = None,
@@ -119,8 +117,10 @@ class RayLLMCollector(RayBatches):
     ) -> None:
         self.closed = True
         count = check_ray_arguments(locals())
+        check_progress(progress)
         start_ray(ray_init_config)
         self.sync_iter, self.max_staleness = sync_iter, max_staleness
+        self.progress, self.verbose = progress, verbose
         self.replay_buffer, remote_buffer = replay_buffer, buffer_client(replay_buffer)
         self._extends = replay_buffer is not None and remote_buffer is None
         if flatten_data is None and self._extends and not yield_only_last_steps:
@@ -143,7 +143,6 @@ class RayLLMCollector(RayBatches):
             "track_policy_version": track_policy_version,
             "channel_mode": channel_mode,
             "max_staleness": max_staleness,
-            "verbose": verbose,
         }
         if sync_iter and dialog_turns_per_batch is not None:
             dialog_turns_per_batch = -(-dialog_turns_per_batch // count)
@@ -291,7 +290,7 @@ class RayLLMCollector(RayBatches):
             self._actors.one(index, "call", "load_state_dict", args, kwargs)
         self._iter = state_dict["iter"]
         self._turns = {i: state_dict[name]["frames"] for i, name in enumerate(names)}
-        if "policy_version" in state_dict and self._stored is None:
+        if "policy_version" in state_dict and (self._stored is None or self._layout is None):
             self._versions.version = state_dict["policy_version"]
 
     def _of_first(self, method: str, *args: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors._single import _CollectorMeta
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
-from torchrl.collectors.weight_update import WeightUpdaterBase
 
 from fusedrl.channel.layout import Layout
 from fusedrl.collectors.cluster.actor import named_weights
@@ -37,7 +36,8 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
     _weight_updater: Any
     _stored: str | None  # the object of Ray's store that has the newest version
     _counted: bool  # whether the update that is under way has a number
-    _lock: Any
+    _lock: Any  # held while a version is counted
+    _updating: Any  # held until an update is everywhere: each actor gets versions in their order
 
     def update_policy_weights_(
         self,
@@ -85,7 +85,8 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
                 "policy is what is updated"
             )
         self._refuse_closed()
-        self._update(given[0] if given else None, worker_ids)
+        with self._updating:
+            self._update(given[0] if given else None, worker_ids)
 
     def _update(self, weights: Any, worker_ids: Any) -> None:
         if isinstance(self._weight_updater, RemoteWeightUpdaterBase):
@@ -148,16 +149,18 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
     def weight_updater(self, value: Any) -> None:
         self._refuse_closed()
         sends = isinstance(value, RemoteWeightUpdaterBase)
-        sent = isinstance(self._weight_updater, RemoteWeightUpdaterBase)
-        if not sends and not (value is None and sent):
+        runs_here = self._weight_updater is None or isinstance(
+            self._weight_updater, RemoteWeightUpdaterBase
+        )
+        if not sends and not (value is None and runs_here):
             self._layout = None
             self._actors.each("set_updater", value)
         self._register(value)
 
     def _register(self, value: Any) -> None:
-        """Keep an updater that the actors have, or that sends to them."""
+        """Keep an updater that the actors have copies of, or that sends to them."""
         self._weight_updater = value
-        if isinstance(value, WeightUpdaterBase):
+        if isinstance(value, RemoteWeightUpdaterBase):
             hooks = len(value.post_hooks)
             value.register_collector(self)
             if len(value.post_hooks) == hooks:
@@ -191,10 +194,11 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
     def increment_version(self) -> None:
         """Count a version in every actor, without other weights."""
         self._refuse_closed()
-        with self._lock:
-            self._versions.increment_version()
-            version = self._versions.version
-        self._actors.each("renumber", version, between=False)
+        with self._updating:
+            with self._lock:
+                self._versions.increment_version()
+                version = self._versions.version
+            self._actors.each("renumber", version, between=False)
 
     def _refuse_closed(self) -> None:
         if not self.is_initialized():
