@@ -43,7 +43,7 @@ def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
         if verbose:
             numbers = meter.read(batch)
             line = " ".join(f"{key}={_short(value)}" for key, value in numbers.items())
-            logger.info("LLMCollector: %s", line, extra=numbers)
+            logger.info("%s: %s", type(collector).__name__, line, extra=numbers)
 
     if not collector.progress:
         yield log
