@@ -86,7 +86,7 @@ def test_turns_go_into_a_queue(make):
 @pytest.mark.parametrize("backend", ["threading", "multiprocessing"])
 def test_a_pool_of_environments_in_the_worker(make, backend):
     def pool() -> AsyncEnvPool:
-        envs = [partial(Counting, None, turns) for turns in (2, 3)]
+        envs: list[Any] = [partial(Counting, None, turns) for turns in (2, 3)]
         return AsyncEnvPool(envs, backend=backend, stack="lazy")
 
     collector = make(
