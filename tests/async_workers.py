@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -80,6 +82,23 @@ class Deaf(Slow):
                 time.sleep(60)
             except BaseException:
                 continue
+
+
+class Witness:
+    """Makes a folder when it is taken apart: also at the end of an interpreter that does so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.make, self.path = os.mkdir, str(folder / "apart")
+
+    def __del__(self) -> None:
+        self.make(self.path)
+
+
+def witnessed(folder: str) -> EnvBase:
+    """An environment whose process tells how it ended."""
+    sys.__dict__["witness"] = Witness(Path(folder))
+    atexit.register((Path(folder) / "atexit").touch)
+    return CountingEnv()
 
 
 def ones(tensordict: TensorDictBase) -> TensorDictBase:

@@ -38,13 +38,12 @@ def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
     """
     verbose = getattr(collector, "verbose", False)
     meter = Meter(collector)
-    name = "RayLLMCollector" if hasattr(collector, "remote_collectors") else "LLMCollector"
 
     def log(batch: TensorDictBase | None = None, **known: Any) -> None:
         if verbose:
             numbers = meter.read(batch, **known)
             line = " ".join(f"{key}={_short(value)}" for key, value in numbers.items())
-            logger.info("%s: %s", name, line, extra=numbers)
+            logger.info("%s: %s", type(collector).__name__, line, extra=numbers)
 
     if not collector.progress:
         yield log

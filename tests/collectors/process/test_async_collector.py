@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from async_workers import linear, ones, seeded_vec_env
+from async_workers import linear, seeded_vec_env
 from channel_collector import Says, of, policy_of
 from counting_dialogs import Counting
 from sync_workers import canary_policy, weights_of
@@ -29,25 +27,7 @@ from fusedrl import (
     aSyncDataCollector,
 )
 
-
-@pytest.fixture(autouse=True)
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is spawned imports for seconds: those are in ``test_async_lifecycle.py``."""
-    context = multiprocessing.get_context("fork")
-    monkeypatch.setattr("fusedrl.collectors.process.async_collector._get_mp_ctx", lambda: context)
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., AsyncCollector]]:
-    made = []
-
-    def make(env: Any = CountingEnv, policy: Any = ones, **options: Any) -> AsyncCollector:
-        made.append(AsyncCollector(env, policy, **({"frames_per_batch": 4} | options)))
-        return made[-1]
-
-    yield make
-    for collector in made:
-        collector.shutdown()
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 def test_every_frame_has_the_version_of_its_weights(make):

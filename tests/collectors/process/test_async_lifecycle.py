@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from async_workers import Deaf, Failing, FailingEnv, Odd, Slow, no_env, no_policy, ones
+from async_workers import Deaf, Failing, FailingEnv, Odd, Slow, no_env, no_policy, ones, witnessed
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.testing.mocking_classes import CountingEnv
 
@@ -40,19 +40,6 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., AsyncCollector]]:
-    made = []
-
-    def make(env: Any = CountingEnv, policy: Any = ones, **options: Any) -> AsyncCollector:
-        made.append(AsyncCollector(env, policy, **({"frames_per_batch": 4} | options)))
-        return made[-1]
-
-    yield make
-    for collector in made:
-        collector.shutdown(timeout=1)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +115,14 @@ def test_a_worker_that_does_not_end_is_killed(make, tmp_path):
     until((tmp_path / "steps").exists)
     collector.shutdown(timeout=0.1)
     assert not is_there(pid)
+
+
+def test_a_worker_ends_without_taking_its_interpreter_apart(make, tmp_path):
+    """That is seconds, in which shutdown() would wait."""
+    collector = make(partial(witnessed, str(tmp_path)))
+    collector.next()
+    collector.shutdown(timeout=LONG_S)
+    assert (tmp_path / "atexit").exists() and not (tmp_path / "apart").exists()
 
 
 def test_collectors_leave_nothing_behind():

@@ -174,8 +174,6 @@ def collector_options(given: dict[str, Any], devices: Mapping[str, Any]) -> dict
         "total_frames": -1,
         "reset_at_each_iter": given["reset_at_each_iter"],
         "return_same_td": True,  # it is copied into shared memory before there is another
-        "pre_collect_hook": given["pre_collect_hook"],
-        "post_collect_hook": given["post_collect_hook"],
     }
 
 

@@ -38,7 +38,7 @@ KEPT = (
     *("policy", "policy_factory", "collector_class", "postproc", "reset_at_each_iter"),
     *("update_at_each_batch", "exploration_type", "set_truncated", "num_threads"),
     *("num_sub_threads", "create_env_fn", "create_env_kwargs", "prefetch", "max_staleness"),
-    *("progress", "timeout"),
+    *("progress", "verbose", "timeout"),
 )
 
 
@@ -101,6 +101,7 @@ class AsyncCollector(AsyncIteration):
         max_staleness: drop a batch if its oldest frame is more than so many versions behind the
             newest published one when its turn comes; ``stale_frames`` counts what is dropped.
         progress: show a progress bar, with rich.
+        verbose: log the same for each batch, unless there is a bar.
         timeout: seconds that a batch may take; ``None`` waits as long as the worker lives.
         kwargs: of ``collector_class=LLMCollector``.
 
@@ -170,6 +171,7 @@ class AsyncCollector(AsyncIteration):
         prefetch: int = 1,
         max_staleness: int | None = None,
         progress: bool = False,
+        verbose: bool = False,
         timeout: float | None = None,
         **kwargs: Any,
     ) -> None:
@@ -250,6 +252,7 @@ class AsyncCollector(AsyncIteration):
             channel=given["channel"],
             channel_mode=given["channel_mode"],
             init_fn=given["init_fn"],
+            hooks={name: given[name] for name in ("pre_collect_hook", "post_collect_hook")},
             threads=given["num_sub_threads"],
             dated=given["max_staleness"] is not None,
         )

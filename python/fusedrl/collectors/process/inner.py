@@ -31,6 +31,8 @@ def make_collector(job: Job) -> Any:
     if dialogs and job.channel is not None:
         options |= {"channel": job.channel, "channel_mode": job.channel_mode}
     collector = job.collector_class(job.env, policy=policy, **options)
+    for name, hook in job.hooks.items():
+        setattr(collector, name, hook)
     if job.schemes:
         collector.register_scheme_receiver(job.schemes)
     if job.channel is not None and not dialogs:

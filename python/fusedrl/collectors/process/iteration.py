@@ -55,7 +55,7 @@ class AsyncIteration(AsyncCalls):
                 if self.update_at_each_batch:
                     self.update_policy_weights_()
                 self._ask(self.prefetch)
-                advance()
+                advance(batch)
                 if not self._is_stale(batch, oldest):
                     yield self._handed_out(batch)
                 del batch, shipment, arrived  # its memory is given back with the next question

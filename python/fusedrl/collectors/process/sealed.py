@@ -29,6 +29,7 @@ class Job:
         channel: what brings those of the policy, in the place of schemes.
         channel_mode: ``"alias"`` or ``"copy"``.
         init_fn: is called first.
+        hooks: attributes of the collector.
         threads: of torch.
         dated: whether the trainer wants to know the oldest version in each batch.
     """
@@ -42,6 +43,7 @@ class Job:
     channel: WeightHandle | None = None
     channel_mode: str = "alias"
     init_fn: Callable[[], None] | None = None
+    hooks: dict[str, Any] = field(default_factory=dict)
     threads: int = 1
     dated: bool = False
 

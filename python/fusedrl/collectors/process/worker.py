@@ -6,11 +6,13 @@ noticed, while a batch is collected.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -45,6 +47,22 @@ def main(connection: Connection, sealed: Sealed) -> None:
         if torchrl.filter_warnings_subprocess:
             warnings.simplefilter("ignore")
         Worker(connection).run(sealed)
+    atexit.register(
+        _leave
+    )  # first of what a spawned process does at exit; a forked one has no exit
+
+
+def _leave() -> None:
+    """End the process where its interpreter would go on to take all modules apart: that is seconds.
+
+    What others registered with atexit is called before.
+    """
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(0)
 
 
 class Worker:

@@ -1,0 +1,33 @@
+"""Collectors in processes that are shut down after a test."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from async_workers import ones
+from torchrl.testing.mocking_classes import CountingEnv
+
+from fusedrl import AsyncCollector
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is spawned imports for seconds: those are in ``test_async_lifecycle.py``."""
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr("fusedrl.collectors.process.async_collector._get_mp_ctx", lambda: context)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., AsyncCollector]]:
+    made = []
+
+    def make(env: Any = CountingEnv, policy: Any = ones, **options: Any) -> AsyncCollector:
+        made.append(AsyncCollector(env, policy, **({"frames_per_batch": 4} | options)))
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.shutdown(timeout=1)
