@@ -6,7 +6,6 @@ import os
 import queue
 import re
 import signal
-import time
 from functools import partial
 from typing import Any
 
@@ -141,10 +140,9 @@ def _seven(tensordict: TensorDictBase) -> TensorDictBase:
 def test_a_worker_that_is_killed_while_it_is_waited_for(make):
     """It is told by the end of the process, not by a timeout: there is none here."""
     collector = make(partial(_Killed, str(os.getpid())))
-    start = time.monotonic()
     with pytest.raises(RuntimeError, match="exit code -9"):
         collector.next()
-    assert time.monotonic() - start < 60 and collector.closed
+    assert collector.closed
 
 
 class _Killed(CountingEnv):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -280,8 +281,9 @@ class AsyncCollector(AsyncIteration):
             return
         worker, self._worker = self._worker, None
         try:
-            worker.stop(SHUTDOWN_S if timeout is None else timeout)
-            self._close_weights()
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._close_weights)
+                worker.stop(SHUTDOWN_S if timeout is None else timeout)
         except Exception:
             if raise_on_error:
                 raise
