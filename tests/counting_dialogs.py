@@ -79,3 +79,14 @@ def policy(tensordict: TensorDictBase) -> TensorDictBase:
 
 def seen(batch: TensorDictBase) -> Any:
     return batch["seen"].squeeze(-1).tolist()
+
+
+class Rounded(torch.nn.Module):
+    """A model whose actions are whole numbers."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        return self.linear(seen.float()).long()

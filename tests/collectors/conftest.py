@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from counting_dialogs import Counting
+from counting_dialogs import policy as numbers_policy
 from one_thread import one_thread
 from transforms.conftest import (
     _torchrl_conventions,
@@ -15,6 +21,8 @@ from transforms.conftest import (
     wrap,
 )
 
+from fusedrl import LLMCollector
+
 __all__ = [
     "_torchrl_conventions",
     "chat_env",
@@ -27,3 +35,18 @@ __all__ = [
     "tokenizer",
     "wrap",
 ]
+
+
+@pytest.fixture
+def collect() -> Iterator[Callable[..., LLMCollector]]:
+    """A collector of four turns a batch, eight in all; shut down after the test."""
+    made = []
+
+    def collect(env: Any = None, **options: Any) -> LLMCollector:
+        given = {"policy": numbers_policy, "dialog_turns_per_batch": 4, "total_dialog_turns": 8}
+        made.append(LLMCollector(Counting() if env is None else env, **(given | options)))
+        return made[-1]
+
+    yield collect
+    for collector in made:
+        collector.shutdown()

@@ -7,37 +7,20 @@ import inspect
 import queue
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from counting_dialogs import Counting, Numbers, policy, seen
+from counting_dialogs import Counting, Rounded, policy, seen
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import BaseCollector, Collector
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import AsyncEnvPool, ParallelEnv, SerialEnv
+from torchrl.envs import ParallelEnv, SerialEnv
 
 from fusedrl import LLMCollector
 
 IDS = ("collector", "traj_ids")
-
-
-@pytest.fixture
-def collect() -> Iterator[Callable[..., LLMCollector]]:
-    """A collector of four turns a batch, eight in all; shut down after the test."""
-    made = []
-
-    def collect(env: Any = None, **options: Any) -> LLMCollector:
-        given = {"policy": policy, "dialog_turns_per_batch": 4, "total_dialog_turns": 8}
-        made.append(LLMCollector(Counting() if env is None else env, **(given | options)))
-        return made[-1]
-
-    yield collect
-    for collector in made:
-        collector.shutdown()
 
 
 def test_is_torchrls(collect):
@@ -269,69 +252,6 @@ def test_state_is_restored(collect):
     assert set(batch[IDS].flatten().tolist()).isdisjoint({0, 1})
 
 
-class TestBadStates:
-    """Are refused before anything changes: the dialogs go on."""
-
-    @pytest.fixture
-    def module(self) -> TensorDictModule:
-        return TensorDictModule(Rounded(torch.nn.Linear(1, 1)), ["seen"], ["action"])
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            (lambda state: state.pop("frames"), "expected an integer 'frames', got None"),
-            (lambda state: state.update(iter="1"), "expected an integer 'iter', got '1'"),
-            (lambda state: state.pop("env_state_dict"), "expected an entry 'env_state_dict'"),
-            (lambda state: state.pop("policy_state_dict"), "expected an entry 'policy_state_"),
-            (lambda state: state.update(policy_version="a"), "expected a version of type"),
-            (
-                lambda state: state["policy_state_dict"].update(more=torch.ones(1)),
-                r"policy_state_dict'\]: expected the entries that there are, got \['more'\] beside",
-            ),
-            (
-                lambda state: state["policy_state_dict"].update(
-                    {"module.linear.bias": torch.ones(7)}
-                ),
-                r"expected module.linear.bias of shape \(1,\), got \(7,\)",
-            ),
-        ],
-    )
-    def test_refused(self, collect, module, change, message):
-        options = {"policy": module, "track_policy_version": True, "total_dialog_turns": -1}
-        collector, other = (collect(Counting(2, 9), **options) for _ in range(2))
-        first = [seen(c.next()) for c in (collector, other)]
-        state = other.state_dict()
-        state["policy_state_dict"] = {
-            key: value + 1 for key, value in state["policy_state_dict"].items()
-        }
-        change(state)
-        before = [parameter.clone() for parameter in module.parameters()]
-        with pytest.raises(ValueError, match=message):
-            collector.load_state_dict(state)
-        assert all(map(torch.equal, before, module.parameters()))
-        assert first[0] == first[1] and seen(collector.next()) == seen(other.next())
-
-    def test_what_is_no_state(self, collect):
-        with pytest.raises(TypeError, match="state_dict: expected a mapping, got list"):
-            collect().load_state_dict([])
-
-    def test_a_part_of_a_state_is_taken_when_asked_for(self, collect, module):
-        collector = collect(policy=module)
-        state = collector.state_dict()
-        del state["policy_state_dict"], state["env_state_dict"]
-        collector.load_state_dict(state | {"frames": 4}, strict=False)
-        assert collector.stats()["frames"] == 4
-
-
-class Rounded(torch.nn.Module):
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        return self.linear(seen.float()).long()
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -452,72 +372,3 @@ def test_torchrls_profiler_runs(collect, tmp_path):
     collector.enable_profile(save_path=tmp_path / "trace.json", num_rollouts=2, warmup_rollouts=1)
     list(collector)
     assert (tmp_path / "trace.json").stat().st_size > 0
-
-
-class TestReuse:
-    """Turns are kept without a copy, unless policy or environment write into them later."""
-
-    @pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
-    @pytest.mark.parametrize(
-        "mode", [{}, {"flatten_data": True}, {"yield_completed_trajectories": True}], ids=str
-    )
-    def test_a_policy_with_a_buffer(self, collect, mode, lazy, caplog):
-        options = {"dialog_turns_per_batch": 12, "total_dialog_turns": 24} | mode
-        buffer = torch.zeros(2, 1, dtype=torch.int64)
-
-        def writing(turn):
-            for row in turn.unbind(0):
-                n = int(row["seen"].item() != turn["seen"][0].item())
-                row.set("action", buffer[n])
-            buffer.copy_(10 * turn["seen"])
-            return turn if lazy else turn.set("action", buffer)
-
-        whole, kept = (
-            [batch["action"].flatten().tolist() for batch in collect(env, policy=by, **options)]
-            for env, by in ((Counting(2, 5, lazy), policy), (Counting(2, 5, lazy), writing))
-        )
-        assert whole == kept
-        assert caplog.text.count("return the same tensors") == 1 and "action" in caplog.text
-
-    @pytest.mark.parametrize("flags", [False, True], ids=["what is seen", "done"])
-    def test_an_environment_with_buffers(self, collect, flags, caplog):
-        class Buffered(Counting):
-            """Writes what its steps return into the same tensors."""
-
-            def _step(self, tensordict):
-                state = super()._step(tensordict)
-                for key in ("done", "terminated") if flags else ("seen",):
-                    buffer = self.__dict__.setdefault(f"written {key}", state[key].clone())
-                    state.set(key, buffer.copy_(state[key]))
-                return state
-
-        options = {"dialog_turns_per_batch": 12, "total_dialog_turns": 36}
-        keys = ("seen", ("next", "seen"), "done", ("next", "done"), IDS)
-        whole, kept = (
-            [[batch[key].tolist() for key in keys] for batch in collect(env, **options)]
-            for env in (Counting(2, 5), Buffered(2, 5))
-        )
-        assert whole == kept
-        assert caplog.text.count("return the same tensors") == 1
-
-    def test_a_pool_of_processes_with_shared_slots(self, collect, caplog):
-        makers = [partial(Numbers, None, 5) for _ in range(2)]
-        pool = AsyncEnvPool(makers, backend="multiprocessing", stack="lazy", exchange="shm")
-        batch = collect(pool, dialog_turns_per_batch=20).next()
-        assert seen(batch) == [[*range(100, 105), *range(200, 205)]] * 2
-        assert seen(batch["next"]) == [[*range(101, 106), *range(201, 206)]] * 2
-        assert caplog.text.count("return the same tensors") == 1
-
-    def test_nothing_is_copied_of_others(self, collect):
-        """Which the first turns tell."""
-        made = []
-
-        def remembering(turn):
-            made.append(policy(turn)["action"])
-            return turn
-
-        batch = collect(policy=remembering, dialog_turns_per_batch=16).next()
-        addresses = [batch[:, n]["action"].data_ptr() for n in range(8)]
-        assert [a == b.data_ptr() for a, b in zip(addresses, made, strict=True)] == (
-            [False] * 3 + [True] * 5
-        )

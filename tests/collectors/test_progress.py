@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from counting_dialogs import Counting, policy
 from tensordict import TensorDict, lazy_stack
 from torchrl.envs import StepCounter
 from torchrl.modules.llm import TransformersWrapper
@@ -16,21 +15,6 @@ from transforms.dialogs import rows
 
 from fusedrl import LLMCollector, PolicyVersion
 from fusedrl.collectors.progress import tokens_in
-
-
-@pytest.fixture
-def collect() -> Iterator[Callable[..., LLMCollector]]:
-    """A collector of two batches of four turns; shut down after the test."""
-    made = []
-
-    def collect(env: Any = None, **options: Any) -> LLMCollector:
-        given = {"policy": policy, "dialog_turns_per_batch": 4, "total_dialog_turns": 8}
-        made.append(LLMCollector(Counting() if env is None else env, **(given | options)))
-        return made[-1]
-
-    yield collect
-    for collector in made:
-        collector.shutdown()
 
 
 @pytest.fixture

@@ -47,9 +47,8 @@ def main(connection: Connection, sealed: Sealed) -> None:
         if torchrl.filter_warnings_subprocess:
             warnings.simplefilter("ignore")
         Worker(connection).run(sealed)
-    atexit.register(
-        _leave
-    )  # first of what a spawned process does at exit; a forked one has no exit
+    # The first that a spawned process does at its exit; a forked one has none.
+    atexit.register(_leave)
 
 
 def _leave() -> None:
