@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +17,9 @@ from fusedrl.collectors.policy_version import stamp, versions_in
 from fusedrl.collectors.progress import progress_bar
 from fusedrl.collectors.reuse import Reuse
 from fusedrl.collectors.rows import IDS, ended, private_keys, rows_of, tag
+from fusedrl.collectors.staleness import is_too_old
 from fusedrl.collectors.stopwatch import Stopwatch
 from fusedrl.weights.attachment import LeasedVersion
-
-logger = logging.getLogger("fusedrl")
 
 
 class Rollout(_LLMCollector):
@@ -241,17 +239,10 @@ class Rollout(_LLMCollector):
         if self.max_staleness is None:
             return False
         late = self.policy_version - min(versions_in(batch))
-        if late <= self.max_staleness:
-            return False
-        if not self.stale_turns:
-            logger.warning(
-                "LLMCollector: a batch was dropped, its oldest turn is %d versions old and "
-                "max_staleness is %d; stale_turns counts (this is said once)",
-                late,
-                self.max_staleness,
-            )
-        self.stale_turns += batch.numel()
-        return True
+        if is_too_old(late, self.max_staleness, self.stale_turns, "LLMCollector.stale_turns"):
+            self.stale_turns += batch.numel()
+            return True
+        return False
 
     def _postproc(self, batch: TensorDictBase) -> TensorDictBase:
         if self.postproc is not None:

@@ -14,6 +14,7 @@ from fusedrl.collectors.cluster.actor import Collected
 from fusedrl.collectors.cluster.updates import RayUpdates
 from fusedrl.collectors.policy_version import PolicyVersion
 from fusedrl.collectors.progress import progress_bar
+from fusedrl.collectors.staleness import is_too_old
 from fusedrl.parcel import unpack
 
 logger = logging.getLogger("fusedrl")
@@ -162,17 +163,10 @@ class RayBatches(RayUpdates):
         if self.max_staleness is None:
             return False
         late = self._versions.version - min(oldest)
-        if late <= self.max_staleness:
-            return False
-        if not self._dropped:
-            logger.warning(
-                "RayLLMCollector: a batch was dropped, its oldest turn is %d versions old and "
-                "max_staleness is %d; stale_turns counts (this is said once)",
-                late,
-                self.max_staleness,
-            )
-        self._dropped += batch.numel()
-        return True
+        if is_too_old(late, self.max_staleness, self._dropped, "RayLLMCollector.stale_turns"):
+            self._dropped += batch.numel()
+            return True
+        return False
 
     def start(self) -> None:
         """Collect into the replay buffer in the background, in all actors at once.

@@ -16,6 +16,7 @@ from torchrl.collectors.utils import (
 
 from fusedrl.collectors.process.calls import AsyncCalls
 from fusedrl.collectors.progress import progress_bar
+from fusedrl.collectors.staleness import is_too_old
 
 logger = logging.getLogger("fusedrl")
 
@@ -89,17 +90,10 @@ class AsyncIteration(AsyncCalls):
         if self.max_staleness is None or oldest is None:
             return False
         late = self.policy_version - oldest
-        if late <= self.max_staleness:
-            return False
-        if not self.stale_frames:
-            logger.warning(
-                "AsyncCollector: a batch was dropped, its oldest frame is %d versions old and "
-                "max_staleness is %d; stale_frames counts (this is said once)",
-                late,
-                self.max_staleness,
-            )
-        self.stale_frames += batch.numel()
-        return True
+        if is_too_old(late, self.max_staleness, self.stale_frames, "AsyncCollector.stale_frames"):
+            self.stale_frames += batch.numel()
+            return True
+        return False
 
     def start(self) -> None:
         """Fill the replay buffer from a thread, until the end or :meth:`async_shutdown`.
