@@ -40,6 +40,7 @@ FACTORIES = {
 def cluster():
     """A Ray of this machine alone, whose workers can import the factories."""
     ray.init(
+        address="local",  # not a cluster that other tests run beside this one
         num_cpus=2,
         object_store_memory=100 * 2**20,  # a container's /dev/shm may be small
         include_dashboard=False,

@@ -20,6 +20,7 @@ def ray():
     ray = pytest.importorskip("ray")
     tests = str(Path(__file__).parents[1])
     ray.init(
+        address="local",  # not a cluster that other tests run beside this one
         num_cpus=2,
         object_store_memory=100 * 2**20,  # a container's /dev/shm may be small
         include_dashboard=False,
