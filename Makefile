@@ -47,7 +47,7 @@ demo: $(INSTALLED)
 	fusedrl demo --out demo-out
 
 test: $(INSTALLED)
-	pytest -m "not gpu" --numprocesses $(JOBS) --dist loadfile
+	pytest -m "not gpu" --numprocesses $(JOBS) --no-loadscope-reorder
 
 bench: $(INSTALLED)
 	fusedrl bench

@@ -42,7 +42,7 @@ def test_ray_collectors_act_by_one_put_an_update_until_one_is_dead(ray, monkeypa
     put = ray.put
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
     trained = make_policy(3.0)
-    updater = RayRemoteWeightUpdater(TensorDict.from_module(trained), timeout=60)
+    updater = RayRemoteWeightUpdater(TensorDict.from_module(trained), timeout=300)
     collector = RayCollector(
         [Ones, Ones],
         make_policy(),
@@ -76,7 +76,7 @@ def test_ray_collectors_act_by_one_put_an_update_until_one_is_dead(ray, monkeypa
     with pytest.raises(TimeoutError, match=r"worker 0: no answer within 0\.2 s"):
         collector.update_policy_weights_()
     ray.get(busy)
-    updater.timeout = 60
+    updater.timeout = 300
     ray.kill(updater.remote_collectors[1])
     with pytest.raises(RuntimeError, match="got worker 1: ActorDied"):
         collector.update_policy_weights_()
@@ -98,7 +98,7 @@ def test_workers_of_a_node_get_views_of_its_store(ray):
 
     actors = [ray.remote(Kept).options(num_cpus=0).remote() for _ in range(2)]
     trained = torch.nn.Linear(1000, 1000)
-    updater = RayRemoteWeightUpdater(TensorDict.from_module(trained), actors, timeout=60)
+    updater = RayRemoteWeightUpdater(TensorDict.from_module(trained), actors, timeout=300)
     updater.update_weights()
     for total, file in ray.get([actor.sum_and_file.remote() for actor in actors]):
         assert total == pytest.approx(trained.weight.sum().item(), rel=1e-4)

@@ -13,6 +13,7 @@ from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_d
 
 from fusedrl.collectors.dialogs import Dialogs, Turns
 from fusedrl.collectors.from_channel import FromChannel
+from fusedrl.collectors.histories import call_by_length
 from fusedrl.collectors.policy_version import stamp, versions_in
 from fusedrl.collectors.progress import progress_bar
 from fusedrl.collectors.reuse import Reuse
@@ -172,12 +173,11 @@ class Rollout(_LLMCollector):
             loaded = self._channel.take()
             if tracker is not None and loaded not in (None, tracker.version):
                 tracker.version = loaded
+        if isinstance(tracker, LeasedVersion):  # a scheme switches versions where a call begins
+            with tracker.held() as version:
+                return call_by_length(self.policy, carried), version
         version = None if tracker is None else tracker.version
-        actions = self.policy(carried)
-        if isinstance(tracker, LeasedVersion):
-            # A scheme switched versions as the call began, and told the transform.
-            version = tracker.transform.version
-        return actions, version
+        return call_by_length(self.policy, carried), version
 
     def _ask(self) -> None:
         """Call the policy and let the environments of the pool take their step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,6 +49,10 @@ class LeasedVersion:
 
     def increment_version(self) -> None:
         """An update is counted when it is published."""
+
+    def held(self) -> AbstractContextManager[int]:
+        """Brackets policy calls that are to have one version."""
+        return self._follower
 
 
 class _Call(functools.partial):

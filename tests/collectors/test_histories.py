@@ -1,0 +1,181 @@
+"""Dialogs of different lengths in one turn, for policies that take those of one length only."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from channel_collector import Says, of, policy_of
+from counting_dialogs import Counting, seen
+from counting_dialogs import policy as numbers_policy
+from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import AsyncEnvPool, StepCounter, Transform, TransformedEnv
+from torchrl.envs.llm import ChatEnv
+from torchrl.envs.llm.transforms import DataLoadingPrimer
+from transforms.conftest import QUESTIONS, OneReward
+
+from fusedrl import ChannelWeightSyncScheme
+from fusedrl.collectors.histories import call_by_length
+
+
+def history(length: int) -> TensorDict:
+    return TensorDict({"role": torch.zeros(length)}, [length])
+
+
+class Growing(Counting):
+    """Dialogs with a history of a message a turn; row ``i`` ends after ``2 + i``."""
+
+    def __init__(self, rows: int = 2) -> None:
+        super().__init__(rows, 2, lazy=True)
+        message = Composite(role=Unbounded((rows, -1)), shape=(rows,))
+        self.observation_spec["history"] = Composite(prompt=message, shape=(rows,))
+
+    def _state(self, **more: Any) -> TensorDictBase:
+        state = super()._state(**more)
+        for row, turn in zip(state.unbind(0), self.turn.flatten().tolist(), strict=True):
+            row["history", "prompt"] = history(turn + 1)
+        return state
+
+
+def lengths(dialogs: TensorDictBase) -> list[int]:
+    prompts = [row["history", "prompt"] for row in dialogs.reshape(-1).unbind(0)]
+    return [prompt.batch_size[-1] for prompt in prompts]
+
+
+def strict(dialogs: TensorDictBase) -> TensorDictBase:
+    """Takes a stack of histories apart, as torchrl's wrappers of language models do."""
+    dialogs["history", "prompt"].unbind(-1)
+    return numbers_policy(dialogs)
+
+
+def dialog(length: int) -> TensorDict:
+    prompt = {"prompt": history(length)}
+    return TensorDict({"seen": torch.tensor([length]), "history": prompt})
+
+
+class TestCalls:
+    @pytest.fixture
+    def calls(self):
+        return []
+
+    @pytest.fixture
+    def policy(self, calls):
+        def policy(dialogs):
+            calls.append(lengths(dialogs))
+            return dialogs.clone().set("action", 10 * dialogs["seen"])
+
+        return policy
+
+    def test_one_for_each_length_and_answers_in_order(self, policy, calls):
+        answers = call_by_length(policy, lazy_stack([dialog(n) for n in (3, 1, 3, 2, 1)]))
+        assert calls == [[3, 3], [1, 1], [2]]
+        assert answers["action"].flatten().tolist() == [30, 10, 30, 20, 10]
+        assert lengths(answers) == [3, 1, 3, 2, 1]
+
+    def test_one_where_lengths_are_equal(self, policy, calls):
+        dialogs = lazy_stack([dialog(2), dialog(2)])
+        assert call_by_length(lambda given: given, dialogs) is dialogs
+        call_by_length(policy, dialogs)
+        assert calls == [[2, 2]]
+
+    def test_of_a_pool_of_batched_environments(self, policy, calls):
+        of_one, of_two = ([dialog(n) for n in given] for given in ((2, 2), (1, 2)))
+        answers = call_by_length(policy, lazy_stack([lazy_stack(of_two), lazy_stack(of_one)]))
+        assert sorted(map(sorted, calls)) == [[1], [2], [2, 2]]
+        assert answers["action"].flatten().tolist() == [10, 20, 20, 20]
+        assert answers.batch_size == (2, 2)
+
+    @pytest.mark.parametrize("dialogs", [Counting().reset(), Counting(lazy=True).reset()])
+    def test_one_without_histories(self, dialogs):
+        assert call_by_length(lambda given: given, dialogs) is dialogs
+
+
+@pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
+def test_the_batches_are_those_of_a_policy_that_takes_all_lengths(collect, mode):
+    batches = [
+        [seen(batch.reshape(-1)) for batch in collect(env, policy=policy, **mode)]
+        for env, policy in ((Growing(), strict), (Counting(2, 2, lazy=True), numbers_policy))
+    ]
+    assert batches[0] == batches[1] and len(batches[0]) == 2
+
+
+def test_a_turn_has_one_version_of_weights(collect):
+    """Though the policy is called twice, and the scheme switches versions within each call."""
+    collector = collect(
+        Growing(),
+        policy=policy_of(Says(1)),
+        dialog_turns_per_batch=2,
+        total_dialog_turns=16,
+        weight_sync_schemes={"policy": ChannelWeightSyncScheme()},
+        track_policy_version=True,
+    )
+    answer = collector.policy
+
+    def publishing(dialogs):
+        answers = answer(dialogs)
+        collector.update_policy_weights_(policy_of(Says(collector.policy_version + 1)))
+        return answers
+
+    collector.policy = publishing
+    turns = [of(batch) for batch in collector]
+    assert all(len(set(turn)) == 1 for turn in turns)
+    versions = [turn[0] for turn in turns]
+    assert 2 in {later - earlier for earlier, later in itertools.pairwise(versions)}
+
+
+class FirstEnds(Transform):
+    """Dialog 0 ends at each turn, so that others have more messages."""
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        over = next_tensordict["done"].clone()
+        over[0] = True
+        return next_tensordict.set("done", over).set("terminated", over.clone())
+
+
+class TestChats:
+    OPTIONS = {"dialog_turns_per_batch": 6, "total_dialog_turns": 12}  # noqa: RUF012
+
+    def check(self, batches: list[Any], tokenizer: Any) -> None:
+        """Each answer follows its own prompt."""
+        rows = [row for batch in batches for row in batch.reshape(-1).unbind(0)]
+        assert len(rows) >= 12
+        assert {len(row["history", "prompt"].content) for row in rows} >= {1, 2}
+        for row in rows:
+            full, prompt, response = (
+                row["history", part] for part in ("full", "prompt", "response")
+            )
+            assert full.content == prompt.content + response.content
+            text = tokenizer.decode(row["tokens", "full"])
+            assert all(message in text for message in prompt.content)
+
+    @pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
+    def test_dialogs_of_one_environment(
+        self, chat_env, generating_policy, tokenizer, collect, mode
+    ):
+        env = chat_env(StepCounter(2), FirstEnds())
+        options = {"policy": generating_policy, **self.OPTIONS, **mode}
+        self.check(list(collect(env, **options)), tokenizer)
+
+    def test_of_a_pool(self, tokenizer, generating_policy, collect):
+        def one(*transforms: Transform) -> TransformedEnv:
+            loader = torch.utils.data.DataLoader(
+                [{"query": question} for question in QUESTIONS * 8],
+                collate_fn=lambda batch: TensorDict(
+                    query=NonTensorStack(*(x["query"] for x in batch)), batch_size=[1]
+                ),
+            )
+            env = TransformedEnv(ChatEnv(batch_size=(1,), tokenizer=tokenizer))
+            for part in (DataLoadingPrimer(dataloader=loader), OneReward(), *transforms):
+                env.append_transform(part)
+            return env
+
+        pool = AsyncEnvPool(
+            [lambda: one(StepCounter(2), FirstEnds()), lambda: one(StepCounter(2))],
+            backend="threading",
+            stack="lazy",
+        )
+        pool.min_get = 2
+        self.check(list(collect(pool, policy=generating_policy, **self.OPTIONS)), tokenizer)
