@@ -18,6 +18,7 @@ import ray_dialogs
 import torch
 from channel_collector import Says, of, policy_of
 from counting_dialogs import Counting
+from counting_dialogs import policy as numbers_policy
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors.llm import RayLLMCollector as TorchrlRayLLMCollector
@@ -485,6 +486,15 @@ def test_a_policy_that_cannot_be_sent_is_refused(collect):
         collect(policy=lambda turn: turn if lock else None)
     with pytest.raises(TypeError, match="for env a function that makes it"):
         collect(lambda: lock)
+
+
+def test_weights_for_a_policy_that_has_none_are_refused_and_not_counted(collect):
+    collector = collect(policy=numbers_policy)
+    for weights in (weights_of(1), None):
+        with pytest.raises(TypeError, match="policy: expected a module"):
+            collector.update_policy_weights_(weights)
+    assert collector.policy_version == 0
+    assert collector.next()["next", "policy_version"].unique().tolist() == [0]
 
 
 def test_our_collector_as_an_actor(cluster):

@@ -160,6 +160,7 @@ class RayLLMCollector(RayBatches):
         self.closed = False
         layout = self._actors.started[0].layout
         self._layout = None if layout is None else Layout.from_json(layout)
+        self._updatable = layout is not None or weight_updater is not None
         self._policy = policy
         self._register(weight_updater)
 

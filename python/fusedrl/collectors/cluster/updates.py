@@ -31,6 +31,7 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
     closed: bool
     _actors: Actors
     _layout: Layout | None  # of the actors' channels; None where they have none
+    _updatable: bool  # whether an update without an updater can do anything
     _policy: Any  # what was given: the source of an update without weights
     _versions: Any  # a PolicyVersion, which counts also where nobody asked for it
     _weight_updater: Any
@@ -68,6 +69,7 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
             policy_weights: the same as ``policy_or_weights``, by its former name.
 
         Raises:
+            TypeError: a policy that has no module, and no weight updater.
             ValueError: weights that do not fit, which changes nothing; chosen workers.
             RuntimeError: a dead actor; the others have the weights.
             TimeoutError: an actor does not answer.
@@ -91,6 +93,11 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
     def _update(self, weights: Any, worker_ids: Any) -> None:
         if isinstance(self._weight_updater, RemoteWeightUpdaterBase):
             self._weight_updater(weights, worker_ids)
+        elif not self._updatable:
+            raise TypeError(
+                "policy: expected a module, or what has one as its model, got another, whose "
+                "weights are not known; pass a weight_updater= that knows them"
+            )
         elif self._layout is None:
             weights = unwrap(weights)
             stored = isinstance(weights, TensorDictBase)
@@ -155,6 +162,7 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
         if not sends and not (value is None and runs_here):
             self._layout = None
             self._actors.each("set_updater", value)
+            self._updatable = True
         self._register(value)
 
     def _register(self, value: Any) -> None:
