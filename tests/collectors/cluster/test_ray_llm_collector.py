@@ -497,6 +497,17 @@ def test_weights_for_a_policy_that_has_none_are_refused_and_not_counted(collect)
     assert collector.next()["next", "policy_version"].unique().tolist() == [0]
 
 
+def test_torchrls_profiler_runs_in_the_actors(collect, tmp_path):
+    collector = collect(total_dialog_turns=16, num_collectors=2)
+    trace = str(tmp_path / "trace {worker_idx}.json")
+    options = {"workers": [0, 1], "num_rollouts": 2, "warmup_rollouts": 1}
+    collector.enable_profile(save_path=trace, **options)
+    assert len(list(collector)) == 4
+    assert all("aten::" in (tmp_path / f"trace {n}.json").read_text() for n in (0, 1))
+    collector.disable_profile()
+    assert collector.post_collect_hook is None
+
+
 def test_our_collector_as_an_actor(cluster):
     remote = LLMCollector.as_remote()
     actor = remote.remote(Counting(), policy=ray_dialogs.says(), dialog_turns_per_batch=2)

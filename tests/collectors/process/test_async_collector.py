@@ -94,6 +94,23 @@ def test_dialogs_weights_and_profile(make):
     assert collector.map_fn("policy_version.__add__", [(1,)]) == [8]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"collector_class": LLMCollector, "policy": policy_of(Says(1))}],
+    ids=["frames", "dialogs"],
+)
+def test_torchrls_profiler_runs_in_the_worker(make, tmp_path, options):
+    seen = []
+    env = Counting if options else CountingEnv
+    collector = make(env, total_frames=16, post_collect_hook=seen.append, **options)
+    trace = str(tmp_path / "trace {worker_idx}.json")
+    collector.enable_profile(save_path=trace, num_rollouts=2, warmup_rollouts=1)
+    assert len(list(collector)) == 4
+    assert "aten::" in (tmp_path / "trace 0.json").read_text()
+    collector.disable_profile()
+    assert collector.post_collect_hook == seen.append
+
+
 def test_completed_dialogs_on_a_budget(make):
     collector = make(
         Counting,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torchrl.collectors import ProfileConfig
 
 from fusedrl.channel.layout import Layout
 from fusedrl.collectors.cluster.actors import Actors, buffer_client, start_ray
@@ -256,6 +257,15 @@ class RayLLMCollector(RayBatches):
         """Where the time of all actors went: policy, env, stamping, queueing."""
         parts = [astuple(profile) for profile in self._each("profile")]
         return Profile(*map(sum, zip(*parts, strict=True)))
+
+    def _install_profile_hooks(self, config: ProfileConfig) -> None:
+        for index in set(config.workers).intersection(self._actors.indices):
+            own = replace(config, save_path=config.get_save_path(index))
+            self._actors.one(index, "call", "_install_profile_hooks", (own,))
+
+    def _uninstall_profile_hooks(self, config: ProfileConfig) -> None:
+        for index in set(config.workers).intersection(self._actors.indices):
+            self._actors.one(index, "call", "_uninstall_profile_hooks", (config,))
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """The state of each actor's collector, between two batches, the counts and the version."""
