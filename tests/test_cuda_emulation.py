@@ -27,7 +27,7 @@ def library(tmp_path_factory) -> Path:
     library = tmp_path_factory.mktemp("emulation") / "emulated.so"
     subprocess.run(
         [
-            *(COMPILER, "-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-fsanitize=address"),
+            *(COMPILER, "-std=c++20", "-O1", "-g1", "-fPIC", "-shared", "-fsanitize=address"),
             *("-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020a000000000000"),
             *(f"-I{CHECKS}", f"-I{ROOT}/csrc", "-isystem", torch_dir / "include"),
             *(ROOT / "csrc/ops.cpp", "-x", "c++"),

@@ -1,6 +1,6 @@
 // Stands in for csrc/common/cuda.h: the CUDA ops compiled by a host compiler and registered for CPU
 // tensors. Every CUDA thread is a host thread, so that sanitizers see races and what lies outside a
-// tensor. Blocks run one after the other, a few to a grid, so that kernels have to loop over the rest.
+// tensor. Blocks run one after the other, a few to a grid: kernels have to loop over the rest.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +9,8 @@
 #include <cmath>
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <semaphore>
 #include <thread>
 #include <vector>
 
@@ -46,6 +48,42 @@ struct Block {
   std::barrier<>& warp() { return warps[threadIdx.x / 32]; }
 };
 inline Block* block = nullptr;
+
+// Host threads that wait for the next kernel; to start them takes longer than most kernels here.
+class Threads {
+ public:
+  ~Threads() {
+    run_ = nullptr;
+    for (Waiting& one : waiting_) one.begin.release();
+  }
+
+  // Calls run(0) to run(count - 1), each in a thread of its own.
+  void run(unsigned count, const std::function<void(unsigned)>& run) {
+    while (waiting_.size() < count) {
+      Waiting& one = waiting_.emplace_back();
+      one.thread = std::jthread([&, index = unsigned(waiting_.size() - 1)] {
+        while (one.begin.acquire(), run_ != nullptr) {
+          (*run_)(index);
+          ended_.release();
+        }
+      });
+    }
+    run_ = &run;
+    for (unsigned i = 0; i < count; ++i) waiting_[i].begin.release();
+    for (unsigned i = 0; i < count; ++i) ended_.acquire();
+  }
+
+ private:
+  struct Waiting {
+    std::binary_semaphore begin{0};
+    std::jthread thread;
+  };
+
+  const std::function<void(unsigned)>* run_ = nullptr;
+  std::counting_semaphore<> ended_{0};
+  std::deque<Waiting> waiting_;
+};
+inline Threads host_threads;
 
 [[noreturn]] inline void fail(const char* message) {
   block->failure = message;
@@ -89,24 +127,20 @@ class OnDeviceOf {
     const unsigned grid = static_cast<unsigned>(std::min(blocks, kMaxBlocks));
     emulation::Block block(threads);
     emulation::block = &block;
-    std::vector<std::jthread> running;
-    for (unsigned t = 0; t < static_cast<unsigned>(threads); ++t) {
-      running.emplace_back([&, t] {
-        threadIdx.x = t;
-        blockDim.x = threads;
-        gridDim.x = grid;
-        try {
-          for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
-            kernel(args...);
-            __syncthreads();
-          }
-        } catch (const emulation::Stopped&) {
-          block.warp().arrive_and_drop();
-          block.all.arrive_and_drop();
+    emulation::host_threads.run(threads, [&](unsigned t) {
+      threadIdx.x = t;
+      blockDim.x = threads;
+      gridDim.x = grid;
+      try {
+        for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
+          kernel(args...);
+          __syncthreads();
         }
-      });
-    }
-    running.clear();
+      } catch (const emulation::Stopped&) {
+        block.warp().arrive_and_drop();
+        block.all.arrive_and_drop();
+      }
+    });
     STD_TORCH_CHECK(block.failure == nullptr, block.failure.load());
   }
 };
