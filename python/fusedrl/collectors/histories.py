@@ -43,7 +43,7 @@ def call_by_length(
 def _have_several_lengths(dialogs: Any) -> bool:
     if not isinstance(dialogs, LazyStackedTensorDict) or dialogs.stack_dim != 0:
         return False  # a tensordict of stacked tensors cannot hold them
-    if dialogs.tensordicts[0].get("history", None) is None:
+    if dialogs.tensordicts[0]._get_str(PROMPT[0], None) is None:  # quick: most are no chats
         return False
     prompt: Any = dialogs.get(PROMPT, None)
     return prompt is not None and -1 in prompt.batch_size
