@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Any
 
 import pytest
@@ -213,7 +215,7 @@ def test_a_buffer_is_filled_by_iterating_or_from_a_thread(make):
     collector.async_shutdown()
 
 
-def test_state_goes_into_another_collector(make):
+def test_state_goes_into_another_collector(make, monkeypatch):
     options = {"track_policy_version": True, "total_frames": 12, "max_frames_per_traj": 3}
     first = make(Ones, canary_policy(), **options)
     for version in range(2, 6):
@@ -221,8 +223,17 @@ def test_state_goes_into_another_collector(make):
     ids = first.next()["collector", "traj_ids"].tolist()
     state = first.state_dict()
     assert state["policy_version"] == 5 and state["frames"] == 4
-    second = make(Ones, canary_policy(), **options)
+    wait = functools.partial(time.sleep, 0.05)  # batches are asked for, and not begun
+    second = make(Ones, canary_policy(), prefetch=2, pre_collect_hook=wait, **options)
     second.next()
+    scheme = second._weight_sync_schemes["policy"]
+    send = scheme.send
+
+    def send_late(*args, **kwargs):
+        time.sleep(0.2)  # the worker collects if nothing holds it
+        send(*args, **kwargs)
+
+    monkeypatch.setattr(scheme, "send", send_late)
     second.load_state_dict(state)
     batches = list(second)
     assert second._frames == 12 and len(batches) == 2

@@ -87,11 +87,13 @@ class AsyncCalls(AsyncUpdates):
         weights = worker.pop("policy_state_dict", None) if scheme is not None else None
         if scheme is not None:
             worker.pop("policy_version", None)
-        self._call_anew(inner.load_state_dict, worker, scheme is None)
         if scheme is not None and weights is not None:
+            # First: the worker goes on with the next batch as soon as it has its state.
             newest = scheme.version or 0
             scheme.send(weights, version=max(version or 0, newest + 1))
-        elif version is not None and self.policy_version_tracker is not None:
+            version = None  # counted
+        self._call_anew(inner.load_state_dict, worker, scheme is None)
+        if version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
 
