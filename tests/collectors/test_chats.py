@@ -10,11 +10,9 @@ import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import AsyncEnvPool, StepCounter, TransformedEnv
-from torchrl.envs.llm import ChatEnv, DatasetChatEnv
-from torchrl.envs.llm.transforms import DataLoadingPrimer
+from torchrl.envs import AsyncEnvPool, StepCounter
+from torchrl.envs.llm import DatasetChatEnv
 from torchrl.modules.llm import TransformersWrapper
-from transforms.conftest import QUESTIONS, OneReward
 from transforms.dialogs import assert_rows_equal, rows
 
 from fusedrl import LLMCollector, RetrieveKL, WeightChannel
@@ -146,21 +144,13 @@ class TestAsyncEnvPool:
     }
 
     @pytest.fixture
-    def pool(self, tokenizer) -> Callable[..., AsyncEnvPool]:
-        def one_env(transform: RetrieveKL) -> TransformedEnv:
-            loader = torch.utils.data.DataLoader(
-                [{"query": question} for question in QUESTIONS * 4],
-                collate_fn=lambda batch: TensorDict(
-                    query=NonTensorStack(*(x["query"] for x in batch)), batch_size=(len(batch),)
-                ),
-            )
-            env = TransformedEnv(ChatEnv(batch_size=(1,), tokenizer=tokenizer))
-            for part in (DataLoadingPrimer(dataloader=loader), OneReward(), StepCounter(2)):
-                env.append_transform(part)
-            return env.append_transform(transform)
-
+    def pool(self, chat_env) -> Callable[..., AsyncEnvPool]:
         def pool(make: Callable[[], RetrieveKL]) -> AsyncEnvPool:
-            return AsyncEnvPool([lambda: one_env(make())] * 2, backend="threading", stack="lazy")
+            return AsyncEnvPool(
+                [lambda: chat_env(StepCounter(2), make(), rows=1)] * 2,
+                backend="threading",
+                stack="lazy",
+            )
 
         return pool
 

@@ -10,12 +10,9 @@ import torch
 from channel_collector import Says, of, policy_of
 from counting_dialogs import Counting, seen
 from counting_dialogs import policy as numbers_policy
-from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import Composite, Unbounded
-from torchrl.envs import AsyncEnvPool, StepCounter, Transform, TransformedEnv
-from torchrl.envs.llm import ChatEnv
-from torchrl.envs.llm.transforms import DataLoadingPrimer
-from transforms.conftest import QUESTIONS, OneReward
+from torchrl.envs import AsyncEnvPool, StepCounter, Transform
 
 from fusedrl import ChannelWeightSyncScheme
 from fusedrl.collectors.histories import call_by_length
@@ -159,21 +156,12 @@ class TestChats:
         options = {"policy": generating_policy, **self.OPTIONS, **mode}
         self.check(list(collect(env, **options)), tokenizer)
 
-    def test_of_a_pool(self, tokenizer, generating_policy, collect):
-        def one(*transforms: Transform) -> TransformedEnv:
-            loader = torch.utils.data.DataLoader(
-                [{"query": question} for question in QUESTIONS * 8],
-                collate_fn=lambda batch: TensorDict(
-                    query=NonTensorStack(*(x["query"] for x in batch)), batch_size=[1]
-                ),
-            )
-            env = TransformedEnv(ChatEnv(batch_size=(1,), tokenizer=tokenizer))
-            for part in (DataLoadingPrimer(dataloader=loader), OneReward(), *transforms):
-                env.append_transform(part)
-            return env
-
+    def test_dialogs_of_a_pool(self, chat_env, generating_policy, tokenizer, collect):
         pool = AsyncEnvPool(
-            [lambda: one(StepCounter(2), FirstEnds()), lambda: one(StepCounter(2))],
+            [
+                lambda: chat_env(StepCounter(2), FirstEnds(), rows=1),
+                lambda: chat_env(StepCounter(2), rows=1),
+            ],
             backend="threading",
             stack="lazy",
         )

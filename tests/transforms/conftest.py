@@ -130,15 +130,15 @@ class OneReward(Transform):
 def chat_env(tokenizer: Any) -> Callable[..., TransformedEnv]:
     """A ``ChatEnv`` that asks the questions, with a reward and the given transforms."""
 
-    def build(*transforms: Transform) -> TransformedEnv:
+    def build(*transforms: Transform, rows: int = 2) -> TransformedEnv:
         loader = torch.utils.data.DataLoader(
             [{"query": question} for question in QUESTIONS * 4],
-            batch_size=2,
+            batch_size=rows,
             collate_fn=lambda batch: TensorDict(
                 query=NonTensorStack(*(x["query"] for x in batch)), batch_size=(len(batch),)
             ),
         )
-        env = TransformedEnv(ChatEnv(batch_size=(2,), tokenizer=tokenizer))
+        env = TransformedEnv(ChatEnv(batch_size=(rows,), tokenizer=tokenizer))
         for transform in (DataLoadingPrimer(dataloader=loader), OneReward(), *transforms):
             env.append_transform(transform)
         return env
