@@ -30,7 +30,6 @@ from fusedrl import (
     RayLLMCollector,
     RayRemoteWeightUpdater,
     VanillaLocalWeightUpdater,
-    patch_torchrl,
 )
 
 ray = pytest.importorskip("ray")
@@ -514,54 +513,3 @@ def test_our_collector_as_an_actor(cluster):
     batch = ray.get(actor.next.remote())
     assert batch.shape == (2, 1) and ray.get(actor.is_initialized.remote())
     ray.kill(actor)
-
-
-class TestRefusals:
-    """Ray does not run here, and is not started."""
-
-    @pytest.fixture(autouse=True)
-    def _no_ray(self, monkeypatch):
-        def init(*args: Any, **kwargs: Any) -> None:
-            raise AssertionError("Ray was touched")
-
-        monkeypatch.setattr(ray, "is_initialized", init)
-
-    @pytest.mark.parametrize(
-        ("options", "told"),
-        [
-            ({"policy": ray_dialogs.says(), "policy_factory": ray_dialogs.says}, "policy_factory"),
-            ({"dialog_turns_per_batch": None}, "dialog_turns_per_batch: expected a number"),
-            ({"dialog_turns_per_batch": 0}, "dialog_turns_per_batch: expected a positive"),
-            ({"total_dialog_turns": 0}, "total_dialog_turns: expected a positive"),
-            ({"total_dialog_turns": 2, "num_collectors": 3}, "one for each of 3 actors, got 2"),
-            ({"num_collectors": 0}, "num_collectors: expected a positive number, got 0"),
-            ({"num_collectors": True}, "num_collectors: expected a positive number, got True"),
-            ({"num_collectors": 3, "remote_config": [{}] * 2}, "remote_config: expected a list of"),
-            ({"env": [Counting] * 2, "remote_config": [{}]}, "remote_config: expected a list of 2"),
-            ({"yield_only_last_steps": True, "flatten_data": True}, "flatten_data: expected None"),
-            ({"track_policy_version": 3}, "track_policy_version: expected a bool"),
-            (
-                {"policy": ray_dialogs.says(), "track_policy_version": PolicyVersion("uuid")},
-                "track_policy_version: expected integer versions",
-            ),
-            ({"channel_mode": "half"}, "channel_mode: expected 'alias' or 'copy'"),
-            ({"max_staleness": 1, "track_policy_version": False}, "max_staleness: expected int"),
-            ({"timeout": 0}, "timeout"),
-            ({"remote_config": {"max_restarts": 1}}, "remote_config: expected max_restarts=0"),
-        ],
-    )
-    def test_before_ray_is_touched(self, options, told):
-        given: dict[str, Any] = {"env": Counting, **options}
-        if told == "policy_factory":
-            with pytest.raises(TypeError, match="got both"):
-                RayLLMCollector(given.pop("env"), dialog_turns_per_batch=2, **given)
-            return
-        with pytest.raises((TypeError, ValueError), match=told):
-            make(given.pop("env"), **given)
-
-
-def test_torchrls_name():
-    import torchrl.collectors.llm
-
-    with patch_torchrl(["RayLLMCollector"]):
-        assert torchrl.collectors.llm.RayLLMCollector is RayLLMCollector

@@ -1,0 +1,66 @@
+"""RayLLMCollector: what it is given, where no Ray runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray_dialogs
+from counting_dialogs import Counting
+
+from fusedrl import PolicyVersion, RayLLMCollector, patch_torchrl
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture
+def no_ray(monkeypatch):
+    """It is not started."""
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("Ray was touched")
+
+    monkeypatch.setattr(ray, "is_initialized", init)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"policy": ray_dialogs.says(), "policy_factory": ray_dialogs.says}, "policy_factory"),
+        ({"dialog_turns_per_batch": None}, "dialog_turns_per_batch: expected a number"),
+        ({"dialog_turns_per_batch": 0}, "dialog_turns_per_batch: expected a positive"),
+        ({"total_dialog_turns": 0}, "total_dialog_turns: expected a positive"),
+        ({"total_dialog_turns": 2, "num_collectors": 3}, "one for each of 3 actors, got 2"),
+        ({"num_collectors": 0}, "num_collectors: expected a positive number, got 0"),
+        ({"num_collectors": True}, "num_collectors: expected a positive number, got True"),
+        ({"num_collectors": 3, "remote_config": [{}] * 2}, "remote_config: expected a list of"),
+        ({"env": [Counting] * 2, "remote_config": [{}]}, "remote_config: expected a list of 2"),
+        ({"yield_only_last_steps": True, "flatten_data": True}, "flatten_data: expected None"),
+        ({"track_policy_version": 3}, "track_policy_version: expected a bool"),
+        (
+            {"policy": ray_dialogs.says(), "track_policy_version": PolicyVersion("uuid")},
+            "track_policy_version: expected integer versions",
+        ),
+        ({"channel_mode": "half"}, "channel_mode: expected 'alias' or 'copy'"),
+        ({"max_staleness": 1, "track_policy_version": False}, "max_staleness: expected int"),
+        ({"timeout": 0}, "timeout"),
+        ({"remote_config": {"max_restarts": 1}}, "remote_config: expected max_restarts=0"),
+    ],
+)
+def test_what_is_refused_before_ray_is_touched(no_ray, options, told):
+    given: dict[str, Any] = {"env": Counting, **options}
+    if told == "policy_factory":
+        with pytest.raises(TypeError, match="got both"):
+            RayLLMCollector(given.pop("env"), dialog_turns_per_batch=2, **given)
+        return
+    defaults = {"policy_factory": None if "policy" in options else ray_dialogs.says}
+    defaults |= {"dialog_turns_per_batch": 4, "track_policy_version": True}
+    with pytest.raises((TypeError, ValueError), match=told):
+        RayLLMCollector(given.pop("env"), **(defaults | given))
+
+
+def test_torchrls_name():
+    import torchrl.collectors.llm
+
+    with patch_torchrl(["RayLLMCollector"]):
+        assert torchrl.collectors.llm.RayLLMCollector is RayLLMCollector
