@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fusedrl.ops._autograd import first_derivative_only
 from fusedrl.ops.token_log_probs import TokenLogProbs, token_log_probs
 from fusedrl.patching import Replacement, Report, replace
 
@@ -205,7 +205,9 @@ class _ManyClasses(torch.autograd.Function):
         return log_prob + (logits.gather(-1, index) - top) / temperature
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only(
+        "selective_log_softmax", "leave it out of the names for patch_trl, as TRL's own has one"
+    )
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits, index, top, log_prob = ctx.saved_tensors
         upstream = grads[0] / ctx.temperature
