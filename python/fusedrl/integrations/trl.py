@@ -7,12 +7,14 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fusedrl.integrations import _trl_trainers
+from fusedrl.ops._autograd import first_derivative_only
 from fusedrl.ops.token_log_probs import TokenLogProbs, token_log_probs
 from fusedrl.patching import Replacement, Report, replace
 
@@ -205,7 +207,9 @@ class _ManyClasses(torch.autograd.Function):
         return log_prob + (logits.gather(-1, index) - top) / temperature
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only(
+        "selective_log_softmax", "leave it out of the names for patch_trl, as TRL's own has one"
+    )
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits, index, top, log_prob = ctx.saved_tensors
         upstream = grads[0] / ctx.temperature
@@ -240,8 +244,9 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
             them that the installed TRL has; those it has not are logged.
 
     Returns:
-        What was replaced, and where: iterable, printable, with ``revert()``. As a context manager
-        it reverts at the end of the block.
+        What was replaced, and where: iterable, printable, with ``revert()``. ``report.untouched``
+        are the trainers of the installed TRL that call none of it, each with the reason. As a
+        context manager it reverts at the end of the block.
 
     Raises:
         ImportError: without TRL.
@@ -273,7 +278,8 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
             raise ValueError(f"names: {problem}; leave {name} out")
         else:
             logger.warning("patch_trl: %s; left out", problem)
-    return replace("trl", replacements)
+    names = [replacement.name for replacement in replacements]
+    return replace("trl", replacements, partial(_trl_trainers.without, names))
 
 
 def _ours(name: str) -> tuple[Any, str | None]:
