@@ -38,7 +38,7 @@ def is_dense(column: Any) -> TypeGuard[Tensor]:
 
 def check_some(td: TensorDictBase) -> None:
     """Refuse a batch of no sample, of which an empty stack does not even tell its keys."""
-    if td.batch_dims and td.numel() == 0:
+    if td.batch_size.numel() == 0:
         raise ValueError("tensordict: expected at least one sample, got none; skip empty batches")
 
 
