@@ -28,7 +28,8 @@ class Finding(NamedTuple):
         splits: the head's product with the decoder's states gives the model's logits.
         packs: sequences stay apart in one row in which positions start again.
         pads: sequences stay apart in a right-padded batch.
-        steady: logits depend on earlier tokens, and on nothing behind them.
+        steady: logits depend on nothing behind their token, the length of the call included.
+        ahead: logits depend on later tokens.
         telling: there were logits to compare, not only zeros or infinities.
     """
 
@@ -36,6 +37,7 @@ class Finding(NamedTuple):
     packs: bool = False
     pads: bool = False
     steady: bool = True
+    ahead: bool = False
     telling: bool = True
 
 
@@ -79,7 +81,8 @@ def try_parts(model: nn.Module, parts: Parts, packable: bool, below: int | None)
         if packs:
             with _forgotten(parts.decoder):
                 steady = _steady_ahead(ask, whole, FAR if below is None else max(below - 1, 0))
-        return Finding(True, packs and steady, steady and _pads(ask, whole), steady)
+        pads = steady and _pads(ask, whole)
+        return Finding(True, packs and steady, pads, steady, not steady and _ahead(ask, whole))
 
 
 def try_whole(
@@ -98,7 +101,8 @@ def try_whole(
         steady = _steady(ask, whole)
         pads = steady and _pads(ask, whole)
         telling = all(0 < _peak(logits) < math.inf for logits in whole.logits)
-        return Finding(False, pads=pads, steady=steady, telling=telling)
+        ahead = not steady and _ahead(ask, whole)
+        return Finding(False, pads=pads, steady=steady, ahead=ahead, telling=telling)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -175,6 +179,13 @@ def _pads(ask: Ask, whole: Whole) -> bool:
 def _steady(ask: Ask, whole: Whole) -> bool:
     cut = ask(input_ids=whole.rows[1][:, :SHORT])
     return _agree(cut, whole.logits[1][:, :SHORT], whole.dtype)
+
+
+def _ahead(ask: Ask, whole: Whole) -> bool:
+    """Whether other tokens behind change the logits in a call of the same length."""
+    ids = whole.rows[1].clone()
+    ids[:, SHORT:] = whole.rows[0][:, : LONG - SHORT]
+    return not _agree(ask(input_ids=ids)[:, :SHORT], whole.logits[1][:, :SHORT], whole.dtype)
 
 
 def _steady_ahead(ask: Ask, whole: Whole, position: int) -> bool:

@@ -78,6 +78,9 @@ def way_of(model: Any, known_ids: int = 1, kwargs: Mapping[str, Any] | None = No
         model: the model, or a module around it.
         known_ids: ids in ``[0, known_ids)`` are tried on a model that tells no vocabulary.
         kwargs: more arguments of the model's forward where its logits are needed.
+
+    Raises:
+        TypeError: a model of encoders, whose tokens see later ones.
     """
     below = shared_below(model)
     try:
@@ -85,20 +88,27 @@ def way_of(model: Any, known_ids: int = 1, kwargs: Mapping[str, Any] | None = No
     except CannotSplit as why:
         _warn(model, f"{why}; its log-probs are computed from all its logits")
         parts = None
-    if parts is not None:
-        finding = _parts_finding(model, parts, below)
-        if finding.splits:
-            if not finding.steady:
-                _warn(model, "its numbers change with later tokens; sequences are computed alone")
-            elif not finding.pads and not finding.packs:
-                _warn(model, "it does not keep padded sequences apart; they are computed alone")
-            elif not finding.packs:
-                _warn(model, "it is not known to keep packed sequences apart; they are padded")
-            return Way(parts, finding.packs, finding.pads, below)
-    finding = _whole_finding(model, known_ids, kwargs or {})
-    if not finding.pads:
+    finding = Finding(False) if parts is None else _parts_finding(model, parts, below)
+    if not finding.splits:
+        parts, finding = None, _whole_finding(model, known_ids, kwargs or {})
+    if finding.ahead:
+        _check_decoder(model)
+    if not finding.steady:
+        _warn(model, "its numbers change with what is behind a token; sequences are computed alone")
+    elif not finding.pads and not finding.packs:
         _warn(model, "it does not keep padded sequences apart; they are computed alone")
-    return Way(None, False, finding.pads, below)
+    elif parts is not None and not finding.packs:
+        _warn(model, "it is not known to keep packed sequences apart; they are padded")
+    return Way(parts, finding.packs, finding.pads, below)
+
+
+def _check_decoder(model: Any) -> None:
+    """Refuse a model whose tokens see later ones because it is no decoder."""
+    if getattr(getattr(model, "config", None), "is_decoder", None) is False:
+        raise TypeError(
+            f"model: expected a causal language model, got {type(model).__name__}, whose logits "
+            "see later tokens; load a causal one, or this one with is_decoder=True"
+        )
 
 
 def _parts_finding(model: Any, parts: Parts, below: int | None) -> Finding:
