@@ -212,6 +212,7 @@ class RetrieveKL(_RetrieveKL):
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        columns.check_some(tensordict)
         following = tensordict.get("next")
         if following is None:
             return self._step(tensordict, tensordict)
