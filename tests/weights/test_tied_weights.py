@@ -28,6 +28,7 @@ from fusedrl import (
 )
 from fusedrl.collectors.cluster.actor import DialogActor
 from fusedrl.parcel import unpack
+from fusedrl.weights.copying import unwrap
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -310,7 +311,8 @@ def test_what_is_sent_to_ray_actors_has_the_policys_names(form):
     policy, trained = policy_of("qwen2", True), policy_of("qwen2", True, 1)
     weights = TensorDict.from_module(policy)
     updater = RayRemoteWeightUpdater(weights, remote_collectors=[])
-    sent = TensorDict(updater._maybe_map_weights(FORMS[form](trained))).unflatten_keys(".")
+    sent = updater._maybe_map_weights(unwrap(FORMS[form](trained)))
+    sent = TensorDict(sent).unflatten_keys(".")
     for name, tensor in sent.items(include_nested=True, leaves_only=True):
         assert tensor.shape == weights[name].shape
     with pytest.raises(ValueError, match=UNTIED):
