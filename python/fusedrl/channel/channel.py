@@ -22,7 +22,7 @@ from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout, fill
 from fusedrl.channel.memory import HostMemory, Memory, checksum
-from fusedrl.channel.sources import Found, Slot
+from fusedrl.channel.sources import Found, Slot, module_slots
 
 # A reader that died is noticed within this time.
 SLICE_S = 0.02
@@ -239,11 +239,14 @@ class WeightChannel:
     def _can_keep(self, weights: Any, slots: list[Slot]) -> bool:
         if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):
             return False
-        stored = [entry for entry in self.layout.stored if entry.kind == "parameter"]
-        return (
-            self.layout.adapters is None
-            and not any(slot.computed for slot in slots)
-            and len(list(weights.parameters())) == len(stored)
+        if self.layout.adapters is not None or any(slot.computed for slot in slots):
+            return False
+        # Tied tensors that are two may get different values without being replaced.
+        tensors = {slot.name: slot.tensor for slot in module_slots(weights)}
+        entries = self.layout.entries
+        return all(
+            entry.tied_to is None or tensors.get(entry.name) is tensors.get(entry.tied_to)
+            for entry in entries
         )
 
     @contextmanager

@@ -111,10 +111,23 @@ def named_tensors(weights: Any, adapters: str | None = None) -> dict[str, tuple[
 
 
 def collect(weights: Any, adapters: str | None = None) -> dict[str, Slot]:
-    """The slots of ``weights`` by name, checked, and nothing computed or gathered yet.
+    """As :func:`slots_of`, checked: what is persistent are plain tensors."""
+    found = slots_of(weights, adapters)
+    for slot in found.values():
+        if slot.persistent:
+            check_tensor(slot.name, slot.tensor)
+    return found
+
+
+def slots_of(weights: Any, adapters: str | None = None) -> dict[str, Slot]:
+    """The slots of ``weights`` by name, and nothing computed or gathered yet.
 
     Those of a module have its buffers that are not persistent too: a tensordict of a module has
     them, and does not say which.
+
+    Args:
+        weights: as for :func:`named_tensors`; entries that are no tensors have slots too.
+        adapters: as for :func:`named_tensors`.
     """
     if adapters not in ADAPTERS:
         raise ValueError(f"adapters: expected one of {ADAPTERS}, got {adapters!r}")
@@ -146,8 +159,6 @@ def collect(weights: Any, adapters: str | None = None) -> dict[str, Slot]:
             raise ValueError(
                 f"weights: {slot.name}: expected one entry of this name, got two; rename one"
             )
-        if slot.persistent:
-            check_tensor(slot.name, slot.tensor)
         found[slot.name] = slot
     return found
 

@@ -99,6 +99,50 @@ def identity(tensor: Tensor) -> tuple[Any, ...] | None:
     )
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 2**26  # bytes that are compared at a time: what a comparison allocates is a part of it
+
+
+@torch.no_grad()
+def same_values(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two tensors of one shape have the same bits in ``dtype``; any NaN equals any other.
+
+    Reads both, and on a GPU waits for the current stream. The devices may differ.
+    """
+    if a.numel() == 0:
+        return True
+    if a.dim() == 0:
+        a, b = a[None], b[None]
+    rows = max(1, _PIECE * len(a) // (a.numel() * max(a.itemsize, b.itemsize)))
+    pieces = zip(a.split(rows), b.split(rows), strict=True)
+    return all(_same_piece(x, y.to(x.device), dtype) for x, y in pieces)
+
+
+def _same_piece(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    if a.dtype == b.dtype and _same_bits(a, b):
+        return True
+    if not (castable(a.dtype) and castable(b.dtype)):
+        return False
+    a, b = a.to(dtype), b.to(dtype)
+    if _same_bits(a, b):
+        return True
+    word = _WORDS[dtype.itemsize]
+    return bool(((a.view(word) == b.view(word)) | (a.isnan() & b.isnan())).all())
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return all(map(torch.equal, _words(a), _words(b)))
+
+
+def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """All of the memory as long words, which compare ten times faster than halves, and the rest."""
+    packed = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if packed.storage_offset() % 8:
+        packed = packed.clone()
+    end = len(packed) // 8 * 8
+    return packed[:end].view(torch.int64), packed[end:]
+
+
 @torch.no_grad()
 def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """One fused copy of any number of tensors, none included."""

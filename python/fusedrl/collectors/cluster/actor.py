@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torchrl.collectors.utils import _TrajectoryPool
 
 from fusedrl.channel import WeightChannel
-from fusedrl.channel.layout import Layout
-from fusedrl.channel.sources import collect
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import versions_in
 from fusedrl.collectors.progress import tokens_in
@@ -153,8 +151,7 @@ class DialogActor:
                 f"policy: expected a module, or what has one as its model, got "
                 f"{type(self._collector.policy).__name__}; pass a weight_updater= that knows it"
             )
-        named = named_weights(weights, self._channel.layout)
-        self._channel.publish(named, version)
+        self._channel.publish(weights_in(weights), version)
 
     def update_by_updater(self, weights: Any, worker_ids: Any, version: Any) -> None:
         """Let the updater of this collector do it; the version is the caller's."""
@@ -217,17 +214,7 @@ def _source(policy: Any) -> nn.Module | None:
     return None
 
 
-def named_weights(weights: Any, layout: Layout) -> dict[str, Tensor]:
-    """Weights by the names of a layout: those of a wrapper, or of the model that it wraps.
-
-    Names that the layout does not have stay, for :meth:`Layout.matched` to tell of.
-    """
-    if not isinstance(weights, nn.Module | Mapping | TensorDictBase):
-        weights = getattr(weights, "model", weights)
-    slots = [slot for slot in collect(weights).values() if slot.persistent]
-    wanted = {entry.name for entry in layout.entries}
-    names = [slot.name for slot in slots]
-    for renamed in ([f"model.{name}" for name in names], [n.removeprefix("model.") for n in names]):
-        if not wanted.issubset(names) and wanted.issubset(renamed):
-            names = renamed
-    return {name: slot.value() for name, slot in zip(names, slots, strict=True)}
+def weights_in(policy: Any) -> Any:
+    """What a channel takes as the weights of a policy: of one that is no module, its model."""
+    known = nn.Module | Mapping | TensorDictBase
+    return policy if isinstance(policy, known) else getattr(policy, "model", policy)

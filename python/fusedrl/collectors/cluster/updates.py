@@ -10,7 +10,7 @@ from torchrl.collectors._single import _CollectorMeta
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
 from fusedrl.channel.layout import Layout
-from fusedrl.collectors.cluster.actor import named_weights
+from fusedrl.collectors.cluster.actor import weights_in
 from fusedrl.collectors.cluster.actors import Actors
 from fusedrl.weights.base import RemoteWeightUpdaterBase
 from fusedrl.weights.copying import unwrap
@@ -123,8 +123,7 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
                 "policy_or_weights: expected weights, got none, and no policy= that they could be "
                 "of; pass the trained module, its tensordict or its state dict"
             )
-        named = named_weights(weights, self._layout)
-        self._layout.matched(named)
+        named = self._layout.named(weights_in(weights))
         reference = self._put(StoredWeights(TensorDict(named)))  # pyright: ignore[reportArgumentType]
         version = self._number(reference)
         self._actors.each("update_policy_weights_", reference, version, between=False)
