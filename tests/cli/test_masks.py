@@ -11,7 +11,8 @@ from tokenizers import models as bpe
 from transformers import PreTrainedTokenizerFast
 
 from fusedrl.demo import CHATS
-from fusedrl.scoring.chats import Chat, ChatError, parse_chat, read_records
+from fusedrl.scoring.chats import Chat, parse_chat, read_records
+from fusedrl.scoring.errors import ChatError
 from fusedrl.scoring.masks import tokenize_chat
 
 CHATML = """\

@@ -163,7 +163,7 @@ def test_a_bad_chat_is_named_skipped_and_counted(name, write_chats, score, capsy
     path = write_chats(GOOD, row, GOOD)
     code, out = score(path)
     printed = capsys.readouterr()
-    assert code == 0
+    assert code == 1
     assert f"{path}:2: " in printed.err
     assert problem in printed.err
     assert "2 chats scored, 1 skipped" in printed.out
@@ -180,7 +180,7 @@ def test_strict_stops_at_a_bad_chat(name, write_chats, score, capsys):
     assert code == 2
     assert f"{path}:2: " in printed.err
     assert problem in printed.err
-    assert list(out.iterdir()) == []
+    assert not out.exists()
 
 
 def test_blank_lines_count_as_lines_but_not_as_chats(write_chats, score):
@@ -203,7 +203,7 @@ def test_nothing_left_to_score_is_refused(write_chats, score, capsys):
     code, out = score(write_chats({"messages": []}))
     assert code == 2
     assert "no chat to score, 1 skipped" in capsys.readouterr().err
-    assert list(out.iterdir()) == []
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
