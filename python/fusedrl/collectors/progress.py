@@ -77,7 +77,11 @@ class Meter:
         self._turns = collector._frames
 
     def read(
-        self, batch: TensorDictBase | None = None, tokens: int | None = None, oldest: Any = None
+        self,
+        batch: TensorDictBase | None = None,
+        tokens: int | None = None,
+        oldest: Any = None,
+        turns: int | None = None,
     ) -> dict[str, Any]:
         """What there is of ``turns``, rates since the last call, ``version`` and ``staleness``.
 
@@ -86,11 +90,13 @@ class Meter:
                 ``staleness`` versions behind the newest.
             tokens: those of a batch that is elsewhere.
             oldest: the version of its oldest turn.
+            turns: those of the collector, if it counts them later.
         """
         now, collector = time.perf_counter(), self._collector
         seconds, self._last = max(now - self._last, 1e-9), now
-        turns, self._turns = collector._frames - self._turns, collector._frames
-        numbers: dict[str, Any] = {"turns": self._turns, "turns_per_s": turns / seconds}
+        before, self._turns = self._turns, collector._frames if turns is None else turns
+        rate = (self._turns - before) / seconds
+        numbers: dict[str, Any] = {"turns": self._turns, "turns_per_s": rate}
         tokens = tokens if batch is None else tokens_in(batch)
         if tokens is not None:
             numbers |= {"tokens": tokens, "tokens_per_s": tokens / seconds}
