@@ -15,7 +15,6 @@ from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transforms.token_columns import ATTENTION
 
-
 CALLS = ("forward", "_call")  # methods that are given one tensordict, with its ``"next"`` in it
 
 

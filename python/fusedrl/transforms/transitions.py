@@ -1,4 +1,4 @@
-"""What a call of a transform works on: data outside of an environment, such as a replay buffer's."""
+"""What a transform is called on: data outside of an environment, such as a replay buffer's."""
 
 from __future__ import annotations
 
