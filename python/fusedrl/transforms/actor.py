@@ -15,6 +15,8 @@ from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transforms.token_columns import ATTENTION
 
+CALLS = ("forward", "_call")  # methods that are given one tensordict, with its ``"next"`` in it
+
 
 class Description(NamedTuple):
     """What the local side knows of the transform in an actor."""
@@ -53,7 +55,7 @@ class TransformActor:
         """Call a method on packed tensordicts, and pack what it wrote."""
         self._transform.set_missing_tolerance(missing_tolerance)
         result: TensorDictBase = getattr(self._transform, method)(*unpack(parcel))
-        if method == "forward":
+        if method in CALLS:
             result = result.get("next", result)
         return pack(result.exclude(*self._unchanged()))
 

@@ -15,7 +15,7 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from fusedrl import ragged
 from fusedrl.ops.token_kl import pack_samples, token_kl
-from fusedrl.transforms import columns
+from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.arguments import accept_renamed, refuse
 from fusedrl.transforms.columns import Column, Columns, Rows, column_rows, is_dense
 from fusedrl.transforms.ray import RayKLRewardTransform
@@ -185,10 +185,11 @@ class KLRewardTransform(_KLRewardTransform):
         Transform.set_container(self, container)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        following = tensordict.get("next", None)
-        if following is None:
-            return self._step(tensordict, tensordict)
-        return tensordict.set("next", self._step(tensordict, following))
+        return transitions.run(self, self._step, tensordict)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """A whole transition, that a replay buffer is given and runs this on (``invert=True``)."""
+        return self.forward(next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_dims == 0:

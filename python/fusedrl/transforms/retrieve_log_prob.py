@@ -21,7 +21,7 @@ from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 
 from fusedrl.models import causal_log_probs
 from fusedrl.models.batches import check_limit
-from fusedrl.transforms import columns
+from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.reading import TokenBatch, can_read, read, reading_of
 from fusedrl.transforms.self_scored import score_by_itself
 
@@ -115,7 +115,11 @@ class RetrieveLogProb(_RetrieveLogProb):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         columns.check_some(tensordict)
-        return super().forward(tensordict)
+        return transitions.run(self, self._step, tensordict)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """A whole transition, that a replay buffer is given and runs this on (``invert=True``)."""
+        return self.forward(next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_dims == 0:

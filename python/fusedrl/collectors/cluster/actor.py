@@ -64,6 +64,10 @@ class _Collector(LLMCollector):
     tokens: int | None = None
     oldest: Any = None
 
+    def check_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
+        """Raise what loading a state would raise."""
+        self._checked_state(state_dict, kwargs.get("strict", True))
+
     def rollout(self) -> TensorDictBase:
         batch = super().rollout()
         self.tokens = tokens_in(batch)
@@ -85,6 +89,7 @@ class DialogActor:
 
     _collector: _Collector
     _channel: WeightChannel | None = None
+    _distributor: Any = None
 
     def start(
         self,
@@ -170,6 +175,22 @@ class DialogActor:
     def _tag(self, version: Any) -> None:
         if self._collector.policy_version_tracker is not None:
             self._collector.policy_version_tracker.version = version
+
+    def take_over(self, distributor: Any) -> None:
+        """Number and distribute updates here, for the collector's handles in any process."""
+        import ray
+
+        # As it knows itself: a handle that was sent here would keep this actor alive for ever.
+        distributor.actors.handles[0] = ray.get_runtime_context().current_actor
+        self._distributor = distributor
+
+    def distribute(self, method: str, args: tuple[Any, ...]) -> None:
+        """Call a method of the distributor."""
+        getattr(self._distributor, method)(*args)
+
+    def version(self) -> Any:
+        """The newest version, of the distributor."""
+        return self._distributor.version()
 
     def call(self, name: str, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call a method of the collector."""
