@@ -16,7 +16,13 @@ from torch import Tensor
 
 from fusedrl.channel.entries import PAGE, Entry, clash, described, pack, refuse, round_up, spec
 from fusedrl.channel.sources import ADAPTERS, Slot, collect
-from fusedrl.channel.tensors import castable, check_tensor, converts, dtype_name, overwrite
+from fusedrl.channel.tensors import (
+    castable,
+    check_tensor,
+    converts,
+    dtype_name,
+    overwrite,
+)
 
 _FORMAT = 1
 
@@ -257,12 +263,21 @@ class Layout:
 
 
 def fill(views: Sequence[Tensor], slots: Sequence[Slot]) -> None:
-    """Copy what :meth:`Layout.matched` found; of tensors that are computed one at a time exists."""
+    """Copy what :meth:`Layout.matched` found; of tensors that are computed one at a time exists.
+
+    Raises:
+        TypeError, ValueError: a tensor that was freed or resized since.
+    """
     plain, computed = [], []
     for view, slot in zip(views, slots, strict=True):
         (computed if slot.computed else plain).append((view, slot))
-    overwrite([view for view, _ in plain], [slot.tensor for _, slot in plain])
+    overwrite(
+        [view for view, _ in plain],
+        [slot.tensor for _, slot in plain],
+        [slot.name for _, slot in plain],
+    )
     for view, slot in computed:
+        check_tensor(slot.name, slot.tensor)
         view.copy_(slot.value())
 
 
