@@ -281,12 +281,21 @@ class Layout:
 
 
 def fill(views: Sequence[Tensor], slots: Sequence[Slot]) -> None:
-    """Copy what :meth:`Layout.matched` found; of tensors that are computed one at a time exists."""
+    """Copy what :meth:`Layout.matched` found; of tensors that are computed one at a time exists.
+
+    Raises:
+        TypeError, ValueError: a tensor that was freed or resized since.
+    """
     plain, computed = [], []
     for view, slot in zip(views, slots, strict=True):
         (computed if slot.computed else plain).append((view, slot))
-    overwrite([view for view, _ in plain], [slot.tensor for _, slot in plain])
+    overwrite(
+        [view for view, _ in plain],
+        [slot.tensor for _, slot in plain],
+        [slot.name for _, slot in plain],
+    )
     for view, slot in computed:
+        check_tensor(slot.name, slot.tensor)
         view.copy_(slot.value())
 
 

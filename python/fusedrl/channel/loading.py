@@ -14,7 +14,14 @@ from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.entries import described, refuse
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import Slot, module_slots
-from fusedrl.channel.tensors import check_tensor, converts, copy, is_dtensor, same_values
+from fusedrl.channel.tensors import (
+    check_tensor,
+    converts,
+    copy,
+    has_memory,
+    is_dtensor,
+    same_values,
+)
 
 # Memory that modules were given by `alias`: nothing may be written there. A weak reference keeps
 # the address from being used again.
@@ -133,6 +140,9 @@ class Target:
     def _check_shapes(
         self, pairs: Sequence[tuple[Tensor, int, str]], views: Sequence[Tensor]
     ) -> None:
+        for tensor, _, name in pairs:
+            if not has_memory(tensor):
+                check_tensor(name, tensor, "module")
         differences = [
             f"{name}: expected {tuple(views[i].shape)}, got {tuple(tensor.shape)}"
             for tensor, i, name in pairs

@@ -66,7 +66,7 @@ class Found:
         homes = [h for m in module.modules() for h in (m._modules, m._parameters, m._buffers)]
         self._homes = homes
         self._known = [(home, list(home), list(home.values())) for home in homes if home]
-        self._facts = [(slot.tensor, slot.tensor.shape, slot.tensor.dtype) for slot in slots]
+        self._facts = [(s.tensor, type(s.tensor), s.tensor.shape, s.tensor.dtype) for s in slots]
 
     def holds(self) -> bool:
         """Whether :attr:`slots` are what would be found now."""
@@ -76,7 +76,11 @@ class Found:
                 list(home) == names and all(map(is_, home.values(), values))
                 for home, names, values in self._known
             )
-            and all(t.shape == shape and t.dtype is dtype for t, shape, dtype in self._facts)
+            # In place, by `.data` or `swap_tensors`.
+            and all(
+                type(t) is kind and t.shape == shape and t.dtype is dtype
+                for t, kind, shape, dtype in self._facts
+            )
         )
 
 

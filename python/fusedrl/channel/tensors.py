@@ -71,10 +71,25 @@ def check_tensor(name: str, tensor: Any, argument: str = "weights") -> None:
     elif dtype_name(local.dtype) not in DTYPES:
         expected, got = "a dtype of whole bytes", str(local.dtype)
         remedy = "publish the dequantised tensor"
-    elif local.numel() > 0 and local.data_ptr() == 0:
+    elif not has_memory(local):
         got, remedy = "one whose memory is freed", "gather or load it first"
     if got is not None:
         raise TypeError(f"{argument}: {name}: expected {expected}, got {got}; {remedy}")
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the storage of a dense tensor has all of its elements.
+
+    Offloading frees or shrinks it. Operators do not look, and read what is not there.
+    """
+    if tensor.is_contiguous():
+        end = tensor.nbytes
+    else:
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        end = (last + 1) * tensor.element_size()
+    if offset := tensor.storage_offset():
+        end += offset * tensor.element_size()
+    return tensor.untyped_storage().nbytes() >= end or tensor.numel() == 0
 
 
 @torch.no_grad()
@@ -150,26 +165,44 @@ def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def overwrite(targets: list[Tensor], sources: list[Tensor]) -> None:
+def overwrite(targets: list[Tensor], sources: list[Tensor], names: list[str]) -> None:
     """As :func:`copy`, into memory that autograd knows nothing of.
 
     All that the CPU has in one dtype, or float32 for bfloat16, is copied in one go: an operator for
     each tensor would wait for all its threads each time, which costs more than the copy where
     other processes want the cores.
+
+    Raises:
+        TypeError, ValueError: a source, under its name, that was freed or resized since it was
+            found to fit; nothing is copied.
     """
     pieces, rest = [], []
-    for target, source in zip(targets, sources, strict=True):
+    for target, source, name in zip(targets, sources, names, strict=True):
         cast = source.dtype is torch.float32 and target.dtype is torch.bfloat16
         if (
             (cast or source.dtype is target.dtype)
             and source.device.type == target.device.type == "cpu"
+            and source.layout is torch.strided
             and source.is_contiguous()
             and not source.is_conj()
             and not source.is_neg()
         ):
-            size = source.numel(), source.element_size()
+            size = numel, width = source.numel(), source.element_size()
+            end = (source.storage_offset() + numel) * width
+            if numel != target.numel() or source.untyped_storage().nbytes() < end:
+                _check_source(name, target, source)
             pieces.append((target.data_ptr(), source.data_ptr(), *size, cast))
         else:
+            _check_source(name, target, source)
             rest.append((target, source))
     copy([target for target, _ in rest], [source for _, source in rest])
     _host.copy_pieces(pieces, torch.get_num_threads())
+
+
+def _check_source(name: str, target: Tensor, source: Tensor) -> None:
+    check_tensor(name, source)
+    if source.numel() != target.numel():
+        raise ValueError(
+            f"weights: {name}: expected shape {tuple(target.shape)}, got {tuple(source.shape)} by "
+            "the time it was to be copied; publish while nothing else changes the weights"
+        )
