@@ -118,19 +118,6 @@ def test_a_model_does_not_drift_from_itself(models, score):
     assert all(row["kl_total"] == 0 for row in rows(out / "chats.parquet"))
 
 
-def test_parquet_input_gives_the_same_tables(score, tmp_path):
-    import pyarrow
-
-    messages = [parse_chat(record).messages for record in read_records(CHATS)]
-    path = tmp_path / "chats.parquet"
-    parquet.write_table(pyarrow.table({"messages": messages}), path, row_group_size=16)
-    _, out = score(CHATS)
-    from_jsonl = rows(out / "chats.parquet")
-    code, out = score(path)
-    assert code == 0
-    assert rows(out / "chats.parquet") == from_jsonl
-
-
 def test_text_parts_read_as_their_text(write_chats, score):
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo!"}]
     split = {

@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 from pyarrow import parquet
+from rich.progress import Progress
 
 from fusedrl.cli import main
 from fusedrl.demo import CHATS
@@ -120,6 +121,18 @@ def test_a_signal_waits_where_it_would_leave_half(
     after = contents(out)
     assert set(after) == OUTPUTS
     assert all(after[file] != before[file] for file in OUTPUTS)
+
+
+def test_a_terminal_that_hangs_up_ends_the_job_like_any_signal(
+    write_chats, score, monkeypatch, tmp_path
+):
+    def hung_up(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Progress, "stop", hung_up)
+    monkeypatch.setattr(job, "load_pair", interrupting(signal.SIGHUP, job.load_pair))
+    assert score(write_chats(GOOD))[0] == 128 + signal.SIGHUP
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_ignored_signal_stays_ignored(write_chats, score, monkeypatch):
