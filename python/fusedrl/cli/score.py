@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -102,9 +103,8 @@ def score_and_print(chats: Path, policy: str, reference: str, out: Path, setting
     """
     disable_progress_bar()  # transformers' own, which would break up ours.
     errors = Console(stderr=True)
-    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
-        with raised(), Progress(*columns, console=errors, transient=True) as progress:
+        with raised(), _progress(errors) as progress:
             task = progress.add_task("scoring", total=_total(chats))
 
             def on_skip(error: ChatError) -> None:
@@ -123,11 +123,23 @@ def score_and_print(chats: Path, policy: str, reference: str, out: Path, setting
         print(f"score: {error}", file=sys.stderr)
         return 2
     except Terminated as ended:
-        with suppress(OSError):  # A terminal that hung up takes no more text.
+        with suppress(OSError):
             print(f"score: ended by {ended.signal.name}", file=sys.stderr)
         return 128 + ended.signal
     _print_summary(summary, out, settings)
     return 1 if summary.skipped else 0
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=console, transient=True)
+    progress.start()
+    try:
+        yield progress
+    finally:
+        with suppress(OSError):  # A terminal that hung up takes no more text.
+            progress.stop()
 
 
 def _total(chats: Path) -> int | None:

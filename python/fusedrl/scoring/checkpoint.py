@@ -48,12 +48,14 @@ def check_weights(role: str, name: str, model: PreTrainedModel, loading: dict[st
 
     Raises:
         ScoreError: a weight that is missing, has another shape, or belongs to a further layer or
-            expert. One that has no place at all, such as a value head's, is left out.
+            expert, and a quantization that transformers has left out. A weight that has no place at
+            all, such as a value head's, is not used.
     """
     own = {_kind(key) for key in model.state_dict()}
     further = sorted(key for key in loading["unexpected_keys"] if _kind(key) in own)
     misshapen = sorted(tuple(item) for item in loading["mismatched_keys"])
     missing = sorted(loading["missing_keys"])
+    quantization = getattr(model.config, "quantization_config", None)
     if misshapen:
         key, *shapes = misshapen[0]
         found, expected = (tuple(shape) for shape in shapes)
@@ -62,6 +64,8 @@ def check_weights(role: str, name: str, model: PreTrainedModel, loading: dict[st
         problem = f"{len(missing)} weights are missing, such as {missing[0]}"
     elif further:
         problem = f"{len(further)} weights have no place in the model, such as {further[0]}"
+    elif quantization is not None and getattr(model, "hf_quantizer", None) is None:
+        problem = f"its quantization is not known to transformers: {quantization}"
     else:
         return
     raise ScoreError(f"{role}: the weights of {name!r} do not fit its config.json: {problem}")
