@@ -130,7 +130,7 @@ def context_checked(model: Any, lengths: Sequence[int]) -> Iterator[None]:
 
     A table of positions is looked for; where there is none, the model runs, and says so itself.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     context = context_of(config)
     if context is None or max(lengths, default=0) <= context:

@@ -39,13 +39,14 @@ def causal_log_probs(
     The head is multiplied with the hidden states that predict kept tokens, and with no others.
     Several sequences share a row where the model is known to keep them apart, padded batches of
     similar lengths otherwise; a model whose head cannot be told from its decoder computes all its
-    logits. What a model allows is found out by a forward over 13 tokens, once a model. Nothing
-    after the last kept token of a packed sequence is computed.
+    logits. What a model allows is found out on 13 tokens, once a model and again when something of
+    it changes. Nothing after the last kept token of a packed sequence is computed. A sequence so
+    long that it changes what others in the same forward get (LongRoPE, dynamic NTK) runs alone.
 
     Args:
         model: the model, a peft model around one, or :class:`fusedrl.models.WithoutAdapters`.
         tokens: integer token ids, packed ``[N]``, on any device.
-        lengths: tokens of each sequence; they sum to ``N``.
+        lengths: tokens of each sequence, integers; they sum to ``N``.
         mask: bool ``[N]``; ``None`` keeps all. A dropped token has log-prob 0.
         max_tokens_per_forward: bounds the tokens of one forward pass, padding counted; a longer
             sequence goes alone. ``None``: 512 on a CPU, 16384 with flash attention, else 4096; all
@@ -60,8 +61,10 @@ def causal_log_probs(
         Differentiable with respect to the model.
 
     Raises:
-        ValueError: lengths or a mask that do not fit, a sequence longer than the model's context,
-            ids beyond its vocabulary.
+        TypeError: a model that is no causal language model; tokens or a mask that are no tensors;
+            lengths that are no integers.
+        ValueError: lengths or a mask that do not fit, a sequence that the model has no positions
+            for, ids outside of its vocabulary.
 
     Example:
         >>> import torch

@@ -199,11 +199,12 @@ def _steady_ahead(ask: Ask, whole: Whole, position: int) -> bool:
 @contextmanager
 def _forgotten(decoder: nn.Module) -> Iterator[None]:
     """What rotary modules remember of the positions they saw is as it was afterwards."""
-    saved = [
-        (module, dict(vars(module)), dict(module._buffers), [*map(_copy, module._buffers.values())])
-        for module in decoder.modules()
-        if hasattr(module, "inv_freq") or hasattr(module, "rope_type")
-    ]
+    saved = []
+    for module in decoder.modules():
+        if hasattr(module, "inv_freq") or hasattr(module, "rope_type"):
+            buffers = dict(module._buffers)
+            values = [(b, b.clone()) for b in buffers.values() if b is not None]
+            saved.append((module, dict(vars(module)), buffers, values))
     try:
         yield
     finally:
@@ -212,13 +213,9 @@ def _forgotten(decoder: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
-            for buffer, value in zip(buffers.values(), values, strict=True):
-                if buffer is not None and not torch.equal(buffer, value):
+            for buffer, value in values:
+                if not torch.equal(buffer, value):
                     buffer.copy_(value)
-
-
-def _copy(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.clone()
 
 
 @contextmanager

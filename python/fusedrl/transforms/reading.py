@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -243,26 +243,40 @@ def _told_by_padding(rows: Sequence[Tensor], tokenizer: Any) -> list[Tensor]:
     if pad is None:
         return [torch.ones_like(row, dtype=torch.bool) for row in rows]
     ends = int(pad == tokenizer.eos_token_id)
-    spans = [_span(row != pad) for row in rows]
-    left = any(start for start, stop, _ in spans if stop)
-    if left and ends and any(stop and width - stop > 1 for _, stop, width in spans):
+    spans = [_Span.of(row != pad) for row in rows]
+    left = any(span.first > 0 for span in spans)
+    if left and ends and any(span.behind > 1 for span in spans):
         _refuse_padding(tokenizer, "at both ends of rows, and it is also the eos token")
     if left and pad == tokenizer.bos_token_id and _begins(tokenizer):
         _refuse_padding(tokenizer, "at the start of rows, and it is also the bos token")
     attended = []
-    for row, (start, stop, width) in zip(rows, spans, strict=True):
-        if stop == 0 and left:
-            start = width - ends
-        places = torch.arange(width, device=row.device)
-        attended.append((places >= start) & (places < stop + ends if stop or not left else width))
+    for row, span in zip(rows, spans, strict=True):
+        first, stop = span.first, span.stop + ends
+        if span.empty and left:
+            first, stop = len(row) - ends, len(row)
+        places = torch.arange(len(row), device=row.device)
+        attended.append((first <= places) & (places < stop))
     return attended
 
 
-def _span(content: Tensor) -> tuple[int, int, int]:
-    """The first place with content, the one behind the last, and the number of places."""
-    places = content.nonzero()
-    width = len(content)
-    return (int(places[0]), int(places[-1]) + 1, width) if len(places) else (0, 0, width)
+class _Span(NamedTuple):
+    """Where the content of a row starts and stops, and how many places are behind it."""
+
+    first: int
+    stop: int
+    behind: int
+
+    @classmethod
+    def of(cls, content: Tensor) -> _Span:
+        places = content.nonzero()
+        if len(places) == 0:
+            return cls(0, 0, 0)
+        stop = int(places[-1]) + 1
+        return cls(int(places[0]), stop, len(content) - stop)
+
+    @property
+    def empty(self) -> bool:
+        return self.stop == 0
 
 
 def _begins(tokenizer: Any) -> bool:
