@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from async_workers import Loading
-from weights_workers import Ones
+from counting_dialogs import Counting, policy
+
+from fusedrl import LLMCollector
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -111,7 +113,7 @@ def test_ctrl_c_anywhere_in_a_call_leaves_no_answer_to_the_next(make):
 @pytest.mark.parametrize("what", ["reset", "load_state_dict"])
 def test_ctrl_c_in_what_makes_batches_outdated(make, what):
     """It can be done again, and is done then; counts go on."""
-    collector = make(Ones, prefetch=2)  # no weights, which an update would send
+    collector = make(Counting, policy, collector_class=LLMCollector, prefetch=2)
     hits, hit = 0, True
     while hit:
         collector.next()
