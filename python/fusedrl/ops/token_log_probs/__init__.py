@@ -123,6 +123,25 @@ def token_log_probs(
     return TokenLogProbs(log_probs, row_entropy)
 
 
+def normalizers(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Each row's ``largest`` logit and ``log(sum(exp((logits - largest) / temperature)))``.
+
+    Both are ``[..., 1]``, without a gradient; they make log-probs of any class by a subtraction.
+    """
+    rows = _rows.with_unit_stride(logits.detach().reshape(-1, logits.shape[-1]))
+    _rows.check_rows("logits", rows, None, False)
+    chosen = _dispatch.choose("auto", "token_log_probs", rows.device, rows.dtype)
+    scale = _dispatch.temperature_tensor(temperature, rows.device, chosen)
+    shape = (*logits.shape[:-1], 1)
+    if chosen == "reference":
+        largest = rows.amax(-1, keepdim=True).to(_dispatch.result_dtype(rows))
+        exponents = (rows - largest) / scale.to(largest)
+        return largest.view(shape), exponents.logsumexp(-1).view(shape)
+    any_class = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    *_, found = torch.ops.fusedrl.token_log_probs(rows, any_class, None, None, False, scale, False)
+    return found[:, 0].view(shape), found[:, 1].view(shape)
+
+
 class _Autograd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
