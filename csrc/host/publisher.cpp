@@ -97,8 +97,8 @@ std::vector<ReaderState> Publisher::readers(bool forget_dead) {
   return found;
 }
 
-// A reader that comes or goes meanwhile changes the word, and it is looked at again: nobody forgets
-// a death that was not told of.
+// A reader that comes or goes meanwhile changes the word, which is looked at again: no death is
+// forgotten before it is told of, and nobody is told to be dead who has just left.
 Pids Publisher::pids_of(ReaderEntry& entry, uint64_t index, bool forget_dead, bool* alive) {
   for (;;) {
     uint64_t word = entry.pids.load(std::memory_order_acquire);
@@ -108,8 +108,10 @@ Pids Publisher::pids_of(ReaderEntry& entry, uint64_t index, bool forget_dead, bo
                     " in reader entry " + std::to_string(index));
     *alive = pids.present != 0 && file_->locked_elsewhere(reader_lock + index);
     const uint64_t known = *alive ? Pids{0, pids.present}.word() : 0;
-    if (!forget_dead || known == word || entry.pids.compare_exchange_strong(word, known))
-      return pids;
+    const bool still = forget_dead && known != word
+                           ? entry.pids.compare_exchange_strong(word, known)
+                           : entry.pids.load(std::memory_order_acquire) == word;
+    if (still) return pids;
   }
 }
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -15,6 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from fusedrl.channel.entries import PAGE, Entry, clash, described, pack, refuse, round_up, spec
+from fusedrl.channel.forking import ComputedOnce
 from fusedrl.channel.names import Reading, read
 from fusedrl.channel.sources import ADAPTERS, Slot, collect
 from fusedrl.channel.tensors import (
@@ -98,29 +98,29 @@ class Layout:
         """Whether readers' modules have names beside these: adapters only."""
         return self.adapters == "only"
 
-    @cached_property
+    @ComputedOnce
     def nbytes(self) -> int:
         """Bytes of one version of the weights, a multiple of 4096."""
         end = max(entry.offset + entry.nbytes for entry in self.entries)
         return max(round_up(end, PAGE), PAGE)
 
-    @cached_property
+    @ComputedOnce
     def hash(self) -> str:
         """SHA-256 of the JSON, in hex: equal for equal layouts."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
-    @cached_property
+    @ComputedOnce
     def stored(self) -> tuple[Entry, ...]:
         """The entries that are not tied to another: one for each view."""
         return tuple(entry for entry in self.entries if entry.tied_to is None)
 
-    @cached_property
+    @ComputedOnce
     def view_of(self) -> dict[str, int]:
         """The index of the view of each name, tied ones included."""
         index = {entry.name: i for i, entry in enumerate(self.stored)}
         return {entry.name: index[entry.tied_to or entry.name] for entry in self.entries}
 
-    @cached_property
+    @ComputedOnce
     def _strides(self) -> list[tuple[int, ...]]:
         return [tuple(prod(e.shape[i + 1 :]) for i in range(len(e.shape))) for e in self.stored]
 
