@@ -89,8 +89,8 @@ def has_memory(tensor: Tensor) -> bool:
         end = (last + 1) * tensor.element_size()
     if offset := tensor.storage_offset():
         end += offset * tensor.element_size()
-    storage = tensor.untyped_storage()
-    return (storage.nbytes() >= end and storage.data_ptr() != 0) or tensor.numel() == 0
+    has = tensor.untyped_storage().nbytes() >= end and tensor.data_ptr() != 0
+    return has or tensor.numel() == 0
 
 
 @torch.no_grad()
