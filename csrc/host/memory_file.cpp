@@ -115,22 +115,20 @@ std::unique_ptr<MemoryFile> MemoryFile::create(const std::string& name) {
 }
 
 bool MemoryFile::reserve(uint64_t bytes) {
-  for (;;) {
-    const uint64_t some = std::min(stretch_, bytes - reserved_);
-    const int error =
-        posix_fallocate(fd(), static_cast<off_t>(reserved_), static_cast<off_t>(some));
-    if (error == 0) {
-      reserved_ += some;
-      stretch_ = std::min(stretch_ * 2, longest_stretch);
-      return reserved_ == bytes;
-    }
-    if (error != EINTR) {
-      errno = error;
-      fail("reserving " + std::to_string(bytes) + " bytes of shared memory");
-    }
+  const uint64_t some = std::min(stretch_, bytes - reserved_);
+  const int error = posix_fallocate(fd(), static_cast<off_t>(reserved_), static_cast<off_t>(some));
+  if (error == EINTR) {
     // The kernel has given back what this call had reserved.
     stretch_ = std::max(stretch_ / 2, shortest_stretch);
+    return false;
   }
+  if (error != 0) {
+    errno = error;
+    fail("reserving " + std::to_string(bytes) + " bytes of shared memory");
+  }
+  reserved_ += some;
+  stretch_ = std::min(stretch_ * 2, longest_stretch);
+  return reserved_ == bytes;
 }
 
 void MemoryFile::seal() {

@@ -35,8 +35,8 @@ class MemoryFile {
  public:
   // Empty, and nobody else's.
   static std::unique_ptr<MemoryFile> create(const std::string& name);
-  // Reserves the next stretch of `bytes`; whether that was the last one. A machine without the
-  // memory says so here, not by SIGBUS in a reader.
+  // Reserves the next stretch of `bytes`, or none where a signal comes; whether all are reserved. A
+  // machine without the memory says so here, not by SIGBUS in a reader.
   bool reserve(uint64_t bytes);
   // Nobody resizes it from here on.
   void seal();

@@ -187,6 +187,7 @@ PublisherState Reader::publisher() const {
 }
 
 void Reader::report_writes(std::vector<WriteReport::Entry> entries) {
+  if (slots_ == nullptr) return;  // on a GPU
   slots_->keep(std::make_shared<WriteReport>(head_, *slots_, geometry(), std::move(entries)));
 }
 

@@ -53,7 +53,7 @@ class Reader {
   const Geometry& geometry() const { return header_.geometry; }
   std::shared_ptr<Mapping> slots() const { return slots_; }
   char* slot(int index) const { return slots_->data() + index * geometry().slot_bytes; }
-  // Where this process dies of a write to a slot, it says to which of these entries.
+  // Where this process dies of a write to a slot of its memory, it says to which of these entries.
   void report_writes(std::vector<WriteReport::Entry> entries);
   // Gives up every lease, too.
   void close();

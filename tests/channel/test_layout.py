@@ -388,7 +388,7 @@ def test_memory_is_overwritten_as_copy_would_write_it():
     for cast in (None, torch.bfloat16, torch.float16):
         dtypes = [cast if cast and s.is_floating_point() else s.dtype for s in sources]
         targets = [torch.empty(s.shape, dtype=d) for s, d in zip(sources, dtypes, strict=True)]
-        overwrite(targets, sources)
+        overwrite(targets, sources, [str(i) for i in range(len(sources))])
         for target, source in zip(targets, sources, strict=True):
             torch.testing.assert_close(
                 target, source.to(target.dtype), rtol=0, atol=0, equal_nan=True

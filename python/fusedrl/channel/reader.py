@@ -227,7 +227,7 @@ class WeightReader:
 
     def _lent(self, slot: int) -> list[Tensor]:
         """As :meth:`_views`, for others to use: who writes to them is told why that fails."""
-        if not self._reports_writes and self.device.type == "cpu":
+        if not self._reports_writes:
             self._end.report_writes([(e.offset, e.name) for e in self.layout.stored])
             self._reports_writes = True
         return self._views(slot)

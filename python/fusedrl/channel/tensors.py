@@ -89,7 +89,8 @@ def has_memory(tensor: Tensor) -> bool:
         end = (last + 1) * tensor.element_size()
     if offset := tensor.storage_offset():
         end += offset * tensor.element_size()
-    return tensor.untyped_storage().nbytes() >= end or tensor.numel() == 0
+    has = tensor.untyped_storage().nbytes() >= end and tensor.data_ptr() != 0
+    return has or tensor.numel() == 0
 
 
 @torch.no_grad()
@@ -189,9 +190,10 @@ def overwrite(targets: list[Tensor], sources: list[Tensor], names: list[str]) ->
         ):
             size = numel, width = source.numel(), source.element_size()
             end = (source.storage_offset() + numel) * width
-            if numel != target.numel() or source.untyped_storage().nbytes() < end:
+            storage, address = source.untyped_storage(), source.data_ptr()
+            if numel != target.numel() or storage.nbytes() < end or address == 0:
                 _check_source(name, target, source)
-            pieces.append((target.data_ptr(), source.data_ptr(), *size, cast))
+            pieces.append((target.data_ptr(), address, *size, cast))
         else:
             _check_source(name, target, source)
             rest.append((target, source))
