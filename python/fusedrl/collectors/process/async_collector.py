@@ -284,6 +284,7 @@ class AsyncCollector(AsyncIteration):
                 self._end(timeout)
             if raise_on_error:
                 self._raise_thread_error()
+            self._thread_error = None
         except Exception:
             if raise_on_error:
                 raise
