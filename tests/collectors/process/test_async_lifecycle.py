@@ -128,10 +128,12 @@ def test_collectors_leave_nothing_behind():
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("end", ["killed", "ctrl-c", "exit"])
+@pytest.mark.parametrize("end", ["killed", "killed, with a fork", "ctrl-c", "exit"])
 def test_no_process_outlives_a_script(tmp_path, end):
     batches = 2 if end == "exit" else 10**9
     line = f"import async_workers as w; w.collect_in_a_script({str(tmp_path)!r}, {batches})"
+    if end == "killed, with a fork":
+        line = f"import async_workers as w; w.collect_beside_a_fork({str(tmp_path)!r})"
     script = subprocess.Popen(
         [sys.executable, "-c", line],
         cwd=TESTS,
@@ -145,6 +147,10 @@ def test_no_process_outlives_a_script(tmp_path, end):
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         if end == "killed":
             script.kill()
+        elif end == "killed, with a fork":
+            script.kill()
+            until(lambda: not any(map(runs, pids)))
+            os.killpg(script.pid, signal.SIGKILL)  # its child
         elif end == "ctrl-c":
             os.killpg(script.pid, signal.SIGINT)
         _, told = script.communicate(timeout=LONG_S)
