@@ -72,8 +72,8 @@ def main() -> None:
         make_env,
         policy,
         collector_class=LLMCollector,
-        dialog_turns_per_batch=GROUP,  # a turn is a frame: frames_per_batch= is its other name
-        total_dialog_turns=GROUP * BATCHES,
+        frames_per_batch=GROUP,
+        total_frames=GROUP * BATCHES,
         track_policy_version=True,
         max_staleness=4,
     ) as collector:
