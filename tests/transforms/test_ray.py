@@ -240,7 +240,7 @@ class TestWhatCrosses:
         (root, following), back = parcels
         assert set(root.keys()) == {"tokens", "masks", "log_probs"}
         assert set(following.keys()) == {"reward"}
-        assert set(back.keys()) == {"reward", "kl_penalty", "ref_log_probs"}
+        assert set(back.keys()) == {"reward", "kl_penalty", "ref_log_probs", "ref_log_prob"}
 
 
 def test_the_actors_exception_arrives(shared, shared_reward):

@@ -2,7 +2,7 @@
 
 from fusedrl.collectors.cluster.ray_llm_collector import RayLLMCollector
 from fusedrl.collectors.llm_collector import LLMCollector
-from fusedrl.collectors.policy_version import PolicyVersion
+from fusedrl.collectors.policy_version import PolicyVersion, VersionChange
 from fusedrl.collectors.process.async_collector import AsyncCollector, aSyncDataCollector
 
 __all__ = [
@@ -10,5 +10,6 @@ __all__ = [
     "LLMCollector",
     "PolicyVersion",
     "RayLLMCollector",
+    "VersionChange",
     "aSyncDataCollector",
 ]

@@ -307,15 +307,8 @@ class LLMCollector(Updates):
             ValueError: entries that are missing, or that do not fit; nothing has changed then.
             RuntimeError: the collector is shut down.
         """
-        self._require_open()
         strict = kwargs.get("strict", True)
-        given = self._channel is not None and self._channel.loaded is not None
-        if given:  # they are memory that is read-only
-            state_dict = {k: v for k, v in state_dict.items() if k != "policy_state_dict"}
-        owners = {"env_state_dict": self.env}
-        if not given and hasattr(self, "_policy_w_state_dict"):
-            owners["policy_state_dict"] = self._policy_w_state_dict
-        check_state(state_dict, owners, self.policy_version_tracker, strict)
+        state_dict, owners = self._checked_state(state_dict, strict)
         self._interrupt()
         self._batches.clear()
         if "policy_state_dict" not in owners:
@@ -325,3 +318,15 @@ class LLMCollector(Updates):
             state_dict = {k: v for k, v in state_dict.items() if k != "policy_state_dict"}
             kwargs = {"strict": False}
         super().load_state_dict(state_dict, **kwargs)
+
+    def _checked_state(self, state_dict: Any, strict: bool) -> tuple[Any, dict[str, Any]]:
+        """A state that fits, and what is to load which of its entries."""
+        self._require_open()
+        given = self._channel is not None and self._channel.loaded is not None
+        if given:  # they are memory that is read-only
+            state_dict = {k: v for k, v in state_dict.items() if k != "policy_state_dict"}
+        owners = {"env_state_dict": self.env}
+        if not given and hasattr(self, "_policy_w_state_dict"):
+            owners["policy_state_dict"] = self._policy_w_state_dict
+        check_state(state_dict, owners, self.policy_version_tracker, strict)
+        return state_dict, owners

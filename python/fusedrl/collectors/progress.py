@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -43,7 +43,7 @@ def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
         if verbose:
             numbers = meter.read(batch, **known)
             line = " ".join(f"{key}={_short(value)}" for key, value in numbers.items())
-            logger.info("%s: %s", type(collector).__name__, line, extra=numbers)
+            logger.info("%s: %s", collector.__class__.__name__, line, extra=numbers)
 
     if not collector.progress:
         yield log
@@ -66,6 +66,18 @@ def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
             bar.update(task, completed=numbers["turns"], rates=_rates(numbers))
 
         yield advance
+
+
+class OpenBar:
+    """A :func:`progress_bar` that is kept open between calls, until :meth:`close`."""
+
+    def __init__(self, bar: AbstractContextManager[Callable[..., None]]) -> None:
+        self._open = ExitStack()
+        self.advance = self._open.enter_context(bar)
+
+    def close(self) -> None:
+        """End the bar."""
+        self._open.close()
 
 
 class Meter:

@@ -15,6 +15,8 @@ from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transforms.token_columns import ATTENTION
 
+CALLS = ("forward", "_call")  # methods that are given one tensordict, with its ``"next"`` in it
+
 
 class Description(NamedTuple):
     """What the local side knows of the transform in an actor."""
@@ -53,13 +55,13 @@ class TransformActor:
         """Call a method on packed tensordicts, and pack what it wrote."""
         self._transform.set_missing_tolerance(missing_tolerance)
         result: TensorDictBase = getattr(self._transform, method)(*unpack(parcel))
-        if method == "forward":
+        if method in CALLS:
             result = result.get("next", result)
         return pack(result.exclude(*self._unchanged()))
 
     def _unchanged(self) -> set[NestedKey]:
         """The columns that are read only, or all of their parent where nothing in it is written."""
-        written = {key for leaf in _leaves(self._transform) for key in leaf.out_keys}
+        written = {key for leaf in _leaves(self._transform) for key in _columns_written(leaf)}
         parents = {key[0] for key in written if isinstance(key, tuple)}
         read = {key for columns in _columns_read(self._transform) for key in columns} - written
         return {key if isinstance(key, str) or key[0] in parents else key[0] for key in read}
@@ -76,6 +78,10 @@ def _leaves(transform: Transform) -> Iterator[Transform]:
             yield from _leaves(part)
     else:
         yield transform
+
+
+def _columns_written(leaf: Transform) -> list[NestedKey]:
+    return getattr(leaf, "columns_written", leaf.out_keys)
 
 
 def _columns_read(transform: Transform) -> tuple[list[NestedKey], list[NestedKey]]:
@@ -96,5 +102,5 @@ def _columns_read(transform: Transform) -> tuple[list[NestedKey], list[NestedKey
             # In "next" a penalty reads what was written there; any other transform may read both.
             following += [key for key in leaf.in_keys if key not in written]
             root += [] if isinstance(leaf, KLComputation) else leaf.in_keys
-        written.update(leaf.out_keys)
+        written.update(_columns_written(leaf))
     return root, following

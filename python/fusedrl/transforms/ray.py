@@ -33,7 +33,8 @@ class RayRetrieveKL(RayKL, _RayRetrieveKL):
         actor_name: use the actor of this name, or start it. One that runs keeps its own arguments.
         **kwargs: arguments of :class:`fusedrl.RetrieveKL`; and ``ray_actor_options``, further
             options of a Ray actor, such as ``namespace``; ``transform_class``, a subclass to run in
-            the actor, which may change ``_step``, ``_reset``, ``forward`` and the specs of outputs.
+            the actor, which may change ``_step``, ``_reset``, ``forward``, ``_call`` and the specs
+            of outputs.
 
     Raises:
         ImportError: without Ray.

@@ -141,7 +141,7 @@ class OnDeviceOf {
         block.all.arrive_and_drop();
       }
     });
-    STD_TORCH_CHECK(block.failure == nullptr, block.failure.load());
+    check(block.failure == nullptr, block.failure.load());
   }
 };
 
