@@ -203,6 +203,17 @@ def collect_in_a_script(folder: str, batches: int) -> None:
         (Path(folder) / "collecting").touch()
 
 
+def collect_beside_a_fork(folder: str) -> None:
+    """A script with a child that holds its ends of all pipes open."""
+    collector = AsyncCollector(partial(Parent, folder), ones, frames_per_batch=10)
+    if not os.fork():
+        while True:
+            time.sleep(60)
+    while True:
+        collector.next()
+        (Path(folder) / "collecting").touch()
+
+
 def linear() -> TensorDictModule:
     return TensorDictModule(torch.nn.Linear(7, 7), in_keys=["observation"], out_keys=["action"])
 

@@ -22,6 +22,7 @@ from fusedrl.collectors.reuse import Reuse
 from fusedrl.collectors.state import check_state
 from fusedrl.collectors.stopwatch import Profile, Stopwatch
 from fusedrl.collectors.updates import Update, Updates
+from fusedrl.forks import free_in_children
 
 
 class LLMCollector(Updates):
@@ -129,7 +130,7 @@ class LLMCollector(Updates):
         )
         check_environment(env, async_envs, self.yield_completed_trajectories)
         self._pool = self.async_envs = isinstance(env, AsyncEnvPool)
-        self._update, self._watch = Update(threading.Lock()), Stopwatch()
+        self._update, self._watch = Update(free_in_children(threading.Lock())), Stopwatch()
         self._channel = None
         policy = policy if policy_factory is None else policy_factory()
         opened = None if channel is None else FromChannel(channel, policy, channel_mode)

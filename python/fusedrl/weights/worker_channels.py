@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedrl.channel import WeightChannel, WeightHandle, WeightReader
 from fusedrl.channel.following import Follower
+from fusedrl.forks import free_in_children
 from fusedrl.weights import pipes
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class _Calls:
         self._reader: WeightReader | None = None
         self._follower: Follower | None = None
         self._entered = threading.local()
-        self._lock = threading.Lock()
+        self._lock = free_in_children(threading.Lock())
 
     def __reduce__(self) -> Any:
         return _Calls, (self.handles, self.shared)

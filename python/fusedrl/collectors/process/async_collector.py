@@ -34,6 +34,7 @@ from fusedrl.collectors.process.updates import tracker_of
 from fusedrl.collectors.process.worker_process import SHUTDOWN_S, WorkerProcess
 from fusedrl.collectors.progress import check_progress
 from fusedrl.collectors.queues import QueueBuffer
+from fusedrl.forks import free_in_children
 
 # Arguments that are attributes under their own names.
 KEPT = (
@@ -57,9 +58,10 @@ class AsyncCollector(AsyncIteration):
         policy: a module, or another function of a tensordict; random actions if ``None``.
         policy_factory: makes the policy, in the worker. With ``policy`` too, that one has the
             weights.
-        frames_per_batch: frames in a batch; of dialogs ``dialog_turns_per_batch``.
-        total_frames: frames in all, rounded up to whole batches; -1 never ends. Of dialogs
-            ``total_dialog_turns``.
+        frames_per_batch: frames in a batch. Dialogs call it ``dialog_turns_per_batch``: with
+            ``collector_class=LLMCollector`` either name is taken.
+        total_frames: frames in all, rounded up to whole batches; -1 never ends. Dialogs call it
+            ``total_dialog_turns``, in the same way.
         device: stands in for each of the next three that is left out.
         storing_device: where frames of a batch are gathered.
         env_device: where the environment runs.
@@ -108,8 +110,8 @@ class AsyncCollector(AsyncIteration):
         kwargs: of ``collector_class=LLMCollector``.
 
     Raises:
-        TypeError: arguments that exclude each other; an environment or a policy that cannot be sent
-            to another process.
+        TypeError: arguments that exclude each other, or are no numbers; an environment or a policy
+            that cannot be sent to another process.
         ValueError: numbers out of range; schemes of another kind; several workers' values.
         Exception: what making the environment or the policy raises in the worker, with its
             traceback as the cause.
@@ -234,7 +236,8 @@ class AsyncCollector(AsyncIteration):
         self._thread = self._thread_error = None
         self._stop = False
         self._storing = threading.Lock()  # held while a batch goes into the buffer
-        self._ending = threading.RLock()  # a signal's handler may shut down what is shutting down
+        # A signal's handler may shut down what is shutting down.
+        self._ending = free_in_children(threading.RLock())
 
     def _job(self, given: dict[str, Any], more: dict[str, Any]) -> Job:
         """What the worker is started with."""
@@ -284,6 +287,7 @@ class AsyncCollector(AsyncIteration):
                 self._end(timeout)
             if raise_on_error:
                 self._raise_thread_error()
+            self._thread_error = None
         except Exception:
             if raise_on_error:
                 raise

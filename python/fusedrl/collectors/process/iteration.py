@@ -50,7 +50,6 @@ class AsyncIteration(AsyncCalls):
             self.update_policy_weights_()
         with progress_bar(self) as advance:
             while self._frames < self.total_frames:
-                self._ask(1, self._done)
                 arrived = self._running().batch(self._done.number, self.timeout)
                 if arrived.error is not None:
                     raise arrived.error
@@ -91,14 +90,8 @@ class AsyncIteration(AsyncCalls):
             raise
         self._iterator = None
 
-    def _ask(self, ahead: int, done: Done | None = None) -> None:
-        """See to it that ``ahead`` batches are under way, but for those that nobody would get.
-
-        Args:
-            ahead: how many.
-            done: what the trainer has got by then.
-        """
-        done = done or self._done
+    def _ask(self, ahead: int, done: Done) -> None:
+        """Have ``ahead`` batches made after what is done, but for those that nobody would get."""
         left = self.total_frames - self._loaded.frames - done.frames
         wanted = math.ceil(min(ahead, left / (self.requested_frames_per_batch or 1)))
         self._running().ask(done.number, wanted)

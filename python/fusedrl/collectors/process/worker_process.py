@@ -100,7 +100,12 @@ class WorkerProcess:
         Raises:
             TimeoutError: none arrives.
         """
-        arrived = self._wait_for(lambda: self._inbox.batch(taken), timeout)
+
+        def look() -> Arrived | None:
+            self.ask(taken, 1)  # another thread's call may have made outdated what was asked for
+            return self._inbox.batch(taken)
+
+        arrived = self._wait_for(look, timeout)
         if arrived is not None:
             return arrived
         remedy = "it is alive: raise timeout"
