@@ -65,7 +65,8 @@ def token_log_probs(
         ValueError: shapes, devices or offsets that do not fit; a temperature out of range.
         RuntimeError: a kept token outside ``[0, V)``; in a compiled graph or from the GPU, also a
             temperature that is not finite and positive (CPU; a device-side assert on CUDA).
-        NotImplementedError: logits with a forward-mode tangent, which the reference alone carries.
+        NotImplementedError: logits with a forward-mode tangent, or inside a transform of
+            ``torch.func`` that records a gradient, which the reference alone carries.
 
     Example:
         >>> import torch
@@ -121,6 +122,25 @@ def token_log_probs(
         return log_probs
     assert row_entropy is not None
     return TokenLogProbs(log_probs, row_entropy)
+
+
+def normalizers(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Each row's ``largest`` logit and ``log(sum(exp((logits - largest) / temperature)))``.
+
+    Both are ``[..., 1]``, without a gradient; they make log-probs of any class by a subtraction.
+    """
+    rows = _rows.with_unit_stride(logits.detach().reshape(-1, logits.shape[-1]))
+    _rows.check_rows("logits", rows, None, False)
+    chosen = _dispatch.choose("auto", "token_log_probs", rows.device, rows.dtype)
+    scale = _dispatch.temperature_tensor(temperature, rows.device, chosen)
+    shape = (*logits.shape[:-1], 1)
+    if chosen == "reference":
+        largest = rows.amax(-1, keepdim=True).to(_dispatch.result_dtype(rows))
+        exponents = (rows - largest) / scale.to(largest)
+        return largest.view(shape), exponents.logsumexp(-1).view(shape)
+    any_class = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    *_, found = torch.ops.fusedrl.token_log_probs(rows, any_class, None, None, False, scale, False)
+    return found[:, 0].view(shape), found[:, 1].view(shape)
 
 
 class _Autograd(torch.autograd.Function):
