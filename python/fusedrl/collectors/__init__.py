@@ -1,8 +1,11 @@
 """Collectors of dialogs, and the versions of the policies that had them."""
 
+# torchrl's record of a change serves as it is.
+from torchrl.envs.llm.transforms.policy_version import VersionChange
+
 from fusedrl.collectors.cluster.ray_llm_collector import RayLLMCollector
 from fusedrl.collectors.llm_collector import LLMCollector
-from fusedrl.collectors.policy_version import PolicyVersion, VersionChange
+from fusedrl.collectors.policy_version import PolicyVersion
 from fusedrl.collectors.process.async_collector import AsyncCollector, aSyncDataCollector
 
 __all__ = [

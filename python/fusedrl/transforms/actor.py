@@ -81,7 +81,7 @@ def _leaves(transform: Transform) -> Iterator[Transform]:
 
 
 def _columns_written(leaf: Transform) -> list[NestedKey]:
-    return getattr(leaf, "columns_written", leaf.out_keys)
+    return list(getattr(leaf, "columns_written", leaf.out_keys))
 
 
 def _columns_read(transform: Transform) -> tuple[list[NestedKey], list[NestedKey]]:

@@ -288,7 +288,9 @@ class KLRewardTransform(_KLRewardTransform):
             kl = token_kl(log_probs, ref_log_probs, mask, offsets=offsets, nan="missing")
             results = {self.out_keys[1]: kl}
         kept = ref_log_probs if mask is None else ref_log_probs.masked_fill(~mask, 0)
-        return results | dict.fromkeys(self.columns_written[2:], kept)
+        for key in self.columns_written[2:]:
+            results[key] = kept
+        return results
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         if "full_observation_spec" not in list(output_spec.keys()):

@@ -65,7 +65,8 @@ def token_log_probs(
         ValueError: shapes, devices or offsets that do not fit; a temperature out of range.
         RuntimeError: a kept token outside ``[0, V)``; in a compiled graph or from the GPU, also a
             temperature that is not finite and positive (CPU; a device-side assert on CUDA).
-        NotImplementedError: logits with a forward-mode tangent, which the reference alone carries.
+        NotImplementedError: logits with a forward-mode tangent, or inside a transform of
+            ``torch.func`` that records a gradient, which the reference alone carries.
 
     Example:
         >>> import torch
