@@ -1,4 +1,4 @@
-"""The KL transforms in a replay buffer: on what is written (``invert=True``), or what is sampled."""
+"""The KL transforms in a replay buffer: on what is written, or on what is sampled."""
 
 from __future__ import annotations
 

@@ -206,12 +206,12 @@ class RayBatches(RayUpdates):
             RuntimeError: no replay buffer.
         """
         self._refuse_closed()
+        self._refuse_copied_buffer()
         if self.replay_buffer is None:
             raise RuntimeError(
                 "replay_buffer: expected one to collect into in the background, got None; pass it "
                 "when the collector is made"
             )
-        self._refuse_copied_buffer()
         if not self.is_running():
             self._error = None
             self._thread = threading.Thread(target=self._run, name="RayLLMCollector", daemon=True)
