@@ -12,6 +12,7 @@ from torchrl.collectors import Collector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel import WeightHandle, WeightReader
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.arguments import check_arguments, check_environment
 from fusedrl.collectors.dialogs import Dialogs, FlatTurns, Turns
 from fusedrl.collectors.from_channel import FromChannel
@@ -22,7 +23,6 @@ from fusedrl.collectors.reuse import Reuse
 from fusedrl.collectors.state import check_state
 from fusedrl.collectors.stopwatch import Profile, Stopwatch
 from fusedrl.collectors.updates import Update, Updates
-from fusedrl.forks import free_in_children
 
 
 class LLMCollector(Updates):
@@ -130,7 +130,9 @@ class LLMCollector(Updates):
         )
         check_environment(env, async_envs, self.yield_completed_trajectories)
         self._pool = self.async_envs = isinstance(env, AsyncEnvPool)
-        self._update, self._watch = Update(free_in_children(threading.Lock())), Stopwatch()
+        self._update, self._watch = Update(), Stopwatch()
+        self._counting = threading.Lock()  # held while a version is counted
+        renew_in_children(self, _counting=threading.Lock)
         self._channel = None
         policy = policy if policy_factory is None else policy_factory()
         opened = None if channel is None else FromChannel(channel, policy, channel_mode)

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedrl.channel import WeightChannel, WeightHandle, WeightReader
 from fusedrl.channel.following import Follower
-from fusedrl.forks import free_in_children
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.weights import pipes
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ class _Calls:
         self._reader: WeightReader | None = None
         self._follower: Follower | None = None
         self._entered = threading.local()
-        self._lock = free_in_children(threading.Lock())
+        self._lock = threading.Lock()
+        renew_in_children(self, _lock=threading.Lock)
 
     def __reduce__(self) -> Any:
         return _Calls, (self.handles, self.shared)

@@ -94,6 +94,7 @@ def test_a_pool_of_environments_in_the_worker(make, backend):
         track_policy_version=True,
         yield_completed_trajectories=True,
         collector_class=LLMCollector,
+        frames_per_batch=None,
         dialog_turns_per_batch=2,
         total_dialog_turns=10,
     )

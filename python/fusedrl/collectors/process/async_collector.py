@@ -17,6 +17,7 @@ from torchrl.collectors.utils import _validate_traj_format
 from torchrl.envs.utils import ExplorationType
 
 from fusedrl.channel import WeightHandle
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.process.arguments import (
     DEVICES,
     check_arguments,
@@ -34,7 +35,6 @@ from fusedrl.collectors.process.updates import tracker_of
 from fusedrl.collectors.process.worker_process import SHUTDOWN_S, WorkerProcess
 from fusedrl.collectors.progress import check_progress
 from fusedrl.collectors.queues import QueueBuffer
-from fusedrl.forks import free_in_children
 
 # Arguments that are attributes under their own names.
 KEPT = (
@@ -237,7 +237,8 @@ class AsyncCollector(AsyncIteration):
         self._stop = False
         self._storing = threading.Lock()  # held while a batch goes into the buffer
         # A signal's handler may shut down what is shutting down.
-        self._ending = free_in_children(threading.RLock())
+        self._ending = threading.RLock()
+        renew_in_children(self, _ending=threading.RLock)
 
     def _job(self, given: dict[str, Any], more: dict[str, Any]) -> Job:
         """What the worker is started with."""
