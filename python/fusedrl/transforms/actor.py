@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Container, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs import Compose, Transform
 
 from fusedrl.parcel import Parcel, pack, unpack
+from fusedrl.transforms.arguments import RENAMED
 from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transforms.token_columns import ATTENTION
@@ -47,6 +51,20 @@ class TransformActor:
         keys = list(transform.in_keys), list(transform.out_keys)
         return Description(name, text, *keys, *_columns_read(transform))
 
+    def differences(self, given: dict[str, Any]) -> list[str]:
+        """Which arguments of another caller are not those of this transform, in words.
+
+        Models are not compared, and factories by their name.
+        """
+        known = inspect.signature(self._class.__init__).parameters
+        own, told = _compared(self._arguments, known), []
+        for name, value in _compared(given, known).items():
+            default = known[name].default if name in known else inspect.Parameter.empty
+            mine = own.get(name, default)
+            if not _same(value, mine):
+                told.append(f"{name}={_shown(value)}, where it has {_shown(mine)}")
+        return told
+
     def spec(self, method: str, spec: Composite) -> Composite:
         """A spec as the transform changes it."""
         return getattr(self._transform, method)(spec)
@@ -65,6 +83,35 @@ class TransformActor:
         parents = {key[0] for key in written if isinstance(key, tuple)}
         read = {key for columns in _columns_read(self._transform) for key in columns} - written
         return {key if isinstance(key, str) or key[0] in parents else key[0] for key in read}
+
+
+def _compared(arguments: dict[str, Any], known: Container[str]) -> dict[str, Any]:
+    """The arguments that can be compared, under the names that the transform knows them by."""
+    other = RENAMED | {new: old for old, new in RENAMED.items()}
+    return {
+        name if name in known else other.get(name, name): value
+        for name, value in arguments.items()
+        if name not in ("gen_model", "ref_model", "tokenizer")
+        and (value is not None or not name.endswith("_factory"))
+    }
+
+
+def _same(given: Any, mine: Any) -> bool:
+    if isinstance(given, torch.device) or isinstance(mine, torch.device):
+        return str(given) == str(mine)
+    if isinstance(given, Tensor) or isinstance(mine, Tensor):
+        return torch.equal(
+            *(torch.as_tensor(value, dtype=torch.float64) for value in (given, mine))
+        )
+    # Functions of two processes are the same where they have the same name.
+    return given == mine or (callable(given) and _shown(given) == _shown(mine))
+
+
+def _shown(value: Any) -> str:
+    if value is inspect.Parameter.empty:
+        return "none"
+    name = getattr(value, "__qualname__", None)
+    return repr(value) if name is None else f"{value.__module__}.{name}"
 
 
 def full_name(cls: type) -> str:
