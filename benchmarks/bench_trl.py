@@ -17,6 +17,10 @@ from .harness import Case, Skipped
 SHAPE = (4, 256, 32000)  # what a step of GRPO scores, in logits
 HIDDEN = 512
 QUICK_CLASSES = 8000
+SMALL_CLASSES = 1500  # a vocabulary where there is little to win, and where ours must cost nothing
+SMALL_ROWS = ((2, 64), SHAPE[:2])
+SMALL_WIDTHS = (64, HIDDEN)
+CANDIDATES = 4  # classes a row, where several are asked for
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_OUTPUTS = {"GRPO": ("log_probs", "entropy"), "SFT": ("log_probs", "entropy", "is_top1")}
 TRL_CHUNK = 32768  # classes at a time, as TRL's trainers pass them
@@ -34,10 +38,16 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped
         job = make_job(device, SHAPE[:2], HIDDEN, classes, dtype, 1.0)
         for trainer in HEAD_OUTPUTS:
             yield head_case(job, trainer)
+    for dtype in DTYPES:
+        for rows in SMALL_ROWS:
+            yield from logits_cases(device, (*rows, SMALL_CLASSES), dtype)
+            for width in SMALL_WIDTHS:
+                job = make_job(device, rows, width, SMALL_CLASSES, dtype, 1.0)
+                yield from (head_case(job, trainer) for trainer in HEAD_OUTPUTS)
 
 
 def logits_cases(device: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Case]:
-    """``selective_log_softmax``, its gradient, and both log-probs and entropy."""
+    """``selective_log_softmax``, its gradient, several classes a row, and with the entropy."""
     from trl.trainer import utils as theirs  # pyright: ignore[reportMissingImports]
 
     logits = torch.randn(shape, device=device, dtype=dtype)
@@ -50,8 +60,13 @@ def logits_cases(device: str, shape: tuple[int, int, int], dtype: torch.dtype) -
         assert leaf.grad is not None
         return leaf.grad
 
+    several = torch.randint(0, shape[-1], (*shape[:-1], CANDIDATES), device=device)
+
     def exact(logits: Tensor) -> Tensor:
-        return torch.log_softmax(logits.double(), -1).gather(-1, index[..., None]).squeeze(-1)
+        return exact_several(logits, index[..., None]).squeeze(-1)
+
+    def exact_several(logits: Tensor, classes: Tensor = several) -> Tensor:
+        return torch.log_softmax(logits.double(), -1).gather(-1, classes)
 
     def exact_gradient(logits: Tensor) -> Tensor:
         p = torch.softmax(logits.double(), -1)
@@ -61,6 +76,11 @@ def logits_cases(device: str, shape: tuple[int, int, int], dtype: torch.dtype) -
     jobs = {
         "selective_log_softmax": (lambda m, x: m.selective_log_softmax(x, index), exact, read),
         "selective_log_softmax, forward + backward": (gradient, exact_gradient, 3 * read),
+        f"selective_log_softmax, {CANDIDATES} classes a row": (
+            lambda m, x: m.selective_log_softmax(x, several),
+            exact_several,
+            read,
+        ),
         "selective_log_softmax_and_entropy": (
             lambda m, x: m.selective_log_softmax_and_entropy(x, index)[0],
             exact,

@@ -29,6 +29,41 @@ class Odd(Exception):
         self.more = more
 
 
+class NoException(Exception):
+    """Its pickle is read as something else."""
+
+    def __reduce__(self) -> Any:
+        return str, ("no exception",)
+
+
+class Unspeakable(Exception):
+    """Whatever it says of itself raises."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+class Unsendable(Exception):
+    """It cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("stays here")
+
+
+class SlowToTell(Exception):
+    """It says when it is pickled, which takes long."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+
+    def __reduce__(self) -> Any:
+        (Path(self.args[0]) / "telling").touch()
+        time.sleep(60)
+        return RuntimeError, ("told",)
+
+
 class Failing:
     """A policy that raises in its sixth call, or ends its process."""
 
@@ -52,6 +87,28 @@ class FailingEnv(CountingEnv):
         if self.count >= 2:
             raise ZeroDivisionError("the third step")
         return super()._step(tensordict)
+
+
+class Loading(CountingEnv):
+    """An environment that can be sent things, and gives them back."""
+
+    def __init__(self) -> None:
+        super().__init__(max_steps=10**9)
+
+    def load(self, thing: Any) -> Any:
+        return thing
+
+
+class Parent(CountingEnv):
+    """One with a child that it has forked, which writes down its pid and closes nothing."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(max_steps=10**9)
+        child = os.fork()
+        if not child:
+            while True:
+                time.sleep(60)
+        (Path(folder) / "pids").write_text(f"{os.getpid()} {child}")
 
 
 class Slow(CountingEnv):
@@ -143,6 +200,17 @@ def collect_in_a_script(folder: str, batches: int) -> None:
     """What a script does that leaves everything else to the end of its interpreter."""
     collector = AsyncCollector(partial(WithProcesses, folder), ones, frames_per_batch=10)
     for _, _ in zip(range(batches), collector, strict=False):
+        (Path(folder) / "collecting").touch()
+
+
+def collect_beside_a_fork(folder: str) -> None:
+    """A script with a child that holds its ends of all pipes open."""
+    collector = AsyncCollector(partial(Parent, folder), ones, frames_per_batch=10)
+    if not os.fork():
+        while True:
+            time.sleep(60)
+    while True:
+        collector.next()
         (Path(folder) / "collecting").touch()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,3 +113,21 @@ def publish_and_fork(pipe: Any) -> None:
     if child:
         pipe.send((channel.handle, child))
     pipe.recv()
+
+
+def run_code(pipe: Any, code: str, out: Path, err: Path) -> None:
+    """Run Python code with its output in files."""
+    for number, path in ((1, out), (2, err)):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    torch.set_num_threads(1)
+    exec(code, {"__name__": "code"})
+    sys.stdout.flush()
+
+
+def open_all_the_time(pipe: Any, handle: Any, times: int) -> None:
+    """Open and close as often as told."""
+    for _ in range(times):
+        handle.open().close()
+    pipe.send("done")

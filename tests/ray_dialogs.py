@@ -13,6 +13,8 @@ from counting_dialogs import Counting
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torchrl.collectors.weight_update import WeightUpdaterBase
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import Transform
 
 QUESTIONS = ["How are you?", "What is the capital of France?"]
 
@@ -51,6 +53,22 @@ class Pausing(torch.nn.Module):
         while not self.go_on.exists():
             time.sleep(0.005)
         return (1000 * first + self.second.long()).expand(seen.shape)
+
+
+class LengthReward(Transform):
+    """A reward of one for each character of the answer."""
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return next_tensordict.set("reward", lengths_of(tensordict).view(-1, 1, 1))
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1, 1))
+        return reward_spec
+
+
+def lengths_of(batch: TensorDictBase) -> torch.Tensor:
+    """How many characters each answer has."""
+    return torch.tensor([float(len(answer)) for answer in batch["text", "response"]])
 
 
 class Failing(Counting):
@@ -119,3 +137,53 @@ def generating(**options: Any) -> Any:
         return_log_probs=True,
         generate_kwargs={"max_new_tokens": 5, **options},
     )
+
+
+def answering() -> Any:
+    """Generates, with log-probs of whole sequences, as inference engines give them."""
+    import ray_models
+    from torchrl.modules.llm import TransformersWrapper
+
+    class Answering(TransformersWrapper):
+        def forward(self, tensordict: TensorDictBase, **options: Any) -> TensorDictBase:
+            out = super().forward(tensordict, **options)
+            for row in out.unbind(0):
+                answer = row["log_probs", "response"]
+                before = len(row["tokens", "full"]) - len(answer)
+                row["log_probs", "full"] = torch.cat([torch.zeros(before), answer])
+            return out
+
+    return Answering(
+        ray_models.policy_model(),
+        tokenizer=ray_models.tokenizer(),
+        input_mode="history",
+        pad_output=False,
+        generate=True,
+        return_log_probs=True,
+        generate_kwargs={"max_new_tokens": 5, "do_sample": True},
+    )
+
+
+class GrpoStep:
+    """A step of GRPO on the model of a policy, and what it has seen."""
+
+    def __init__(self, policy: Any) -> None:
+        import ray_models
+        from torchrl.objectives.llm import GRPOLoss
+
+        self._model = policy.model
+        options = {"input_mode": "tokens", "pad_output": False}
+        self._loss = GRPOLoss(ray_models.wrapped(self._model, "log_probs", **options))
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)
+
+    def __call__(self, batch: TensorDictBase, told: dict[str, Any]) -> None:
+        self._loss(batch).mean(reduce=True).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        told["sampled"] += batch.numel()
+        told["seen"] = max(told["seen"], *batch["next", "policy_version"].tolist())
+        rewards, kl = (batch.get(("next", name), as_list=True) for name in ("reward", "kl_penalty"))
+        told["rows"] += zip(rewards, kl, lengths_of(batch), strict=True)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self._model.state_dict().items()}

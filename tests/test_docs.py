@@ -14,6 +14,9 @@ import pytest
 import fusedrl
 import fusedrl.models
 
+# What a run in the tests is given, where the whole takes longer.
+SHORT = {"grpo.py": ["3"]}
+
 ROOT = Path(__file__).parents[1]
 NAMES = [name for name in fusedrl.__all__ if name != "__version__"]
 NAMES += [f"models.{name}" for name in fusedrl.models.__all__]
@@ -67,6 +70,10 @@ def test_readme_commands_exist():
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_examples_run(path, tmp_path):
     done = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, str(path), *SHORT.get(path.name, [])],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,17 @@ def test_corrupted_library_is_explained(monkeypatch, tmp_path, fresh_load):
     assert f"Built for: torch >= {_host.build_info()['torch_target']} on {machine}" in message
     assert f"There is: torch {torch.__version__} on {machine}" in message
     assert "pip install --force-reinstall" in message
+
+
+@pytest.mark.parametrize("name", ["_C", "_C_cuda", "_host"])
+def test_no_path_of_the_machine_that_built_it(name):
+    path = native.find(name) if name != "_host" else Path(_host.__file__)
+    if path is None:
+        pytest.skip(f"built without {name}")
+    content = path.read_bytes()
+    for folder in (Path(__file__).parents[1], *map(Path, torch.__path__)):
+        for spelling in {folder, folder.resolve()}:
+            assert bytes(spelling) not in content
 
 
 def test_missing_library_is_explained(monkeypatch, fresh_load):

@@ -22,8 +22,8 @@ inline CpuLevel cpu_level() {
 
 inline float inverse_temperature(const Tensor& temperature) {
   const double value = *data<double>(temperature);
-  STD_TORCH_CHECK(value > 0 && std::isfinite(value),
-                  "temperature: expected a finite number > 0, got ", value);
+  check(value > 0 && std::isfinite(value), "temperature: expected a finite number > 0, got ",
+        value);
   return static_cast<float>(1.0 / value);
 }
 

@@ -15,7 +15,7 @@
 namespace fusedrl {
 
 inline void check_cuda(cudaError_t error, const char* what) {
-  STD_TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
+  check(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
 }
 
 // Makes a tensor's device the current one while it lives, and knows the device's current stream.
@@ -55,9 +55,9 @@ class OnDeviceOf {
 // it is on the device of `like`.
 inline Scalar scalar_argument(const char* name, const Tensor& tensor, const Tensor& like) {
   if (tensor.is_cpu()) return {*data<double>(tensor), nullptr};
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == like.get_device_index(), name,
-                  ": expected a tensor on the CPU or on cuda:", like.get_device_index(),
-                  "; move it with .to()");
+  check(tensor.is_cuda() && tensor.get_device_index() == like.get_device_index(), name,
+        ": expected a tensor on the CPU or on cuda:", like.get_device_index(),
+        "; move it with .to()");
   return {0, data<double>(tensor)};
 }
 

@@ -6,12 +6,13 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
 #include <optional>
 #include <vector>
+
+#include "common/check.h"
 
 namespace fusedrl {
 
@@ -50,7 +51,7 @@ inline void check_offsets(const std::optional<Tensor>& offsets, int64_t tokens) 
   const int64_t count = offsets->numel();
   bool valid = count > 0 && bounds[0] == 0 && bounds[count - 1] == tokens;
   for (int64_t i = 1; valid && i < count; ++i) valid = bounds[i - 1] <= bounds[i];
-  STD_TORCH_CHECK(valid, "offsets: expected non-decreasing values from 0 to ", tokens);
+  check(valid, "offsets: expected non-decreasing values from 0 to ", tokens);
 }
 
 // Calls f.operator()<T>() with the element type of a floating-point tensor.
@@ -64,7 +65,7 @@ void dispatch_half_or_float(const Tensor& tensor, const char* name, F&& f) {
     case ScalarType::Half:
       return f.template operator()<Half>();
     default:
-      STD_TORCH_CHECK(false, name, ": expected dtype float32, bfloat16 or float16");
+      check(false, name, ": expected dtype float32, bfloat16 or float16");
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <exception>
 #include <memory>
+#include <system_error>
 
 #include "host/copy.h"
 #include "host/dlpack.h"
@@ -32,6 +33,39 @@ void without_gil(const Work& work) {
   }
   PyEval_RestoreThread(thread);
   if (error) std::rethrow_exception(error);
+}
+
+// Between the stretches Python's handlers of signals run, and may raise.
+std::unique_ptr<MemoryFile> reserved(uint64_t bytes) {
+  std::unique_ptr<MemoryFile> file = MemoryFile::create("fusedrl-channel");
+  for (bool all = false; !all;) {
+    without_gil([&] { all = file->reserve(bytes); });
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+  file->seal();
+  return file;
+}
+
+std::unique_ptr<Publisher> make_publisher(uint64_t slots, uint64_t slot_bytes, uint64_t max_readers,
+                                          const std::string& session, const std::string& manifest) {
+  const Geometry geometry{slots, slot_bytes, max_readers, manifest.size()};
+  return std::make_unique<Publisher>(reserved(geometry.file_bytes()), geometry, session, manifest);
+}
+
+void report_writes(Reader& reader, const std::vector<std::pair<uint64_t, std::string>>& entries) {
+  std::vector<WriteReport::Entry> made;
+  for (const auto& [offset, name] : entries) made.push_back({offset, name});
+  reader.report_writes(std::move(made));
+}
+
+// What the kernel refuses, with its number: whoever calls knows the remedy.
+void raise_os_error(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::system_error& refused) {
+    py::object arguments = py::make_tuple(refused.code().value(), refused.what());
+    PyErr_SetObject(PyExc_OSError, arguments.ptr());
+  }
 }
 
 // `owner` keeps the mapping, so a tensor outlives the end of the channel that it came from.
@@ -67,6 +101,9 @@ void signal_at(const std::string& step, int signal) {
 }  // namespace
 
 void bind_channel(py::module_& m) {
+  py::register_local_exception<Damaged>(m, "DamagedError", PyExc_RuntimeError);
+  py::register_local_exception_translator(&raise_os_error);
+
   py::class_<ReaderState>(m, "ReaderState", "One reader of a channel, as its publisher sees it.")
       .def_readonly("pid", &ReaderState::pid)
       .def_readonly("alive", &ReaderState::alive)
@@ -74,17 +111,8 @@ void bind_channel(py::module_& m) {
       .def_readonly("applied", &ReaderState::applied);
 
   py::class_<Publisher>(m, "Publisher", "The writing end of a weight channel.")
-      .def(py::init([](int slots, uint64_t slot_bytes, int max_readers, const std::string& session,
-                       const std::string& manifest) {
-             std::unique_ptr<Publisher> made;
-             without_gil([&] {
-               made =
-                   std::make_unique<Publisher>(slots, slot_bytes, max_readers, session, manifest);
-             });
-             return made;
-           }),
-           py::arg("slots"), py::arg("slot_bytes"), py::arg("max_readers"), py::arg("session"),
-           py::arg("manifest"))
+      .def(py::init(&make_publisher), py::arg("slots"), py::arg("slot_bytes"),
+           py::arg("max_readers"), py::arg("session"), py::arg("manifest"))
       .def("try_begin", &Publisher::try_begin, "Lock a slot that nobody leases, or None.")
       .def("commit", &Publisher::commit, py::arg("slot"), py::arg("version"), py::arg("checksum"))
       .def("abort", &Publisher::abort, py::arg("slot"))
@@ -118,7 +146,8 @@ void bind_channel(py::module_& m) {
             const auto leased = reader.lease(apply);
             return leased ? py::object(py::make_tuple(leased->slot, leased->version)) : py::none();
           },
-          py::arg("apply"), "(slot, version), or None before the first.")
+          py::arg("apply"),
+          "(slot, version), or None: nothing is published, or the publisher is ahead each time.")
       .def("release", &Reader::release, py::arg("slot"))
       .def("applied", &Reader::applied, py::arg("version"))
       .def("version", &Reader::version, "The published version, -1 before the first.")
@@ -133,8 +162,10 @@ void bind_channel(py::module_& m) {
       .def("checksum", &Reader::checksum, py::arg("slot"))
       .def("manifest", [](const Reader& reader) { return py::bytes(reader.manifest()); })
       .def("require_open", &Reader::require_open)
-      .def("slot_count", &Reader::slot_count)
-      .def("slot_bytes", &Reader::slot_bytes)
+      .def("slot_count", [](const Reader& reader) { return reader.geometry().slots; })
+      .def("slot_bytes", [](const Reader& reader) { return reader.geometry().slot_bytes; })
+      .def("report_writes", &report_writes, py::arg("entries"),
+           "Say to which of these (offset, name) a write went that ends this process.")
       .def("slot_tensor", &slot_tensor<Reader>, py::arg("slot"), py::arg("bytes"))
       .def("close", &Reader::close);
 

@@ -13,16 +13,25 @@
 #include <atomic>
 #include <csignal>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 
 namespace fusedrl::channel {
 
-constexpr char magic[8] = {'f', 'u', 's', 'e', 'd', 'r', 'l', 1};
-constexpr int max_slots = 64;  // a reader's leases are one word
+constexpr char magic[8] = {'f', 'u', 's', 'e', 'd', 'r', 'l', 2};
+constexpr uint64_t max_slots = 64;  // a reader's leases are one word
+constexpr uint64_t max_entries = 4096;
+constexpr uint32_t max_pid = 1 << 22;  // the kernel's own limit
 constexpr int64_t no_version = -1;
 constexpr int64_t max_version = (int64_t{1} << 55) - 1;
 
 enum class SlotState : uint32_t { empty, writing, ready };
+
+constexpr uint64_t page_bytes = 4096;
+constexpr uint64_t rounded(uint64_t bytes) {
+  return (bytes + page_bytes - 1) / page_bytes * page_bytes;
+}
 
 struct alignas(64) Slot {
   std::atomic<SlotState> state;
@@ -31,19 +40,34 @@ struct alignas(64) Slot {
   std::atomic<uint32_t> releases;  // orders what readers read before what is written next
 };
 
-// Valid while its lock is held; a pid without a lock is of a reader that died.
+// A pid without a lock is of a reader that died. The next one to take the entry moves it aside, for
+// the publisher to tell of.
 struct alignas(64) ReaderEntry {
-  std::atomic<int64_t> pid;
+  std::atomic<uint64_t> pids;    // of the reader that died before, and of the present one
   std::atomic<uint64_t> leased;  // a bit a slot
   std::atomic<int64_t> applied;
 };
 
-struct ControlPage {
+// Where the parts of the memory file lie follows from these numbers.
+struct Geometry {
+  uint64_t slots, slot_bytes, max_readers, manifest_bytes;
+
+  uint64_t manifest_offset() const;
+  uint64_t slots_offset() const;
+  uint64_t file_bytes() const { return slots_offset() + slots * slot_bytes; }
+};
+
+// What does not change once readers can open the channel.
+struct Header {
   char magic[8];
   char session[32];
   int64_t publisher_pid;
-  uint64_t file_bytes, manifest_offset, manifest_bytes, slots_offset, slot_bytes;
-  uint32_t slots, max_readers;
+  Geometry geometry;
+};
+
+struct ControlPage {
+  Header header;
+  uint64_t digest;  // of the header and the manifest
 
   alignas(64) std::atomic<uint64_t> published;  // version << 8 | slot + 1; 0: nothing yet
   std::atomic<uint32_t> sequence;               // futex: a commit, or the end of the channel
@@ -56,17 +80,58 @@ struct ControlPage {
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
+inline uint64_t Geometry::manifest_offset() const {
+  return rounded(sizeof(ControlPage) + max_readers * sizeof(ReaderEntry));
+}
+inline uint64_t Geometry::slots_offset() const {
+  return rounded(manifest_offset() + manifest_bytes);
+}
+
+// FNV-1a. Any single byte that is another one gives another digest.
+inline uint64_t digest_of(const Header& header, std::string_view manifest) {
+  uint64_t digest = 0xcbf29ce484222325;
+  const auto add = [&](std::string_view bytes) {
+    for (const char byte : bytes) digest = (digest ^ static_cast<uint8_t>(byte)) * 0x100000001b3;
+  };
+  add({reinterpret_cast<const char*>(&header), sizeof(header)});
+  add(manifest);
+  return digest;
+}
+
+// Something else than the channel has written into its control page.
+struct Damaged : std::runtime_error {
+  explicit Damaged(const std::string& what)
+      : std::runtime_error("channel: expected its control page as fusedrl wrote it, got " + what +
+                           "; something else writes into its memory: make another channel") {}
+};
+
 struct Published {
   int64_t version = no_version;
   int slot = -1;
 
-  static Published of(uint64_t word) {
+  // Throws Damaged where no publisher of `slots` slots writes such a word.
+  static Published of(uint64_t word, uint64_t slots) {
     if (word == 0) return {};
-    return {static_cast<int64_t>(word >> 8), static_cast<int>(word & 0xff) - 1};
+    const Published published{static_cast<int64_t>(word >> 8), static_cast<int>(word & 0xff) - 1};
+    if (published.slot < 0 || published.slot >= static_cast<int64_t>(slots) ||
+        published.version > max_version)
+      throw Damaged("a published word of slot " + std::to_string(published.slot) + " of " +
+                    std::to_string(slots) + " under version " + std::to_string(published.version));
+    return published;
   }
   uint64_t word() const {
-    return static_cast<uint64_t>(version) << 8 | static_cast<uint64_t>(slot + 1);
+    return slot < 0 ? 0 : static_cast<uint64_t>(version) << 8 | static_cast<uint64_t>(slot + 1);
   }
+};
+
+// One word, so that a death is told of once, whoever dies while it is passed on.
+struct Pids {
+  uint32_t died, present;  // 0: nobody
+
+  static Pids of(uint64_t word) {
+    return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)};
+  }
+  uint64_t word() const { return uint64_t{died} << 32 | present; }
 };
 
 // Bytes of the memory file that stand for locks. They lie in the control page, whose content they

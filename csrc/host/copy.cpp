@@ -4,6 +4,7 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
+#include <system_error>
 #include <thread>
 
 #if defined(__SSE2__)
@@ -98,7 +99,11 @@ void copy(const std::vector<Piece>& pieces, int threads) {
   };
   std::vector<std::jthread> helpers;
   const size_t wanted = std::min<size_t>(threads, bytes / (2 * stretch_bytes) + 1);
-  for (size_t i = 1; i < wanted; ++i) helpers.emplace_back(work);
+  try {
+    for (size_t i = 1; i < wanted; ++i) helpers.emplace_back(work);
+  } catch (const std::system_error&) {
+    // No more threads for this process: those there are do it.
+  }
   work();
 }
 

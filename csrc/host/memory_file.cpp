@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <mutex>
 #include <set>
@@ -16,8 +17,39 @@ namespace fusedrl::channel {
 
 namespace {
 
+// Takes a fraction of a second; where signals interrupt it time and again, shorter ones get
+// through.
+constexpr uint64_t longest_stretch = uint64_t{256} << 20;
+constexpr uint64_t shortest_stretch = 4096;
+constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
 [[noreturn]] void fail(const std::string& what) {
   throw std::system_error(errno, std::generic_category(), what);
+}
+
+// A call that a signal's handler did not let end. Its handler in Python runs later, so only calls
+// that are short by themselves are made again here.
+template <class Call>
+int retried(const Call& call) {
+  int result;
+  do result = call();
+  while (result < 0 && errno == EINTR);
+  return result;
+}
+
+int opened(const std::string& path) {
+  const int fd = retried([&] { return open(path.c_str(), O_RDWR | O_CLOEXEC); });
+  if (fd < 0) fail(path);
+  return fd;
+}
+
+struct flock range(int64_t byte, short type) {
+  struct flock range = {};
+  range.l_type = type;
+  range.l_whence = SEEK_SET;
+  range.l_start = byte;
+  range.l_len = 1;
+  return range;
 }
 
 }  // namespace
@@ -61,29 +93,46 @@ Mapping::Mapping(const MemoryFile& file, uint64_t offset, size_t bytes, bool wri
   if (data_ == MAP_FAILED) fail("mapping " + std::to_string(bytes) + " bytes of a weight channel");
 }
 
-Mapping::~Mapping() { munmap(data_, bytes_); }
+Mapping::~Mapping() {
+  companion_.reset();
+  munmap(data_, bytes_);
+}
 
-MemoryFile::MemoryFile(int fd) : fd_(fd), pid_(getpid()) {
+MemoryFile::MemoryFile(int fd) : fd_(fd), pid_(getpid()), stretch_(longest_stretch) {
   OpenFiles::instance().files.insert(this);
 }
 
 MemoryFile::~MemoryFile() { close(); }
 
-std::unique_ptr<MemoryFile> MemoryFile::create(const std::string& name, uint64_t bytes) {
+std::unique_ptr<MemoryFile> MemoryFile::create(const std::string& name) {
   std::unique_lock guard(OpenFiles::instance().mutex);
   const int fd = memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) fail("memfd_create");
   std::unique_ptr<MemoryFile> file(new MemoryFile(fd));
   guard.unlock();
   if (fchmod(fd, 0600) != 0) fail("fchmod");
-  // Reserved now: a machine without the memory says so here, not by SIGBUS in a reader.
-  const int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+  return file;
+}
+
+bool MemoryFile::reserve(uint64_t bytes) {
+  const uint64_t some = std::min(stretch_, bytes - reserved_);
+  const int error = posix_fallocate(fd(), static_cast<off_t>(reserved_), static_cast<off_t>(some));
+  if (error == EINTR) {
+    // The kernel has given back what this call had reserved.
+    stretch_ = std::max(stretch_ / 2, shortest_stretch);
+    return false;
+  }
   if (error != 0) {
     errno = error;
     fail("reserving " + std::to_string(bytes) + " bytes of shared memory");
   }
-  if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail("F_ADD_SEALS");
-  return file;
+  reserved_ += some;
+  stretch_ = std::min(stretch_ * 2, longest_stretch);
+  return reserved_ == bytes;
+}
+
+void MemoryFile::seal() {
+  if (fcntl(fd(), F_ADD_SEALS, seals) != 0) fail("F_ADD_SEALS");
 }
 
 std::unique_ptr<MemoryFile> MemoryFile::reopen(int64_t pid, int fd) {
@@ -91,14 +140,15 @@ std::unique_ptr<MemoryFile> MemoryFile::reopen(int64_t pid, int fd) {
   char target[64] = {};
   if (readlink(path.c_str(), target, sizeof(target) - 1) < 0) fail(path);
   // Anything else may have an effect when it is opened.
-  if (std::string(target).rfind("/memfd:", 0) != 0) {
-    errno = ENOENT;
-    fail(path + " is not shared memory");
-  }
+  if (std::string(target).rfind("/memfd:", 0) != 0)
+    throw std::invalid_argument(path + ", which is not shared memory");
+  std::unique_ptr<MemoryFile> file;  // ends after the guard: it closes under the same mutex
   std::lock_guard guard(OpenFiles::instance().mutex);
-  const int own = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (own < 0) fail(path);
-  return std::unique_ptr<MemoryFile>(new MemoryFile(own));
+  file.reset(new MemoryFile(opened(path)));
+  // Memory that somebody shrinks ends its readers by SIGBUS.
+  if ((fcntl(file->fd_, F_GET_SEALS) & seals) != seals)
+    throw std::invalid_argument("shared memory that is not sealed");
+  return file;
 }
 
 int MemoryFile::fd() const {
@@ -117,12 +167,7 @@ uint64_t MemoryFile::bytes() const {
   return static_cast<uint64_t>(facts.st_size);
 }
 
-int MemoryFile::reopened() const {
-  const std::string own = "/proc/self/fd/" + std::to_string(fd());
-  const int other = open(own.c_str(), O_RDWR | O_CLOEXEC);
-  if (other < 0) fail(own);
-  return other;
-}
+int MemoryFile::reopened() const { return opened("/proc/self/fd/" + std::to_string(fd())); }
 
 void MemoryFile::close() {
   std::lock_guard guard(OpenFiles::instance().mutex);
@@ -133,33 +178,21 @@ void MemoryFile::close() {
 }
 
 bool MemoryFile::try_lock(int64_t byte, bool shared) {
-  struct flock range = {};
-  range.l_type = shared ? F_RDLCK : F_WRLCK;
-  range.l_whence = SEEK_SET;
-  range.l_start = byte;
-  range.l_len = 1;
-  if (fcntl(fd(), F_OFD_SETLK, &range) == 0) return true;
+  struct flock lock = range(byte, shared ? F_RDLCK : F_WRLCK);
+  if (retried([&] { return fcntl(fd(), F_OFD_SETLK, &lock); }) == 0) return true;
   if (errno == EAGAIN || errno == EACCES) return false;
   fail("F_OFD_SETLK");
 }
 
 void MemoryFile::unlock(int64_t byte) {
-  struct flock range = {};
-  range.l_type = F_UNLCK;
-  range.l_whence = SEEK_SET;
-  range.l_start = byte;
-  range.l_len = 1;
-  if (fcntl(fd(), F_OFD_SETLK, &range) != 0) fail("F_OFD_SETLK");
+  struct flock lock = range(byte, F_UNLCK);
+  if (retried([&] { return fcntl(fd(), F_OFD_SETLK, &lock); }) != 0) fail("F_OFD_SETLK");
 }
 
 bool MemoryFile::locked_elsewhere(int64_t byte) const {
-  struct flock range = {};
-  range.l_type = F_WRLCK;
-  range.l_whence = SEEK_SET;
-  range.l_start = byte;
-  range.l_len = 1;
-  if (fcntl(fd(), F_OFD_GETLK, &range) != 0) fail("F_OFD_GETLK");
-  return range.l_type != F_UNLCK;
+  struct flock lock = range(byte, F_WRLCK);
+  if (retried([&] { return fcntl(fd(), F_OFD_GETLK, &lock); }) != 0) fail("F_OFD_GETLK");
+  return lock.l_type != F_UNLCK;
 }
 
 }  // namespace fusedrl::channel

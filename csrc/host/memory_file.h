@@ -5,22 +5,27 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace fusedrl::channel {
 
 // A range of a memory file in this process's memory, unmapped with its last owner.
 class Mapping {
  public:
+  // Throws std::system_error, as all of this file does where the kernel refuses.
   Mapping(const class MemoryFile& file, uint64_t offset, size_t bytes, bool writable);
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
   char* data() const { return static_cast<char*>(data_); }
   size_t bytes() const { return bytes_; }
+  // Something that ends before the memory is unmapped.
+  void keep(std::shared_ptr<void> companion) { companion_ = std::move(companion); }
 
  private:
   void* data_;
   size_t bytes_;
+  std::shared_ptr<void> companion_;
 };
 
 // One open file description of a memory file, for locks. They end with the last reference to it,
@@ -28,8 +33,15 @@ class Mapping {
 // makes closes its copy before it runs anything else, and exec does so too.
 class MemoryFile {
  public:
-  static std::unique_ptr<MemoryFile> create(const std::string& name, uint64_t bytes);
-  // The file behind a descriptor of another process, or of this one.
+  // Empty, and nobody else's.
+  static std::unique_ptr<MemoryFile> create(const std::string& name);
+  // Reserves the next stretch of `bytes`, or none where a signal comes; whether all are reserved. A
+  // machine without the memory says so here, not by SIGBUS in a reader.
+  bool reserve(uint64_t bytes);
+  // Nobody resizes it from here on.
+  void seal();
+  // The file behind a descriptor of another process, or of this one. Throws std::invalid_argument
+  // where it is none that create made.
   static std::unique_ptr<MemoryFile> reopen(int64_t pid, int fd);
   ~MemoryFile();
   MemoryFile(const MemoryFile&) = delete;
@@ -57,6 +69,7 @@ class MemoryFile {
 
   int fd_;
   int64_t pid_;
+  uint64_t reserved_ = 0, stretch_;
 };
 
 }  // namespace fusedrl::channel

@@ -47,6 +47,9 @@ PYBIND11_MODULE(_host, m) {
   m.def(
       "cpu_level", [] { return fusedrl::name_of(fusedrl::chosen_cpu_level()); },
       "The level that the CPU kernels run at; RuntimeError if FUSEDRL_CPU_LEVEL is not usable.");
+  m.def(
+      "best_cpu_level", [] { return fusedrl::name_of(fusedrl::best_cpu_level()); },
+      "The highest level that this CPU has the instructions for.");
 #if defined(FUSEDRL_CHANNEL)
   fusedrl::bind_channel(m);
   fusedrl::bind_cuda(m);

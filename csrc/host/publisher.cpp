@@ -1,5 +1,8 @@
 #include "host/publisher.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -8,47 +11,41 @@
 
 namespace fusedrl::channel {
 
-namespace {
-
-constexpr uint64_t page_bytes = 4096;
-constexpr uint64_t rounded(uint64_t bytes) {
-  return (bytes + page_bytes - 1) / page_bytes * page_bytes;
-}
-
-}  // namespace
-
-Publisher::Publisher(int slots, uint64_t slot_bytes, int max_readers, const std::string& session,
-                     const std::string& manifest) {
-  const uint64_t table = sizeof(ControlPage) + max_readers * sizeof(ReaderEntry);
-  const uint64_t slots_offset = rounded(rounded(table) + manifest.size());
-  const uint64_t file_bytes = slots_offset + slots * slot_bytes;
-  file_ = MemoryFile::create("fusedrl-channel", file_bytes);
+Publisher::Publisher(std::unique_ptr<MemoryFile> file, const Geometry& geometry,
+                     const std::string& session, const std::string& manifest)
+    : geometry_(geometry), file_(std::move(file)) {
+  const uint64_t slots_offset = geometry.slots_offset();
   head_ = std::make_shared<Mapping>(*file_, 0, slots_offset, true);
-  if (slot_bytes > 0)
-    slots_ = std::make_shared<Mapping>(*file_, slots_offset, slots * slot_bytes, true);
+  if (geometry.slot_bytes > 0)
+    slots_ =
+        std::make_shared<Mapping>(*file_, slots_offset, geometry.slots * geometry.slot_bytes, true);
 
   page_ = new (head_->data()) ControlPage{};
-  page_->publisher_pid = getpid();
-  page_->file_bytes = file_bytes;
-  page_->manifest_offset = rounded(table);
-  page_->manifest_bytes = manifest.size();
-  page_->slots_offset = slots_offset;
-  page_->slot_bytes = slot_bytes;
-  page_->slots = slots;
-  page_->max_readers = max_readers;
+  Header& header = page_->header;
+  std::memcpy(header.magic, magic, sizeof(magic));
+  std::memcpy(header.session, session.data(), sizeof(header.session));
+  header.publisher_pid = getpid();
+  header.geometry = geometry;
+  page_->digest = digest_of(header, manifest);
   for (Slot& slot : page_->slot) slot.version = no_version;
-  std::memcpy(head_->data() + page_->manifest_offset, manifest.data(), manifest.size());
-  std::memcpy(page_->session, session.data(), sizeof(page_->session));
-  std::memcpy(page_->magic, magic, sizeof(magic));
+  std::memcpy(head_->data() + geometry.manifest_offset(), manifest.data(), manifest.size());
   if (!file_->try_lock_exclusive(alive_lock)) throw std::logic_error("a new file is locked");
 }
 
+int64_t Publisher::version() const {
+  const uint64_t word = page_->published.load(std::memory_order_relaxed);
+  if (word != published_.word())
+    throw Damaged("the published word " + std::to_string(word) + " instead of " +
+                  std::to_string(published_.word()));
+  return published_.version;
+}
+
 std::optional<int> Publisher::try_begin() {
-  const int current = Published::of(page_->published.load(std::memory_order_relaxed)).slot;
-  const int slots = static_cast<int>(page_->slots);
+  version();
+  const int slots = static_cast<int>(geometry_.slots);
   for (int i = 1; i <= slots; ++i) {
-    const int slot = (last_ + i) % slots;
-    if (slot == current || !file_->try_lock_exclusive(slot_lock + slot)) continue;
+    const int slot = (published_.slot + i) % slots;
+    if (slot == published_.slot || !file_->try_lock_exclusive(slot_lock + slot)) continue;
     at(Step::begin_locked);
     page_->slot[slot].releases.load(std::memory_order_acquire);
     page_->slot[slot].state.store(SlotState::writing, std::memory_order_release);
@@ -67,8 +64,8 @@ void Publisher::commit(int slot, int64_t version, uint64_t checksum) {
   // Before it is published: a reader never finds the current slot locked.
   file_->unlock(slot_lock + slot);
   at(Step::commit_unlocked);
-  page_->published.store(Published{version, slot}.word(), std::memory_order_release);
-  last_ = slot;
+  published_ = {version, slot};
+  page_->published.store(published_.word(), std::memory_order_release);
   at(Step::commit_published);
   page_->sequence.fetch_add(1, std::memory_order_release);
   futex_wake_all(page_->sequence);
@@ -83,24 +80,55 @@ void Publisher::abort(int slot) {
 
 std::vector<ReaderState> Publisher::readers(bool forget_dead) {
   std::vector<ReaderState> found;
-  for (uint32_t i = 0; i < page_->max_readers; ++i) {
+  for (uint64_t i = 0; i < geometry_.max_readers; ++i) {
     ReaderEntry& entry = page_->reader[i];
-    const int64_t pid = entry.pid.load(std::memory_order_acquire);
-    if (pid == 0) continue;
-    ReaderState state{pid, true, {}, entry.applied.load(std::memory_order_acquire)};
-    const uint64_t leased = entry.leased.load(std::memory_order_acquire);
-    for (uint32_t slot = 0; slot < page_->slots; ++slot)
-      if (leased >> slot & 1) state.leased.push_back(page_->slot[slot].version);
-    if (!file_->locked_elsewhere(reader_lock + i) && file_->try_lock_exclusive(reader_lock + i)) {
-      // Under the lock, so that no new reader has the entry.
-      state.alive = false;
-      state.leased.clear();
-      if (forget_dead && entry.pid.load(std::memory_order_relaxed) == pid) entry.pid = 0;
-      file_->unlock(reader_lock + i);
-    }
-    found.push_back(state);
+    bool alive = false;
+    const Pids pids = pids_of(entry, i, forget_dead, &alive);
+    if (pids.died != 0) found.push_back({pids.died, false, {}, no_version});
+    if (pids.present == 0) continue;
+    const int64_t applied = entry.applied.load(std::memory_order_acquire);
+    if (applied < no_version || applied > published_.version)
+      throw Damaged("version " + std::to_string(applied) + " applied by reader entry " +
+                    std::to_string(i) + ", of " + std::to_string(published_.version) +
+                    " published");
+    found.push_back(
+        {pids.present, alive, alive ? leased_by(entry, i) : std::vector<int64_t>{}, applied});
   }
   return found;
+}
+
+// A reader that comes or goes meanwhile changes the word, which is looked at again: no death is
+// forgotten before it is told of, and nobody is told to be dead who has just left.
+Pids Publisher::pids_of(ReaderEntry& entry, uint64_t index, bool forget_dead, bool* alive) {
+  for (;;) {
+    uint64_t word = entry.pids.load(std::memory_order_acquire);
+    const Pids pids = Pids::of(word);
+    if (std::max(pids.died, pids.present) > max_pid)
+      throw Damaged("pid " + std::to_string(std::max(pids.died, pids.present)) +
+                    " in reader entry " + std::to_string(index));
+    *alive = pids.present != 0 && file_->locked_elsewhere(reader_lock + index);
+    const uint64_t known = *alive ? Pids{0, pids.present}.word() : 0;
+    const bool still = forget_dead && known != word
+                           ? entry.pids.compare_exchange_strong(word, known)
+                           : entry.pids.load(std::memory_order_acquire) == word;
+    if (still) return pids;
+  }
+}
+
+std::vector<int64_t> Publisher::leased_by(const ReaderEntry& entry, uint64_t index) const {
+  const uint64_t leased = entry.leased.load(std::memory_order_acquire);
+  if (geometry_.slots < max_slots && leased >> geometry_.slots != 0)
+    throw Damaged("leases of slots beyond the last in reader entry " + std::to_string(index));
+  std::vector<int64_t> versions;
+  for (uint64_t slot = 0; slot < geometry_.slots; ++slot) {
+    if (!(leased >> slot & 1)) continue;
+    const int64_t version = page_->slot[slot].version;
+    if (version < no_version || version > max_version)
+      throw Damaged("version " + std::to_string(version) + " in slot " + std::to_string(slot));
+    // A reader that comes too late names a slot for a moment, maybe one that was given up.
+    if (version != no_version) versions.push_back(version);
+  }
+  return versions;
 }
 
 uint32_t Publisher::progress() {

@@ -21,8 +21,9 @@ struct ReaderState {
 // Assumes one thread at a time in try_begin, commit and abort.
 class Publisher {
  public:
-  // slot_bytes: 0 where the slots lie elsewhere, on a GPU.
-  Publisher(int slots, uint64_t slot_bytes, int max_readers, const std::string& session,
+  // `file`: of the geometry's bytes, all reserved; slot_bytes is 0 where the slots lie elsewhere,
+  // on a GPU.
+  Publisher(std::unique_ptr<MemoryFile> file, const Geometry& geometry, const std::string& session,
             const std::string& manifest);
   ~Publisher() { close(); }
 
@@ -30,16 +31,15 @@ class Publisher {
   void commit(int slot, int64_t version, uint64_t checksum);
   void abort(int slot);
 
-  int64_t version() const {
-    return Published::of(page_->published.load(std::memory_order_acquire)).version;
-  }
+  // Throws Damaged where the page says anything else.
+  int64_t version() const;
   int fd() const { return file_->fd(); }
   // For another process; the caller closes it.
   int share() const { return file_->reopened(); }
   std::shared_ptr<Mapping> slots() const { return slots_; }
-  char* slot(int index) const { return slots_->data() + index * page_->slot_bytes; }
+  char* slot(int index) const { return slots_->data() + index * geometry_.slot_bytes; }
 
-  // The readers that are open, and those that died since they were last forgotten.
+  // The readers that are open, and those that died since they were last forgotten. Throws Damaged.
   std::vector<ReaderState> readers(bool forget_dead);
   // What wait() compares with: read it before looking at what is waited for.
   uint32_t progress();
@@ -51,10 +51,15 @@ class Publisher {
   void close();
 
  private:
+  Pids pids_of(ReaderEntry& entry, uint64_t index, bool forget_dead, bool* alive);
+  std::vector<int64_t> leased_by(const ReaderEntry& entry, uint64_t index) const;
+
+  // Own copies of what the page says: nothing here is steered by what others write there.
+  const Geometry geometry_;
+  Published published_;
   std::unique_ptr<MemoryFile> file_;
   std::shared_ptr<Mapping> head_, slots_;
   ControlPage* page_;
-  int last_ = -1;
 };
 
 }  // namespace fusedrl::channel

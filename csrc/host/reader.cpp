@@ -7,73 +7,133 @@
 
 namespace fusedrl::channel {
 
+namespace {
+
+constexpr int tries = 100;
+
+}  // namespace
+
 Reader::Reader(int64_t pid, int fd, const std::string& session) {
   file_ = MemoryFile::reopen(pid, fd);
-  head_ = std::make_shared<Mapping>(*file_, 0, sizeof(ControlPage), true);
+  read_header(session);
+  head_ = std::make_shared<Mapping>(*file_, 0, geometry().slots_offset(), true);
   page_ = reinterpret_cast<ControlPage*>(head_->data());
-  check(session);
-  const uint64_t slots_offset = page_->slots_offset;
-  head_ = std::make_shared<Mapping>(*file_, 0, slots_offset, true);
-  page_ = reinterpret_cast<ControlPage*>(head_->data());
-  if (page_->slot_bytes > 0)
-    slots_ =
-        std::make_shared<Mapping>(*file_, slots_offset, page_->slots * page_->slot_bytes, false);
+  read_manifest();
+  if (geometry().slot_bytes > 0)
+    slots_ = std::make_shared<Mapping>(*file_, geometry().slots_offset(),
+                                       geometry().slots * geometry().slot_bytes, false);
   enter();
 }
 
-void Reader::check(const std::string& session) const {
+void Reader::read_header(const std::string& session) {
   const uint64_t bytes = file_->bytes();
-  if (bytes < sizeof(ControlPage) || std::memcmp(page_->magic, magic, sizeof(magic)) != 0 ||
-      session.size() != sizeof(page_->session) ||
-      std::memcmp(page_->session, session.data(), session.size()) != 0)
+  if (bytes < sizeof(ControlPage)) throw std::invalid_argument("other shared memory");
+  const Mapping page(*file_, 0, sizeof(ControlPage), false);
+  std::memcpy(&header_, page.data(), sizeof(header_));
+  if (std::memcmp(header_.magic, magic, sizeof(magic)) != 0)
+    throw std::invalid_argument("memory that no channel of this version of fusedrl begins with");
+  if (session.size() != sizeof(header_.session) ||
+      std::memcmp(header_.session, session.data(), session.size()) != 0)
     throw std::invalid_argument("another session");
-  const uint64_t table = sizeof(ControlPage) + page_->max_readers * sizeof(ReaderEntry);
-  const bool fits = page_->slots >= 1 && page_->slots <= max_slots && page_->file_bytes == bytes &&
-                    table <= page_->manifest_offset &&
-                    page_->manifest_offset <= page_->slots_offset &&
-                    page_->manifest_bytes <= page_->slots_offset - page_->manifest_offset &&
-                    page_->slots_offset <= bytes &&
-                    page_->slot_bytes == (bytes - page_->slots_offset) / page_->slots;
-  if (!fits) throw std::invalid_argument("a damaged control page");
+  const Geometry& found = header_.geometry;
+  // Bounds first, for sums that do not overflow.
+  if (found.slots < 1 || found.slots > max_slots || found.max_readers < 1 ||
+      found.max_readers > max_entries || found.slot_bytes > bytes || found.manifest_bytes > bytes ||
+      found.file_bytes() != bytes)
+    throw Damaged("sizes that do not add up to the memory's " + std::to_string(bytes) + " bytes");
+}
+
+void Reader::read_manifest() {
+  manifest_.assign(head_->data() + geometry().manifest_offset(), geometry().manifest_bytes);
+  if (page_->digest != digest_of(header_, manifest_))
+    throw Damaged("a header or a layout that its digest does not fit");
 }
 
 void Reader::enter() {
-  for (uint32_t i = 0; i < page_->max_readers; ++i) {
-    if (!file_->try_lock_exclusive(reader_lock + i)) continue;
-    at(Step::open_locked);
-    entry_ = &page_->reader[i];
-    entry_->leased.store(0, std::memory_order_relaxed);
-    entry_->applied.store(no_version, std::memory_order_relaxed);
-    entry_->pid.store(getpid(), std::memory_order_release);
-    at(Step::open_registered);
-    return;
+  // An entry of a reader that died is taken where nothing else is left, and then one that says no
+  // more than that.
+  for (const auto& suits :
+       {+[](Pids pids) { return pids.present == 0; }, +[](Pids pids) { return pids.died == 0; },
+        +[](Pids) { return true; }}) {
+    for (uint64_t i = 0; i < geometry().max_readers; ++i) {
+      ReaderEntry& entry = page_->reader[i];
+      if (!suits(Pids::of(entry.pids)) || !file_->try_lock_exclusive(reader_lock + i)) continue;
+      at(Step::open_locked);
+      entry_ = &entry;
+      entry.leased.store(0, std::memory_order_relaxed);
+      entry.applied.store(no_version, std::memory_order_relaxed);
+      const uint32_t own = static_cast<uint32_t>(getpid());
+      uint64_t word = entry.pids;
+      for (;;) {
+        const Pids before = Pids::of(word);
+        const Pids after{before.present != 0 ? before.present : before.died, own};
+        if (entry.pids.compare_exchange_weak(word, after.word())) break;
+      }
+      at(Step::open_registered);
+      return;
+    }
   }
-  throw std::overflow_error(std::to_string(page_->max_readers));
+  throw std::overflow_error(std::to_string(geometry().max_readers));
+}
+
+Published Reader::published() {
+  // Before the word: one that was loaded later is not older.
+  const int64_t seen = seen_.load(std::memory_order_acquire);
+  for (uint64_t word = page_->published.load(std::memory_order_acquire);;) {
+    const Published current = Published::of(word, geometry().slots);
+    if (current.version < seen)
+      throw Damaged("version " + std::to_string(current.version) + " as published after " +
+                    std::to_string(seen));
+    if (current.slot < 0 || holds(current)) {
+      if (current.version > seen) seen_.store(current.version, std::memory_order_release);
+      return current;
+    }
+    // A slot is written again only after another one is published.
+    const uint64_t again = page_->published.load(std::memory_order_acquire);
+    if (again == word)
+      throw Damaged("version " + std::to_string(current.version) + " as published in slot " +
+                    std::to_string(current.slot) + ", which does not hold it");
+    word = again;
+  }
+}
+
+bool Reader::holds(const Published& published) const {
+  const Slot& slot = page_->slot[published.slot];
+  return slot.state.load(std::memory_order_acquire) == SlotState::ready &&
+         slot.version.load(std::memory_order_relaxed) == published.version;
 }
 
 std::optional<LeasedSlot> Reader::lease(bool apply) {
+  require_open();  // before the mutex, which a forked child may have from another thread
   std::lock_guard guard(mutex_);
-  file_->fd();
-  for (;;) {
+  int64_t missed = no_version;
+  for (int i = 0; i < tries; ++i) {
     const Published current = published();
     if (current.slot < 0) return std::nullopt;
+    // It was missed because the publisher had moved on, to a later one.
+    if (current.version == missed)
+      throw Damaged("version " + std::to_string(missed) + " as published in slot " +
+                    std::to_string(current.slot) + ", which is locked for writing");
     at(Step::lease_loaded);
     const int slot = current.slot;
-    // A failure means that the publisher has moved on since.
-    if (leases_[slot] == 0 && !lock(slot)) continue;
-    const Slot& entry = page_->slot[slot];
-    if (entry.state.load(std::memory_order_acquire) == SlotState::ready &&
-        entry.version.load(std::memory_order_relaxed) == current.version) {
+    if (leases_[slot] == 0 && !lock(slot)) {
+      missed = current.version;
+      continue;
+    }
+    if (holds(current)) {
       at(Step::lease_validated);
       ++leases_[slot];
       if (apply) applied(current.version);
       return LeasedSlot{slot, current.version};
     }
     if (leases_[slot] == 0) unlock(slot);
+    missed = current.version;
   }
+  return std::nullopt;
 }
 
 void Reader::release(int slot) {
+  if (!file_->is_open()) return;
   std::lock_guard guard(mutex_);
   if (!file_->is_open() || --leases_[slot] > 0) return;
   unlock(slot);
@@ -120,22 +180,26 @@ void Reader::wait(int64_t version, double seconds) {
 }
 
 PublisherState Reader::publisher() const {
-  if (page_->closed.load(std::memory_order_acquire)) return PublisherState::closed;
+  const uint32_t closed = page_->closed.load(std::memory_order_acquire);
+  if (closed > 1) throw Damaged("the mark " + std::to_string(closed) + " of a channel's end");
+  if (closed == 1) return PublisherState::closed;
   return file_->locked_elsewhere(alive_lock) ? PublisherState::open : PublisherState::dead;
 }
 
-std::string Reader::manifest() const {
-  return {head_->data() + page_->manifest_offset, page_->manifest_bytes};
+void Reader::report_writes(std::vector<WriteReport::Entry> entries) {
+  if (slots_ == nullptr) return;  // on a GPU
+  slots_->keep(std::make_shared<WriteReport>(head_, *slots_, geometry(), std::move(entries)));
 }
 
 void Reader::close() {
-  std::lock_guard guard(mutex_);
   if (!file_->is_open()) return;  // also in a forked child: the entry is its parent's
-  for (int slot = 0; slot < max_slots; ++slot)
+  std::lock_guard guard(mutex_);
+  if (!file_->is_open()) return;
+  for (uint64_t slot = 0; slot < max_slots; ++slot)
     if (leases_[slot] > 0) page_->slot[slot].releases.fetch_add(1, std::memory_order_release);
   leases_.fill(0);
   entry_->leased = 0;
-  entry_->pid = 0;
+  entry_->pids.fetch_and(~uint64_t{UINT32_MAX});  // but for one that died before
   file_->close();
   tell_publisher();
 }

@@ -2,13 +2,16 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "host/channel_page.h"
 #include "host/memory_file.h"
+#include "host/write_report.h"
 
 namespace fusedrl::channel {
 
@@ -22,48 +25,57 @@ enum class PublisherState { open, closed, dead };
 // Threads may share a reader: a slot is locked at its first lease and unlocked at its last release.
 class Reader {
  public:
-  // Throws std::invalid_argument where the file is not the channel of `session`.
+  // Throws std::invalid_argument where the file is not the channel of `session`, Damaged where it
+  // is and its control page is not as the publisher wrote it, std::overflow_error where it has as
+  // many readers as it takes.
   Reader(int64_t pid, int fd, const std::string& session);
   ~Reader() { close(); }
 
-  // The current version; nothing before the first is published. `apply`: also note it as applied.
+  // The current version; nothing before the first is published, or where the publisher is ahead
+  // each time. `apply`: also note it as applied. Throws Damaged.
   std::optional<LeasedSlot> lease(bool apply);
   void release(int slot);
   void applied(int64_t version);
 
-  int64_t version() const { return published().version; }
+  // Throws Damaged.
+  int64_t version() { return published().version; }
   // Returns when `version` or a later one is published, the channel ends, or after the time given.
   void wait(int64_t version, double seconds);
   PublisherState publisher() const;
-  int64_t publisher_pid() const { return page_->publisher_pid; }
+  int64_t publisher_pid() const { return header_.publisher_pid; }
   uint64_t checksum(int slot) const {
     return page_->slot[slot].checksum.load(std::memory_order_relaxed);
   }
 
   // Throws std::runtime_error once closed, or in a child of the process that opened it.
   void require_open() const { file_->fd(); }
-  std::string manifest() const;
-  int slot_count() const { return static_cast<int>(page_->slots); }
-  uint64_t slot_bytes() const { return page_->slot_bytes; }
+  const std::string& manifest() const { return manifest_; }
+  const Geometry& geometry() const { return header_.geometry; }
   std::shared_ptr<Mapping> slots() const { return slots_; }
-  char* slot(int index) const { return slots_->data() + index * page_->slot_bytes; }
+  char* slot(int index) const { return slots_->data() + index * geometry().slot_bytes; }
+  // Where this process dies of a write to a slot of its memory, it says to which of these entries.
+  void report_writes(std::vector<WriteReport::Entry> entries);
   // Gives up every lease, too.
   void close();
 
  private:
-  Published published() const {
-    return Published::of(page_->published.load(std::memory_order_acquire));
-  }
-  void check(const std::string& session) const;
+  Published published();
+  bool holds(const Published& published) const;
+  void read_header(const std::string& session);
+  void read_manifest();
   void enter();
   bool lock(int slot);
   void unlock(int slot);
   void tell_publisher();
 
+  // Own copies of what was checked: the page may change afterwards.
+  Header header_;
+  std::string manifest_;
   std::unique_ptr<MemoryFile> file_;
   std::shared_ptr<Mapping> head_, slots_;  // slots are read-only here
   ControlPage* page_;
   ReaderEntry* entry_ = nullptr;
+  std::atomic<int64_t> seen_{no_version};  // the newest version that was published so far
   std::mutex mutex_;
   std::array<int, max_slots> leases_{};
 };

@@ -30,9 +30,8 @@ struct KeptTokens {
 
   void check_targets(int64_t classes) const {
     for (size_t i = 0; i < targets.size(); ++i) {
-      STD_TORCH_CHECK(targets[i] >= 0 && targets[i] < classes, "tokens: expected values in [0, ",
-                      classes, "), got ", targets[i], " at token ", tokens[i],
-                      "; mask it or clamp it");
+      check(targets[i] >= 0 && targets[i] < classes, "tokens: expected values in [0, ", classes,
+            "), got ", targets[i], " at token ", tokens[i], "; mask it or clamp it");
     }
   }
 };

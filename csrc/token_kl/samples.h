@@ -45,29 +45,28 @@ inline void check_sample(const char* name, size_t s, const Tensor& sample, const
   const int64_t tokens = like.numel(), got = sample.numel();
   const bool fits = is_reward ? is_one_value_a_row(sample) && (got == tokens || got == 1)
                               : sample.dim() == 1 && got == tokens;
-  STD_TORCH_CHECK(fits, name, ": sample ", s, ": expected shape [", tokens, "]",
-                  is_reward ? ", with a trailing 1 or with one value" : "", ", got ", got,
-                  " elements in ", sample.dim(), " dimensions");
-  STD_TORCH_CHECK(sample.scalar_type() == dtype, name, ": sample ", s, ": expected ",
-                  dtype == ScalarType::Bool ? "torch.bool" : "the dtype of log_probs: sample 0",
-                  "; convert it with .to()");
-  STD_TORCH_CHECK(sample.is_contiguous(), name, ": sample ", s,
-                  ": expected contiguous memory; copy it with .contiguous()");
+  check(fits, name, ": sample ", s, ": expected shape [", tokens, "]",
+        is_reward ? ", with a trailing 1 or with one value" : "", ", got ", got, " elements in ",
+        sample.dim(), " dimensions");
+  check(sample.scalar_type() == dtype, name, ": sample ", s, ": expected ",
+        dtype == ScalarType::Bool ? "torch.bool" : "the dtype of log_probs: sample 0",
+        "; convert it with .to()");
+  check(sample.is_contiguous(), name, ": sample ", s,
+        ": expected contiguous memory; copy it with .contiguous()");
 }
 
 // `dtype` is that of the whole column.
 inline void check_column(const char* name, const std::vector<Tensor>& column,
                          const std::vector<Tensor>& log_probs, ScalarType dtype,
                          bool is_reward = false) {
-  STD_TORCH_CHECK(column.size() == log_probs.size(), name, ": expected ", log_probs.size(),
-                  " samples, got ", column.size());
+  check(column.size() == log_probs.size(), name, ": expected ", log_probs.size(), " samples, got ",
+        column.size());
   const Tensor& first = log_probs[0];
   for (size_t s = 0; s < column.size(); ++s) {
     check_sample(name, s, column[s], log_probs[s], dtype, is_reward);
-    STD_TORCH_CHECK(column[s].is_cpu() == first.is_cpu() &&
-                        column[s].get_device_index() == first.get_device_index(),
-                    name, ": sample ", s,
-                    ": expected the device of log_probs: sample 0; move it with .to()");
+    check(column[s].is_cpu() == first.is_cpu() &&
+              column[s].get_device_index() == first.get_device_index(),
+          name, ": sample ", s, ": expected the device of log_probs: sample 0; move it with .to()");
   }
 }
 
@@ -75,7 +74,7 @@ inline void check_column(const char* name, const std::vector<Tensor>& column,
 // here without the checks in Python, and kernels index by these lengths.
 inline std::vector<int64_t> checked_starts(const Samples& samples) {
   const std::vector<Tensor>& log_probs = samples.log_probs;
-  STD_TORCH_CHECK(!log_probs.empty(), "log_probs: expected at least one sample, got none");
+  check(!log_probs.empty(), "log_probs: expected at least one sample, got none");
   const ScalarType dtype = log_probs[0].scalar_type();
   check_column("log_probs", log_probs, log_probs, dtype);
   check_column("ref_log_probs", samples.ref_log_probs, log_probs, dtype);

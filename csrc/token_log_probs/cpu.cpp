@@ -11,8 +11,8 @@ namespace {
 
 void check_targets(const std::vector<int64_t>& kept, const int64_t* targets, int64_t classes) {
   for (const int64_t n : kept) {
-    STD_TORCH_CHECK(targets[n] >= 0 && targets[n] < classes, "tokens: expected values in [0, ",
-                    classes, "), got ", targets[n], " at token ", n, "; mask it or clamp it");
+    check(targets[n] >= 0 && targets[n] < classes, "tokens: expected values in [0, ", classes,
+          "), got ", targets[n], " at token ", n, "; mask it or clamp it");
   }
 }
 

@@ -35,6 +35,7 @@ _HOME = {
     "MultiProcessedRemoteWeightUpdate": "fusedrl.weights",
     "RayRemoteWeightUpdater": "fusedrl.weights",
     "PolicyVersion": "fusedrl.collectors",
+    "VersionChange": "fusedrl.collectors",
     "LLMCollector": "fusedrl.collectors",
     "AsyncCollector": "fusedrl.collectors",
     "aSyncDataCollector": "fusedrl.collectors",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from fusedrl.collectors import LLMCollector as LLMCollector
     from fusedrl.collectors import PolicyVersion as PolicyVersion
     from fusedrl.collectors import RayLLMCollector as RayLLMCollector
+    from fusedrl.collectors import VersionChange as VersionChange
     from fusedrl.collectors import aSyncDataCollector as aSyncDataCollector
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.integrations.trl import patch_trl as patch_trl

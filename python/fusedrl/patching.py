@@ -12,9 +12,9 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -78,6 +78,7 @@ class Report:
         changes: Iterable[Change],
         already: Iterable[str],
         held: Iterable[tuple[str, str]],
+        untouched: Callable[[], Mapping[str, str]],
     ) -> None:
         self.package = patch.package
         self.changes = tuple(changes)
@@ -85,6 +86,15 @@ class Report:
         self.held = tuple(held)
         self.active = True
         self._patch = patch
+        self._find_untouched = untouched
+
+    @cached_property
+    def untouched(self) -> Mapping[str, str]:
+        """What of the package runs as it did before, by name, each with the reason.
+
+        It is looked for when it is first asked for, which may take a second.
+        """
+        return self._find_untouched()
 
     def revert(self) -> None:
         """Put back what this patch replaced, as it was; a second call does nothing.
@@ -132,10 +142,17 @@ class Report:
         if self.held:
             lines.append("held elsewhere and left as they are:")
             lines += [f"  {module}.{name}" for module, name in self.held]
+        if self.untouched:
+            lines.append("not touched:")
+            lines += [f"  {name}: {reason}" for name, reason in self.untouched.items()]
         return "\n".join(lines)
 
 
-def replace(package: str, replacements: Iterable[Replacement]) -> Report:
+def replace(
+    package: str,
+    replacements: Iterable[Replacement],
+    untouched: Callable[[], Mapping[str, str]] = dict,
+) -> Report:
     """Replace objects wherever loaded modules of ``package`` hold them as globals.
 
     Modules that are imported later take the new object from the patched ones. Not reached are
@@ -148,6 +165,7 @@ def replace(package: str, replacements: Iterable[Replacement]) -> Report:
         package: name of the package, such as ``"torchrl"``.
         replacements: what to replace. Each ``new`` must hold its original by reference, if it needs
             it, before this call.
+        untouched: finds what of the package the patch leaves as it was, and why, for the report.
 
     Raises:
         ValueError: a module without the name, and no ``add_to``. Nothing is changed then.
@@ -175,7 +193,7 @@ def replace(package: str, replacements: Iterable[Replacement]) -> Report:
         originals = [old for old, _ in patch.replaced.values()]
         originals += [old for old in already.values() if old is not None]
         held = _held_outside(package, originals)
-        return Report(patch, patch.apply(), [name for _, name in already], held)
+        return Report(patch, patch.apply(), [name for _, name in already], held, untouched)
 
 
 @dataclass

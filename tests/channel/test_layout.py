@@ -166,12 +166,95 @@ def test_one_error_lists_every_difference():
     assert len(lines) == 12 and lines[-1] == "  and 31 more"
 
 
-def test_weights_that_untie_what_is_stored_once_are_refused():
+def untied_copy(model: Tied) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("channel", [None, torch.bfloat16])
+def test_copies_of_a_tied_tensor_are_taken_where_their_values_are_equal(dtype, channel):
+    model = Tied().to(dtype)
+    with torch.no_grad():
+        model.embed.weight[0, 0] = torch.nan
+    layout = Layout.of(Tied(), dtype=channel)
+    views = stored(layout, untied_copy(model))
+    torch.testing.assert_close(
+        views["head.weight"],
+        model.embed.weight.detach().to(channel or torch.float32),
+        equal_nan=True,
+    )
+    assert views["head.weight"] is views["embed.weight"]
+
+
+def test_copies_of_one_tensor_in_two_dtypes_are_compared_as_they_are_stored():
+    layout = Layout.of(Tied(), dtype=torch.bfloat16)
+    weights = untied_copy(Tied())
+    weights["head.weight"] = weights["embed.weight"].bfloat16()
+    assert torch.equal(stored(layout, weights)["embed.weight"], weights["head.weight"])
+    with pytest.raises(ValueError, match=r"head.weight: expected the values of embed.weight"):
+        Layout.of(Tied()).sources(weights)
+
+
+@pytest.mark.parametrize("index", [(0, 0), (4, 2)])
+def test_copies_of_a_tied_tensor_with_other_values_are_refused(index):
+    weights = untied_copy(Tied())
+    weights["head.weight"][index] = torch.nextafter(
+        weights["head.weight"][index], torch.tensor(torch.inf)
+    )
     layout = Layout.of(Tied())
-    untied = Tied()
-    untied.head.weight = nn.Parameter(untied.embed.weight.detach().clone())
-    with pytest.raises(ValueError, match=r"head.weight: expected the tensor of embed.weight"):
-        layout.sources(untied)
+    views = layout.views(flat_of(layout))
+    message = (
+        r"head.weight: expected the values of embed.weight, since the .* ties them, got others"
+    )
+    with pytest.raises(ValueError, match=message):
+        layout.write(weights, views)
+    assert not any(view.any() for view in views)
+
+
+def test_values_of_tied_names_are_not_read_where_they_are_one_tensor(monkeypatch):
+    monkeypatch.setattr("fusedrl.channel.layout.same_values", None)
+    layout = Layout.of(Tied())
+    for weights in (Tied(), Tied().state_dict(), TensorDict.from_module(Tied()).data):
+        stored(layout, weights)
+
+
+def test_each_copy_of_several_is_compared():
+    one = torch.arange(3.0)
+    layout = Layout.of({"a": one, "b": one, "c": one})
+    assert torch.equal(stored(layout, {n: one.clone() for n in "abc"})["c"], one)
+    with pytest.raises(ValueError, match="c: expected the values of a"):
+        layout.sources({"a": one, "b": one.clone(), "c": one + 1})
+
+
+def test_another_name_of_a_tensor_that_is_stored_may_come_along():
+    state = Tied().state_dict()
+    del state["head.weight"]  # as in a file that has each tensor once
+    layout = Layout.of(state)
+    model = Tied()
+    for weights in (model, model.state_dict(), TensorDict.from_module(model).exclude("cache")):
+        assert torch.equal(stored(layout, weights)["embed.weight"], model.embed.weight)
+    with pytest.raises(ValueError, match=r"head.weight: expected no such entry"):
+        layout.sources(untied_copy(model))
+
+
+def test_names_of_the_model_in_a_wrapper_and_the_reverse_are_taken():
+    model = Tied()
+    wrapper = nn.ModuleDict({"model": model})
+    for weights in (model, model.state_dict(), TensorDict.from_module(model), untied_copy(model)):
+        views = stored(Layout.of(wrapper), weights)
+        assert torch.equal(views["model.head.weight"], model.embed.weight)
+    for weights in (wrapper, wrapper.state_dict(), TensorDict.from_module(wrapper).data.clone()):
+        assert torch.equal(stored(Layout.of(model), weights)["head.weight"], model.embed.weight)
+    assert Layout.of(wrapper).named(model).keys() == {e.name for e in Layout.of(wrapper).stored}
+
+
+def test_an_error_says_how_names_were_read():
+    wrapper = nn.ModuleDict({"model": Tied()})
+    state = Tied().state_dict()
+    del state["scale"]
+    message = r"(?s)names are read with 'model.' before them.*model.scale: .* got no such entry"
+    with pytest.raises(ValueError, match=message):
+        Layout.of(wrapper).sources(state)
 
 
 def test_weights_that_tie_what_is_stored_twice_are_taken():
@@ -305,7 +388,7 @@ def test_memory_is_overwritten_as_copy_would_write_it():
     for cast in (None, torch.bfloat16, torch.float16):
         dtypes = [cast if cast and s.is_floating_point() else s.dtype for s in sources]
         targets = [torch.empty(s.shape, dtype=d) for s, d in zip(sources, dtypes, strict=True)]
-        overwrite(targets, sources)
+        overwrite(targets, sources, [str(i) for i in range(len(sources))])
         for target, source in zip(targets, sources, strict=True):
             torch.testing.assert_close(
                 target, source.to(target.dtype), rtol=0, atol=0, equal_nan=True

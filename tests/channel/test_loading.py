@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -23,7 +25,7 @@ class Net(nn.Module):
         return self.head(self.body(x))
 
 
-def published(model: nn.Module, layout: Layout | None = None) -> tuple[Layout, list[torch.Tensor]]:
+def published(model: Any, layout: Layout | None = None) -> tuple[Layout, list[torch.Tensor]]:
     layout = layout or Layout.of(model)
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
     torch._foreach_copy_(views, layout.sources(model))
@@ -114,11 +116,42 @@ def test_a_module_that_unties_gets_equal_values():
         assert torch.equal(model.head.weight, trained.head.weight)
 
 
-def test_a_module_that_ties_what_has_two_values_is_refused():
-    untied = Tied()
-    untied.head.weight = nn.Parameter(torch.zeros(5, 3))
-    with pytest.raises(ValueError, match=r"head.weight: expected a tensor of its own, got that of"):
-        Target(Tied(), Layout.of(untied))
+def published_copies(trained: nn.Module) -> tuple[Layout, list[torch.Tensor]]:
+    """As if its tied weights were two tensors."""
+    return published({n: x.clone() for n, x in trained.state_dict().items()})
+
+
+@pytest.mark.parametrize("load", [Target.alias, Target.copy])
+def test_a_module_that_ties_what_is_stored_twice_gets_it_where_the_values_are_equal(load):
+    trained, model = Tied(), Tied()
+    layout, views = published_copies(trained)
+    assert layout.view_of["head.weight"] != layout.view_of["embed.weight"]
+    load(Target(model, layout), views)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.embed.weight, trained.embed.weight)
+
+    views[layout.view_of["head.weight"]][4, 2] += 1
+    before = [(p.data_ptr(), p.clone()) for p in model.parameters()]
+    message = r"module: .*\n  head.weight: expected the values of embed.weight, .* got others"
+    with pytest.raises(ValueError, match=message):
+        load(Target(model, layout), views)
+    for parameter, (address, values) in zip(model.parameters(), before, strict=True):
+        assert parameter.data_ptr() == address
+        assert load is Target.alias or torch.equal(parameter, values)
+
+
+@pytest.mark.parametrize("load", [Target.alias, Target.copy])
+def test_a_module_may_have_another_name_for_a_tensor_that_is_stored(load):
+    trained, model = Tied(), Tied()
+    state = trained.state_dict()
+    del state["head.weight"]
+    layout, views = published(state)
+    load(Target(model, layout), views)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.head.weight, trained.embed.weight)
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    with pytest.raises(ValueError, match=r"head.weight: expected no such entry"):
+        Target(model, layout)
 
 
 def _replace_parameter(model: Net) -> None:

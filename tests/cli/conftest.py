@@ -65,3 +65,11 @@ def chat(*turns: str, system: str | None = None) -> dict:
     roles = ("user", "assistant")
     messages += [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
     return {"messages": messages}
+
+
+def rows(path: Path) -> list[dict]:
+    """The rows of a Parquet file."""
+    from pyarrow import parquet
+
+    with path.open("rb") as file:  # pyarrow takes no path that is not UTF-8
+        return parquet.read_table(file).to_pylist()

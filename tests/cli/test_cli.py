@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -10,7 +13,8 @@ import pytest
 import torch
 
 import fusedrl
-from fusedrl.cli import COMMANDS, check, main
+from fusedrl import _host
+from fusedrl.cli import COMMANDS, check, info, main
 from fusedrl.ops import token_kl
 
 
@@ -66,6 +70,80 @@ def test_an_option_out_of_range_is_refused(option, value, capsys):
         )
     assert stopped.value.code == 2
     assert f"argument {option}" in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"fusedrl {fusedrl.__version__}\n"
+
+
+def run_into_a_closed_pipe(*arguments, code="from fusedrl.cli import main; sys.exit(main())"):
+    """A command whose output nobody reads, from its first byte on."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", f"import sys; {code}", *arguments],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [
+        *itertools.product([["info"], ["info", "--json"], ["check"]], ["", "1"]),
+        # Without a buffer argparse itself sees that its write fails, and says nothing.
+        *itertools.product([["--help"], ["--version"]], [""]),
+    ],
+    ids=str,
+)
+def test_output_that_nobody_reads(arguments, unbuffered, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    done = run_into_a_closed_pipe(*arguments)
+    assert done.stderr == ""
+    assert done.returncode == 128 + signal.SIGPIPE
+
+
+def test_another_broken_pipe_is_an_error_like_any_other(monkeypatch):
+    def broken(args):
+        raise BrokenPipeError("of a worker")
+
+    monkeypatch.setattr(info, "run", broken)
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        main(["info"])
+
+
+LEVELS = ("portable", "avx2", "avx512")
+
+
+def level_of(monkeypatch, capsys, value):
+    if value is None:
+        monkeypatch.delenv("FUSEDRL_CPU_LEVEL", raising=False)
+    else:
+        monkeypatch.setenv("FUSEDRL_CPU_LEVEL", value)
+    main(["info", "--json"])
+    return json.loads(capsys.readouterr().out)["libraries"]["cpu level"]
+
+
+def test_info_says_the_level_of_the_kernels_and_who_chose_it(monkeypatch, capsys):
+    best = _host.best_cpu_level()
+    assert best in LEVELS
+    by_itself = f"{best}, the best of this CPU; FUSEDRL_CPU_LEVEL is not set"
+    assert level_of(monkeypatch, capsys, None) == by_itself
+    assert level_of(monkeypatch, capsys, "") == by_itself
+    for level in LEVELS[: LEVELS.index(best) + 1]:
+        expected = f"{level}, as FUSEDRL_CPU_LEVEL says; this CPU has up to {best}"
+        assert level_of(monkeypatch, capsys, level) == expected
+    refused = level_of(monkeypatch, capsys, "avx1024")
+    assert refused.startswith("none: FUSEDRL_CPU_LEVEL: expected portable or a level up to")
 
 
 def test_info_json_has_versions_machine_and_libraries(capsys):

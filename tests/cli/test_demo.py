@@ -29,6 +29,25 @@ def test_demo_trains_saves_and_scores(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "demo-out" / "report.html").is_file()
 
 
+@pytest.mark.parametrize("place", ["taken", "taken/below", "/proc/fusedrl"])
+def test_a_place_that_cannot_be_written_is_named(tmp_path, capsys, place):
+    (tmp_path / "taken").write_text("mine")
+    assert main(["demo", "--out", str(tmp_path / place)]) == 2
+    assert f"demo: out: cannot write {tmp_path / place}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(28, "No space left on device"), Exception("No space left (os error 28)")]
+)
+def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys, failure):
+    def full(*args):
+        raise failure
+
+    monkeypatch.setattr("fusedrl.cli.demo.make_models", full)
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    assert "No space left" in capsys.readouterr().err
+
+
 def test_same_seed_same_models(tmp_path):
     for name in ("a", "b"):
         demo_models.make_models(

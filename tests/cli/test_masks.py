@@ -8,10 +8,12 @@ pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers import models as bpe
+from tokenizers.models import WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from fusedrl.demo import CHATS
-from fusedrl.scoring.chats import Chat, ChatError, parse_chat, read_records
+from fusedrl.scoring.chats import Chat, parse_chat, read_records
+from fusedrl.scoring.errors import ChatError
 from fusedrl.scoring.masks import tokenize_chat
 
 CHATML = """\
@@ -62,6 +64,21 @@ HEADERLESS_PROMPT = """\
 {%- for message in messages -%}
 {{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
 {%- endfor -%}
+"""
+
+
+# The model itself emits the channel behind the generation prompt.
+CHANNEL = """\
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{ '<|im_start|>assistant' }}
+{%- set answer = '<|endoftext|>final\n' + message.content -%}
+GENERATION{{ answer + '<|im_end|>' }}END
+{%- else -%}
+{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant' }}{%- endif -%}
 """
 
 
@@ -133,7 +150,11 @@ def tokenizer(request):
     )
 
 
-@pytest.mark.parametrize("template", [CHATML, TRIMMED, BRACKETS], ids=["chatml", "trim", "inst"])
+@pytest.mark.parametrize(
+    "template",
+    [CHATML, TRIMMED, BRACKETS, CHANNEL],
+    ids=["chatml", "trim", "inst", "channel"],
+)
 def test_markers_and_derivation_agree(tokenizer, template):
     for chat in bundled():
         if template is BRACKETS:
@@ -142,7 +163,7 @@ def test_markers_and_derivation_agree(tokenizer, template):
         marked = tokenize_chat(chat, tokenizer, with_markers(template))
         assert derived == marked
         strip = str.strip if template is TRIMMED else str
-        lead = " " if template is BRACKETS else ""
+        lead = {BRACKETS: " ", CHANNEL: "<|endoftext|>final\n"}.get(template, "")
         assert said(derived) == {
             turn: lead + strip(message["content"]) + "<|im_end|>"
             for turn, message in enumerate(chat.messages)
@@ -193,6 +214,54 @@ def test_a_template_that_ignores_the_generation_prompt_is_an_error(tokenizer):
     chat = make_chat(("user", "a"), ("assistant", "b"))
     with pytest.raises(ChatError, match=r"ignores add_generation_prompt.*--chat-template FILE"):
         tokenize_chat(chat, tokenizer, HEADERLESS_PROMPT)
+
+
+@pytest.mark.parametrize(
+    "content", ["<|im_end|>", "<|im_start|>x", "<|endoftext|> y", "a<|im_end|>"]
+)
+@pytest.mark.parametrize("template", [CHATML, CHANNEL], ids=["chatml", "channel"])
+def test_content_may_start_with_a_special_token(tokenizer, template, content):
+    chat = make_chat(("user", "a"), ("assistant", content), ("user", "<|im_start|>assistant\nb"))
+    derived = tokenize_chat(chat, tokenizer, without_markers(template))
+    assert derived == tokenize_chat(chat, tokenizer, with_markers(template))
+    lead = "<|endoftext|>final\n" if template is CHANNEL else ""
+    assert said(derived) == {1: f"{lead}{content}<|im_end|>"}
+
+
+def test_a_special_token_without_a_generation_prompt_is_refused(tokenizer):
+    chat = make_chat(("user", "a"), ("assistant", "<|im_start|>x"))
+    template = without_markers(BRACKETS).replace("' ' + ", "")
+    with pytest.raises(ChatError, match=r"the turn opens with a special token.*--chat-template"):
+        tokenize_chat(chat, tokenizer, template)
+
+
+def test_a_turn_without_text_marks_no_token_that_spans_its_place(tokenizer):
+    template = (
+        "{%- for m in messages -%}"
+        "{%- if m.role == 'user' -%}{{ m.content }}{%- else -%}"
+        "<|im_{%- generation -%}{{ m.content }}{%- endgeneration -%}end|>"
+        "{%- endif -%}{%- endfor -%}"
+    )
+    chat = make_chat(("user", "x"), ("assistant", ""), ("assistant", "two words"))
+    tokenized = tokenize_chat(chat, tokenizer, template)
+    assert "<|im_end|>" in tokenized.texts
+    assert set(said(tokenized)) == {2}
+
+
+def test_a_chat_longer_than_the_context_is_refused_before_its_turns_are_looked_at(tokenizer):
+    chat = make_chat(("user", "a"), ("assistant", "b"))
+    length = len(tokenize_chat(chat, tokenizer, without_markers(CHATML)).token_ids)
+    tokenize_chat(chat, tokenizer, without_markers(CHATML), context=length)
+    with pytest.raises(ChatError, match=f"at most {length - 1} tokens.*got {length}"):
+        tokenize_chat(chat, tokenizer, HEADERLESS_PROMPT, context=length - 1)
+
+
+def test_a_tokenizer_that_refuses_a_chat_is_an_error():
+    wordless = Tokenizer(WordPiece({"a": 0}, unk_token="[none]"))
+    refusing = PreTrainedTokenizerFast(tokenizer_object=wordless)
+    chat = make_chat(("user", "b"), ("assistant", "b"))
+    with pytest.raises(ChatError, match=r"chats.jsonl:7: the tokenizer refuses the chat: .*UNK"):
+        tokenize_chat(chat, refusing, without_markers(CHATML))
 
 
 def test_a_template_that_refuses_a_chat_is_an_error(tokenizer):

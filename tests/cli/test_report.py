@@ -166,6 +166,13 @@ def test_histogram_counts_every_finite_value():
     assert sum(bar["count"] for bar in same) == 7
 
 
+@pytest.mark.parametrize("value", [1e30, -3e38, 1e-30])
+def test_histogram_of_values_of_any_size(value):
+    for values in ([value], [value, value * (1 + 1e-7)], [value, -value]):
+        bars = report.histogram(numpy.array(values, numpy.float32), "label", "tokens")["bars"]
+        assert sum(bar["count"] for bar in bars) == len(values)
+
+
 @needs_chromium
 def test_chromium_draws_the_page(page_path, tmp_path):
     from pyarrow import parquet

@@ -37,6 +37,11 @@ HANDLE = WeightHandle(0, 0, "")
         ),
         ({"dialog_turns_per_batch": None}, TypeError, "dialog_turns_per_batch: .* got None"),
         ({"dialog_turns_per_batch": 0}, ValueError, "dialog_turns_per_batch: .* got 0"),
+        ({"dialog_turns_per_batch": -1}, ValueError, "dialog_turns_per_batch: .* got -1"),
+        ({"dialog_turns_per_batch": 2.5}, TypeError, "dialog_turns_per_batch: .* got 2.5"),
+        ({"dialog_turns_per_batch": "4"}, TypeError, "dialog_turns_per_batch: .* got '4'"),
+        ({"dialog_turns_per_batch": True}, TypeError, "dialog_turns_per_batch: .* got True"),
+        ({"total_dialog_turns": 2.5}, TypeError, "total_dialog_turns: .* got 2.5"),
         ({"total_dialog_turns": 0}, ValueError, "total_dialog_turns: .* got 0; -1 never ends"),
         ({"total_dialog_turns": -2}, ValueError, "total_dialog_turns: .* got -2"),
         (
@@ -76,6 +81,11 @@ HANDLE = WeightHandle(0, 0, "")
             {"max_staleness": -1, "track_policy_version": True},
             ValueError,
             "max_staleness: expected 0 or more versions, got -1",
+        ),
+        (
+            {"max_staleness": "1", "track_policy_version": True},
+            TypeError,
+            "max_staleness: expected a whole number of versions, got '1'",
         ),
     ],
 )

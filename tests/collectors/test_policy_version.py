@@ -14,10 +14,9 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import SerialEnv, TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
-from torchrl.envs.llm.transforms.policy_version import VersionChange
 from torchrl.envs.utils import check_env_specs
 
-from fusedrl import PolicyVersion
+from fusedrl import PolicyVersion, VersionChange
 
 
 def batch_of(*versions, **entries) -> TensorDict:
@@ -77,6 +76,79 @@ def test_large_versions_are_exact():
     tracker.version = 2**53 + 1
     written = tracker(TensorDict(batch_size=(2,)))["policy_version"]
     assert written.dtype == torch.int64 and written.tolist() == [2**53 + 1] * 2
+
+
+def as_lists(value):
+    """An entry as plain lists of strings, whatever kind of list it is."""
+    return value if isinstance(value, str) else [as_lists(element) for element in value]
+
+
+def read_in_every_way(data):
+    """What a program may read of the entry: whole, iterated, indexed, cut and put together."""
+    found = [data["policy_version"], data.get("policy_version").tolist()]
+    found += [row["policy_version"] for row in data]
+    found += [data[0]["policy_version"], data[-1:]["policy_version"], data[:0].batch_size]
+    found += [data[torch.tensor([0])]["policy_version"], data.clone()["policy_version"]]
+    found += [f([data, data])["policy_version"] for f in (torch.cat, torch.stack, lazy_stack)]
+    found += [data.reshape(-1)["policy_version"], data.unsqueeze(0)["policy_version"]]
+    return [as_lists(value) if not isinstance(value, torch.Size) else value for value in found]
+
+
+MADE = {
+    "one": lambda: TensorDict(a=torch.zeros(1), batch_size=1),
+    "two": lambda: TensorDict(a=torch.zeros(2), batch_size=2),
+    "two dimensions": lambda: TensorDict(a=torch.zeros(2, 3), batch_size=(2, 3)),
+    "lazy": lambda: lazy_stack([TensorDict(a=torch.zeros(n)) for n in (2, 3)]),
+    "lazy, two dimensions": lambda: lazy_stack(
+        [TensorDict(a=torch.zeros(2, n), batch_size=2) for n in (2, 3)], 1
+    ),
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_uuids_are_read_as_torchrls_are(make):
+    answers = []
+    for kind in (PolicyVersion, TorchrlPolicyVersion):
+        tracker = kind("uuid")
+        tracker.version = "the version"
+        data = make()
+        tracker._step(None, data)
+        answers.append(read_in_every_way(data))
+    ours, theirs = answers
+    assert ours == theirs
+    assert isinstance(ours[0], list)
+
+
+def test_a_uuid_without_a_batch_is_a_string():
+    for kind in (PolicyVersion, TorchrlPolicyVersion):
+        tracker = kind("uuid")
+        written = tracker._step(None, TensorDict())
+        assert written["policy_version"] == tracker.version
+
+
+@pytest.mark.parametrize(("shape", "listed"), [((0,), []), ((2, 0), [[], []]), ((0, 2), [])])
+def test_a_uuid_of_no_elements(shape, listed):
+    """torchrl raises RuntimeError."""
+    written = PolicyVersion("uuid")(TensorDict(batch_size=shape)).get("policy_version")
+    assert written.batch_size == shape
+    assert written.tolist() == listed
+
+
+def test_uuids_keep_the_device():
+    written = PolicyVersion("uuid")(TensorDict(batch_size=2, device="cpu"))
+    assert written.get("policy_version").device == written.device == torch.device("cpu")
+
+
+def test_a_uuid_a_row_from_an_environment():
+    tracker = PolicyVersion("uuid")
+    env = TransformedEnv(Counting(2), tracker)
+    start = env.reset()
+    first = tracker.version
+    assert list(start["policy_version"]) == [first] * 2
+    tracker.increment_version()
+    turn = env.step(policy(start))
+    assert list(turn["policy_version"]) == [first] * 2
+    assert [row["next", "policy_version"] for row in turn] == [tracker.version] * 2
 
 
 ENVIRONMENTS = {

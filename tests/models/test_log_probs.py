@@ -104,6 +104,8 @@ def test_ranks_that_share_a_model_do_one_forward_each(monkeypatch, mask):
     model.register_forward_hook(lambda *_: seen.append(1))  # a model to ask for its logits
     monkeypatch.setattr(log_probs, "_ranks", lambda: 2)
     monkeypatch.setattr(log_probs.batches, "tokens_per_forward", lambda *_: 20)
+    causal_log_probs(model, TOKENS, LENGTHS, mask)  # the trial
+    seen.clear()
     close(causal_log_probs(model, TOKENS, LENGTHS, mask), expected)
     assert len(seen) == 1
 
@@ -146,7 +148,6 @@ def test_autocast_computes_as_the_model_would():
         ((TOKENS.float(), LENGTHS), "tokens: expected"),
         ((TOKENS, LENGTHS, MASK[1:]), "mask: expected bool"),
         ((TOKENS, LENGTHS, MASK.long()), "mask: expected bool"),
-        ((TOKENS.repeat(2), [80, 30]), "sequence 0: expected at most 64 tokens"),
         ((TOKENS.index_fill(0, torch.tensor(7), VOCAB), LENGTHS), "got 100 at token 7; use"),
         ((TOKENS.index_fill(0, torch.tensor(7), -1), LENGTHS), "got -1 at token 7; use"),
     ],

@@ -275,14 +275,6 @@ def test_reference_equals_exact_kl_of_logits(direction, shape):
     )
 
 
-def test_no_second_derivative():
-    heads = sample((3,))
-    weight = heads[1].requires_grad_()
-    (grad,) = torch.autograd.grad(ours(heads).square().sum(), weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 @pytest.mark.parametrize("name", [*NAMES, "temperature"])
 def test_a_forward_mode_tangent_is_refused(name):
     heads, temperature = sample((3,)), torch.tensor(0.7)

@@ -232,7 +232,12 @@ class TestAsyncEnvPool:
             return env.append_transform(transform)
 
         def pool(make: Callable[[], RetrieveKL]) -> AsyncEnvPool:
-            return AsyncEnvPool([lambda: one_env(make())] * 2, backend="threading", stack="lazy")
+            # One waits for the other: torchrl's collector cannot take a first turn of one dialog
+            # and a second turn of another at the same time.
+            envs = [lambda: one_env(make())] * 2
+            pool = AsyncEnvPool(envs, backend="threading", stack="lazy")
+            pool.min_get = 2
+            return pool
 
         return pool
 

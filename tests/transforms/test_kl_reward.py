@@ -217,6 +217,26 @@ def test_without_add_to_reward_the_reward_is_left(tokens_reference):
     assert {"kl_penalty", "ref_log_probs"} <= set(out.keys())
 
 
+@pytest.mark.parametrize("out_keys", [None, ["penalised"]])
+def test_the_references_log_probs_under_the_name_they_had_before(tokens_reference, out_keys):
+    """In torchrl up to 0.10; the key that torchrl has since stays the out key."""
+    transform = KLRewardTransform(tokens_reference(), out_keys=out_keys)
+    out = transform(lazy_stack(with_reward(samples())))["next"]
+    now, before = rows(out, "ref_log_probs"), rows(out, "ref_log_prob")
+    assert all(row.any() for row in now)
+    assert_rows_equal(before, now)
+    assert transform.out_keys[1:] == ["kl_penalty", "ref_log_probs"]
+
+
+@pytest.mark.parametrize("key", ["ref_log_prob", "ref_log_probs", ("info", "ref")])
+def test_three_keys_are_all_that_is_written(tokens_reference, key):
+    transform = KLRewardTransform(tokens_reference(), out_keys=["reward", "kl_penalty", key])
+    data = lazy_stack(with_reward(samples()))
+    before = set(data["next"].keys(True, True))
+    after = set(transform(data)["next"].keys(True, True))
+    assert after - before == {"kl_penalty", key}
+
+
 def test_own_keys(tokens_reference, wrap, reference_model):
     made = with_reward(samples())
     wanted = expected(reference_model, made)
@@ -450,4 +470,6 @@ def test_specs_need_no_environment(tokens_reference):
     out = KLRewardTransform(tokens_reference()).transform_output_spec(spec)
     assert out["full_reward_spec", "reward"].shape == (2, -1, 1)
     assert out["full_reward_spec", "reward"].dtype == torch.float64
-    assert set(out["full_observation_spec"].keys()) == {"kl_penalty", "ref_log_probs"}
+    declared = out["full_observation_spec"]
+    assert set(declared.keys()) == {"kl_penalty", "ref_log_probs", "ref_log_prob"}
+    assert declared["ref_log_prob"] == declared["ref_log_probs"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedrl.channel.tensors import whole
+from fusedrl.channel.tensors import check_tensor, whole
 
 
 def loaded(module: str, name: str) -> tuple[type, ...]:
@@ -74,7 +74,7 @@ def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
 def merge(layer: nn.Module) -> nn.Module:
     """A copy of the base of ``layer`` with the active adapters in its weights."""
     # peft merges in place, and taking that back leaves rounding errors: merge into a copy.
-    replica: Any = _replica(layer, {})
+    replica: Any = _replica(layer, {}, "")
     if hasattr(replica, "unload_and_optionally_merge_module"):
         return replica.unload_and_optionally_merge_module(
             merge=True, safe_merge=False, adapter_names=None
@@ -85,7 +85,7 @@ def merge(layer: nn.Module) -> nn.Module:
     return replica.get_base_layer()
 
 
-def _replica(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+def _replica(module: nn.Module, known: dict[int, nn.Module], prefix: str) -> nn.Module:
     """A deep copy of weights alone: whole where they are sharded, no hooks called, no gradients."""
     if id(module) in known:
         return known[id(module)]
@@ -95,10 +95,12 @@ def _replica(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
     )
     for key, tensor in module._parameters.items():
         if tensor is not None:
+            check_tensor(prefix + key, tensor)
             clone = whole(tensor).clone(memory_format=torch.preserve_format)
             replica._parameters[key] = nn.Parameter(clone, requires_grad=False)
     for key, tensor in module._buffers.items():
         replica._buffers[key] = None if tensor is None else whole(tensor).clone()
     for key, child in module._modules.items():
-        replica._modules[key] = None if child is None else _replica(child, known)
+        copied = None if child is None else _replica(child, known, f"{prefix}{key}.")
+        replica._modules[key] = copied
     return replica

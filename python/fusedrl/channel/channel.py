@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket as sockets
@@ -19,10 +18,14 @@ from torch import Tensor, nn
 
 from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
+from fusedrl.channel.failures import no_channel
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout, fill
+from fusedrl.channel.limits import refuse_beyond
+from fusedrl.channel.manifest import Manifest
 from fusedrl.channel.memory import HostMemory, Memory, checksum
-from fusedrl.channel.sources import Found, Slot
+from fusedrl.channel.sources import Found, Slot, module_slots
 
 # A reader that died is noticed within this time.
 SLICE_S = 0.02
@@ -105,6 +108,7 @@ class WeightChannel:
         self._checksum = checksum
         self._views = [layout.views(memory.slot(i)) for i in range(slots)]
         self._lock = threading.Lock()
+        renew_in_children(self, _lock=threading.Lock)
         self._closed = False
         self._found: Found | None = None
 
@@ -140,7 +144,8 @@ class WeightChannel:
 
         Raises:
             TypeError: weights that have no plain bytes: quantised, sharded, sparse or on meta.
-            RuntimeError: the memory cannot be reserved.
+            RuntimeError: the memory cannot be reserved: more than this machine, a control group or
+                a limit of this process leaves. The message says how much is free, and by which.
         """
         count("slots", slots, 2, 64)
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -150,11 +155,19 @@ class WeightChannel:
         layout = Layout.of(weights, dtype=dtype, adapters=adapters)
         where = torch.device(device or layout.matched(weights)[0].tensor.device)
         session = secrets.token_hex(16)
-        manifest = {"layout": layout.to_json(), "timeout": timeout, "checksum": checksum}
 
         def publisher(slot_bytes: int, memory: dict[str, Any]) -> _host.Publisher:
-            text = json.dumps({**manifest, "memory": memory}).encode()
-            return _host.Publisher(slots, slot_bytes, max_readers, session, text)
+            text = Manifest(layout, timeout, checksum, memory).to_bytes()
+            nbytes = slots * slot_bytes
+            remedy = (
+                f"create the channel with fewer slots than {slots}, or in half the width "
+                "(dtype=torch.bfloat16)"
+            )
+            refuse_beyond(nbytes, remedy)
+            try:
+                return _host.Publisher(slots, slot_bytes, max_readers, session, text)
+            except OSError as error:
+                raise no_channel(error, nbytes, remedy) from error
 
         if where.type == "cuda":
             from fusedrl.channel.cuda import CudaMemory
@@ -239,11 +252,14 @@ class WeightChannel:
     def _can_keep(self, weights: Any, slots: list[Slot]) -> bool:
         if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):
             return False
-        stored = [entry for entry in self.layout.stored if entry.kind == "parameter"]
-        return (
-            self.layout.adapters is None
-            and not any(slot.computed for slot in slots)
-            and len(list(weights.parameters())) == len(stored)
+        if self.layout.adapters is not None or any(slot.computed for slot in slots):
+            return False
+        # Tied tensors that are two may get different values without being replaced.
+        tensors = {slot.name: slot.tensor for slot in module_slots(weights)}
+        entries = self.layout.entries
+        return all(
+            entry.tied_to is None or tensors.get(entry.name) is tensors.get(entry.tied_to)
+            for entry in entries
         )
 
     @contextmanager
@@ -264,7 +280,8 @@ class WeightChannel:
         """
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
         deadline = time.monotonic() + limit
-        if not self._lock.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
+        lock = self._lock
+        if not lock.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
             raise FullError(
                 f"timeout: expected to begin within {limit} s, got another publish or writing "
                 "block of this channel that has not ended; publish from one thread, after the block"
@@ -283,7 +300,7 @@ class WeightChannel:
                 raise
             self._end.commit(slot, version, total)
         finally:
-            self._lock.release()
+            lock.release()
 
     def _next(self, version: int | None) -> int:
         last = self._end.version()
@@ -376,8 +393,14 @@ class WeightChannel:
 
         Args:
             socket: a connected Unix socket.
+
+        Raises:
+            RuntimeError: the channel is closed, or this process has too many files open.
         """
-        descriptor = self._end.share()
+        try:
+            descriptor = self._end.share()
+        except OSError as error:
+            raise no_channel(error, 0, "") from error
         try:
             sockets.send_fds(socket, [b"\0"], [descriptor])
         finally:

@@ -249,6 +249,14 @@ _events: weakref.WeakKeyDictionary[Any, dict[int, list[int]]] = weakref.WeakKeyD
 _TOKEN = secrets.token_hex(8)
 
 
+def _renew() -> None:
+    global _opening
+    _opening = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)  # another thread may have it there, for ever
+
+
 def _process() -> str:
     """This process: a pid alone may be another's in another container, a token its parent's."""
     return f"{os.getpid()}-{_TOKEN}"

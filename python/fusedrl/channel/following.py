@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.loading import Target
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Follower:
         self._loaded = False  # what the module has is `version`
         self._calls = 0
         self._lock = threading.Lock()
+        renew_in_children(self, _lock=threading.Lock)
         self._warned = False
         take = Hook(self._take_loads)  # state dicts of parts are loaded, too
         self._hooks = [
@@ -146,8 +148,10 @@ class Follower:
         try:
             if lease.version != self.version or not self._loaded:
                 self._loaded = False  # until all of it is
-                views = self.reader._views(lease._slot)
-                self._target.alias(views) if self._aliases else self._target.copy(views)
+                if self._aliases:
+                    self._target.alias(self.reader._lent(lease._slot))
+                else:
+                    self._target.copy(self.reader._views(lease._slot))
         except BaseException:
             lease.release()
             raise

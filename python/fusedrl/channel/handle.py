@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fusedrl import _host
+from fusedrl.channel.failures import no_descriptor, no_reader
 
 if TYPE_CHECKING:
     from fusedrl.channel.reader import WeightReader
@@ -35,23 +36,35 @@ class WeightHandle:
 
         Raises:
             RuntimeError: the publisher is gone, or this process may not or cannot see it; the
-                channel has ``max_readers`` already.
+                channel has ``max_readers`` already, or is damaged; this process has too many files
+                open. The message says which.
         """
-        from fusedrl.channel.reader import WeightReader
-
         if socket is None:
-            return WeightReader(self._end(self.pid, self.fd))
-        _, descriptors, _, _ = sockets.recv_fds(socket, 1, 1)
+            return self._reader(self.pid, self.fd)
+        data, descriptors, flags, _ = sockets.recv_fds(socket, 1, 1)
+        if not descriptors and flags & sockets.MSG_CTRUNC:
+            raise RuntimeError(no_descriptor())
         if not descriptors:
+            got = "no file" if data else "its end"
             raise RuntimeError(
-                "socket: expected the channel's file from WeightChannel.send_to, got no file; call "
-                "send_to on the other end"
+                "socket: expected the channel's file from WeightChannel.send_to, got "
+                f"{got}; call send_to on the other end"
             )
         received = descriptors[0]
         try:
-            return WeightReader(self._end(os.getpid(), received))
+            return self._reader(os.getpid(), received)
         finally:
             os.close(received)
+
+    def _reader(self, pid: int, fd: int) -> WeightReader:
+        from fusedrl.channel.reader import WeightReader
+
+        end = self._end(pid, fd)
+        try:
+            return WeightReader(end)
+        except BaseException:
+            end.close()  # an error's traceback keeps what is not closed
+            raise
 
     def _end(self, pid: int, fd: int) -> _host.Reader:
         try:
@@ -61,9 +74,10 @@ class WeightHandle:
                 f"max_readers: expected fewer than {error} open readers, got all; close some, or "
                 "create the channel with more"
             ) from None
-        except (RuntimeError, ValueError) as error:
+        except OSError as error:
+            raise no_reader(error, self.pid) from error
+        except ValueError as error:
             raise RuntimeError(
-                f"handle: expected a running publisher with pid {self.pid}, of this user and seen "
-                f"by this process, got {error}; take a new handle from the publisher, or between "
-                "containers WeightChannel.send_to and open(socket)"
+                f"handle: expected a running publisher with pid {self.pid}, of this session, got "
+                f"{error}; take a new handle from the publisher"
             ) from error

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fusedrl.channel.forking import renew_in_children
+
 
 @dataclass(slots=True, eq=False)
 class _Held:
@@ -42,6 +44,7 @@ class Holds:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # parameters may be collected anywhere, also in here
+        renew_in_children(self, _lock=threading.RLock)
         self._places: dict[int, _Place] = {}
 
     def hold(self, parameters: Sequence[Tensor], release: Callable[[], None]) -> None:

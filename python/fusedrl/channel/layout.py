@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -15,8 +14,17 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from fusedrl.channel.entries import PAGE, Entry, clash, described, pack, refuse, round_up, spec
+from fusedrl.channel.forking import ComputedOnce
+from fusedrl.channel.names import Reading, read
 from fusedrl.channel.sources import ADAPTERS, Slot, collect
-from fusedrl.channel.tensors import castable, check_tensor, converts, dtype_name, overwrite
+from fusedrl.channel.tensors import (
+    castable,
+    check_tensor,
+    converts,
+    dtype_name,
+    overwrite,
+    same_values,
+)
 
 _FORMAT = 1
 
@@ -90,29 +98,29 @@ class Layout:
         """Whether readers' modules have names beside these: adapters only."""
         return self.adapters == "only"
 
-    @cached_property
+    @ComputedOnce
     def nbytes(self) -> int:
         """Bytes of one version of the weights, a multiple of 4096."""
         end = max(entry.offset + entry.nbytes for entry in self.entries)
         return max(round_up(end, PAGE), PAGE)
 
-    @cached_property
+    @ComputedOnce
     def hash(self) -> str:
         """SHA-256 of the JSON, in hex: equal for equal layouts."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
-    @cached_property
+    @ComputedOnce
     def stored(self) -> tuple[Entry, ...]:
         """The entries that are not tied to another: one for each view."""
         return tuple(entry for entry in self.entries if entry.tied_to is None)
 
-    @cached_property
+    @ComputedOnce
     def view_of(self) -> dict[str, int]:
         """The index of the view of each name, tied ones included."""
         index = {entry.name: i for i, entry in enumerate(self.stored)}
         return {entry.name: index[entry.tied_to or entry.name] for entry in self.entries}
 
-    @cached_property
+    @ComputedOnce
     def _strides(self) -> list[tuple[int, ...]]:
         return [tuple(prod(e.shape[i + 1 :]) for i in range(len(e.shape))) for e in self.stored]
 
@@ -189,11 +197,13 @@ class Layout:
 
         Args:
             weights: of this layout's names, shapes and kinds of dtype; any device, strides and
-                width of float. Sharded ones are made whole, which every rank has to call.
+                width of float. Sharded ones are made whole, which every rank has to call. All
+                names may be those of the model within a wrapper, or of a wrapper around it. Of
+                tied names one is enough; several may be tensors of their own, of equal values.
 
         Raises:
             TypeError: an entry that is no plain tensor.
-            ValueError: all differences from this layout.
+            ValueError: all differences from this layout; tied names whose values differ.
         """
         return [slot.value() for slot in self.matched(weights)]
 
@@ -218,51 +228,74 @@ class Layout:
                 slot.value()
 
     def matched(self, weights: Any) -> list[Slot]:
-        """The slots that :meth:`sources` gives the values of, nothing computed yet."""
+        """The slots that :meth:`sources` gives the values of, nothing computed yet.
+
+        Values are read only of tensors that are two in ``weights`` and one here.
+        """
+        known = {*self.view_of, *self.transient}
+        slots, reading = self._collected(weights, known)
+        differences = [d for entry in self.entries for d in _differences(entry, slots)]
+        copies: dict[str, list[Slot]] = {entry.name: [] for entry in self.stored}
+        for entry in self.entries:
+            if (slot := slots.get(entry.name)) is not None:
+                if not slot.persistent:
+                    check_tensor(slot.name, slot.tensor)
+                copies[entry.tied_to or entry.name].append(slot)
+        # A tied name may be missing: one of them says what all are.
+        differences += [
+            f"{entry.name}: expected {entry.described()}, got no such entry"
+            for entry in self.stored
+            if not copies[entry.name]
+        ]
+        if not self.partial:
+            stored = {slot.identity() for same in copies.values() for slot in same}
+            differences += [
+                f"{name}: expected no such entry, got {described(s.tensor.dtype, s.tensor.shape)}"
+                for name, s in slots.items()
+                # Another name of a tensor that is stored says nothing new.
+                if s.persistent and name not in known and (s.identity() or name) not in stored
+            ]
+        if not differences:
+            differences = [d for entry in self.stored for d in _untied(entry, copies[entry.name])]
+        remedy = "publish those of the model that it was created from"
+        refuse("weights", differences, f"{remedy}; names are read {reading}" if reading else remedy)
+        return [copies[entry.name][0] for entry in self.stored]
+
+    def named(self, weights: Any) -> dict[str, Tensor]:
+        """As :meth:`sources`, by the names of :attr:`stored`."""
+        sources = self.sources(weights)
+        return {entry.name: tensor for entry, tensor in zip(self.stored, sources, strict=True)}
+
+    def _collected(self, weights: Any, known: set[str]) -> tuple[dict[str, Slot], Reading]:
+        """The slots of weights by this layout's names, as far as those given can be read so."""
         try:
             slots = collect(weights, self.adapters if self.adapters == "merged" else None)
         except ValueError:
             if self.adapters != "merged":
                 raise
             slots = collect(weights)  # merged by the caller
-        differences = [d for entry in self.entries for d in _differences(entry, slots)]
-        chosen: dict[str, Slot] = {}
-        for entry in self.entries:
-            slot = slots.get(entry.name)
-            if slot is None:
-                continue
-            if not slot.persistent:
-                check_tensor(slot.name, slot.tensor)
-            first = chosen.setdefault(entry.tied_to or entry.name, slot)
-            # The other way round loses nothing: a tensor that the weights tie is stored twice.
-            if first is not slot and first.identity() != slot.identity():
-                differences.append(
-                    f"{entry.name}: expected the tensor of {first.name}, got one of its own"
-                )
-        # A tied name may be missing: one of them says what all are.
-        differences += [
-            f"{entry.name}: expected {entry.described()}, got no such entry"
-            for entry in self.stored
-            if entry.name not in chosen
-        ]
-        if not self.partial:
-            known = {*self.view_of, *self.transient}
-            differences += [
-                f"{name}: expected no such entry, got {described(s.tensor.dtype, s.tensor.shape)}"
-                for name, s in slots.items()
-                if s.persistent and name not in known
-            ]
-        refuse("weights", differences, "publish those of the model that it was created from")
-        return [chosen[entry.name] for entry in self.stored]
+        reading = read(slots, known)
+        if not reading:
+            return slots, reading
+        return {reading(name): replace(s, name=reading(name)) for name, s in slots.items()}, reading
 
 
 def fill(views: Sequence[Tensor], slots: Sequence[Slot]) -> None:
-    """Copy what :meth:`Layout.matched` found; of tensors that are computed one at a time exists."""
+    """Copy what :meth:`Layout.matched` found; of tensors that are computed one at a time exists.
+
+    Raises:
+        TypeError, ValueError: a tensor that was freed or resized since.
+    """
     plain, computed = [], []
     for view, slot in zip(views, slots, strict=True):
         (computed if slot.computed else plain).append((view, slot))
-    overwrite([view for view, _ in plain], [slot.tensor for _, slot in plain])
+    overwrite(
+        [view for view, _ in plain],
+        [slot.tensor for _, slot in plain],
+        [slot.name for _, slot in plain],
+    )
     for view, slot in computed:
+        check_tensor(slot.name, slot.tensor)
         view.copy_(slot.value())
 
 
@@ -275,6 +308,20 @@ def _differences(entry: Entry, slots: dict[str, Slot]) -> list[str]:
         return []
     got = described(tensor.dtype, tensor.shape)
     return [f"{entry.name}: expected {entry.described()}, got {got}"]
+
+
+def _untied(entry: Entry, copies: list[Slot]) -> Iterator[str]:
+    """Where tensors of one entry, of which one is stored, are not equal as they are stored."""
+    first, *others = copies
+    checked = {first.identity()}
+    for other in others:
+        if other.identity() not in checked:
+            checked.add(other.identity())
+            if not same_values(first.value(), other.value(), entry.dtype):
+                yield (
+                    f"{other.name}: expected the values of {first.name}, since the channel's "
+                    "layout ties them, got others"
+                )
 
 
 def _cast(slot: Slot, dtype: torch.dtype) -> torch.dtype:

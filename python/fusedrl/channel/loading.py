@@ -14,7 +14,14 @@ from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.entries import described, refuse
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import Slot, module_slots
-from fusedrl.channel.tensors import check_tensor, converts, copy, is_dtensor
+from fusedrl.channel.tensors import (
+    check_tensor,
+    converts,
+    copy,
+    has_memory,
+    is_dtensor,
+    same_values,
+)
 
 # Memory that modules were given by `alias`: nothing may be written there. A weak reference keeps
 # the address from being used again.
@@ -28,7 +35,8 @@ class Target:
     modules that are replaced later are found.
 
     Args:
-        module: of the layout's names and shapes. Names that the layout ties may be two tensors.
+        module: of the layout's names and shapes. Names that the layout ties may be two tensors. Two
+            of its entries may be one tensor: :meth:`alias` and :meth:`copy` then compare the views.
         layout: of the weights. Where it is partial, ``module`` has other names too.
 
     Raises:
@@ -64,11 +72,13 @@ class Target:
             views: one for each entry that is stored, as :meth:`Layout.views` makes them.
 
         Raises:
-            ValueError: parameters of another dtype or device, all of them; nothing has changed.
+            ValueError: parameters of another dtype or device, all of them, or views of different
+                values for one tensor; nothing has changed.
         """
         self._check(views)
         params = self._parameters
         self._check_shapes(self._buffers, views)
+        self._check_ties(views)
         for param, index, _ in params:
             view = views[index]
             if (
@@ -100,11 +110,13 @@ class Target:
             views: one for each entry that is stored; any device and width of float.
 
         Raises:
-            ValueError: tensors that have another shape by now; nothing has changed.
+            ValueError: tensors that have another shape by now, or views of different values for one
+                tensor; nothing has changed.
         """
         self._check(views)
         pairs = self._parameters + self._buffers
         self._check_shapes(pairs, views)
+        self._check_ties(views)
         with torch.inference_mode(False):  # what is allocated within it cannot be trained
             for param, _, _ in self._parameters:
                 if _LENT and param.untyped_storage()._cdata in _LENT:
@@ -128,12 +140,27 @@ class Target:
     def _check_shapes(
         self, pairs: Sequence[tuple[Tensor, int, str]], views: Sequence[Tensor]
     ) -> None:
+        for tensor, _, name in pairs:
+            if not has_memory(tensor):
+                check_tensor(name, tensor, "module")
         differences = [
             f"{name}: expected {tuple(views[i].shape)}, got {tuple(tensor.shape)}"
             for tensor, i, name in pairs
             if tensor.shape != views[i].shape
         ]
         refuse("module", differences, "load into a model of the published one's shapes")
+
+    def _check_ties(self, views: Sequence[Tensor]) -> None:
+        view_of = self.layout.view_of
+        differences = [
+            f"{name}: expected the values of {first}, since the module has one tensor for both, "
+            "got others"
+            for name, first, tensor in self._ties
+            if not same_values(views[view_of[first]], views[view_of[name]], tensor.dtype)
+        ]
+        refuse(
+            "module", differences, "publish weights that are tied, or load into a model that is not"
+        )
 
     def _stale(self) -> bool:
         return not (
@@ -148,12 +175,12 @@ class Target:
         """Find where each entry goes; the plan stays as it was where the module is refused."""
         module = self._module()
         assert module is not None  # whoever loads has it
-        slots = _slots(module, self.layout)
+        slots, self._ties = _slots(module, self.layout)
         parameters: dict[int, tuple[Tensor, int, str]] = {}
         buffers: dict[int, tuple[Tensor, int, str]] = {}
         for name, slot in slots.items():
             chosen = parameters if slot.kind == "parameter" else buffers
-            chosen[id(slot.tensor)] = slot.tensor, self.layout.view_of[name], name
+            chosen.setdefault(id(slot.tensor), (slot.tensor, self.layout.view_of[name], name))
         self._parameters, self._buffers = list(parameters.values()), list(buffers.values())
         self._buffer_homes = [
             (s.home, s.key, s.tensor) for s in slots.values() if s.home and s.kind == "buffer"
@@ -177,8 +204,13 @@ class Target:
         )
 
 
-def _slots(module: nn.Module, layout: Layout) -> dict[str, Slot]:
-    """The slots of ``module`` that ``layout`` has, all of them."""
+def _slots(
+    module: nn.Module, layout: Layout
+) -> tuple[dict[str, Slot], list[tuple[str, str, Tensor]]]:
+    """The slots of ``module`` that ``layout`` has, all of them, and where one is for two entries.
+
+    Those are the entry, an earlier one, and the tensor of both.
+    """
     adapted = has_adapters(module)
     if layout.adapters == "merged" and adapted:
         raise ValueError(
@@ -193,7 +225,7 @@ def _slots(module: nn.Module, layout: Layout) -> dict[str, Slot]:
         )
     slots = {slot.name: slot for slot in module_slots(module)}
     known = {*layout.view_of, *layout.transient}
-    differences, one_tensor = [], {}
+    differences, ties, one_tensor = [], [], {}
     for entry in layout.entries:
         slot = slots.get(entry.name)
         if slot is None:
@@ -209,21 +241,21 @@ def _slots(module: nn.Module, layout: Layout) -> dict[str, Slot]:
         if tuple(tensor.shape) != entry.shape or not converts(entry.dtype, tensor.dtype):
             got = described(tensor.dtype, tensor.shape)
             differences.append(f"{entry.name}: expected {entry.described()}, got {got}")
-        # Two tensors for one entry get equal values; one tensor cannot have those of two.
+        # Two tensors for one entry get equal values; one tensor for two cannot have both's.
         same = slot.identity()
         first = entry.name if same is None else one_tensor.setdefault(same, entry.name)
         if layout.view_of[first] != layout.view_of[entry.name]:
-            differences.append(
-                f"{entry.name}: expected a tensor of its own, got that of {first}: weights are tied"
-            )
+            ties.append((entry.name, first, tensor))
     if not layout.partial:
+        filled = {id(slots[name].tensor) for name in layout.view_of if name in slots}
         differences += [
             f"{name}: expected no such entry, got {described(s.tensor.dtype, s.tensor.shape)}"
             for name, s in slots.items()
-            if s.persistent and name not in known
+            # Another name of a tensor that is loaded needs no entry.
+            if s.persistent and name not in known and id(s.tensor) not in filled
         ]
     refuse("module", differences, "load into a model of the published one's architecture")
-    return {name: slots[name] for name in layout.view_of}
+    return {name: slots[name] for name in layout.view_of}, ties
 
 
 def _lend(views: Sequence[Tensor]) -> None:

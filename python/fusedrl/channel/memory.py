@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedrl import _host
+from fusedrl.channel.manifest import damaged
 
 
 class Memory(Protocol):
@@ -99,18 +100,23 @@ def open_memory(manifest: dict[str, Any], end: _host.Reader, nbytes: int) -> Mem
     """The slots that a channel's manifest describes, in a reader's process.
 
     Raises:
-        ValueError: memory of an unknown kind, or of another size than the layout.
+        RuntimeError: memory of an unknown kind, or of another size than the layout.
     """
-    if manifest["kind"] == "cuda":
-        from fusedrl.channel.cuda import CudaMemory
+    try:
+        if manifest["kind"] == "cuda":
+            from fusedrl.channel.cuda import CudaMemory
 
-        return CudaMemory.open(manifest)
-    if manifest["kind"] != "host" or end.slot_bytes() != nbytes:
-        raise ValueError(
-            f"manifest: expected host or CUDA memory of {nbytes} bytes a slot, got "
-            f"{manifest['kind']!r} of {end.slot_bytes()}; it is damaged: make another channel"
-        )
-    return HostMemory(end, end.slot_count(), nbytes)
+            if manifest["nbytes"] != nbytes or len(manifest["slots"]) != end.slot_count():
+                raise ValueError(f"expected {end.slot_count()} slots of {nbytes} bytes")
+            return CudaMemory.open(manifest)
+        if manifest["kind"] != "host" or end.slot_bytes() != nbytes:
+            raise ValueError(
+                f"expected memory of {nbytes} bytes a slot, of a GPU or not, got "
+                f"{manifest['kind']!r} of {end.slot_bytes()}"
+            )
+        return HostMemory(end, end.slot_count(), nbytes)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise damaged(error) from error
 
 
 def checksum(slot: Tensor) -> int:

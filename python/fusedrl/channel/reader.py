@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import warnings
@@ -15,9 +14,10 @@ from torch import Tensor, nn
 
 from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.holds import Holds
-from fusedrl.channel.layout import Layout
 from fusedrl.channel.loading import Target
+from fusedrl.channel.manifest import Manifest
 from fusedrl.channel.memory import Memory, checksum, open_memory
 from fusedrl.channel.releases import Releases
 
@@ -96,12 +96,13 @@ class WeightReader:
     """
 
     def __init__(self, end: _host.Reader) -> None:
-        manifest = json.loads(end.manifest())
+        manifest = Manifest.of(end.manifest())
         self._end = end
-        self.layout = Layout.from_json(manifest["layout"])
-        self._timeout = float(manifest["timeout"])
-        self._checksum = bool(manifest["checksum"])
-        self._memory: Memory = open_memory(manifest["memory"], end, self.layout.nbytes)
+        self.layout = manifest.layout
+        self._timeout = manifest.timeout
+        self._checksum = manifest.checksum
+        self._memory: Memory = open_memory(manifest.memory, end, self.layout.nbytes)
+        self._reports_writes = False
         self.device = self._memory.device
         self._flat_of: dict[int, tuple[Tensor, int]] = {}
         self._views_of: dict[int, list[Tensor]] = {}
@@ -112,6 +113,7 @@ class WeightReader:
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         # Re-entrant: a reader may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
+        renew_in_children(self, _lock=threading.RLock)
         self._releases = Releases(end.release)
         self._applied: int | None = None
 
@@ -135,7 +137,8 @@ class WeightReader:
 
         Raises:
             TimeoutError: it was not published in time.
-            RuntimeError: the publisher has ended; the message has its pid.
+            RuntimeError: the publisher has ended (the message has its pid), or the channel's memory
+                is damaged.
         """
         count("version", version, 0, MAX_VERSION)
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
@@ -174,15 +177,22 @@ class WeightReader:
 
         Raises:
             TimeoutError: no such version in time.
-            RuntimeError: no such version, and the publisher has ended; or the bytes do not have the
-                checksum that the publisher wrote.
+            RuntimeError: no such version, and the publisher has ended; the bytes do not have the
+                checksum that the publisher wrote; or the channel's memory is damaged.
         """
         return self._lease(min_version, timeout, apply=True)
 
     def _lease(self, min_version: int | None, timeout: float | None, apply: bool) -> Lease:
-        self.wait_for(0 if min_version is None else min_version, timeout)
-        leased = self._end.lease(apply)
-        assert leased is not None  # versions only grow
+        limit = self._timeout if timeout is None else seconds("timeout", timeout)
+        deadline = time.monotonic() + limit
+        newest = self.wait_for(0 if min_version is None else min_version, limit)
+        while (leased := self._end.lease(apply)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"timeout: expected to hold a version within {limit} s, got a publisher (pid "
+                    f"{self._end.publisher_pid()}) that writes them faster, {newest} and later; "
+                    "publish less often, or create the channel with more slots"
+                )
         slot, version = leased
         try:
             self._memory.before_read(slot)
@@ -213,11 +223,17 @@ class WeightReader:
             self._flat_of[slot] = flat, flat.data_ptr()
             self._views_of[slot] = self.layout.views(flat)
             self._weights_of.pop(slot, None)
-        views = self._views_of[slot]
-        return views
+        return self._views_of[slot]
+
+    def _lent(self, slot: int) -> list[Tensor]:
+        """As :meth:`_views`, for others to use: who writes to them is told why that fails."""
+        if not self._reports_writes:
+            self._end.report_writes([(e.offset, e.name) for e in self.layout.stored])
+            self._reports_writes = True
+        return self._views(slot)
 
     def _weights(self, slot: int) -> TensorDict:
-        views = self._views(slot)
+        views = self._lent(slot)
         weights = self._weights_of.get(slot)
         if weights is None:
             weights = self._weights_of[slot] = self.layout.tensordict(views).lock_()
@@ -238,9 +254,10 @@ class WeightReader:
 
         ``"alias"`` rebinds the parameters to the channel's memory, without a copy, and makes them
         ``requires_grad_(False)``; the version is held until the next one is loaded. That memory is
-        read-only on the CPU: writing a parameter ends the process. Buffers are copied, since a
-        forward may write them. ``"copy"`` copies into the module's own memory, which keeps its
-        addresses (CUDA graphs), dtypes and gradients; nothing is held afterwards.
+        read-only on the CPU: writing a parameter ends the process by SIGSEGV, after a line on
+        stderr that names the parameter. Buffers are copied, since a forward may write them.
+        ``"copy"`` copies into the module's own memory, which keeps its addresses (CUDA graphs),
+        dtypes and gradients; nothing is held afterwards.
 
         It loads also what is loaded already: compare :attr:`version` with :attr:`applied`.
 
@@ -267,8 +284,10 @@ class WeightReader:
         with self._lock:  # threads load one after the other, each a version that is newer
             lease = self._lease(min_version, timeout, apply=False)
             try:
-                views = self._views(lease._slot)
-                target.alias(views) if mode == "alias" else target.copy(views)
+                if mode == "alias":
+                    target.alias(self._lent(lease._slot))
+                else:
+                    target.copy(self._views(lease._slot))
             except BaseException:
                 lease.release()
                 raise

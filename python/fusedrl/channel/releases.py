@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from fusedrl.channel.forking import renew_in_children
+
 POLL_S = 0.0005
 
 
@@ -25,6 +27,8 @@ class Releases:
         # Re-entrant: what the garbage collector finds in here may have leases to release.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
+        # A child has no such thread, and the leases are its parent's.
+        renew_in_children(self, _lock=threading.RLock, _pending=deque, _thread=lambda: None)
         self._then: Callable[[], None] | None = None
 
     def add(self, slot: int, done: Callable[[], bool] | None) -> None:

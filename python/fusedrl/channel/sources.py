@@ -66,7 +66,7 @@ class Found:
         homes = [h for m in module.modules() for h in (m._modules, m._parameters, m._buffers)]
         self._homes = homes
         self._known = [(home, list(home), list(home.values())) for home in homes if home]
-        self._facts = [(slot.tensor, slot.tensor.shape, slot.tensor.dtype) for slot in slots]
+        self._facts = [(s.tensor, type(s.tensor), s.tensor.shape, s.tensor.dtype) for s in slots]
 
     def holds(self) -> bool:
         """Whether :attr:`slots` are what would be found now."""
@@ -76,7 +76,11 @@ class Found:
                 list(home) == names and all(map(is_, home.values(), values))
                 for home, names, values in self._known
             )
-            and all(t.shape == shape and t.dtype is dtype for t, shape, dtype in self._facts)
+            # In place, by `.data` or `swap_tensors`.
+            and all(
+                type(t) is kind and t.shape == shape and t.dtype is dtype
+                for t, kind, shape, dtype in self._facts
+            )
         )
 
 
@@ -111,10 +115,23 @@ def named_tensors(weights: Any, adapters: str | None = None) -> dict[str, tuple[
 
 
 def collect(weights: Any, adapters: str | None = None) -> dict[str, Slot]:
-    """The slots of ``weights`` by name, checked, and nothing computed or gathered yet.
+    """As :func:`slots_of`, checked: what is persistent are plain tensors."""
+    found = slots_of(weights, adapters)
+    for slot in found.values():
+        if slot.persistent:
+            check_tensor(slot.name, slot.tensor)
+    return found
+
+
+def slots_of(weights: Any, adapters: str | None = None) -> dict[str, Slot]:
+    """The slots of ``weights`` by name, and nothing computed or gathered yet.
 
     Those of a module have its buffers that are not persistent too: a tensordict of a module has
     them, and does not say which.
+
+    Args:
+        weights: as for :func:`named_tensors`; entries that are no tensors have slots too.
+        adapters: as for :func:`named_tensors`.
     """
     if adapters not in ADAPTERS:
         raise ValueError(f"adapters: expected one of {ADAPTERS}, got {adapters!r}")
@@ -146,8 +163,6 @@ def collect(weights: Any, adapters: str | None = None) -> dict[str, Slot]:
             raise ValueError(
                 f"weights: {slot.name}: expected one entry of this name, got two; rename one"
             )
-        if slot.persistent:
-            check_tensor(slot.name, slot.tensor)
         found[slot.name] = slot
     return found
 

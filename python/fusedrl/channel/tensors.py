@@ -71,10 +71,26 @@ def check_tensor(name: str, tensor: Any, argument: str = "weights") -> None:
     elif dtype_name(local.dtype) not in DTYPES:
         expected, got = "a dtype of whole bytes", str(local.dtype)
         remedy = "publish the dequantised tensor"
-    elif local.numel() > 0 and local.data_ptr() == 0:
+    elif not has_memory(local):
         got, remedy = "one whose memory is freed", "gather or load it first"
     if got is not None:
         raise TypeError(f"{argument}: {name}: expected {expected}, got {got}; {remedy}")
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the storage of a dense tensor has all of its elements.
+
+    Offloading frees or shrinks it. Operators do not look, and read what is not there.
+    """
+    if tensor.is_contiguous():
+        end = tensor.nbytes
+    else:
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        end = (last + 1) * tensor.element_size()
+    if offset := tensor.storage_offset():
+        end += offset * tensor.element_size()
+    has = tensor.untyped_storage().nbytes() >= end and tensor.data_ptr() != 0
+    return has or tensor.numel() == 0
 
 
 @torch.no_grad()
@@ -99,6 +115,50 @@ def identity(tensor: Tensor) -> tuple[Any, ...] | None:
     )
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 2**26  # bytes that are compared at a time: what a comparison allocates is a part of it
+
+
+@torch.no_grad()
+def same_values(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two tensors of one shape have the same bits in ``dtype``; any NaN equals any other.
+
+    Reads both, and on a GPU waits for the current stream. The devices may differ.
+    """
+    if a.numel() == 0:
+        return True
+    if a.dim() == 0:
+        a, b = a[None], b[None]
+    rows = max(1, _PIECE * len(a) // (a.numel() * max(a.itemsize, b.itemsize)))
+    pieces = zip(a.split(rows), b.split(rows), strict=True)
+    return all(_same_piece(x, y.to(x.device), dtype) for x, y in pieces)
+
+
+def _same_piece(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    if a.dtype == b.dtype and _same_bits(a, b):
+        return True
+    if not (castable(a.dtype) and castable(b.dtype)):
+        return False
+    a, b = a.to(dtype), b.to(dtype)
+    if _same_bits(a, b):
+        return True
+    word = _WORDS[dtype.itemsize]
+    return bool(((a.view(word) == b.view(word)) | (a.isnan() & b.isnan())).all())
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return all(map(torch.equal, _words(a), _words(b)))
+
+
+def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """All of the memory as long words, which compare ten times faster than halves, and the rest."""
+    packed = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if packed.storage_offset() % 8:
+        packed = packed.clone()
+    end = len(packed) // 8 * 8
+    return packed[:end].view(torch.int64), packed[end:]
+
+
 @torch.no_grad()
 def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """One fused copy of any number of tensors, none included."""
@@ -106,26 +166,45 @@ def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def overwrite(targets: list[Tensor], sources: list[Tensor]) -> None:
+def overwrite(targets: list[Tensor], sources: list[Tensor], names: list[str]) -> None:
     """As :func:`copy`, into memory that autograd knows nothing of.
 
     All that the CPU has in one dtype, or float32 for bfloat16, is copied in one go: an operator for
     each tensor would wait for all its threads each time, which costs more than the copy where
     other processes want the cores.
+
+    Raises:
+        TypeError, ValueError: a source, under its name, that was freed or resized since it was
+            found to fit; nothing is copied.
     """
     pieces, rest = [], []
-    for target, source in zip(targets, sources, strict=True):
+    for target, source, name in zip(targets, sources, names, strict=True):
         cast = source.dtype is torch.float32 and target.dtype is torch.bfloat16
         if (
             (cast or source.dtype is target.dtype)
             and source.device.type == target.device.type == "cpu"
+            and source.layout is torch.strided
             and source.is_contiguous()
             and not source.is_conj()
             and not source.is_neg()
         ):
-            size = source.numel(), source.element_size()
-            pieces.append((target.data_ptr(), source.data_ptr(), *size, cast))
+            size = numel, width = source.numel(), source.element_size()
+            end = (source.storage_offset() + numel) * width
+            storage, address = source.untyped_storage(), source.data_ptr()
+            if numel != target.numel() or storage.nbytes() < end or address == 0:
+                _check_source(name, target, source)
+            pieces.append((target.data_ptr(), address, *size, cast))
         else:
+            _check_source(name, target, source)
             rest.append((target, source))
     copy([target for target, _ in rest], [source for _, source in rest])
     _host.copy_pieces(pieces, torch.get_num_threads())
+
+
+def _check_source(name: str, target: Tensor, source: Tensor) -> None:
+    check_tensor(name, source)
+    if source.numel() != target.numel():
+        raise ValueError(
+            f"weights: {name}: expected shape {tuple(target.shape)}, got {tuple(source.shape)} by "
+            "the time it was to be copied; publish while nothing else changes the weights"
+        )

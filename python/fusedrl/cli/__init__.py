@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
+
+from fusedrl import __version__
 
 COMMANDS = {
     "score": "score chats under a policy and a reference: log-probs, KL, a heat map of the drift",
@@ -30,10 +35,34 @@ EXTRAS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 for a failed check, 2 for refused input."""
+    """Run one command and return its exit code: 0, 1 for a failed check, 2 for refused input.
+
+    130 after an interrupt; 141 where nobody reads the rest of the output, as behind ``| head``.
+    """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here rather than at exit, where an error could not be caught
+    except BrokenPipeError:
+        if not _nobody_reads_stdout():
+            raise
+        # What is still buffered goes nowhere, or it would be the error of Python's own last flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _nobody_reads_stdout() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     named = argv[0] if argv and argv[0] in COMMANDS else None
     parser = argparse.ArgumentParser(prog="fusedrl", description="LLM post-training kernels.")
+    parser.add_argument("--version", action="version", version=f"fusedrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     try:
         for name, summary in COMMANDS.items():
@@ -51,5 +80,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'{named}: needs {error.name}: pip install "fusedrl[{extra}]"', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{named}: interrupted", file=sys.stderr)
+        print(f"{named or 'fusedrl'}: interrupted", file=sys.stderr)
         return 130

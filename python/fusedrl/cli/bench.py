@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
 from fusedrl.benchmarks import harness, peers  # pyright: ignore[reportMissingImports]
+from fusedrl.cli.console import Console
 from fusedrl.cli.info import collect
 
 if TYPE_CHECKING:

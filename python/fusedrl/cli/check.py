@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from fusedrl.cli.console import Console
 from fusedrl.native import NativeLibraryError
 from fusedrl.ops import (
     exact_kl,

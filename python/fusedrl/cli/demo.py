@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -10,6 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 from fusedrl.cli.score import score_and_print
 from fusedrl.demo import CHATS, make_models
 from fusedrl.scoring import Settings
+from fusedrl.scoring.errors import printable, reason
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,9 +20,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train the two models into ``out/models`` and score the bundled chats."""
+    """Train the two models into ``out/models`` and score the bundled chats; 2 if out is refused."""
     disable_progress_bar()
     policy, reference = args.out / "models" / "policy", args.out / "models" / "reference"
-    print(f"training two tiny models into {args.out / 'models'} (some seconds) ...", flush=True)
-    make_models(policy, reference)
+    into = printable(str(policy.parent))
+    print(f"training two tiny models into {into} (some seconds) ...", flush=True)
+    try:
+        for folder in (policy, reference):
+            folder.mkdir(parents=True, exist_ok=True)
+        make_models(policy, reference)
+    except Exception as error:
+        # The Rust libraries behind tokenizers and weights have error types of their own.
+        if not isinstance(error, OSError) and "(os error" not in str(error):
+            raise
+        where = printable(str(args.out))
+        print(f"demo: out: cannot write {where}: {reason(error)}", file=sys.stderr)
+        return 2
     return score_and_print(CHATS, str(policy), str(reference), args.out, Settings())

@@ -87,7 +87,20 @@ def _host() -> dict[str, Any]:
         "_host": "loaded",
         "built for": ", ".join(f"{key} {fact}" for key, fact in _host.build_info().items() if fact),
         "cpu features": ", ".join(features) or "none beyond the baseline",
+        "cpu level": _cpu_level(_host),
     }
+
+
+def _cpu_level(host: Any) -> str:
+    """The level of the CPU kernels, and whether this CPU or the environment chose it."""
+    best = host.best_cpu_level()
+    try:
+        level = host.cpu_level()
+    except RuntimeError as error:
+        return f"none: {error}"
+    if os.environ.get("FUSEDRL_CPU_LEVEL"):
+        return f"{level}, as FUSEDRL_CPU_LEVEL says; this CPU has up to {best}"
+    return f"{level}, the best of this CPU; FUSEDRL_CPU_LEVEL is not set"
 
 
 def _markdown(facts: dict[str, dict[str, Any]]) -> str:

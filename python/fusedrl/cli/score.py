@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -13,9 +15,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from fusedrl.scoring import ChatError, ScoreError, Settings, Summary, score_chats
 from fusedrl.scoring.chats import count_records
-
-_ESTIMATORS = ("k1", "k2", "k3", "abs")
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+from fusedrl.scoring.errors import printable
+from fusedrl.scoring.job import DTYPES, ESTIMATORS, TEMPERATURES
+from fusedrl.scoring.report import drift
+from fusedrl.scoring.signals import Terminated, raised
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,15 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path, help="directory for what comes out")
     parser.add_argument(
         "--estimator",
-        choices=_ESTIMATORS,
+        choices=ESTIMATORS,
         default=defaults.estimator,
         help="KL estimator of the column 'kl' and of the report (default: %(default)s, >= 0)",
     )
-    parser.add_argument("--temperature", type=_positive, default=defaults.temperature)
+    parser.add_argument("--temperature", type=_temperature, default=defaults.temperature)
     parser.add_argument("--device", default=defaults.device, help="default: cuda if there is one")
     parser.add_argument(
         "--dtype",
-        choices=_DTYPES,
+        choices=DTYPES,
         default=defaults.dtype,
         help="default: float32 on the CPU, the checkpoint's own elsewhere",
     )
@@ -50,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's template"
     )
     parser.add_argument(
+        "--context",
+        type=_count,
+        default=defaults.context,
+        metavar="N",
+        help="tokens of the longest chat (default: the models' max_position_embeddings)",
+    )
+    parser.add_argument(
         "--report-chats",
         type=_count,
         default=defaults.report_chats,
@@ -61,22 +71,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a finite number > 0, got {text}")
-    return value
+def _temperature(text: str) -> float:
+    low, high = TEMPERATURES
+    with suppress(ValueError):
+        if low <= float(text) <= high:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number from {low:g} to {high:g}, got {text!r}")
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return value
+    with suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score, with progress on stderr and the summary on stdout; 2 if the input is refused."""
+    """Score, with progress on stderr and the summary on stdout; returns the exit code."""
     settings = Settings(
         **{name: getattr(args, name) for name in Settings.__dataclass_fields__ if name in args}
     )
@@ -84,14 +95,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def score_and_print(chats: Path, policy: str, reference: str, out: Path, settings: Settings) -> int:
-    """Run the job as the command does; returns the exit code."""
+    """Run the job as the command does.
+
+    Returns:
+        The exit code: 0, 1 if chats were left out, 2 if the input is refused, 128 and the number of
+        the signal that ended it.
+    """
     disable_progress_bar()  # transformers' own, which would break up ours.
     errors = Console(stderr=True)
-    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
-        total = count_records(chats) if chats.is_file() else None
-        with Progress(*columns, console=errors, transient=True) as progress:
-            task = progress.add_task("scoring", total=total)
+        with raised(), _progress(errors) as progress:
+            task = progress.add_task("scoring", total=_total(chats))
 
             def on_skip(error: ChatError) -> None:
                 errors.print(f"{error}; skipped", markup=False, highlight=False, soft_wrap=True)
@@ -108,8 +122,32 @@ def score_and_print(chats: Path, policy: str, reference: str, out: Path, setting
     except ScoreError as error:
         print(f"score: {error}", file=sys.stderr)
         return 2
+    except Terminated as ended:
+        with suppress(OSError):
+            print(f"score: ended by {ended.signal.name}", file=sys.stderr)
+        return 128 + ended.signal
     _print_summary(summary, out, settings)
-    return 0
+    return 1 if summary.skipped else 0
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=console, transient=True)
+    progress.start()
+    try:
+        yield progress
+    finally:
+        with suppress(OSError):  # A terminal that hung up takes no more text.
+            progress.stop()
+
+
+def _total(chats: Path) -> int | None:
+    """How many chats there are, for the bar; what is wrong with them is for the job to say."""
+    try:
+        return count_records(chats) if chats.is_file() else None
+    except (ScoreError, OSError):
+        return None
 
 
 def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
@@ -117,7 +155,7 @@ def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
     table = Table(title="most-drifted chats", title_justify="left")
     for heading in ("chat (line)", "scored tokens", "total KL", "mean KL", "mean entropy"):
         table.add_column(heading, justify="right")
-    for row in sorted(summary.rows, key=lambda row: abs(row["kl_mean"]), reverse=True)[:10]:
+    for row in sorted(summary.rows, key=drift, reverse=True)[:10]:
         table.add_row(
             str(row["chat"]),
             str(row["scored_tokens"]),
@@ -127,11 +165,16 @@ def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
         )
     console.print(table)
     tokens = sum(row["scored_tokens"] for row in summary.rows)
+    left_out = " (left out, see above)" if summary.skipped else ""
     for line in (
-        f"{len(summary.rows)} chats scored, {len(summary.skipped)} skipped, {tokens} tokens",
+        f"{len(summary.rows)} chats scored, {len(summary.skipped)} skipped{left_out}, "
+        f"{tokens} tokens",
         f"mean KL {summary.mean('kl_mean'):.4f} nats a token ({settings.estimator}; "
         f"k1 {summary.mean('kl_k1_mean'):.4f}, k3 {summary.mean('kl_k3_mean'):.4f}), "
         f"mean entropy {summary.mean('entropy_mean'):.3f} nats",
         f"{out / 'report.html'}, {out / 'chats.parquet'}, {out / 'tokens.parquet'}",
     ):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        # A terminal may not know every character of a path.
+        shown = printable(line).encode(console.encoding, "backslashreplace")
+        text = shown.decode(console.encoding)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)

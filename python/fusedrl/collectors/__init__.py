@@ -1,5 +1,8 @@
 """Collectors of dialogs, and the versions of the policies that had them."""
 
+# torchrl's record of a change serves as it is.
+from torchrl.envs.llm.transforms.policy_version import VersionChange
+
 from fusedrl.collectors.cluster.ray_llm_collector import RayLLMCollector
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import PolicyVersion
@@ -10,5 +13,6 @@ __all__ = [
     "LLMCollector",
     "PolicyVersion",
     "RayLLMCollector",
+    "VersionChange",
     "aSyncDataCollector",
 ]

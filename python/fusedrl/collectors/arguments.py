@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, SupportsIndex
 
 from torchrl.envs import AsyncEnvPool
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
@@ -32,19 +33,17 @@ def check_arguments(given: dict[str, Any]) -> None:
             f"track_policy_version: expected a bool or a PolicyVersion, got "
             f"{type(tracker).__name__}; pass True"
         )
-    if given["max_staleness"] is not None and not _counts(tracker):
-        raise ValueError(
-            "max_staleness: expected integer versions to count back from, got "
-            f"track_policy_version={tracker!r}; pass True or PolicyVersion('int')"
-        )
+    check_staleness(given["max_staleness"], tracker)
 
 
-def _counts(tracker: Any) -> bool:
+def counts(tracker: Any) -> bool:
+    """Whether ``track_policy_version`` asks for integer versions."""
     return tracker is True or getattr(tracker, "version_type", None) in (int, "int")
 
 
 def _check_weights(given: dict[str, Any]) -> None:
     channel, tracker = given["channel"], given["track_policy_version"]
+    check_mode(given["channel_mode"])
     if channel is None:
         return
     if not isinstance(channel, WeightHandle | WeightReader):
@@ -55,12 +54,7 @@ def _check_weights(given: dict[str, Any]) -> None:
     for name in ("weight_updater", "weight_sync_schemes"):
         if given[name] is not None:
             raise TypeError(f"{name}: expected it or channel, got both; drop one")
-    if given["channel_mode"] not in ("alias", "copy"):
-        raise ValueError(
-            f"channel_mode: expected 'alias' or 'copy', got {given['channel_mode']!r}; alias takes "
-            "no memory, copy keeps the addresses of the parameters"
-        )
-    if tracker is not False and not _counts(tracker):
+    if tracker is not False and not counts(tracker):
         raise ValueError(
             "track_policy_version: expected integer versions, which a channel has, got UUIDs; pass "
             "True or PolicyVersion('int')"
@@ -87,6 +81,66 @@ def _check_trajectories(given: dict[str, Any]) -> None:
         )
 
 
+def check_whole(
+    name: str, value: Any, least: int, unit: str, remedy: str, optional: bool = True
+) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless a value is a whole number, ``least`` or more.
+
+    Args:
+        name: of the argument.
+        value: what came.
+        least: the smallest number that is taken.
+        unit: what is counted.
+        remedy: the end of the message.
+        optional: whether ``None`` is taken.
+    """
+    if value is None and optional:
+        return
+    if not isinstance(value, SupportsIndex) or isinstance(value, bool | float):
+        raise TypeError(f"{name}: expected a whole number of {unit}, got {value!r}; {remedy}")
+    if operator.index(value) < least:
+        raise ValueError(f"{name}: expected {least} or more {unit}, got {value!r}; {remedy}")
+
+
+def check_total(name: str, value: Any, unit: str) -> None:
+    """As :func:`check_whole`, of a total: as torchrl's, 1e6 is one, and infinity never ends."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value not in (-1, float("inf")):
+        check_whole(name, value, 1, unit, "-1 never ends")
+
+
+def check_seconds(name: str, value: Any, remedy: str) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless a value is ``None`` or a number above 0."""
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number of seconds, got {value!r}; {remedy}")
+    if not value > 0:
+        raise ValueError(f"{name}: expected seconds above 0, got {value!r}; {remedy}")
+
+
+def check_staleness(value: Any, tracker: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a ``max_staleness`` that cannot be counted."""
+    if value is None:
+        return
+    check_whole("max_staleness", value, 0, "versions", "None keeps everything")
+    if not counts(tracker):
+        raise ValueError(
+            "max_staleness: expected integer versions to count back from, got "
+            f"track_policy_version={tracker!r}; pass True or PolicyVersion('int')"
+        )
+
+
+def check_mode(mode: Any) -> None:
+    """Raise ``ValueError`` unless a ``channel_mode`` is one."""
+    if mode not in ("alias", "copy"):
+        raise ValueError(
+            f"channel_mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
+            "keeps the addresses of the parameters"
+        )
+
+
 def _check_numbers(given: dict[str, Any]) -> None:
     completed = given["yield_completed_trajectories"] or given["yield_only_last_steps"]
     wanted, total = given["dialog_turns_per_batch"], given["total_dialog_turns"]
@@ -95,19 +149,8 @@ def _check_numbers(given: dict[str, Any]) -> None:
             "dialog_turns_per_batch: expected a number of turns, got None; it may be left out with "
             "yield_completed_trajectories only"
         )
-    if wanted is not None and wanted < 1:
-        raise ValueError(
-            f"dialog_turns_per_batch: expected a positive number, got {wanted}; 1 is the least"
-        )
-    if total is not None and total != -1 and total < 1:
-        raise ValueError(
-            f"total_dialog_turns: expected a positive number or -1, got {total}; -1 never ends"
-        )
-    staleness = given["max_staleness"]
-    if staleness is not None and staleness < 0:
-        raise ValueError(
-            f"max_staleness: expected 0 or more versions, got {staleness}; None keeps everything"
-        )
+    check_whole("dialog_turns_per_batch", wanted, 1, "turns", "1 is the least")
+    check_total("total_dialog_turns", total, "turns")
 
 
 def check_environment(env: Any, async_envs: bool | None, completed: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from fusedrl.channel import WeightHandle, WeightReader
+from fusedrl.channel.sources import module_slots
 
 
 class FromChannel:
@@ -36,7 +37,7 @@ class FromChannel:
     def _module(self, policy: Any) -> nn.Module:
         names = {entry.name for entry in self.reader.layout.entries}
         for module in (getattr(policy, "model", None), policy):
-            if isinstance(module, nn.Module) and names <= module.state_dict().keys():
+            if isinstance(module, nn.Module) and names <= {s.name for s in module_slots(module)}:
                 return module
         raise ValueError(
             f"channel: expected weights of {type(policy).__name__} or of its model, got "

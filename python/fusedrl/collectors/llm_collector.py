@@ -12,6 +12,7 @@ from torchrl.collectors import Collector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel import WeightHandle, WeightReader
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.arguments import check_arguments, check_environment
 from fusedrl.collectors.dialogs import Dialogs, FlatTurns, Turns
 from fusedrl.collectors.from_channel import FromChannel
@@ -129,7 +130,9 @@ class LLMCollector(Updates):
         )
         check_environment(env, async_envs, self.yield_completed_trajectories)
         self._pool = self.async_envs = isinstance(env, AsyncEnvPool)
-        self._update, self._watch = Update(threading.Lock()), Stopwatch()
+        self._update, self._watch = Update(), Stopwatch()
+        self._counting = threading.Lock()  # held while a version is counted
+        renew_in_children(self, _counting=threading.Lock)
         self._channel = None
         policy = policy if policy_factory is None else policy_factory()
         opened = None if channel is None else FromChannel(channel, policy, channel_mode)
@@ -306,15 +309,8 @@ class LLMCollector(Updates):
             ValueError: entries that are missing, or that do not fit; nothing has changed then.
             RuntimeError: the collector is shut down.
         """
-        self._require_open()
         strict = kwargs.get("strict", True)
-        given = self._channel is not None and self._channel.loaded is not None
-        if given:  # they are memory that is read-only
-            state_dict = {k: v for k, v in state_dict.items() if k != "policy_state_dict"}
-        owners = {"env_state_dict": self.env}
-        if not given and hasattr(self, "_policy_w_state_dict"):
-            owners["policy_state_dict"] = self._policy_w_state_dict
-        check_state(state_dict, owners, self.policy_version_tracker, strict)
+        state_dict, owners = self._checked_state(state_dict, strict)
         self._interrupt()
         self._batches.clear()
         if "policy_state_dict" not in owners:
@@ -324,3 +320,15 @@ class LLMCollector(Updates):
             state_dict = {k: v for k, v in state_dict.items() if k != "policy_state_dict"}
             kwargs = {"strict": False}
         super().load_state_dict(state_dict, **kwargs)
+
+    def _checked_state(self, state_dict: Any, strict: bool) -> tuple[Any, dict[str, Any]]:
+        """A state that fits, and what is to load which of its entries."""
+        self._require_open()
+        given = self._channel is not None and self._channel.loaded is not None
+        if given:  # they are memory that is read-only
+            state_dict = {k: v for k, v in state_dict.items() if k != "policy_state_dict"}
+        owners = {"env_state_dict": self.env}
+        if not given and hasattr(self, "_policy_w_state_dict"):
+            owners["policy_state_dict"] = self._policy_w_state_dict
+        check_state(state_dict, owners, self.policy_version_tracker, strict)
+        return state_dict, owners

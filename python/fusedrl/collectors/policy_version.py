@@ -34,7 +34,8 @@ class PolicyVersion(_PolicyVersion):
 
     Args:
         version_type: ``"int"`` or ``int``: 0, 1, 2, ... in int64 tensors of the batch's shape.
-            ``"uuid"`` or ``str``: UUID4 strings in ``NonTensorData``.
+            ``"uuid"`` or ``str``: UUID4 strings, one an element: the key answers with a list of
+            them, nested as the batch is, and with a string where there is no batch dimension.
         max_history: how many entries of ``version_history`` are kept, the newest.
 
     Raises:
@@ -157,9 +158,12 @@ class PolicyVersion(_PolicyVersion):
 def stamp(tensordict: TensorDictBase, version: Version) -> TensorDictBase:
     """Write one version into every element of a tensordict, in place."""
     shape, device = tensordict.batch_size, tensordict.device
-    if isinstance(version, str):
+    if not isinstance(version, str):
+        return tensordict.set(KEY, torch.full(shape, version, dtype=torch.int64, device=device))
+    if shape.numel() == 0:  # of no elements there is no stack
         return tensordict.set(KEY, NonTensorData(version, batch_size=shape, device=device))
-    return tensordict.set(KEY, torch.full(shape, version, dtype=torch.int64, device=device))
+    # One entry an element, so that reading the key answers with a list as in torchrl.
+    return tensordict.set(KEY, NonTensorData(version, device=device).expand(shape))
 
 
 def versions_in(batch: TensorDictBase) -> set[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -43,7 +43,7 @@ def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
         if verbose:
             numbers = meter.read(batch, **known)
             line = " ".join(f"{key}={_short(value)}" for key, value in numbers.items())
-            logger.info("%s: %s", type(collector).__name__, line, extra=numbers)
+            logger.info("%s: %s", collector.__class__.__name__, line, extra=numbers)
 
     if not collector.progress:
         yield log
@@ -68,6 +68,18 @@ def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
         yield advance
 
 
+class OpenBar:
+    """A :func:`progress_bar` that is kept open between calls, until :meth:`close`."""
+
+    def __init__(self, bar: AbstractContextManager[Callable[..., None]]) -> None:
+        self._open = ExitStack()
+        self.advance = self._open.enter_context(bar)
+
+    def close(self) -> None:
+        """End the bar."""
+        self._open.close()
+
+
 class Meter:
     """Numbers of a collector, which has its turns in ``_frames``."""
 
@@ -77,7 +89,11 @@ class Meter:
         self._turns = collector._frames
 
     def read(
-        self, batch: TensorDictBase | None = None, tokens: int | None = None, oldest: Any = None
+        self,
+        batch: TensorDictBase | None = None,
+        tokens: int | None = None,
+        oldest: Any = None,
+        turns: int | None = None,
     ) -> dict[str, Any]:
         """What there is of ``turns``, rates since the last call, ``version`` and ``staleness``.
 
@@ -86,11 +102,13 @@ class Meter:
                 ``staleness`` versions behind the newest.
             tokens: those of a batch that is elsewhere.
             oldest: the version of its oldest turn.
+            turns: those of the collector, if it counts them later.
         """
         now, collector = time.perf_counter(), self._collector
         seconds, self._last = max(now - self._last, 1e-9), now
-        turns, self._turns = collector._frames - self._turns, collector._frames
-        numbers: dict[str, Any] = {"turns": self._turns, "turns_per_s": turns / seconds}
+        before, self._turns = self._turns, collector._frames if turns is None else turns
+        rate = (self._turns - before) / seconds
+        numbers: dict[str, Any] = {"turns": self._turns, "turns_per_s": rate}
         tokens = tokens if batch is None else tokens_in(batch)
         if tokens is not None:
             numbers |= {"tokens": tokens, "tokens_per_s": tokens / seconds}

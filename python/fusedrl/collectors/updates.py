@@ -15,6 +15,7 @@ class Updates(Rollout):
     """How :class:`fusedrl.LLMCollector` takes weights other than out of a channel."""
 
     _update: Update
+    _counting: threading.Lock
 
     @property
     def weight_updater(self) -> Any:
@@ -52,7 +53,7 @@ class Updates(Rollout):
         """Count a new version of the policy; during an update, once for all of it."""
         if self.policy_version_tracker is None or self._update.depth:
             return
-        with self._update.counting:
+        with self._counting:
             self.policy_version_tracker.increment_version()
 
     @contextmanager
@@ -109,14 +110,10 @@ class Update(threading.local):
     Attributes:
         depth: of updates one within the other.
         numbered: one of them came with its version.
-        counting: held while a version is counted.
     """
 
     depth = 0
     numbered = False
-
-    def __init__(self, counting: threading.Lock) -> None:
-        self.counting = counting
 
 
 class _Increment:

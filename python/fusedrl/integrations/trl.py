@@ -7,13 +7,15 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fusedrl.ops.token_log_probs import TokenLogProbs, token_log_probs
+from fusedrl.integrations import _trl_trainers
+from fusedrl.ops._autograd import first_derivative_only
+from fusedrl.ops.token_log_probs import TokenLogProbs, normalizers, token_log_probs
 from fusedrl.patching import Replacement, Report, replace
 
 __all__ = [
@@ -191,25 +193,23 @@ def _rowwise(
 
 
 class _ManyClasses(torch.autograd.Function):
-    """Log-probs of several classes a row, from that of its largest logit."""
+    """Log-probs of several classes a row, from the row's normalizers."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, index: Tensor, temperature: float) -> Tensor:
-        largest = logits.argmax(-1)
-        log_prob = _rowwise(logits, largest, temperature, None, entropy=False)
-        assert isinstance(log_prob, Tensor)
-        log_prob = log_prob.unsqueeze(-1)
-        top = logits.gather(-1, largest.unsqueeze(-1)).to(log_prob.dtype)
-        ctx.save_for_backward(logits, index, top, log_prob)
+        largest, log_sum = normalizers(logits, temperature)
+        ctx.save_for_backward(logits, index, largest, log_sum)
         ctx.temperature = temperature
-        return log_prob + (logits.gather(-1, index) - top) / temperature
+        return (logits.gather(-1, index) - largest) / temperature - log_sum
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only(
+        "selective_log_softmax", "leave it out of the names for patch_trl, as TRL's own has one"
+    )
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, index, top, log_prob = ctx.saved_tensors
+        logits, index, largest, log_sum = ctx.saved_tensors
         upstream = grads[0] / ctx.temperature
-        gradient = (logits - top).div_(ctx.temperature).add_(log_prob).exp_()
+        gradient = (logits - largest).div_(ctx.temperature).sub_(log_sum).exp_()
         gradient.mul_(-upstream.sum(-1, keepdim=True)).scatter_add_(-1, index, upstream)
         return gradient.to(logits.dtype), None, None
 
@@ -240,8 +240,9 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
             them that the installed TRL has; those it has not are logged.
 
     Returns:
-        What was replaced, and where: iterable, printable, with ``revert()``. As a context manager
-        it reverts at the end of the block.
+        What was replaced, and where: iterable, printable, with ``revert()``. ``report.untouched``
+        are the trainers of the installed TRL that call none of it, each with the reason. As a
+        context manager it reverts at the end of the block.
 
     Raises:
         ImportError: without TRL.
@@ -273,7 +274,8 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
             raise ValueError(f"names: {problem}; leave {name} out")
         else:
             logger.warning("patch_trl: %s; left out", problem)
-    return replace("trl", replacements)
+    names = [replacement.name for replacement in replacements]
+    return replace("trl", replacements, partial(_trl_trainers.without, names))
 
 
 def _ours(name: str) -> tuple[Any, str | None]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedrl.models.adapters import WithoutAdapters
+from fusedrl.models.signature import is_hooked
 
 
 class CannotSplit(Exception):
@@ -16,19 +17,25 @@ class CannotSplit(Exception):
 
 
 class Parts(NamedTuple):
-    """A decoder and its head, as :func:`fusedrl.linear_token_log_probs` takes it."""
+    """The decoder and the head of ``base``, as :func:`fusedrl.linear_token_log_probs` takes it."""
 
+    base: nn.Module
     decoder: nn.Module
-    weight: Tensor
-    bias: Tensor | None
+    head: nn.Linear
     scale: float | None
     softcap: float | None
     config: Any
     embeddings: Tensor
 
-    def head_settings(self) -> tuple[Any, ...]:
-        """What a head that is tried must not change in without being tried again."""
-        return self.scale, self.softcap, self.weight.dtype, self.bias is None
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the head, ``[V, H]``."""
+        return self.head.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the head, ``[V]``, if it has one."""
+        return self.head.bias
 
     def hidden(self, **inputs: Any) -> Tensor:
         """The decoder's last hidden states, ``[B, T, H]``, in the dtype of the head."""
@@ -46,6 +53,25 @@ def unwrapped(model: Any) -> tuple[Any, AbstractContextManager[None]]:
     return model, nullcontext()
 
 
+def uncompiled(model: Any) -> Any:
+    """The model that ``torch.compile`` was given, or ``model``."""
+    return model._modules.get("_orig_mod", model)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model takes its tokens; weights that are offloaded are on no device."""
+    devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    return next(devices, torch.device("cpu"))
+
+
+def vocabulary_of(model: Any) -> int | None:
+    """How many ids a model embeds; ``None`` where it does not tell."""
+    try:
+        return model.get_input_embeddings().num_embeddings
+    except (AttributeError, NotImplementedError):
+        return None
+
+
 def split(model: Any) -> Parts:
     """The parts of a transformers causal LM or of a peft model around one.
 
@@ -53,7 +79,7 @@ def split(model: Any) -> Parts:
         CannotSplit: the model has no such parts, or calling its decoder would pass something by:
             hooks on the model or the head, prompt learning, sharded or quantised heads.
     """
-    base = getattr(model, "_modules", {}).get("_orig_mod", model)  # of torch.compile
+    base = uncompiled(model)
     if hasattr(base, "peft_config"):
         if any(config.is_prompt_learning for config in base.peft_config.values()):
             raise CannotSplit("it learns prompts, which enter outside of the decoder")
@@ -70,22 +96,20 @@ def split(model: Any) -> Parts:
         raise CannotSplit(f"its head is a {kind}, not a torch.nn.Linear")
     if type(head.weight) is not nn.Parameter or head.weight.is_meta or not head.weight.numel():
         raise CannotSplit("the weight of its head is sharded or offloaded")
-    if any(_is_hooked(module) for module in {model, base, head}):
+    if any(is_hooked(module) for module in {model, base, head}):
         raise CannotSplit("it has hooks, which would not see the forward")
+    if not hasattr(base, "config"):
+        raise CannotSplit("it has no configuration")
     config = base.config.get_text_config()
-    return Parts(
-        decoder,
-        head.weight,
-        head.bias,
-        _scale(config),
-        getattr(config, "final_logit_softcapping", None),
-        config,
-        base.get_input_embeddings().weight,
-    )
+    embeddings = base.get_input_embeddings().weight
+    return Parts(base, decoder, head, _scale(config), _softcap(config), config, embeddings)
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
+def _softcap(config: Any) -> float | None:
+    """The cap of the logits, by the names that transformers' configurations give it."""
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    caps = (getattr(config, name, None) for name in names)
+    return next((cap for cap in caps if cap is not None), None)
 
 
 def _scale(config: Any) -> float | None:

@@ -1,24 +1,23 @@
 """What a model allows, found out once a model by trying it on a few tokens.
 
-A decoder and a head that a model names need not be all of it, and several sequences in one row
-need not stay apart in it. Either would give plausible, wrong numbers, so both are tried: the logits
-of the parts must be those of the whole, and a packed row those of its sequences alone.
+A decoder and a head that a model names need not be all of it, several sequences in one row need
+not stay apart in it, and padding or a longer call need not leave the numbers alone. Each would give
+plausible, wrong numbers, so each is tried, and slower ways that are right are taken instead.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
-from fusedrl.models.split import CannotSplit, Parts, split
-from fusedrl.ops._head import scaled_and_capped
+from fusedrl.models.lengths import shared_below
+from fusedrl.models.probes import Finding, try_parts, try_whole
+from fusedrl.models.signature import signature
+from fusedrl.models.split import CannotSplit, Parts, device_of, split, uncompiled, vocabulary_of
 
 logger = logging.getLogger("fusedrl")
 
@@ -46,113 +45,115 @@ PACKABLE = frozenset(
 )
 ATTENTIONS = frozenset({"eager", "sdpa", "flash_attention_2", "flash_attention_3"})
 
-SHORT, LONG = 5, 8  # tokens of the two sequences of the trial
+KEPT = 8  # findings of a model that alternates between states, such as training and evaluation
 
 
 class Way(NamedTuple):
-    """How log-probs are computed: from the logits where there are no parts, else packed or not."""
+    """How log-probs are computed.
+
+    Args:
+        parts: decoder and head; ``None`` if the model is asked for its own logits.
+        packs: whether several sequences share a row.
+        pads: whether several sequences share a padded batch.
+        below: sequences share a forward if they are shorter than that, where it is not ``None``.
+            Longer ones change what others in the same forward get.
+    """
 
     parts: Parts | None
     packs: bool
+    pads: bool
+    below: int | None
 
 
-class _Verdict(NamedTuple):
-    signature: tuple[Any, ...]
-    splits: bool
-    packs: bool
-
-
-_verdicts: WeakKeyDictionary[Any, _Verdict] = WeakKeyDictionary()
+_findings: WeakKeyDictionary[nn.Module, list[tuple[Any, Finding]]] = WeakKeyDictionary()
 _warned: set[tuple[type, str]] = set()
 
 
-def way_of(model: Any) -> Way:
-    """The fastest way that gives the model's own log-probs; slower ones are logged once."""
+def way_of(model: Any, known_ids: int = 1, kwargs: Mapping[str, Any] | None = None) -> Way:
+    """The fastest way that gives the model's own log-probs; slower ones are logged once.
+
+    A finding holds while the :func:`fusedrl.models.signature.signature` of the model is the same.
+
+    Args:
+        model: the model, or a module around it.
+        known_ids: ids in ``[0, known_ids)`` are tried on a model that tells no vocabulary.
+        kwargs: more arguments of the model's forward where its logits are needed.
+
+    Raises:
+        TypeError: a model of encoders, whose tokens see later ones.
+    """
+    below = shared_below(model)
     try:
         parts = split(model)
     except CannotSplit as why:
         _warn(model, f"{why}; its log-probs are computed from all its logits")
-        return Way(None, False)
+        parts = None
+    finding = Finding(False) if parts is None else _parts_finding(model, parts, below)
+    if not finding.splits:
+        parts, finding = None, _whole_finding(model, known_ids, kwargs or {})
+    if finding.ahead:
+        _check_decoder(model)
+    if not finding.steady:
+        _warn(model, "its numbers change with what is behind a token; sequences are computed alone")
+    elif not finding.pads and not finding.packs:
+        _warn(model, "it does not keep padded sequences apart; they are computed alone")
+    elif parts is not None and not finding.packs:
+        _warn(model, "it is not known to keep packed sequences apart; they are padded")
+    return Way(parts, finding.packs, finding.pads, below)
+
+
+def _check_decoder(model: Any) -> None:
+    """Refuse a model whose tokens see later ones because it is no decoder."""
+    if getattr(getattr(model, "config", None), "is_decoder", None) is False:
+        raise TypeError(
+            f"model: expected a causal language model, got {type(model).__name__}, whose logits "
+            "see later tokens; load a causal one, or this one with is_decoder=True"
+        )
+
+
+def _parts_finding(model: Any, parts: Parts, below: int | None) -> Finding:
     attention = getattr(parts.config, "_attn_implementation", None)
     packable = parts.config.model_type in PACKABLE and attention in ATTENTIONS
-    signature = (attention, *parts.head_settings(), packable, model.training)
-    verdict = _verdicts.get(model)
-    if verdict is None or verdict.signature != signature:
+    ends = (model, parts.base, parts.decoder, parts.head)
+    key = signature(model, ends, "parts", packable, below)
+    finding = _kept(model, key)
+    if finding is None:
         try:
-            verdict = _verdicts[model] = _Verdict(signature, *_try(model, parts, packable))
+            finding = _keep(model, key, try_parts(uncompiled(model), parts, packable, below))
         except Exception as error:  # a forward that is not called as those of transformers are
             _warn(
                 model, f"trying it raised {error!r}; its log-probs are computed from all its logits"
             )
-            return Way(None, False)
-    if not verdict.splits:
+            return Finding(False)
+    if not finding.splits:
         _warn(model, "its logits are not those of its head; they are computed for every token")
-        return Way(None, False)
-    if not verdict.packs:
-        _warn(model, "it is not known to keep packed sequences apart; they are padded")
-    return Way(parts, verdict.packs)
+    return finding
+
+
+def _whole_finding(model: Any, known_ids: int, kwargs: Mapping[str, Any]) -> Finding:
+    key = signature(model, (), "whole", sorted(kwargs))
+    finding = _kept(model, key)
+    if finding is not None:
+        return finding
+    try:
+        vocabulary = vocabulary_of(model) or known_ids
+        return _keep(model, key, try_whole(model, device_of(model), vocabulary, kwargs))
+    except Exception:  # whatever it is, the caller sees it when the model is asked in earnest
+        return Finding(False)
+
+
+def _kept(model: nn.Module, key: Any) -> Finding | None:
+    return next((finding for known, finding in _findings.get(model, ()) if known == key), None)
+
+
+def _keep(model: nn.Module, key: Any, finding: Finding) -> Finding:
+    """Remember what a trial told; one on zeros, such as those of a new head, told nothing."""
+    if finding.telling:
+        _findings[model] = [(key, finding), *_findings.get(model, ())][:KEPT]
+    return finding
 
 
 def _warn(model: Any, why: str) -> None:
     if (type(model), why) not in _warned:
         _warned.add((type(model), why))
         logger.warning("%s: %s", type(model).__name__, why)
-
-
-def _try(model: Any, parts: Parts, packable: bool) -> tuple[bool, bool]:
-    """Whether the parts give the model's logits, and whether packed sequences stay apart."""
-    device = parts.embeddings.device
-    ids = torch.arange(SHORT + LONG, device=device).remainder(len(parts.weight))[None]
-    first, second = ids[:, :SHORT], ids[:, SHORT:]
-    with _undisturbed(device):
-        options = {"use_cache": False, "return_dict": True}
-        whole = [model(input_ids=row, **options).logits for row in (first, second)]
-        apart = [_logits(parts, parts.hidden(input_ids=row)) for row in (first, second)]
-        tolerance = 5e-2 if parts.weight.dtype in (torch.bfloat16, torch.float16) else 2e-4
-        if not all(_agree(*pair, tolerance) for pair in zip(apart, whole, strict=True)):
-            return False, False
-        if not packable:
-            return True, False
-        positions = torch.cat([torch.arange(n, device=device) for n in (SHORT, LONG)])[None]
-        packed = _logits(parts, parts.hidden(input_ids=ids, position_ids=positions))
-        pairs = zip(packed.split((SHORT, LONG), dim=1), whole, strict=True)
-        return True, all(_agree(*pair, tolerance) for pair in pairs)
-
-
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """No gradients, dropout or lower precision; the user's random numbers are not drawn."""
-    devices = [device] if device.type == "cuda" else []
-    with (
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-        torch.random.fork_rng(devices),
-        _NoDropout(),
-    ):
-        yield
-
-
-class _NoDropout(TorchFunctionMode):
-    """Dropout is skipped in this thread, without a change to the modules that ask for it."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.dropout:
-            return args[0]
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            kwargs = {**kwargs, "dropout_p": 0.0}
-        return func(*args, **kwargs)
-
-
-def _logits(parts: Parts, hidden: Tensor) -> Tensor:
-    # In the dtype of the head: a float32 copy of a large one would cost gigabytes.
-    logits = torch.nn.functional.linear(hidden, parts.weight, parts.bias).float()
-    return scaled_and_capped(logits, parts.scale or 1.0, parts.softcap or 0.0)
-
-
-def _agree(logits: Tensor, whole: Tensor, tolerance: float) -> bool:
-    """Equal to the rounding of the model's dtype, seen against the largest logit."""
-    whole = whole.float()
-    return bool((logits - whole).abs().max() <= tolerance * whole.abs().max())

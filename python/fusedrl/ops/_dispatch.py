@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from fusedrl import native, ragged
 
@@ -45,14 +44,18 @@ def choose(
     dtypes: tuple = KERNEL_DTYPES,
     triton: bool = False,
 ) -> str:
-    """The implementation that runs: ``cpu``, ``cuda``, ``triton`` or ``reference``.
+    """The implementation that runs: ``cpu``, ``cuda``, ``triton``, ``reference`` or ``meta``.
 
     ``auto`` takes the compiled kernel of the tensor's device, and the reference (logged once) where
-    there is none. An explicit ``impl`` that cannot run raises ``ValueError`` or
-    :class:`fusedrl.native.NativeLibraryError`.
+    there is none. On ``meta``, where nothing has values, the shape functions of the compiled ops
+    answer for it and for the reference. An explicit ``impl`` that cannot run raises ``ValueError``
+    or :class:`fusedrl.native.NativeLibraryError`.
     """
     if impl not in IMPLS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLS)}, got {impl!r}")
+    if device.type == "meta" and impl in ("auto", "reference"):
+        native.require("_C")
+        return "meta"
     if impl == "reference":
         return impl
     if impl == "triton":
@@ -162,6 +165,11 @@ def _check_range(name: str, number: float, low: float, high: float) -> None:
         raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {number}")
 
 
+def result_dtype(values: Tensor) -> torch.dtype:
+    """What ops over rows answer in: float32, or float64 for float64."""
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor has values that Python can read, which one that is traced has not."""
     return (
@@ -170,28 +178,6 @@ def has_values(tensor: Tensor) -> bool:
         and not tensor.is_meta
         and not is_functorch_wrapped_tensor(tensor)
     )
-
-
-def needs_grad(**inputs: Tensor | None) -> bool:
-    """Whether a gradient has to be recorded; refuses a forward-mode one, which no kernel has."""
-    if forward_ad._current_level >= 0:
-        for name, tensor in inputs.items():
-            if tensor is not None and _has_tangent(tensor):
-                raise NotImplementedError(
-                    f"{name}: expected a tensor without a forward-mode tangent (forward_ad, "
-                    "torch.func.jvp, jacfwd), got one with; differentiate in reverse mode, or "
-                    "pass impl='reference'"
-                )
-    if torch.is_grad_enabled():
-        for tensor in inputs.values():
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    # Inside vmap it cannot be asked for.
-    return is_batchedtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def kind(value: object) -> str:
@@ -223,6 +209,8 @@ def nested_values(name: str, value: Any, like: str, offsets: Tensor) -> Tensor:
     if own is offsets:
         return values
     check_device(name, own, offsets.device)
+    if own.is_meta:
+        return values
     if not torch.equal(own, offsets):
         raise ValueError(f"{name}: expected the sequence lengths of {like}, got others")
     return values

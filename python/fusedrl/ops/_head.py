@@ -70,7 +70,7 @@ def reference_logits(head: Head) -> Tensor:
 
     In float32 (float64 for float64 input) whatever the dtype of the head, under autocast too.
     """
-    dtype = torch.float64 if head.hidden.dtype == torch.float64 else torch.float32
+    dtype = _dispatch.result_dtype(head.hidden)
     with torch.autocast(head.hidden.device.type, enabled=False):
         logits = head.hidden.to(dtype) @ head.weight.to(dtype).T
     if head.bias is not None:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from reprlib import Repr
 from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
+from fusedrl.scoring.errors import ChatError, ScoreError, printable, reason
 
-class ScoreError(ValueError):
-    """Input that the whole job cannot go on with; the message says what to change."""
-
-
-class ChatError(ScoreError):
-    """One chat that cannot be scored; the message starts with ``file:line``."""
-
-    def __init__(self, where: str, problem: str) -> None:
-        """``where`` is ``file:line``."""
-        super().__init__(f"{where}: {problem}")
+_BOM = b"\xef\xbb\xbf"
+# How files start that are no JSONL in UTF-8, though some of their lines may pass for it.
+_FOREIGN = {
+    b"\xff\xfe": "UTF-16 text; convert it to UTF-8",
+    b"\xfe\xff": "UTF-16 text; convert it to UTF-8",
+    b"\x1f\x8b": "a gzip archive; decompress it",
+    b"\x28\xb5\x2f\xfd": "a zstd archive; decompress it",
+    b"BZh": "a bzip2 archive; decompress it",
+    b"\xfd7zXZ": "an xz archive; decompress it",
+    b"PK\x03\x04": "a zip archive; decompress it",
+    b"PAR1": "Parquet; give its name the suffix .parquet",
+}
 
 
 class Record(NamedTuple):
@@ -28,7 +33,7 @@ class Record(NamedTuple):
 
     where: str
     line: int
-    raw: bytes | dict[str, Any]
+    raw: bytes | pyarrow.RecordBatch
 
 
 class Chat(NamedTuple):
@@ -41,43 +46,77 @@ class Chat(NamedTuple):
 
 
 def count_records(path: Path) -> int:
-    """How many records :func:`read_records` yields, without parsing them."""
-    if path.suffix == ".parquet":
-        return _parquet(path).metadata.num_rows
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+    """How many records :func:`read_records` yields, without parsing them.
+
+    Raises:
+        ScoreError: a file that cannot be read, or is neither JSONL nor Parquet with ``messages``.
+    """
+    with _readable(path):
+        if _is_parquet(path):
+            with _parquet(path) as table:
+                return table.metadata.num_rows
+        with path.open("rb") as file:
+            start = file.read(8)
+            for magic, what in _FOREIGN.items():
+                if start.startswith(magic):
+                    raise ScoreError(f"{path}: expected JSONL in UTF-8, got {what}")
+            file.seek(0)
+            return sum(1 for line in file if not _blank(line))
 
 
 def read_records(path: Path) -> Iterator[Record]:
     """The lines of a JSONL file (blank ones left out), or the rows of a ``.parquet`` file.
 
     Raises:
-        ScoreError: a Parquet file that does not open or has no ``messages`` column.
+        ScoreError: a file that cannot be read, a Parquet file without a ``messages`` column.
     """
-    if path.suffix != ".parquet":
-        with path.open("rb") as file:
-            for line, raw in enumerate(file, start=1):
-                if raw.strip():
-                    yield Record(f"{path}:{line}", line, raw)
-        return
-    file = _parquet(path)
-    columns = [name for name in ("messages", "tools") if name in file.schema_arrow.names]
-    if "messages" not in columns:
-        raise ScoreError(
-            f"{path}: expected a column 'messages', got {', '.join(file.schema_arrow.names)}"
-        )
-    line = 0
-    for batch in file.iter_batches(columns=columns):
-        for row in batch.to_pylist():
-            line += 1
-            yield Record(f"{path}:{line}", line, row)
+    name = printable(str(path))
+    with _readable(path):
+        for line, raw in _rows(path) if _is_parquet(path) else _lines(path):
+            yield Record(f"{name}:{line}", line, raw)
 
 
-def _parquet(path: Path) -> pyarrow.parquet.ParquetFile:
+def _is_parquet(path: Path) -> bool:
+    return path.suffix.lower() == ".parquet"
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as file:
+        yield from ((n, line) for n, line in enumerate(file, start=1) if not _blank(line))
+
+
+def _blank(line: bytes) -> bool:
+    return not line.removeprefix(_BOM).strip()
+
+
+def _rows(path: Path) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
+    with _parquet(path) as table:
+        columns = [name for name in ("messages", "tools") if name in table.schema_arrow.names]
+        line = 0
+        for batch in table.iter_batches(columns=columns):
+            for row in range(len(batch)):
+                line += 1
+                yield line, batch.slice(row, 1)
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
+    with path.open("rb") as file:  # Opened here, because pyarrow takes no path that is not UTF-8.
+        table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
+        names = table.schema_arrow.names
+        if "messages" not in names:
+            raise ScoreError(f"{path}: expected a column 'messages', got {', '.join(names)}")
+        yield table
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        return pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise ScoreError(f"{path}: not a readable Parquet file: {error}") from error
+        yield
+    except (OSError, pyarrow.ArrowException) as error:
+        # pyarrow raises OSError for a damaged page, too.
+        what = "Parquet file" if _is_parquet(path) else "file"
+        raise ScoreError(f"{path}: not a readable {what}: {reason(error)}") from error
 
 
 def parse_chat(record: Record) -> Chat:
@@ -86,65 +125,92 @@ def parse_chat(record: Record) -> Chat:
     Raises:
         ChatError: anything but ``{"messages": [{"role", "content"}, ...]}`` with an assistant turn.
     """
-    row = record.raw
-    if isinstance(row, bytes):
-        try:
-            row = json.loads(row)
-        except ValueError as error:  # UnicodeDecodeError is one, too.
-            raise ChatError(record.where, f"unreadable line: {error}") from error
+    row = _parsed(record)
     messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list):
+    if not isinstance(row, dict) or not isinstance(messages, list):
         raise ChatError(record.where, 'expected {"messages": [...]}, got ' + _brief(row))
     if not messages:
         raise ChatError(record.where, "empty chat: messages has no message")
     messages = [_message(record.where, i, message) for i, message in enumerate(messages)]
-    roles = [message["role"] for message in messages]
+    roles = {message["role"]: None for message in messages}
     if "assistant" not in roles:
         raise ChatError(
             record.where,
-            f"no assistant turn: the roles are {', '.join(roles)}, and only what an assistant "
+            f"no assistant turn: the roles are {_brief(list(roles))}, and only what an assistant "
             "said is scored",
         )
-    assert isinstance(row, dict)
-    return Chat(record.where, record.line, messages, row.get("tools"))
+    tools = row.get("tools") or None
+    _check_objects(record.where, "tools", tools)
+    return Chat(record.where, record.line, messages, tools)
+
+
+def _parsed(record: Record) -> Any:
+    try:
+        if not isinstance(record.raw, bytes):
+            return record.raw.to_pylist()[0]
+        return json.loads(record.raw.strip().decode("utf-8-sig"), object_pairs_hook=_object)
+    except RecursionError as error:
+        raise ChatError(record.where, "unreadable line: nested too deeply") from error
+    # UnicodeDecodeError is a ValueError, and a date out of range an ArithmeticError.
+    except (ValueError, ArithmeticError, pyarrow.ArrowException) as error:
+        raise ChatError(record.where, f"unreadable line: {reason(error)}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, in which a key that stands twice would hide what the first one says."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in made if keys.count(key) > 1)
+        raise ValueError(f"the key {_brief(twice)} stands twice in one object")
+    return made
 
 
 def _message(where: str, index: int, message: Any) -> dict[str, Any]:
+    name = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ChatError(
-            where, f'messages[{index}]: expected {{"role", "content"}}, got {_brief(message)}'
-        )
-    content = message.get("content")
+        raise ChatError(where, f'{name}: expected {{"role", "content"}}, got {_brief(message)}')
+    content, calls = message.get("content"), message.get("tool_calls")
+    _check_objects(where, f"{name}.tool_calls", calls)
     if isinstance(content, list):
-        content = _text_of_parts(where, index, content)
-    elif content is None and not message.get("tool_calls"):
-        raise ChatError(where, f"messages[{index}]: no content and no tool_calls")
+        content = _text_of_parts(where, f"{name}.content", content)
+    elif content is None and not calls:
+        raise ChatError(where, f"{name}: no content and no tool_calls")
     elif not isinstance(content, str | None):
-        raise ChatError(
-            where, f"messages[{index}].content: expected a string, got {_brief(content)}"
-        )
-    try:
-        (content or "").encode()
-    except UnicodeEncodeError as error:
-        raise ChatError(where, f"messages[{index}].content: not valid Unicode: {error}") from error
+        raise ChatError(where, f"{name}.content: expected a string, got {_brief(content)}")
+    for key, text in (("role", message["role"]), ("content", content or "")):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ChatError(where, f"{name}.{key}: not valid Unicode: {error}") from error
     # A Parquet struct has every key in every message; templates want the absent ones absent.
     kept = {key: value for key, value in message.items() if value is not None}
     return kept if content is None else kept | {"content": content}
 
 
-def _text_of_parts(where: str, index: int, parts: list[Any]) -> str:
+def _text_of_parts(where: str, name: str, parts: list[Any]) -> str:
     texts = [
         part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         for part in parts
     ]
     for part, text in zip(parts, texts, strict=True):
         if not isinstance(text, str):
-            raise ChatError(
-                where, f"messages[{index}].content: expected text parts only, got {_brief(part)}"
-            )
+            raise ChatError(where, f"{name}: expected text parts only, got {_brief(part)}")
     return "".join(text for text in texts if text is not None)
 
 
+def _check_objects(where: str, name: str, value: Any) -> None:
+    items = [] if value is None else value
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise ChatError(where, f"{name}: expected a list of objects, got {_brief(value)}")
+
+
+# The start of a value in an error, however large or deep the value is.
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxother = 60
+_REPR.maxlevel = 3
+
+
 def _brief(value: Any) -> str:
-    text = repr(value)
+    text = _REPR.repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -10,14 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 
 import fusedrl
-from fusedrl.scoring.batches import score_batch
-from fusedrl.scoring.chats import ChatError, ScoreError, parse_chat, read_records
+from fusedrl.scoring.batches import ScoredChat, score_batch
+from fusedrl.scoring.chats import count_records, parse_chat, read_records
+from fusedrl.scoring.errors import ChatError, ScoreError, printable, reason
 from fusedrl.scoring.masks import TokenizedChat, tokenize_chat
 from fusedrl.scoring.models import ModelPair, load_pair
+from fusedrl.scoring.output import publish, unfinished
 from fusedrl.scoring.report import Report
 from fusedrl.scoring.tables import Tables
+
+ESTIMATORS = ("k1", "k2", "k3", "abs")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+TEMPERATURES = (1e-30, 1e30)  # what the ops take
 
 # Chats scored at a time, which share forward passes.
 BATCH = 32
@@ -36,8 +42,13 @@ class Settings:
         max_tokens_per_batch: tokens of one forward pass, padding included; ``None`` for what
             :func:`fusedrl.models.causal_log_probs` chooses.
         chat_template: file with a Jinja chat template that replaces the tokenizer's.
+        context: tokens of the longest chat that is scored; ``None`` for the
+            ``max_position_embeddings`` of the two models, beyond which many of them make no sense.
         strict: stop at the first chat that cannot be scored, instead of skipping it.
         report_chats: how many of the most-drifted chats the report shows.
+
+    Raises:
+        ScoreError: a value out of its range.
     """
 
     estimator: str = "k3"
@@ -46,8 +57,26 @@ class Settings:
     dtype: str = "auto"
     max_tokens_per_batch: int | None = None
     chat_template: Path | None = None
+    context: int | None = None
     strict: bool = False
     report_chats: int = 50
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant, before anything is loaded."""
+        for name, known in (("estimator", ESTIMATORS), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ScoreError(
+                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
+        low, high = TEMPERATURES
+        if not low <= self.temperature <= high:
+            raise ScoreError(
+                f"temperature: expected from {low:g} to {high:g}, got {self.temperature!r}"
+            )
+        for name in ("max_tokens_per_batch", "context", "report_chats"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ScoreError(f"{name}: expected at least 1, got {value!r}")
 
 
 @dataclass
@@ -77,7 +106,8 @@ def score_chats(
 
     Writes ``tokens.parquet``, ``chats.parquet`` and ``report.html`` into ``out``. They are written
     in a temporary directory inside it and moved when all three are complete: a job that fails or is
-    interrupted leaves the files of an earlier one as they were.
+    interrupted leaves the files of an earlier one as they were. One that is killed leaves that
+    directory, which the next job removes.
 
     Args:
         chats: JSONL, or Parquet by its suffix, of ``{"messages": [{"role", "content"}, ...]}``.
@@ -99,24 +129,11 @@ def score_chats(
         0.031
     """
     settings = settings or Settings()
-    chats, out, template = Path(chats), Path(out), settings.chat_template
-    for name, path in (("chats", chats), ("chat_template", template)):
-        if path is not None and not path.is_file():
-            raise ScoreError(f"{name}: expected a file, found none at {path}")
-    if out.exists() and not out.is_dir():
-        raise ScoreError(f"out: expected a directory or a new name, got the file {out}")
-    template = template and template.read_text(encoding="utf-8")
-    models = load_pair(policy, reference, settings.device, settings.dtype, template)
-    facts = {
-        "chats": str(chats),
-        "policy": policy,
-        "reference": reference,
-        "estimator": settings.estimator,
-        "temperature": f"{settings.temperature:g}",
-        "dtype": str(models.policy.dtype).removeprefix("torch."),
-        "device": str(models.device),
-        "fusedrl": fusedrl.__version__,
-    }
+    chats, out = Path(chats), Path(out)
+    inputs = [chats] if settings.chat_template is None else [chats, settings.chat_template]
+    _check_file("chats", chats)
+    template = _template(settings.chat_template)
+    count_records(chats)
     summary = Summary()
 
     def skip(error: ChatError) -> None:
@@ -126,43 +143,99 @@ def score_chats(
         on_skip(error)
         on_progress(1)
 
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out, prefix=".unfinished-") as unfinished:
-        tables = Tables(Path(unfinished), settings.estimator, facts)
+    with unfinished(out, inputs) as folder:
+        models = load_pair(policy, reference, settings.device, settings.dtype, template)
+        facts = {
+            "chats": printable(str(chats)),
+            "policy": printable(str(policy)),
+            "reference": printable(str(reference)),
+            "estimator": settings.estimator,
+            "temperature": f"{settings.temperature:g}",
+            "dtype": str(models.policy.dtype).removeprefix("torch."),
+            "device": str(models.device),
+            "fusedrl": fusedrl.__version__,
+        }
         report = Report(facts, settings.estimator, settings.report_chats)
-        tokenized = _tokenized(chats, models, template, skip)
-        estimators = sorted({"k1", "k3", settings.estimator})
-        while batch := list(islice(tokenized, BATCH)):
-            for scored in score_batch(
-                models, batch, estimators, settings.temperature, settings.max_tokens_per_batch
-            ):
-                tables.write(scored)
-                report.add(scored)
-            on_progress(len(batch))
-        tables.close()
+        with Tables(folder, settings.estimator, facts) as tables:
+            tokenized = _tokenized(chats, models, template, settings.context, skip)
+            while batch := list(islice(tokenized, BATCH)):
+                for scored in _scored(models, batch, settings, skip):
+                    tables.write(scored)
+                    report.add(scored)
+                    on_progress(1)
+            if not tables.chats:
+                raise ScoreError(_nothing(chats, summary.skipped))
         summary.rows = tables.chats
-        if not summary.rows:
-            raise ScoreError(f"{chats}: no chat to score, {len(summary.skipped)} skipped")
-        report.write(Path(unfinished) / "report.html", summary.rows, summary.skipped)
-        for name in ("tokens.parquet", "chats.parquet", "report.html"):
-            (Path(unfinished) / name).replace(out / name)
+        report.write(folder / "report.html", summary.rows, summary.skipped)
+        publish(folder, out)
     return summary
 
 
+def _check_file(name: str, path: Path) -> None:
+    try:
+        if path.is_file():
+            return
+        problem = "found none" if not path.exists() else "found something else"
+    except OSError as error:
+        problem = reason(error)
+    raise ScoreError(f"{name}: expected a file, {problem} at {path}")
+
+
+def _template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    _check_file("chat_template", path)
+    try:
+        # A byte order mark would be rendered at the start of every chat.
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ScoreError(f"chat_template: cannot read {path}: {reason(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ScoreError(
+            f"chat_template: expected UTF-8 text in {path}: {reason(error)}; convert it to UTF-8"
+        ) from error
+    if not text.strip():
+        raise ScoreError(f"chat_template: expected a Jinja template, got the empty file {path}")
+    return text
+
+
+def _nothing(chats: Path, skipped: list[ChatError]) -> str:
+    first = f"; the first: {skipped[0]}" if skipped else ""
+    return f"{chats}: no chat to score, {len(skipped)} skipped{first}"
+
+
 def _tokenized(
-    path: Path, models: ModelPair, template: str | None, skip: Callable[[ChatError], None]
+    path: Path,
+    models: ModelPair,
+    template: str | None,
+    context: int | None,
+    skip: Callable[[ChatError], None],
 ) -> Iterator[TokenizedChat]:
     for record in read_records(path):
         try:
-            tokenized = tokenize_chat(parse_chat(record), models.tokenizer, template)
-            length = len(tokenized.token_ids)
-            if models.context is not None and length > models.context:
-                raise ChatError(
-                    record.where,
-                    f"expected at most {models.context} tokens, the models' context, got {length}; "
-                    "shorten or split the chat",
-                )
+            chat = parse_chat(record)
+            tokenized = tokenize_chat(chat, models.tokenizer, template, context or models.context)
         except ChatError as error:
             skip(error)
         else:
             yield tokenized
+
+
+def _scored(
+    models: ModelPair,
+    batch: list[TokenizedChat],
+    settings: Settings,
+    skip: Callable[[ChatError], None],
+) -> Iterator[ScoredChat]:
+    """The chats of a batch, without those that a model refuses."""
+    estimators = sorted({"k1", "k3", settings.estimator})
+    try:
+        yield from score_batch(
+            models, batch, estimators, settings.temperature, settings.max_tokens_per_batch
+        )
+    except (ValueError, IndexError, torch.OutOfMemoryError) as error:
+        if len(batch) == 1:
+            skip(ChatError(batch[0].chat.where, f"a model refuses the chat: {reason(error)}"))
+            return
+        for tokenized in batch:
+            yield from _scored(models, [tokenized], settings, skip)

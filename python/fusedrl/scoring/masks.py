@@ -10,14 +10,16 @@ conversation turn by turn.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fusedrl.scoring.chats import Chat, ChatError
+from fusedrl.scoring.chats import Chat
+from fusedrl.scoring.errors import ChatError, reason
 
 REMEDY = "pass --chat-template FILE, a copy of the template with {% generation %} markers"
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -46,7 +48,10 @@ class Span(NamedTuple):
 
 
 def tokenize_chat(
-    chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str | None = None
+    chat: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None = None,
+    context: int | None = None,
 ) -> TokenizedChat:
     """Render and tokenise a chat, and find the tokens to score.
 
@@ -54,13 +59,22 @@ def tokenize_chat(
         chat: the conversation.
         tokenizer: a fast tokenizer with a chat template.
         template: a Jinja chat template that replaces the tokenizer's own.
+        context: the most tokens that a chat may have; ``None`` for any number.
 
     Raises:
-        ChatError: the template refuses the chat, or its assistant turns cannot be told apart.
+        ChatError: a chat that is too long, that the template or the tokenizer refuses, or whose
+            assistant turns cannot be told apart.
     """
     render = _renderer(chat, tokenizer, template)
     text = render(chat.messages)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = _encoded(chat, text, tokenizer)
+    if context is not None and len(encoded["input_ids"]) > context:
+        raise ChatError(
+            chat.where,
+            f"expected at most {context} tokens, the models' context, got "
+            f"{len(encoded['input_ids'])}; shorten or split the chat, or pass --context N if the "
+            "models reach further",
+        )
     tiles = _tiles(encoded["offset_mapping"])
     ends = [0, *(end for _, end in tiles)]
     texts = [text[start:end] for start, end in pairwise(ends)]
@@ -71,7 +85,7 @@ def tokenize_chat(
     turns = [-1] * len(tiles)
     for turn, start, end in spans:
         for i, (first, last) in enumerate(tiles):
-            if first < end and last > start:
+            if start < end and first < end and last > start:
                 turns[i] = turn
     if turns:
         turns[0] = -1  # Nothing comes before it that could predict it.
@@ -84,18 +98,34 @@ def _renderer(
     chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str | None
 ) -> Callable[..., str]:
     def render(messages: list[dict[str, Any]], **options: Any) -> str:
-        try:
+        with _refusals(chat, messages):
             return tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
                 messages, tools=chat.tools, chat_template=template, tokenize=False, **options
             )
-        except Exception as error:  # A template is a program: it raises what it likes.
-            raise ChatError(
-                chat.where,
-                f"the chat template refuses the first {len(messages)} of {len(chat.messages)} "
-                f"messages: {error}; {REMEDY}",
-            ) from error
 
     return render
+
+
+@contextmanager
+def _refusals(chat: Chat, messages: list[dict[str, Any]]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # A template is a program: it raises what it likes.
+        raise ChatError(
+            chat.where,
+            f"the chat template refuses the first {len(messages)} of {len(chat.messages)} "
+            f"messages: {reason(error)}; {REMEDY}",
+        ) from error
+
+
+def _encoded(chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
+    try:
+        text.encode()  # What a template adds, such as names and tool calls, is text of the input.
+        return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    except UnicodeEncodeError as error:
+        raise ChatError(chat.where, f"the rendered chat is not valid Unicode: {error}") from error
+    except Exception as error:  # Tokenizers raise Exception itself.
+        raise ChatError(chat.where, f"the tokenizer refuses the chat: {reason(error)}") from error
 
 
 def _tiles(offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -111,13 +141,14 @@ def _marked_spans(
     chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str | None
 ) -> list[Span]:
     special_tokens: dict[str, Any] = tokenizer.special_tokens_map
-    rendered: Any = render_jinja_template(
-        conversations=[chat.messages],
-        tools=chat.tools,
-        chat_template=tokenizer.get_chat_template(template, chat.tools),
-        return_assistant_tokens_mask=True,
-        **special_tokens,
-    )
+    with _refusals(chat, chat.messages):
+        rendered: Any = render_jinja_template(
+            conversations=[chat.messages],
+            tools=chat.tools,
+            chat_template=tokenizer.get_chat_template(template, chat.tools),
+            return_assistant_tokens_mask=True,
+            **special_tokens,
+        )
     blocks: list[list[int]] = []
     for start, end in rendered[1][0]:
         if blocks and blocks[-1][1] == start:  # A turn in two blocks, reasoning and answer.
@@ -157,11 +188,13 @@ def _derived_spans(
         closing = max((said.rfind(s) + len(s) for s in specials if s in said), default=len(said))
         if not said[closing:].strip():
             said = said[:closing]
-        if any(said != s and said.startswith(s) for s in specials):
+        # Behind a generation prompt, a special token is the first that the model has to emit.
+        opens = any(said != s and said.startswith(s) for s in specials)
+        if opens and prompt == render(chat.messages[:i]):
             raise ChatError(
                 chat.where,
-                f"{where}: the chat template ignores add_generation_prompt, so where the turn's "
-                f"header ends is not known; {REMEDY}",
+                f"{where}: the chat template ignores add_generation_prompt and the turn opens with "
+                f"a special token, so where its header ends is not known; {REMEDY}",
             )
         spans.append(Span(i, len(prompt), len(prompt) + len(said)))
     return spans

@@ -1,4 +1,4 @@
-"""The policy and its reference: loaded, and checked to read the same tokens."""
+"""The policy and its reference: loaded, and checked to be whole and to read the same tokens."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jinja2 import TemplateSyntaxError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from fusedrl.scoring.chats import ScoreError
+from fusedrl.scoring.checkpoint import check_kind, check_weights, trial
+from fusedrl.scoring.errors import ScoreError, reason
 
 
 class ModelPair(NamedTuple):
@@ -40,38 +43,26 @@ def load_pair(
         template: a chat template that replaces the tokenizer's own.
 
     Raises:
-        ScoreError: a model that does not load, two vocabularies, no chat template, no device.
+        ScoreError: a model that does not load, whose weights are not those that its configuration
+            describes, or that is no causal one; two vocabularies, no chat template, no device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
-        why = str(error).splitlines()[0]
-        raise ScoreError(f"device: cannot compute on {device!r}: {why}") from error
-    if dtype == "auto" and device == "cpu":
+    _check_device(device)
+    if dtype == "auto" and torch.device(device).type == "cpu":
         dtype = "float32"
     tokenizer = _load(AutoTokenizer, "policy", policy)
     _check_same_vocabulary(tokenizer, _load(AutoTokenizer, "reference", reference))
-    if not tokenizer.is_fast:
+    if not getattr(tokenizer, "is_fast", False):
         raise ScoreError(
             f"policy: expected a fast tokenizer, which knows where each token lies in the text, "
             f"got {type(tokenizer).__name__}; save a tokenizer.json beside the model"
         )
-    if template is None and not tokenizer.chat_template:
-        raise ScoreError(
-            f"policy: the tokenizer of {policy!r} has no chat template; pass --chat-template FILE"
-        )
-    models = []
-    for role, name in (("policy", policy), ("reference", reference)):
-        model = _load(AutoModelForCausalLM, role, name, dtype=dtype).eval().to(device)
-        width = model.get_output_embeddings().weight.shape[0]
-        if width < len(tokenizer):
-            raise ScoreError(
-                f"{role}: expected logits for the {len(tokenizer)} tokens of the vocabulary, "
-                f"got {width} from {name!r}; resize its embeddings"
-            )
-        models.append(model)
+    _check_template(tokenizer, policy, template)
+    models = [
+        _model(role, name, device, dtype, tokenizer)
+        for role, name in (("policy", policy), ("reference", reference))
+    ]
     contexts = [
         getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models
     ]
@@ -79,14 +70,62 @@ def load_pair(
     return ModelPair(models[0], models[1], tokenizer, torch.device(device), context)
 
 
-def _load(kind: type, role: str, name: str, **options: str) -> Any:
+def _check_device(device: str) -> None:
+    try:
+        torch.ones(1, device=device).item()  # Memory that cannot be read, as meta's, does not do.
+    except Exception as error:  # Each kind of device has its own.
+        raise ScoreError(f"device: cannot compute on {device!r}: {reason(error)}") from error
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, policy: str, template: str | None) -> None:
+    if template is None and not tokenizer.chat_template:
+        raise ScoreError(
+            f"policy: the tokenizer of {policy!r} has no chat template; pass --chat-template FILE"
+        )
+    try:
+        tokenizer.get_chat_template(template)
+        tried = [{"role": "user", "content": ""}]
+        tokenizer.apply_chat_template(tried, chat_template=template, tokenize=False)
+    except TemplateSyntaxError as error:
+        name = "policy: the chat template" if template is None else "chat_template: the file"
+        raise ScoreError(
+            f"{name} is no Jinja template: line {error.lineno}: {reason(error)}"
+        ) from error
+    except Exception:
+        pass  # It compiles, and whether it takes a conversation is for each of them to show.
+
+
+def _model(
+    role: str, name: str, device: str, dtype: str, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
+    check_kind(role, name, _load(AutoConfig, role, name))
+    # What is missing or misshapen would be drawn at random; it is listed instead, and refused.
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, loading = _load(AutoModelForCausalLM, role, name, dtype=dtype, **options)
+    check_weights(role, name, model, loading)
+    try:
+        model = model.eval().to(device)
+        width = trial(role, name, model, tokenizer)
+    except RuntimeError as error:  # No memory, or a kernel that the device does not have.
+        raise ScoreError(f"{role}: {name!r} cannot compute on {device}: {reason(error)}") from error
+    size = 1 + max(tokenizer.get_vocab().values())
+    if width < size:
+        raise ScoreError(
+            f"{role}: expected logits for the {size} tokens of the vocabulary, got {width} from "
+            f"{name!r}; resize its embeddings"
+        )
+    return model
+
+
+def _load(kind: Any, role: str, name: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        why = str(error).strip().splitlines()[0]
-        what = "tokenizer" if kind is AutoTokenizer else "model"
+    except Exception as error:  # The parsers of weights and tokenizers raise what they like.
+        what = {AutoTokenizer: "tokenizer", AutoConfig: "configuration"}.get(kind, "model")
         absent = "" if Path(name).is_dir() else " (there is no such directory)"
-        raise ScoreError(f"{role}: cannot load a {what} from {name!r}{absent}: {why}") from error
+        raise ScoreError(
+            f"{role}: cannot load a {what} from {name!r}{absent}: {reason(error)}"
+        ) from error
 
 
 def _check_same_vocabulary(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +14,8 @@ import numpy
 from jinja2 import Environment
 
 from fusedrl.scoring.batches import ScoredChat
-from fusedrl.scoring.chats import ChatError
+from fusedrl.scoring.errors import ChatError
+from fusedrl.scoring.output import writable
 from fusedrl.scoring.tables import chat_row
 
 # Token cells on the page, some 250 bytes each; browsers stay quick up to a few tens of thousands.
@@ -53,7 +55,7 @@ class Report:
             self._prune()
 
     def _prune(self) -> None:
-        self._kept.sort(key=lambda kept: _drift(kept[0]), reverse=True)
+        self._kept.sort(key=lambda kept: drift(kept[0]), reverse=True)
         del self._kept[self._limit :]
 
     def write(
@@ -96,7 +98,9 @@ class Report:
                 ),
             ],
         )
-        path.write_text(html, encoding="utf-8")
+        with writable(path):
+            # Only what no model reads, such as a key that a template leaves out, is not Unicode.
+            path.write_text(html, encoding="utf-8", errors="backslashreplace")
 
     def _views(self) -> list[View]:
         labels = {"k3": "KL (k3)", "k1": "log-ratio (k1)", "k2": "KL (k2)", "abs": "|log-ratio|"}
@@ -117,7 +121,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _drift(row: dict[str, Any]) -> float:
+def drift(row: dict[str, Any]) -> float:
     """Sort key of a chat: its mean KL; one that is not a number comes first, to be looked at."""
     return math.inf if math.isnan(row["kl_mean"]) else abs(row["kl_mean"])
 
@@ -143,9 +147,7 @@ def _conversation(scored: ScoredChat, views: Sequence[View], budget: int) -> dic
         cells.setdefault(tokenized.turns[position], []).append(cell)
     messages = []
     for turn, message in enumerate(tokenized.chat.messages):
-        text = message.get("content") or json.dumps(
-            message.get("tool_calls", ""), ensure_ascii=False
-        )
+        text = message.get("content") or _json(message.get("tool_calls", ""))
         shown = _merged(cells[turn]) if turn in cells else None
         messages.append({"role": message["role"], "text": text, "cells": shown})
     return {
@@ -153,6 +155,14 @@ def _conversation(scored: ScoredChat, views: Sequence[View], budget: int) -> dic
         "messages": messages,
         "cut": max(len(scored.positions) - budget, 0),
     }
+
+
+def _json(value: Any) -> str:
+    """``value`` as JSON where it is, for a reader: Parquet has dates, and bytes, and JSON depth."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, RecursionError):
+        return reprlib.repr(value)
 
 
 def _merged(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -180,10 +190,11 @@ def histogram(values: numpy.ndarray, label: str, unit: str, bins: int = 48) -> d
 
     Values beyond the quantiles count in the outermost bars.
     """
-    finite = values[numpy.isfinite(values)]
+    finite = values[numpy.isfinite(values)].astype(numpy.float64)
     low, high = numpy.quantile(finite, [0.01, 0.99]) if finite.size else (0.0, 1.0)
-    if high - low < 1e-9:
-        low, high = low - 0.5e-3, high + 0.5e-3
+    least = 1e-9 * max(1.0, abs(low), abs(high))  # what all bars together are wide, at least
+    if high - low < least:
+        low, high = low - 5e5 * least, high + 5e5 * least
     counts, edges = numpy.histogram(numpy.clip(finite, low, high), bins=bins, range=(low, high))
     top = math.log1p(counts.max(initial=1))
     bars = [

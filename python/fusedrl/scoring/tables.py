@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 
 from fusedrl.scoring.batches import ScoredChat
+from fusedrl.scoring.output import writable
 
 _TOKENS = [
     ("chat", pyarrow.int64()),  # line of the input, from 1
@@ -40,35 +42,61 @@ _CHATS = [
 
 
 class Tables:
-    """Writes ``tokens.parquet`` as the chats come and ``chats.parquet`` on :meth:`close`."""
+    """Writes ``tokens.parquet`` as the chats come, and ``chats.parquet`` when its block ends."""
 
     def __init__(self, folder: Path, estimator: str, facts: dict[str, str]) -> None:
-        """Open both tables.
+        """Open the first table.
 
         Args:
             folder: an existing directory.
             estimator: the KL estimator behind ``kl``, ``kl_total`` and ``kl_mean``.
             facts: the job's settings, kept in the metadata of both files.
+
+        Raises:
+            ScoreError: here, in :meth:`write` or at the end of the block: no space, no permission.
         """
         self._folder = folder
         self._estimator = estimator
         self._facts = facts
-        self._tokens = pyarrow.parquet.ParquetWriter(
-            folder / "tokens.parquet", pyarrow.schema(_TOKENS, metadata=facts)
-        )
         self.chats: list[dict[str, Any]] = []
+        # Files are opened here, because pyarrow takes no path that is not UTF-8.
+        with writable(folder / "tokens.parquet"):
+            self._file = (folder / "tokens.parquet").open("wb")
+        self._tokens = pyarrow.parquet.ParquetWriter(
+            self._file, pyarrow.schema(_TOKENS, metadata=facts)
+        )
+
+    def __enter__(self) -> Tables:
+        """The tables; what is written before the block ends is no readable file."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Finish both files, unless the block has failed."""
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            # A writer that cannot finish would try again, and complain, when it is collected.
+            with suppress(Exception):
+                self._tokens.close()
+            with suppress(OSError):
+                self._file.close()
 
     def write(self, scored: ScoredChat) -> None:
         """Append one chat to both tables."""
-        self._tokens.write_table(_token_rows(scored, self._estimator, self._tokens.schema))
+        with writable(self._folder / "tokens.parquet"):
+            self._tokens.write_table(_token_rows(scored, self._estimator, self._tokens.schema))
         self.chats.append(chat_row(scored, self._estimator))
 
-    def close(self) -> None:
-        """Finish both files; what was written before it is no readable table."""
-        self._tokens.close()
+    def _finish(self) -> None:
+        with writable(self._folder / "tokens.parquet"):
+            self._tokens.close()
+            self._file.close()
         schema = pyarrow.schema(_CHATS, metadata=self._facts)
         table = pyarrow.Table.from_pylist(self.chats, schema=schema)
-        pyarrow.parquet.write_table(table, self._folder / "chats.parquet")
+        path = self._folder / "chats.parquet"
+        with writable(path), path.open("wb") as file:
+            pyarrow.parquet.write_table(table, file)
 
 
 def _token_rows(scored: ScoredChat, estimator: str, schema: pyarrow.Schema) -> pyarrow.Table:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Container, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs import Compose, Transform
 
 from fusedrl.parcel import Parcel, pack, unpack
+from fusedrl.transforms.arguments import RENAMED
 from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transforms.token_columns import ATTENTION
+
+CALLS = ("forward", "_call")  # methods that are given one tensordict, with its ``"next"`` in it
 
 
 class Description(NamedTuple):
@@ -45,6 +51,20 @@ class TransformActor:
         keys = list(transform.in_keys), list(transform.out_keys)
         return Description(name, text, *keys, *_columns_read(transform))
 
+    def differences(self, given: dict[str, Any]) -> list[str]:
+        """Which arguments of another caller are not those of this transform, in words.
+
+        Models are not compared, and factories by their name.
+        """
+        known = inspect.signature(self._class.__init__).parameters
+        own, told = _compared(self._arguments, known), []
+        for name, value in _compared(given, known).items():
+            default = known[name].default if name in known else inspect.Parameter.empty
+            mine = own.get(name, default)
+            if not _same(value, mine):
+                told.append(f"{name}={_shown(value)}, where it has {_shown(mine)}")
+        return told
+
     def spec(self, method: str, spec: Composite) -> Composite:
         """A spec as the transform changes it."""
         return getattr(self._transform, method)(spec)
@@ -53,16 +73,45 @@ class TransformActor:
         """Call a method on packed tensordicts, and pack what it wrote."""
         self._transform.set_missing_tolerance(missing_tolerance)
         result: TensorDictBase = getattr(self._transform, method)(*unpack(parcel))
-        if method == "forward":
+        if method in CALLS:
             result = result.get("next", result)
         return pack(result.exclude(*self._unchanged()))
 
     def _unchanged(self) -> set[NestedKey]:
         """The columns that are read only, or all of their parent where nothing in it is written."""
-        written = {key for leaf in _leaves(self._transform) for key in leaf.out_keys}
+        written = {key for leaf in _leaves(self._transform) for key in _columns_written(leaf)}
         parents = {key[0] for key in written if isinstance(key, tuple)}
         read = {key for columns in _columns_read(self._transform) for key in columns} - written
         return {key if isinstance(key, str) or key[0] in parents else key[0] for key in read}
+
+
+def _compared(arguments: dict[str, Any], known: Container[str]) -> dict[str, Any]:
+    """The arguments that can be compared, under the names that the transform knows them by."""
+    other = RENAMED | {new: old for old, new in RENAMED.items()}
+    return {
+        name if name in known else other.get(name, name): value
+        for name, value in arguments.items()
+        if name not in ("gen_model", "ref_model", "tokenizer")
+        and (value is not None or not name.endswith("_factory"))
+    }
+
+
+def _same(given: Any, mine: Any) -> bool:
+    if isinstance(given, torch.device) or isinstance(mine, torch.device):
+        return str(given) == str(mine)
+    if isinstance(given, Tensor) or isinstance(mine, Tensor):
+        return torch.equal(
+            *(torch.as_tensor(value, dtype=torch.float64) for value in (given, mine))
+        )
+    # Functions of two processes are the same where they have the same name.
+    return given == mine or (callable(given) and _shown(given) == _shown(mine))
+
+
+def _shown(value: Any) -> str:
+    if value is inspect.Parameter.empty:
+        return "none"
+    name = getattr(value, "__qualname__", None)
+    return repr(value) if name is None else f"{value.__module__}.{name}"
 
 
 def full_name(cls: type) -> str:
@@ -76,6 +125,10 @@ def _leaves(transform: Transform) -> Iterator[Transform]:
             yield from _leaves(part)
     else:
         yield transform
+
+
+def _columns_written(leaf: Transform) -> list[NestedKey]:
+    return list(getattr(leaf, "columns_written", leaf.out_keys))
 
 
 def _columns_read(transform: Transform) -> tuple[list[NestedKey], list[NestedKey]]:
@@ -96,5 +149,5 @@ def _columns_read(transform: Transform) -> tuple[list[NestedKey], list[NestedKey
             # In "next" a penalty reads what was written there; any other transform may read both.
             following += [key for key in leaf.in_keys if key not in written]
             root += [] if isinstance(leaf, KLComputation) else leaf.in_keys
-        written.update(leaf.out_keys)
+        written.update(_columns_written(leaf))
     return root, following

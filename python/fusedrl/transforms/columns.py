@@ -36,6 +36,12 @@ def is_dense(column: Any) -> TypeGuard[Tensor]:
     return isinstance(column, Tensor) and not is_nested(column)
 
 
+def check_some(td: TensorDictBase) -> None:
+    """Refuse a batch of no sample, of which an empty stack does not even tell its keys."""
+    if td.batch_size.numel() == 0:
+        raise ValueError("tensordict: expected at least one sample, got none; skip empty batches")
+
+
 def column_rows(column: Column) -> Sequence[Tensor]:
     """A dense, nested or stacked column as one row a sample."""
     return column.unbind(0) if isinstance(column, Tensor) else column

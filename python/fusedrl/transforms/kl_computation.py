@@ -14,7 +14,7 @@ from torchrl.envs.llm.transforms import KLComputation as _KLComputation
 
 from fusedrl import ragged
 from fusedrl.ops.token_kl import PackedSamples, kl_in_place, pack_samples, token_kl
-from fusedrl.transforms import columns
+from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.arguments import accept_renamed, refuse
 from fusedrl.transforms.columns import Column, Columns, Rows, column_rows, is_dense
 
@@ -92,14 +92,19 @@ class KLComputation(_KLComputation):
         )
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        samples = columns.target_rows_of(tensordict)
+        data = transitions.writable(self, tensordict)
+        samples = columns.target_rows_of(data)
         if samples is not None:
             self._penalise(Rows(samples))
-            return tensordict
-        following = tensordict.get("next")
+            return data
+        following = data.get("next")
         if following is None:
-            return self._step(tensordict, tensordict)
-        return tensordict.set("next", self._step(tensordict, following))
+            return self._step(data, data)
+        return data.set("next", self._step(data, following))
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """A whole transition, that a replay buffer is given and runs this on (``invert=True``)."""
+        return self.forward(next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         self._penalise(columns.columns_of(next_tensordict))

@@ -15,7 +15,7 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from fusedrl import ragged
 from fusedrl.ops.token_kl import pack_samples, token_kl
-from fusedrl.transforms import columns
+from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.arguments import accept_renamed, refuse
 from fusedrl.transforms.columns import Column, Columns, Rows, column_rows, is_dense
 from fusedrl.transforms.ray import RayKLRewardTransform
@@ -31,6 +31,9 @@ from fusedrl.transforms.token_columns import (
     policy_log_probs,
     readable,
 )
+
+# The key of the reference's log-probs in torchrl up to 0.10.
+_NAMED_BEFORE = "ref_log_prob"
 
 
 class KLRewardTransform(_KLRewardTransform):
@@ -50,7 +53,9 @@ class KLRewardTransform(_KLRewardTransform):
         in_keys: where the reward is, one key. Without a reward, 0 is penalised.
         out_keys: where the penalised reward goes, or the three keys of reward, KL and the
             reference's log-probs. By default the key of the reward, which is replaced; beside one
-            key of a reward the others are ``"kl_penalty"`` and ``"ref_log_probs"``.
+            key of a reward the others are ``"kl_penalty"`` and ``"ref_log_probs"``, and the same
+            log-probs are under ``"ref_log_prob"`` too, where torchrl up to 0.10 puts
+            them.
         log_prob_key: the policy's log-probs in nats, ``[T]`` a sample. Where a policy wrote those
             of its answer only, under ``"response"`` instead of ``"full"``, the prompt has KL 0.
         device: where the model is put and computes.
@@ -140,10 +145,11 @@ class KLRewardTransform(_KLRewardTransform):
             padding_side=padding_side,
         )
         self.detach = detach
+        self._named_before = [_NAMED_BEFORE] if len(written) == 1 else []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also of torchrl's class, where a patch has put this one in its place."""
-        super().__setstate__({"detach": True, **state})
+        super().__setstate__({"detach": True, "_named_before": [], **state})
 
     @property
     def action_key(self) -> NestedKey:
@@ -155,6 +161,11 @@ class KLRewardTransform(_KLRewardTransform):
                 f"input_mode: expected 'history', 'text' or 'tokens' of the environment, got {mode}"
             )
         return (mode, "full")
+
+    @property
+    def columns_written(self) -> list[NestedKey]:
+        """The columns that are written: the out keys, and a former name of the last."""
+        return [*self.out_keys, *self._named_before]
 
     @property
     def columns_read(self) -> tuple[list[NestedKey], list[NestedKey]]:
@@ -174,10 +185,11 @@ class KLRewardTransform(_KLRewardTransform):
         Transform.set_container(self, container)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        following = tensordict.get("next", None)
-        if following is None:
-            return self._step(tensordict, tensordict)
-        return tensordict.set("next", self._step(tensordict, following))
+        return transitions.run(self, self._step, tensordict)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """A whole transition, that a replay buffer is given and runs this on (``invert=True``)."""
+        return self.forward(next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_dims == 0:
@@ -276,7 +288,9 @@ class KLRewardTransform(_KLRewardTransform):
             kl = token_kl(log_probs, ref_log_probs, mask, offsets=offsets, nan="missing")
             results = {self.out_keys[1]: kl}
         kept = ref_log_probs if mask is None else ref_log_probs.masked_fill(~mask, 0)
-        return results | {self.out_keys[2]: kept}
+        for key in self.columns_written[2:]:
+            results[key] = kept
+        return results
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         if "full_observation_spec" not in list(output_spec.keys()):
@@ -292,7 +306,7 @@ class KLRewardTransform(_KLRewardTransform):
             dtype = torch.float32 if before is None else before.dtype
             where: Any = rewards if in_place else observations
             columns.declare_tokens(where, written, 1, dtype=dtype)
-        for key in self.out_keys[1:]:
+        for key in self.columns_written[1:]:
             columns.declare_tokens(observations, key, 1)
         return output_spec
 

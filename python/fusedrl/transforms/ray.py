@@ -30,15 +30,18 @@ class RayRetrieveKL(RayKL, _RayRetrieveKL):
         num_cpus: CPUs that Ray reserves for the actor, 1 by default.
         num_gpus: GPUs that Ray reserves for it.
         device: where the models are put and compute, in the actor. Results are where the data are.
-        actor_name: use the actor of this name, or start it. One that runs keeps its own arguments.
+        actor_name: use the actor of this name, or start it. One that runs keeps its own arguments:
+            others are refused, and those that are left out are the actor's.
         **kwargs: arguments of :class:`fusedrl.RetrieveKL`; and ``ray_actor_options``, further
             options of a Ray actor, such as ``namespace``; ``transform_class``, a subclass to run in
-            the actor, which may change ``_step``, ``_reset``, ``forward`` and the specs of outputs.
+            the actor, which may change ``_step``, ``_reset``, ``forward``, ``_call`` and the specs
+            of outputs.
 
     Raises:
         ImportError: without Ray.
         ValueError: a model given twice or not at all, ``detach=False``, a name that is another
-            actor's; and what the transform in the actor raises.
+            actor's, arguments that are not those of the actor that has it; and what the transform
+            in the actor raises.
         RuntimeError: the cluster has no place for the actor within five minutes.
 
     Example:
@@ -89,14 +92,16 @@ class RayKLRewardTransform(RayKL, _RayKLRewardTransform):
         num_cpus: CPUs that Ray reserves for the actor, 1 by default.
         num_gpus: GPUs that Ray reserves for it.
         device: where the model is put and computes, in the actor. Results are where the data are.
-        actor_name: use the actor of this name, or start it. One that runs keeps its own arguments.
+        actor_name: use the actor of this name, or start it. One that runs keeps its own arguments:
+            others are refused, and those that are left out are the actor's.
         **kwargs: arguments of :class:`fusedrl.KLRewardTransform`; and ``ray_actor_options`` and
             ``transform_class`` as there.
 
     Raises:
         ImportError: without Ray.
         ValueError: a model given twice or not at all, ``detach=False``, a name that is another
-            actor's; and what the transform in the actor raises.
+            actor's, arguments that are not those of the actor that has it; and what the transform
+            in the actor raises.
         RuntimeError: the cluster has no place for the actor within five minutes.
 
     Example:

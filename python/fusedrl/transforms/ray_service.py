@@ -12,7 +12,8 @@ from torchrl.envs import Transform
 from torchrl.envs.transforms.ray_service import RayTransform
 
 from fusedrl.parcel import pack, unpack
-from fusedrl.transforms.actor import Description, TransformActor, full_name
+from fusedrl.transforms import transitions
+from fusedrl.transforms.actor import CALLS, Description, TransformActor, full_name
 
 SECONDS_TO_START = 300  # an autoscaler may have to add a machine first
 
@@ -61,7 +62,6 @@ class RayKL(RayTransform):
     dump = Transform.dump
     init = Transform.init
     inv: Any = Transform.inv
-    _call: Any = Transform._call
     _inv_call: Any = Transform._inv_call
     _apply_transform: Any = Transform._apply_transform
     _inv_apply_transform: Any = Transform._inv_apply_transform
@@ -125,7 +125,24 @@ class RayKL(RayTransform):
                 f"{full_name(self._service_cls)}, got {self._description.transform_class}; "
                 "use another name"
             )
+        if actor_name is not None:
+            self._check_arguments(actor_name, models, arguments)
         self.in_keys, self.out_keys = self._description.in_keys, self._description.out_keys
+
+    def _check_arguments(
+        self, actor_name: str, models: dict[str, tuple[Any, Any]], arguments: dict[str, Any]
+    ) -> None:
+        """Refuse arguments that are not those of the actor, which others may have started."""
+        factories = {f"{name}_factory": factory for name, (_, factory) in models.items()}
+        given = arguments | factories
+        for name in models:
+            given.pop(name, None)
+        told = self._get(self._actor.differences.remote(given))  # pyright: ignore[reportOptionalMemberAccess]
+        if told:
+            raise ValueError(
+                f"actor_name: expected the arguments that {actor_name!r} was started with, got "
+                f"{'; '.join(told)}; leave them out to use the actor's, or use another name"
+            )
 
     def _find(self, actor_name: str, namespace: str | None) -> Any:
         try:
@@ -180,10 +197,11 @@ class RayKL(RayTransform):
         return f"{type(self).__name__}({self._description.text})"
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        following = tensordict.get("next", None)
-        if following is None:
-            return self._run("forward", tensordict, tensordict)
-        return tensordict.set("next", self._run("forward", tensordict, following))
+        return transitions.run(self, partial(self._run, "forward"), tensordict)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """A whole transition, that a replay buffer is given and runs this on (``invert=True``)."""
+        return transitions.run(self, partial(self._run, "_call"), next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         return self._run("_step", tensordict, next_tensordict)
@@ -204,7 +222,7 @@ class RayKL(RayTransform):
             # A reset reads what was reset; a step reads "next" for what is penalised alone.
             own = [*read, *read_next] if method == "_reset" else read_next
             following = target.select(*own, strict=False)
-        if method != "forward":
+        if method not in CALLS:
             sent = (sent, following)
         elif following is not sent:
             sent = (sent.set("next", following),)

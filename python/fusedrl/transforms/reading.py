@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -115,11 +115,10 @@ def read(reading: Reading, td: TensorDictBase) -> TokenBatch:
     """The tokens of ``td``.
 
     Raises:
-        ValueError: there is no sample or no input, or another tokenizer marks other tokens.
+        ValueError: there is no input, another tokenizer marks other tokens, or tokens without a
+            mask do not tell where their padding is.
         TypeError: the input is of another kind than the mode says.
     """
-    if len(td) == 0:
-        raise ValueError("tensordict: expected at least one sample, got none; skip empty batches")
     # A history is read as one object, which alone can apply a template.
     as_list = {} if reading.input_mode == "history" else {"as_list": True}
     column = td.get(reading.input_key, **as_list)
@@ -232,22 +231,65 @@ def _read_tokens(reading: Reading, td: TensorDictBase, column: Any) -> TokenBatc
 
 
 def _told_by_padding(rows: Sequence[Tensor], tokenizer: Any) -> list[Tensor]:
-    """Which tokens are no padding where no mask says so: all but a run of it at one end.
+    """Which tokens are no padding where no mask says so: all but a run of it at either end.
 
-    Padding is on the left if a row starts with it. Where the padding token also ends a sequence,
-    the first of a run on the right is that end.
+    Where the padding token also ends a sequence, the first of a run on the right is that end, and
+    all that is left of a row with nothing else.
+
+    Raises:
+        ValueError: a padding token at the start of a row may be padding or the sequence's own.
     """
     pad = tokenizer.pad_token_id
-    content = [row != pad for row in rows]
-    if any(len(row) and not row[0] for row in content):
-        return [row.cumsum(0) > 0 for row in content]
+    if pad is None:
+        return [torch.ones_like(row, dtype=torch.bool) for row in rows]
     ends = int(pad == tokenizer.eos_token_id)
+    spans = [_Span.of(row != pad) for row in rows]
+    left = any(span.first > 0 for span in spans)
+    if left and ends and any(span.behind > 1 for span in spans):
+        _refuse_padding(tokenizer, "at both ends of rows, and it is also the eos token")
+    if left and pad == tokenizer.bos_token_id and _begins(tokenizer):
+        _refuse_padding(tokenizer, "at the start of rows, and it is also the bos token")
     attended = []
-    for row in content:
-        places = row.nonzero()
-        length = int(places[-1]) + 1 + ends if len(places) else 0
-        attended.append(torch.arange(len(row), device=row.device) < length)
+    for row, span in zip(rows, spans, strict=True):
+        first, stop = span.first, span.stop + ends
+        if span.empty and left:
+            first, stop = len(row) - ends, len(row)
+        places = torch.arange(len(row), device=row.device)
+        attended.append((first <= places) & (places < stop))
     return attended
+
+
+class _Span(NamedTuple):
+    """Where the content of a row starts and stops, and how many places are behind it."""
+
+    first: int
+    stop: int
+    behind: int
+
+    @classmethod
+    def of(cls, content: Tensor) -> _Span:
+        places = content.nonzero()
+        if len(places) == 0:
+            return cls(0, 0, 0)
+        stop = int(places[-1]) + 1
+        return cls(int(places[0]), stop, len(content) - stop)
+
+    @property
+    def empty(self) -> bool:
+        return self.stop == 0
+
+
+def _begins(tokenizer: Any) -> bool:
+    """Whether a tokenizer puts its bos token before a text."""
+    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+
+def _refuse_padding(tokenizer: Any, where: str) -> NoReturn:
+    raise ValueError(
+        f"tokens: expected padding that can be told from the sequences, got the padding token "
+        f"{tokenizer.pad_token!r} {where}; pass an attention mask under {ATTENTION!r}, or give the "
+        "tokenizer a padding token of its own"
+    )
 
 
 def _list(td: Any, key: str) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torchrl.envs.llm.transforms import RetrieveKL as _RetrieveKL
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from fusedrl.models.adapters import WithoutAdapters, has_adapters
-from fusedrl.transforms import columns
+from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.arguments import accept_renamed, refuse
 from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.ray import RayRetrieveKL
@@ -212,10 +212,12 @@ class RetrieveKL(_RetrieveKL):
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        following = tensordict.get("next")
-        if following is None:
-            return self._step(tensordict, tensordict)
-        return tensordict.set("next", self._step(tensordict, following))
+        columns.check_some(tensordict)
+        return transitions.run(self, self._step, tensordict)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """A whole transition, that a replay buffer is given and runs this on (``invert=True``)."""
+        return self.forward(next_tensordict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also of torchrl's class, where a patch has put this one in its place."""

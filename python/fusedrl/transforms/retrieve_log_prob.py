@@ -21,7 +21,7 @@ from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 
 from fusedrl.models import causal_log_probs
 from fusedrl.models.batches import check_limit
-from fusedrl.transforms import columns
+from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.reading import TokenBatch, can_read, read, reading_of
 from fusedrl.transforms.self_scored import score_by_itself
 
@@ -52,7 +52,9 @@ class RetrieveLogProb(_RetrieveLogProb):
 
     Raises:
         ValueError: a model that generates, gives no log-probs, or has another input mode than
-            ``assistant_only`` needs; a mask over other tokens than the model's.
+            ``assistant_only`` needs; a mask over other tokens than the model's; a batch of no
+            sample; tokens without a mask whose padding is also the token that starts a sequence, or
+            ends it where rows are padded at both ends.
 
     Example:
         >>> from tensordict import TensorDict, set_list_to_stack
@@ -111,6 +113,14 @@ class RetrieveLogProb(_RetrieveLogProb):
         self.max_tokens_per_forward = max_tokens_per_forward
         self._own_key = unravel_key((model.log_probs_key, "full"))
 
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        columns.check_some(tensordict)
+        return transitions.run(self, self._step, tensordict)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """A whole transition, that a replay buffer is given and runs this on (``invert=True``)."""
+        return self.forward(next_tensordict)
+
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_dims == 0:
             return columns.step_one(self._step, tensordict, next_tensordict)
@@ -128,6 +138,7 @@ class RetrieveLogProb(_RetrieveLogProb):
                 f"tensordict: expected one batch dimension or none, got batch_size "
                 f"{tuple(tensordict.batch_size)}; flatten it with .reshape(-1)"
             )
+        columns.check_some(tensordict)
         model: Any = self.model
         if not can_read(model):
             return None

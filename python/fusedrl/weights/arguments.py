@@ -27,7 +27,8 @@ def check_getter(name: str, getter: Any) -> None:
 
 def check_timeout(timeout: float) -> None:
     """Raise ``ValueError`` unless ``timeout`` ends a wait."""
-    if not 0 < timeout < float("inf"):
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not number or not 0 < timeout < float("inf"):
         raise ValueError(
             f"timeout: expected a positive, finite number of seconds, got {timeout!r}; every wait "
             "for a worker has to end"

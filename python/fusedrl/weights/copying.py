@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
+
+from fusedrl.channel.names import read
+from fusedrl.channel.sources import Slot, slots_of
+from fusedrl.channel.tensors import identity, same_values
 
 Weights = Any  # a tensordict, or what the hooks of a subclass understand
 
@@ -21,35 +24,71 @@ def unwrap(weights: Weights) -> Weights:
     return weights
 
 
-def match_weights(source: Weights, target: TensorDictBase) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of an entry of ``target`` and the new value that ``source`` has for it.
-
-    ``source`` is a tensordict, a module or a mapping (a state dict's dotted names are nested); it
-    may lack entries.
+def named_as(target: TensorDictBase, source: Weights) -> Weights:
+    """``source`` under the names of ``target``, if it has those of a model in a wrapper or around.
 
     Raises:
         TypeError: a source of another type.
-        ValueError: an entry that ``target`` does not have, or has in another shape.
+        ValueError: other names for a part of the parameters only: they might be another part's.
     """
-    source = unwrap(source)
-    if isinstance(source, Mapping) and not isinstance(source, TensorDictBase):
-        source = TensorDict(dict(source)).unflatten_keys(".")
-    if not isinstance(source, TensorDictBase):
-        raise TypeError(
-            "weights: expected a tensordict, a module or a dict of tensors, got "
-            f"{type(source).__name__}; take them with TensorDict.from_module(policy)"
-        )
-    pairs = []
-    for key, value in source.items(include_nested=True, leaves_only=True):
-        entry = target.get(key, None)
-        if not isinstance(entry, Tensor) or entry.shape != value.shape:
-            there = tuple(entry.shape) if isinstance(entry, Tensor) else "no such entry"
+    given, there = slots_of(source), slots_of(target)
+    reading = read(given, there)
+    if not reading:
+        return source
+    brought = {there[reading(name)].identity() for name in given if reading(name) in there}
+    # State dicts lack some of the buffers that a tensordict of a module has.
+    buffers_are_known = any(slot.kind == "parameter" for slot in there.values())
+    for name, slot in there.items():
+        wanted = slot.kind == "parameter" or not buffers_are_known
+        if wanted and slot.identity() not in brought:
             raise ValueError(
-                f"weights: {key!r}: expected the policy's names and shapes, got "
-                f"{tuple(value.shape)} for {there}; rename or reshape in _maybe_map_weights"
+                f"weights: expected {name!r} among them, as their names fit only {reading}, got "
+                "none; name a part of the weights as the policy does"
             )
-        pairs.append((entry, value))
-    return pairs
+    renamed: Any = {reading(name): slot.tensor for name, slot in given.items()}
+    return TensorDict(renamed).unflatten_keys(".")
+
+
+def match_weights(source: Weights, target: TensorDictBase) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of a tensor of ``target`` and the new values that ``source`` has for it.
+
+    ``source`` is a tensordict, a module or a mapping; it may lack entries, and its names are read
+    as by :func:`named_as`.
+
+    Raises:
+        TypeError: a source of another type.
+        ValueError: an entry that ``target`` does not have, or has in another shape; different
+            values for one tensor.
+    """
+    there = slots_of(target)
+    pairs: dict[Any, tuple[str, Tensor, Tensor]] = {}
+    for name, slot in slots_of(named_as(target, source)).items():
+        entry = there.get(name)
+        if entry is None or not _fits(slot.tensor, entry.tensor):
+            raise ValueError(
+                f"weights: {name!r}: expected the policy's names and shapes, got "
+                f"{_described(slot)} for {_described(entry)}; rename or reshape in "
+                "_maybe_map_weights"
+            )
+        tensor, value = entry.tensor, slot.value()
+        first, _, known = pairs.setdefault(entry.identity() or name, (name, tensor, value))
+        if identity(known) != identity(value) and not same_values(known, value, tensor.dtype):
+            raise ValueError(
+                f"weights: {name!r}: expected the values of {first!r}, since the policy has one "
+                "tensor for both, got others; tie them in the trained model, or send one of them"
+            )
+    return [(tensor, value) for _, tensor, value in pairs.values()]
+
+
+def _fits(value: Any, entry: Any) -> bool:
+    return isinstance(value, Tensor) and isinstance(entry, Tensor) and value.shape == entry.shape
+
+
+def _described(slot: Slot | None) -> str:
+    if slot is None:
+        return "no such entry"
+    tensor: Any = slot.tensor
+    return str(tuple(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from fusedrl.weights.arguments import check_timeout, check_weights
 from fusedrl.weights.base import RemoteWeightUpdaterBase
-from fusedrl.weights.copying import match_weights
+from fusedrl.weights.copying import match_weights, named_as
 from fusedrl.weights.ray_store import StoredWeights
 
 
@@ -88,8 +88,10 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         import ray
 
         # A collector that is an actor dies of weights that it cannot apply.
-        if server_weights is not None and not isinstance(server_weights, ray.ObjectRef):
-            match_weights(server_weights, self.policy_weights)
+        if server_weights is None or isinstance(server_weights, ray.ObjectRef):
+            return server_weights
+        server_weights = named_as(self.policy_weights, server_weights)
+        match_weights(server_weights, self.policy_weights)
         return server_weights
 
     def _skip_update(self, worker_id: int) -> bool:

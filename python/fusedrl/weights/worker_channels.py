@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedrl.channel import WeightChannel, WeightHandle, WeightReader
 from fusedrl.channel.following import Follower
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.weights import pipes
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class _Calls:
         self._follower: Follower | None = None
         self._entered = threading.local()
         self._lock = threading.Lock()
+        renew_in_children(self, _lock=threading.Lock)
 
     def __reduce__(self) -> Any:
         return _Calls, (self.handles, self.shared)

@@ -113,7 +113,11 @@ void lease(Reader& reader) {
 
 int main(int count, char** arguments) {
   if (count > 1) mistake = arguments[1];
-  Publisher publisher(slots, words * sizeof(int64_t), 8, session, "{}");
+  const Geometry geometry{slots, words * sizeof(int64_t), 8, 2};
+  std::unique_ptr<MemoryFile> file = MemoryFile::create("fusedrl-channel");
+  while (!file->reserve(geometry.file_bytes())) continue;
+  file->seal();
+  Publisher publisher(std::move(file), geometry, session, "{}");
   std::vector<std::thread> threads;
   for (int i = 0; i < 2; ++i) {
     threads.emplace_back([&] {
@@ -126,6 +130,7 @@ int main(int count, char** arguments) {
   threads.emplace_back([&] {  // readers that come, and go with a lease
     for (bool open = true; open;) {
       Reader reader(getpid(), publisher.fd(), session);
+      reader.report_writes({{0, "weights"}});
       if (const auto leased = reader.lease(false))
         wrong += !holds(reader.slot(leased->slot), leased->version);
       open = reader.publisher() == PublisherState::open;

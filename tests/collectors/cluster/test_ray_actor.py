@@ -10,11 +10,9 @@ import torch
 from channel_collector import Says, of, policy_of
 from counting_dialogs import Counting, policy
 from tensordict import TensorDict
-from torch import nn
 
 from fusedrl import PolicyVersion, VanillaLocalWeightUpdater
-from fusedrl.channel.layout import Layout
-from fusedrl.collectors.cluster.actor import DialogActor, Stopped, named_weights
+from fusedrl.collectors.cluster.actor import DialogActor, Stopped
 from fusedrl.parcel import unpack
 
 pytest.importorskip("ray")
@@ -181,21 +179,18 @@ def test_a_policy_without_weights_has_no_channel():
         actor.update_policy_weights_(weights_of(1), 1)
 
 
-class Wrapper(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(2, 1)
+class Speaker:
+    """A policy that is no module, and has one as its model."""
+
+    def __init__(self, version: float) -> None:
+        self.model = Says(version)
+
+    def __call__(self, tensordict: Any) -> Any:
+        return policy_of(self.model)(tensordict)
 
 
-def test_weights_of_a_wrapper_or_of_its_model():
-    wrapper, model = Wrapper(), nn.Linear(2, 1)
-    for weights in (model, model.state_dict(), TensorDict.from_module(model).data):
-        named = named_weights(weights, Layout.of(wrapper))
-        assert torch.equal(named["model.weight"], model.weight)
-    for weights in (wrapper, wrapper.state_dict(), TensorDict.from_module(wrapper).data):
-        named = named_weights(weights, Layout.of(model))
-        assert torch.equal(named["weight"], wrapper.model.weight)
-
-
-def test_names_that_fit_neither_way_stay_for_the_error():
-    assert set(named_weights(nn.Linear(2, 1), Layout.of(Says()))) == {"weight", "bias"}
+def test_weights_of_a_policy_that_is_no_module_are_those_of_its_model():
+    actor = started(policy=Speaker(0))
+    for version, weights in enumerate((Speaker(1), Speaker(2).model, weights_of(3)), 1):
+        actor.update_policy_weights_(weights, version)
+        assert of(batch_of(actor)) == [version] * 2

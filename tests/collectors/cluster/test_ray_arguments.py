@@ -28,8 +28,8 @@ def no_ray(monkeypatch):
     [
         ({"policy": ray_dialogs.says(), "policy_factory": ray_dialogs.says}, "policy_factory"),
         ({"dialog_turns_per_batch": None}, "dialog_turns_per_batch: expected a number"),
-        ({"dialog_turns_per_batch": 0}, "dialog_turns_per_batch: expected a positive"),
-        ({"total_dialog_turns": 0}, "total_dialog_turns: expected a positive"),
+        ({"dialog_turns_per_batch": 0}, "dialog_turns_per_batch: expected 1 or more"),
+        ({"total_dialog_turns": 0}, "total_dialog_turns: expected 1 or more"),
         ({"total_dialog_turns": 2, "num_collectors": 3}, "one for each of 3 actors, got 2"),
         ({"num_collectors": 0}, "num_collectors: expected a positive number, got 0"),
         ({"num_collectors": True}, "num_collectors: expected a positive number, got True"),

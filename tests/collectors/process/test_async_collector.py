@@ -261,8 +261,48 @@ def test_it_is_torchrls_under_both_names(make):
         ({"frames_per_batch": None}, TypeError, "frames_per_batch"),
         ({"reset_when_done": False}, ValueError, "reset_when_done"),
         ({"preemptive_threshold": 2.0}, ValueError, "preemptive_threshold"),
+        ({"frames_per_batch": 0}, ValueError, "frames_per_batch: expected 1 or more frames, got 0"),
+        ({"frames_per_batch": -1}, ValueError, "frames_per_batch: .* got -1"),
+        ({"frames_per_batch": 2.5}, TypeError, "frames_per_batch: .* got 2.5"),
+        ({"frames_per_batch": "4"}, TypeError, "frames_per_batch: .* got '4'"),
+        ({"frames_per_batch": True}, TypeError, "frames_per_batch: .* got True"),
+        ({"total_frames": 0}, ValueError, "total_frames: .* got 0; -1 never ends"),
+        ({"total_frames": 2.5}, TypeError, "total_frames: .* got 2.5"),
+        ({"total_frames": "8"}, TypeError, "total_frames: .* got '8'"),
+        ({"max_frames_per_traj": -1}, ValueError, "max_frames_per_traj: .* got -1"),
+        ({"init_random_frames": "all"}, TypeError, "init_random_frames: .* got 'all'"),
+        ({"trajs_per_batch": 0}, ValueError, "trajs_per_batch: .* got 0"),
+        ({"trajs_per_write": 0.5}, TypeError, "trajs_per_write: .* got 0.5"),
+        ({"num_threads": -1}, ValueError, "num_threads: .* got -1"),
+        ({"num_sub_threads": None}, TypeError, "num_sub_threads: .* got None"),
+        ({"channel_mode": "move"}, ValueError, "channel_mode: .* got 'move'"),
+        ({"preemptive_threshold": "1"}, ValueError, "preemptive_threshold: .* got '1'"),
         ({"prefetch": -1}, ValueError, "prefetch"),
+        ({"prefetch": None}, TypeError, "prefetch: .* got None"),
+        ({"prefetch": 1.5}, TypeError, "prefetch: .* got 1.5"),
         ({"timeout": 0}, ValueError, "timeout"),
+        ({"timeout": "1"}, TypeError, "timeout: .* got '1'"),
+        ({"timeout": float("nan")}, ValueError, "timeout: .* got nan"),
+        (
+            {"max_staleness": 0.5, "track_policy_version": True},
+            TypeError,
+            "max_staleness: .* got 0.5",
+        ),
+        (
+            {"collector_class": LLMCollector, "dialog_turns_per_batch": 0},
+            ValueError,
+            "dialog_turns_per_batch: expected 1 or more turns, got 0",
+        ),
+        (
+            {"collector_class": LLMCollector, "total_dialog_turns": "8"},
+            TypeError,
+            "total_dialog_turns: .* got '8'",
+        ),
+        (
+            {"collector_class": LLMCollector, "dialog_turns_per_batch": 8},
+            TypeError,
+            "dialog_turns_per_batch: expected it or frames_per_batch, .* got 8 and 4",
+        ),
         ({"max_staleness": -1, "track_policy_version": True}, ValueError, "max_staleness"),
         ({"max_staleness": 1}, ValueError, "max_staleness"),
         ({"channel": 1}, TypeError, "channel"),
@@ -296,6 +336,11 @@ def test_shutdown_raises_what_closing_raises_unless_told_not_to(make, monkeypatc
         first.shutdown()
     second.shutdown(raise_on_error=False)
     assert first.closed and second.closed and not first.procs and not second.procs
+
+
+def test_totals_may_be_whole_floats_as_torchrls(make):
+    assert len(list(make(total_frames=8.0))) == 2
+    assert make(total_frames=float("inf")).total_frames == float("inf")
 
 
 @pytest.mark.parametrize("own", ["storing_device", "env_device", "policy_device"])

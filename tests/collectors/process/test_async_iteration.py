@@ -44,7 +44,7 @@ def test_verbose_logs_a_line_for_each_batch(make, caplog):
     with caplog.at_level("INFO", logger="fusedrl"):
         for _ in collector:
             collector.update_policy_weights_(weights_of(2.0))
-            collector._ask(1)  # this batch has the version that is newest now
+            collector._ask(1, collector._done)  # this batch has the version that is newest now
             collector.map_fn("get_policy_version")
             collector.update_policy_weights_(weights_of(3.0))
     lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
@@ -94,6 +94,7 @@ def test_a_pool_of_environments_in_the_worker(make, backend):
         track_policy_version=True,
         yield_completed_trajectories=True,
         collector_class=LLMCollector,
+        frames_per_batch=None,
         dialog_turns_per_batch=2,
         total_dialog_turns=10,
     )

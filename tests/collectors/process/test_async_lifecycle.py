@@ -6,11 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from async_workers import Deaf, Failing, FailingEnv, Odd, Slow, no_env, no_policy, ones, witnessed
@@ -19,27 +16,9 @@ from torchrl.testing.mocking_classes import CountingEnv
 
 from fusedrl import AsyncCollector
 
+from .ends import LONG_S, is_there, runs, until
+
 TESTS = Path(__file__).parents[2]
-LONG_S = 200.0  # what a broken test waits
-
-
-def until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_there(pid: int) -> bool:
-    """Whether there is such a process, be it a zombie."""
-    return Path(f"/proc/{pid}").exists()
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(
@@ -111,7 +90,7 @@ def test_shutdown_in_the_middle_of_a_batch_closes_the_environment(make, tmp_path
 def test_a_worker_that_does_not_end_is_killed(make, tmp_path):
     collector = make(partial(Deaf, str(tmp_path)), prefetch=1)
     pid = collector.procs[0].pid
-    collector._ask(1)
+    collector._ask(1, collector._done)
     until((tmp_path / "steps").exists)
     collector.shutdown(timeout=0.1)
     assert not is_there(pid)
@@ -149,10 +128,12 @@ def test_collectors_leave_nothing_behind():
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("end", ["killed", "ctrl-c", "exit"])
+@pytest.mark.parametrize("end", ["killed", "killed, with a fork", "ctrl-c", "exit"])
 def test_no_process_outlives_a_script(tmp_path, end):
     batches = 2 if end == "exit" else 10**9
     line = f"import async_workers as w; w.collect_in_a_script({str(tmp_path)!r}, {batches})"
+    if end == "killed, with a fork":
+        line = f"import async_workers as w; w.collect_beside_a_fork({str(tmp_path)!r})"
     script = subprocess.Popen(
         [sys.executable, "-c", line],
         cwd=TESTS,
@@ -166,6 +147,10 @@ def test_no_process_outlives_a_script(tmp_path, end):
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         if end == "killed":
             script.kill()
+        elif end == "killed, with a fork":
+            script.kill()
+            until(lambda: not any(map(runs, pids)))
+            os.killpg(script.pid, signal.SIGKILL)  # its child
         elif end == "ctrl-c":
             os.killpg(script.pid, signal.SIGINT)
         _, told = script.communicate(timeout=LONG_S)

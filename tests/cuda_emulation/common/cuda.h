@@ -215,7 +215,7 @@ class OnDeviceOf {
     for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
       block.run([&] { kernel(args...); });
     }
-    STD_TORCH_CHECK(block.failure == nullptr, block.failure);
+    check(block.failure == nullptr, block.failure);
   }
 };
 

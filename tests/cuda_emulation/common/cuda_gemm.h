@@ -13,7 +13,7 @@ inline Tensor in_float(const Tensor& matrix) {
 
 // Every element is summed in the same order, which CPU libraries do not where matrices are narrow.
 inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
-  STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), "multiply: expected one dtype");
+  check(a.scalar_type() == b.scalar_type(), "multiply: expected one dtype");
   const std::vector<int64_t> sizes(out.sizes().begin(), out.sizes().end());
   Tensor product = torch::stable::new_empty(out, sizes, ScalarType::Float), target = out;
   const Tensor left = in_float(a), right = in_float(b);

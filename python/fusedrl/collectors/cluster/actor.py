@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torchrl.collectors.utils import _TrajectoryPool
 
 from fusedrl.channel import WeightChannel
-from fusedrl.channel.layout import Layout
-from fusedrl.channel.sources import collect
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import versions_in
 from fusedrl.collectors.progress import tokens_in
@@ -66,6 +64,10 @@ class _Collector(LLMCollector):
     tokens: int | None = None
     oldest: Any = None
 
+    def check_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
+        """Raise what loading a state would raise."""
+        self._checked_state(state_dict, kwargs.get("strict", True))
+
     def rollout(self) -> TensorDictBase:
         batch = super().rollout()
         self.tokens = tokens_in(batch)
@@ -87,6 +89,7 @@ class DialogActor:
 
     _collector: _Collector
     _channel: WeightChannel | None = None
+    _distributor: Any = None
 
     def start(
         self,
@@ -153,8 +156,7 @@ class DialogActor:
                 f"policy: expected a module, or what has one as its model, got "
                 f"{type(self._collector.policy).__name__}; pass a weight_updater= that knows it"
             )
-        named = named_weights(weights, self._channel.layout)
-        self._channel.publish(named, version)
+        self._channel.publish(weights_in(weights), version)
 
     def update_by_updater(self, weights: Any, worker_ids: Any, version: Any) -> None:
         """Let the updater of this collector do it; the version is the caller's."""
@@ -173,6 +175,22 @@ class DialogActor:
     def _tag(self, version: Any) -> None:
         if self._collector.policy_version_tracker is not None:
             self._collector.policy_version_tracker.version = version
+
+    def take_over(self, distributor: Any) -> None:
+        """Number and distribute updates here, for the collector's handles in any process."""
+        import ray
+
+        # As it knows itself: a handle that was sent here would keep this actor alive for ever.
+        distributor.actors.handles[0] = ray.get_runtime_context().current_actor
+        self._distributor = distributor
+
+    def distribute(self, method: str, args: tuple[Any, ...]) -> None:
+        """Call a method of the distributor."""
+        getattr(self._distributor, method)(*args)
+
+    def version(self) -> Any:
+        """The newest version, of the distributor."""
+        return self._distributor.version()
 
     def call(self, name: str, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call a method of the collector."""
@@ -217,17 +235,7 @@ def _source(policy: Any) -> nn.Module | None:
     return None
 
 
-def named_weights(weights: Any, layout: Layout) -> dict[str, Tensor]:
-    """Weights by the names of a layout: those of a wrapper, or of the model that it wraps.
-
-    Names that the layout does not have stay, for :meth:`Layout.matched` to tell of.
-    """
-    if not isinstance(weights, nn.Module | Mapping | TensorDictBase):
-        weights = getattr(weights, "model", weights)
-    slots = [slot for slot in collect(weights).values() if slot.persistent]
-    wanted = {entry.name for entry in layout.entries}
-    names = [slot.name for slot in slots]
-    for renamed in ([f"model.{name}" for name in names], [n.removeprefix("model.") for n in names]):
-        if not wanted.issubset(names) and wanted.issubset(renamed):
-            names = renamed
-    return {name: slot.value() for name, slot in zip(names, slots, strict=True)}
+def weights_in(policy: Any) -> Any:
+    """What a channel takes as the weights of a policy: of one that is no module, its model."""
+    known = nn.Module | Mapping | TensorDictBase
+    return policy if isinstance(policy, known) else getattr(policy, "model", policy)

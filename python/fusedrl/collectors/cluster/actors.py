@@ -6,13 +6,33 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusedrl.collectors.cluster.actor import DialogActor, Started
 
 logger = logging.getLogger("fusedrl")
 
 BETWEEN = "between_batches"  # a group of its own, so that weights need not wait for a batch
+OF_ALL = {
+    "async_shutdown",
+    "increment_version",
+    "init_updater",
+    "iterator",
+    "load_state_dict",
+    "next",
+    "receive_weights",
+    "reset",
+    "rollout",
+    "set_weight_updater",
+    "shutdown",
+    "start",
+    "update_policy_weights_",
+}  # methods of a collector that change it
+UPDATES = "updates"  # of the first actor, where handles of several processes have theirs numbered
+
+
+class ActorDied(RuntimeError):
+    """An actor that is asked is dead."""
 
 
 class Actors:
@@ -30,7 +50,19 @@ class Actors:
         self.timeout = timeout
         self.started: list[Started] = []
         self.handles: list[Any] = []
-        self._options = [{**one, "concurrency_groups": {BETWEEN: 1}} for one in options]
+        self.shared = False  # whether other processes have handles of the collector
+        self._options = [{**one, "concurrency_groups": {BETWEEN: 1, UPDATES: 1}} for one in options]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Handles of the same actors, for another process."""
+        kept = ("timeout", "started", "handles", "shared")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """With the Ray of this process."""
+        import ray
+
+        vars(self).update(state, _ray=ray)
 
     def start(self, arguments: dict[str, Any], own: Sequence[dict[str, Any]], seed: int) -> None:
         """Make the collectors; no actor is left if one fails.
@@ -82,10 +114,12 @@ class Actors:
             args: of the method.
             between: whether it waits for the batch that is being collected.
         """
-        return self.wait(
-            [self.send(index, method, *args, between=between) for index in self.indices],
-            None if between else self.timeout,
-        )
+        answers = self.ask_all(method, *args, between=between)
+        return self.wait(answers, None if between else self.timeout)
+
+    def ask_all(self, method: str, *args: Any, between: bool = True) -> list[Any]:
+        """As :meth:`each`, without waiting: references to the answers."""
+        return [self.send(index, method, *args, between=between) for index in self.indices]
 
     def one(self, index: int, method: str, *args: Any) -> Any:
         """Call a method of one actor, between two batches."""
@@ -96,11 +130,13 @@ class Actors:
         """Of the actors."""
         return range(len(self.handles))
 
-    def send(self, index: int, method: str, *args: Any, between: bool = True) -> Any:
+    def send(
+        self, index: int, method: str, *args: Any, between: bool = True, group: str = BETWEEN
+    ) -> Any:
         """Call a method of one actor; a reference to its answer."""
         bound = getattr(self.handles[index], method)
         if between:
-            bound = bound.options(concurrency_group=BETWEEN)
+            bound = bound.options(concurrency_group=group)
         return bound.remote(*args)
 
     def wait(self, answers: Sequence[Any], timeout: float | None) -> list[Any]:
@@ -117,13 +153,37 @@ class Actors:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready, waiting = self._ray.wait(waiting, timeout=left)
             if not ready:
-                late = ", ".join(self.name(index_of[answer]) for answer in waiting)
-                raise TimeoutError(
-                    f"timeout: expected answers within {timeout} s, got none of {late}; raise "
-                    "timeout if they take longer"
-                )
+                raise self._late([index_of[answer] for answer in waiting], timeout)
             got[index_of[ready[0]]] = self.answer(ready[0], index_of[ready[0]])
         return [got[index] for index in range(len(answers))]
+
+    def failures(
+        self, answers: Sequence[Any], timeout: float | None
+    ) -> tuple[list[Exception], bool]:
+        """What went wrong, once all have answered, and whether every actor raised it itself."""
+        failed: list[Exception] = []
+        refused = 0
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for index, answer in enumerate(answers):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._ray.wait([answer], timeout=left)[0]:
+                failed.append(self._late([index], timeout))
+                continue
+            try:
+                self.answer(answer, index)
+            except ActorDied as error:
+                failed.append(error)
+            except Exception as error:
+                failed.append(error)
+                refused += 1
+        return failed, refused == len(answers)
+
+    def _late(self, indices: Sequence[int], timeout: float | None) -> TimeoutError:
+        late = ", ".join(map(self.name, indices))
+        return TimeoutError(
+            f"timeout: expected answers within {timeout} s, got none of {late}; raise "
+            "timeout if they take longer"
+        )
 
     def answer(self, reference: Any, index: int) -> Any:
         """The answer of an actor, or its own exception; an error with its name if it is dead."""
@@ -136,7 +196,7 @@ class Actors:
             raise
         except (errors.RayActorError, errors.ObjectLostError) as error:
             reason = re.sub(r"\s+", " ", str(error)).strip()
-            raise RuntimeError(
+            raise ActorDied(
                 f"collectors: expected living actors, got a dead one, {self.name(index)}: "
                 f"{reason[:300]}; make another collector"
             ) from error
@@ -149,19 +209,23 @@ class Actors:
 
     def close(self, close_env: bool, timeout: float) -> list[str]:
         """End all actors; what kept one from closing its environment by itself."""
-        told: list[str] = []
-        if self._ray.is_initialized():
-            for index in self.indices:
-                self.send(index, "stop", between=False)
-            answers = {self.send(i, "close", close_env): i for i in self.indices}
-            _, late = self._ray.wait(list(answers), num_returns=len(answers), timeout=timeout)
-            told = [f"{self.name(answers[ref])}: no end within {timeout} s" for ref in late]
-            for reference in answers.keys() - set(late):
-                try:
-                    self.answer(reference, answers[reference])
-                except Exception as error:
+        try:
+            return self._closed(close_env, timeout) if self._ray.is_initialized() else []
+        finally:
+            self.kill()
+
+    def _closed(self, close_env: bool, timeout: float) -> list[str]:
+        for index in self.indices:
+            self.send(index, "stop", between=False)
+        answers = {self.send(index, "close", close_env): index for index in self.indices}
+        _, late = self._ray.wait(list(answers), num_returns=len(answers), timeout=timeout)
+        told = [f"{self.name(answers[ref])}: no end within {timeout} s" for ref in late]
+        for reference in answers.keys() - set(late):
+            try:
+                self.answer(reference, answers[reference])
+            except Exception as error:
+                if not (self.shared and isinstance(error, ActorDied)):  # another handle was first
                     told.append(f"{self.name(answers[reference])}: {error}")
-        self.kill()
         return told
 
     def kill(self) -> None:
@@ -169,6 +233,36 @@ class Actors:
         for handle in self.handles if self._ray.is_initialized() else ():
             self._ray.kill(handle, no_restart=True)
         self.handles = []
+
+
+class FirstActor:
+    """The first actor, as a Ray actor whose methods are those of its collector.
+
+    What would leave the other actors behind is not there.
+    """
+
+    def __init__(self, actors: Actors) -> None:
+        self._actors = actors
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        """A method, whose :meth:`RemoteMethod.remote` calls it."""
+        if name.startswith("_") or name in OF_ALL:
+            raise AttributeError(
+                f"{name}: expected a method that asks one collector, got one that is for all "
+                "actors; call it on the RayLLMCollector"
+            )
+        return RemoteMethod(self._actors, name)
+
+
+class RemoteMethod(NamedTuple):
+    """A method of the first actor's collector."""
+
+    actors: Actors
+    name: str
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it between two batches; a reference to its answer."""
+        return self.actors.send(0, "call", self.name, args, kwargs)
 
 
 def start_ray(config: dict[str, Any] | None) -> None:

@@ -18,11 +18,6 @@ def check_ray_arguments(given: dict[str, Any]) -> int:
     """
     check_arguments({**given, "queue": None, "weight_sync_schemes": None, "channel": None})
     check_timeout(given["timeout"])
-    if given["channel_mode"] not in ("alias", "copy"):
-        raise ValueError(
-            f"channel_mode: expected 'alias' or 'copy', got {given['channel_mode']!r}; alias takes "
-            "no memory, copy keeps the addresses of the parameters"
-        )
     count = _count(given)
     total = given["total_dialog_turns"]
     if 0 <= total < count:

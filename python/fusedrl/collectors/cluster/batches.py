@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
@@ -12,8 +14,8 @@ from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_d
 
 from fusedrl.collectors.cluster.actor import Collected
 from fusedrl.collectors.cluster.updates import RayUpdates
-from fusedrl.collectors.policy_version import PolicyVersion
-from fusedrl.collectors.progress import progress_bar
+from fusedrl.collectors.interrupts import uninterrupted
+from fusedrl.collectors.progress import OpenBar, progress_bar
 from fusedrl.collectors.staleness import is_too_old
 from fusedrl.parcel import unpack
 
@@ -33,21 +35,19 @@ class RayBatches(RayUpdates):
     _turns: dict[int, int]  # that each actor ran
     _stale: dict[int, int]  # that each actor dropped
     _dropped: int  # turns dropped here
-    _under_way: dict[Any, int]  # reference to a batch that is collected -> its actor
+    _under_way: dict[Any, int]  # reference to a batch that nobody has counted -> its actor
     _over: set[int]  # actors that have run their turns
+    _ready: tuple[Any] | None  # a batch that was counted, and is not handed out
     _thread: threading.Thread | None
     _error: BaseException | None
-    _iterator: Iterator[Any] | None  # of next()
+    _progress: OpenBar | None  # of next()
 
-    def _begin(self, track_policy_version: Any) -> None:
-        given = not isinstance(track_policy_version, bool)
-        self._versions = track_policy_version if given else PolicyVersion()
-        self.policy_version_tracker = None if track_policy_version is False else self._versions
-        self._weight_updater, self._stored, self._counted = None, None, False
-        self._lock, self._updating = threading.RLock(), threading.RLock()
+    def _begin(self) -> None:
+        """Nothing was collected by this process."""
+        self._weight_updater, self._counted = None, False
         self._turns, self._stale, self._dropped, self._iter = {}, {}, 0, -1
-        self._under_way, self._over = {}, set()
-        self._thread = self._error = self._iterator = None
+        self._under_way, self._over, self._ready = {}, set(), None
+        self._thread = self._error = self._progress = None
 
     @property
     def _frames(self) -> int:
@@ -72,29 +72,43 @@ class RayBatches(RayUpdates):
 
     def iterator(self) -> Iterator[Any]:
         """As ``iter``."""
+        self._over.clear()  # another process may have loaded a state
         with progress_bar(self) as advance:
-            while True:
-                self._refuse_beside_another()
-                try:
-                    batches = self._advance(self.sync_iter, advance)
-                except Exception:
-                    self.shutdown(raise_on_error=False)
-                    raise
-                if batches is None:
-                    return
-                yield batches[0]
+            while (ready := self._prepare(advance)) is not None:
+                # Python handles signals at calls and jumps: not between these two lines.
+                self._ready = None
+                yield ready[0]
 
     def next(self) -> TensorDictBase | None:
         """The next batch; ``None`` at the end, and where a replay buffer gets it.
 
         An exception of an actor shuts the collector down.
         """
+        if self._progress is None:
+            self._over.clear()
+            # Not the collector itself, which would be a reference to itself, and stay.
+            self._progress = OpenBar(progress_bar(weakref.proxy(self)))
+        ready = self._prepare(self._progress.advance)
+        if ready is None:
+            self._end_progress()  # goes on if another state is loaded
+            return None
+        self._ready = None
+        return ready[0]
+
+    def _prepare(self, advance: Callable[..., None]) -> tuple[Any] | None:
+        """The next batch, which is ready until it is handed out; nothing at the end."""
         self._refuse_beside_another()
-        if self._iterator is None:
-            self._iterator = self.iterator()
-        for batch in self._iterator:
-            return batch
-        self._iterator = None  # goes on if another state is loaded
+        try:
+            self._advance(self.sync_iter, advance)
+        except Exception:
+            self.shutdown(raise_on_error=False)
+            raise
+        return self._ready
+
+    def _end_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+        self._progress = None
 
     def _refuse_beside_another(self) -> None:
         self._refuse_closed()
@@ -102,67 +116,84 @@ class RayBatches(RayUpdates):
             raise RuntimeError(
                 "collector: expected to be iterated or start()ed, got both; read the replay buffer"
             )
+        self._refuse_copied_buffer()
 
-    def _advance(self, sync: bool, advance: Callable[..., None]) -> tuple[Any] | None:
-        """The next batch, ``None`` in its place where a buffer has it; nothing at the end."""
-        while collected := self._all() if sync else self._first():
-            self._iter += 1
-            tokens = [one.tokens for one in collected if one.tokens is not None]
-            oldest = [one.oldest for one in collected if one.oldest is not None]
-            advance(tokens=sum(tokens) if tokens else None, oldest=min(oldest, default=None))
-            if self.replay_buffer is not None and not self._extends:
-                return (None,)
-            batch = _joined([unpack(one.batch) for one in collected if one.batch is not None])
-            if self._is_stale(batch, oldest):
-                continue
-            if not self._extends:
-                return (batch,)
+    def _advance(self, sync: bool, advance: Callable[..., None]) -> None:
+        """Make the next batch ready, ``None`` in its place where a buffer has it.
+
+        None is ready at the end. Ctrl-C changes nothing as long as a batch is waited for and
+        unpacked; then it is counted and stored as a whole.
+        """
+        while self._ready is None:
+            answers = self._answers(sync)
+            if not answers:
+                return
+            in_order = sorted(answers.values(), key=itemgetter(0))
+            collected = [one for _, one in in_order if not one.over]
+            batches = [unpack(one.batch) for one in collected if one.batch is not None]
+            batch = _joined(batches) if batches else None
+            with uninterrupted():
+                self._count(answers)
+                if collected:
+                    self._iter += 1
+                    self._hand_over(batch, collected, advance)
+                if not sync:
+                    self._ask()  # the actor begins its next
+
+    def _count(self, answers: dict[Any, tuple[int, Collected]]) -> None:
+        for reference, (index, one) in answers.items():
+            del self._under_way[reference]
+            self._turns[index], self._stale[index] = one.frames, one.stale
+            if one.over:
+                self._over.add(index)
+
+    def _hand_over(
+        self, batch: TensorDictBase | None, collected: list[Collected], advance: Callable[..., None]
+    ) -> None:
+        """Make a batch ready for the iterator, or store it, unless it is too old."""
+        tokens = [one.tokens for one in collected if one.tokens is not None]
+        oldest = [one.oldest for one in collected if one.oldest is not None]
+        advance(tokens=sum(tokens) if tokens else None, oldest=min(oldest, default=None))
+        if batch is None:
+            self._ready = (None,)  # its actor has stored it
+        elif self._is_stale(batch, oldest):
+            return
+        elif self._extends:
             buffer: Any = self.replay_buffer
             buffer.extend(_maybe_normalize_replay_buffer_tensordict_device(batch, buffer))
-            return (None,)
-        return None
+            self._ready = (None,)
+        else:
+            self._ready = (batch,)
 
-    def _all(self) -> list[Collected]:
-        """A batch of each actor that is not done."""
-        self._ask()
-        got = {}
-        while self._under_way:
-            index, collected = self._one()
-            if not collected.over:
-                got[index] = collected
-        return [got[index] for index in sorted(got)]
+    def _answers(self, sync: bool) -> dict[Any, tuple[int, Collected]]:
+        """What each actor collected, or only those that are done and the first that is not.
 
-    def _first(self) -> list[Collected]:
-        """The first batch that is ready; its actor begins the next."""
+        By the reference of each, with the index of its actor; nothing at the end.
+        """
+        import ray
+
         self._ask()
-        while self._under_way:
-            _, collected = self._one()
-            if not collected.over:
-                self._ask()
-                return [collected]
-        return []
+        got: dict[Any, tuple[int, Collected]] = {}
+        waiting = list(self._under_way)
+        while waiting:
+            (reference,), waiting = ray.wait(waiting)
+            index = self._under_way[reference]
+            got[reference] = (index, self._actors.answer(reference, index))
+            if not sync and not got[reference][1].over:
+                break
+        return got
 
     def _ask(self) -> None:
         """Let every actor collect that does not, and is not done."""
-        for index in set(self._actors.indices) - self._over - set(self._under_way.values()):
-            self._under_way[self._actors.send(index, "collect")] = index
-
-    def _one(self) -> tuple[int, Collected]:
-        import ray
-
-        (reference,), _ = ray.wait(list(self._under_way))
-        index = self._under_way.pop(reference)
-        collected = self._actors.answer(reference, index)
-        self._turns[index], self._stale[index] = collected.frames, collected.stale
-        if collected.over:
-            self._over.add(index)
-        return index, collected
+        with uninterrupted():
+            for index in set(self._actors.indices) - self._over - set(self._under_way.values()):
+                self._under_way[self._actors.send(index, "collect")] = index
 
     def _is_stale(self, batch: TensorDictBase, oldest: list[int]) -> bool:
         """Whether too much was published since the batch began to wait here."""
         if self.max_staleness is None:
             return False
-        late = self._versions.version - min(oldest)
+        late = self._newest() - min(oldest)
         if is_too_old(late, self.max_staleness, self._dropped, "RayLLMCollector.stale_turns"):
             self._dropped += batch.numel()
             return True
@@ -175,6 +206,7 @@ class RayBatches(RayUpdates):
             RuntimeError: no replay buffer.
         """
         self._refuse_closed()
+        self._refuse_copied_buffer()
         if self.replay_buffer is None:
             raise RuntimeError(
                 "replay_buffer: expected one to collect into in the background, got None; pass it "
@@ -188,12 +220,24 @@ class RayBatches(RayUpdates):
     def _run(self) -> None:
         try:
             with progress_bar(self) as advance:
-                while not self.closed and self._advance(False, advance) is not None:
-                    pass
+                while not self.closed:
+                    self._advance(False, advance)
+                    if self._ready is None:
+                        return
+                    self._ready = None
         except Exception as error:
             if not self.closed:
                 self._error = error
                 logger.exception("RayLLMCollector: collecting in the background failed")
+
+    def _refuse_copied_buffer(self) -> None:
+        """In another process than the one that extends its replay buffer."""
+        if self._extends and self.replay_buffer is None:
+            raise RuntimeError(
+                "replay_buffer: expected a RayReplayBuffer in a collector that collects in another "
+                "process than that which made it, got one of that process; collect there, or "
+                "make the collector with a RayReplayBuffer"
+            )
 
     def is_running(self) -> bool:
         """Whether it collects in the background."""
@@ -212,14 +256,15 @@ class RayBatches(RayUpdates):
         Raises:
             RuntimeError: what actors could not close, by their names.
         """
-        if self.closed:
+        if self.closed and not self._actors.handles:  # they are there if Ctrl-C came meanwhile
             return
         self.closed = True
         told = self._actors.close(close_env, SECONDS_TO_END if timeout is None else timeout)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._under_way.clear()
-        self._iterator = None  # ends its progress bar
+        self._ready = None
+        self._end_progress()
         if raise_on_error and self._error is not None:
             raise self._error
         if told:

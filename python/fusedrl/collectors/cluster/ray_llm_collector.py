@@ -12,13 +12,31 @@ from tensordict import TensorDictBase
 from torchrl.collectors import ProfileConfig
 
 from fusedrl.channel.layout import Layout
-from fusedrl.collectors.cluster.actors import Actors, buffer_client, start_ray
+from fusedrl.collectors.cluster.actors import Actors, FirstActor, buffer_client, start_ray
 from fusedrl.collectors.cluster.arguments import check_ray_arguments, ray_options, shares
 from fusedrl.collectors.cluster.batches import RayBatches
+from fusedrl.collectors.cluster.distributor import Distributor, InFirstActor
+from fusedrl.collectors.policy_version import PolicyVersion
 from fusedrl.collectors.progress import check_progress
+from fusedrl.collectors.state import check_state
 from fusedrl.collectors.stopwatch import Profile
 from fusedrl.parcel import unpack
 from fusedrl.weights.base import RemoteWeightUpdaterBase
+
+_OF_HANDLES = {
+    "sync_iter",
+    "max_staleness",
+    "progress",
+    "verbose",
+    "requested_frames_per_batch",
+    "total_frames",
+    "_extends",
+    "_layout",
+    "_updatable",
+    "_tracks",
+    "_versions",
+    "_actors",
+}  # the attributes that a handle in another process has from the collector
 
 
 class RayLLMCollector(RayBatches):
@@ -128,7 +146,10 @@ class RayLLMCollector(RayBatches):
             flatten_data = True
         self.requested_frames_per_batch = dialog_turns_per_batch or 1
         self.total_frames: Any = float("inf") if total_dialog_turns == -1 else total_dialog_turns
-        self._begin(track_policy_version)
+        self._begin()
+        given = not isinstance(track_policy_version, bool)
+        self._versions = track_policy_version if given else PolicyVersion()
+        self._tracks = track_policy_version is not False
         sends = isinstance(weight_updater, RemoteWeightUpdaterBase)
         shared = {
             "policy": policy,
@@ -158,6 +179,7 @@ class RayLLMCollector(RayBatches):
         ]
         self._actors = Actors(ray_options(remote_config, count, num_cpus, num_gpus), timeout)
         self._actors.start(shared, own, torch.initial_seed() % 2**62)
+        self._distributor = Distributor(self._actors, self._versions)
         self.closed = False
         layout = self._actors.started[0].layout
         self._layout = None if layout is None else Layout.from_json(layout)
@@ -167,6 +189,36 @@ class RayLLMCollector(RayBatches):
 
     def __del__(self) -> None:
         """Nothing: an actor ends with its last handle."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What makes a handle of the same actors in another process.
+
+        Updates are numbered in the first actor from here on, for all handles.
+        """
+        self._refuse_closed()
+        self._share()
+        state = {name: value for name, value in vars(self).items() if name in _OF_HANDLES}
+        sends = isinstance(self._weight_updater, RemoteWeightUpdaterBase)  # the weights here
+        return state | {
+            "replay_buffer": buffer_client(self.replay_buffer),
+            "_weight_updater": None if sends else self._weight_updater,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A handle, which has collected nothing itself."""
+        updater = state.pop("_weight_updater")
+        vars(self).update(state)
+        self._begin()
+        self._policy = None  # of it this process would have a copy, with other weights
+        self._distributor = InFirstActor(self._actors, self._versions)
+        self._register(updater)
+        self.closed = False
+
+    @property
+    def _collector(self) -> FirstActor:
+        """torchrl's name of its one actor."""
+        self._refuse_closed()
+        return FirstActor(self._actors)
 
     def is_initialized(self) -> bool:
         """Whether the collector is ready: made, and not shut down."""
@@ -243,8 +295,18 @@ class RayLLMCollector(RayBatches):
         Raises:
             NotImplementedError: an ``index``.
         """
-        self._each("reset", index, **kwargs)
-        self._under_way.clear()  # batches of before: each actor's came before its reset
+        if index is not None or kwargs:
+            raise NotImplementedError(
+                "index: expected None, got a part of the environments; all dialogs start anew"
+            )
+        self._refuse_closed()
+        self._forget()
+        self._actors.each("call", "reset")
+
+    def _forget(self) -> None:
+        """Whatever was collected before the actors are told to start anew is not handed out."""
+        self._under_way.clear()
+        self._ready = None
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments one after the other; returns the seed that would follow."""
@@ -273,7 +335,7 @@ class RayLLMCollector(RayBatches):
         state: OrderedDict[str, Any] = OrderedDict(
             (f"worker{index}", state) for index, state in enumerate(states)
         )
-        state.update(frames=self._frames, iter=self._iter)
+        state.update(frames=sum(state["frames"] for state in states), iter=self._iter)
         if self.policy_version_tracker is not None:
             state["policy_version"] = self.policy_version
         return state
@@ -284,7 +346,8 @@ class RayLLMCollector(RayBatches):
         Once weights were sent, the policies keep these and their version.
 
         Raises:
-            ValueError: a state of another number of actors.
+            ValueError: a state of another number of actors, or one that does not fit one of them;
+                nothing has changed then.
         """
         self._refuse_closed()
         names = [f"worker{index}" for index in self._actors.indices]
@@ -294,15 +357,24 @@ class RayLLMCollector(RayBatches):
                 f"state_dict: expected {names[0]} to {names[-1]}, got {workers}; load it into as "
                 "many actors as it is of"
             )
-        self._under_way.clear()
+        check_state(state_dict, {}, self.policy_version_tracker, True)
+        states = [state_dict[name] for name in names]
+        self._each_state("check_state_dict", states, kwargs)
+        self._forget()
+        self._each_state("load_state_dict", states, kwargs)
         self._over.clear()
-        for index, name in enumerate(names):
-            args = (state_dict[name],)
-            self._actors.one(index, "call", "load_state_dict", args, kwargs)
         self._iter = state_dict["iter"]
-        self._turns = {i: state_dict[name]["frames"] for i, name in enumerate(names)}
-        if "policy_version" in state_dict and (self._stored is None or self._layout is None):
-            self._versions.version = state_dict["policy_version"]
+        self._turns = {index: state["frames"] for index, state in enumerate(states)}
+        if "policy_version" in state_dict:
+            self._distributor.load(state_dict["policy_version"], self._layout is not None)
+
+    def _each_state(self, name: str, states: list[Any], kwargs: Any) -> None:
+        """Call a method of each collector with its state."""
+        asked = [
+            self._actors.send(index, "call", name, (state,), kwargs)
+            for index, state in enumerate(states)
+        ]
+        self._actors.wait(asked, None)
 
     def _of_first(self, method: str, *args: Any) -> Any:
         self._refuse_closed()

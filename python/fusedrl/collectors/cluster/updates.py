@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
@@ -10,8 +12,9 @@ from torchrl.collectors._single import _CollectorMeta
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
 from fusedrl.channel.layout import Layout
-from fusedrl.collectors.cluster.actor import named_weights
+from fusedrl.collectors.cluster.actor import weights_in
 from fusedrl.collectors.cluster.actors import Actors
+from fusedrl.collectors.cluster.distributor import Distributor, InFirstActor
 from fusedrl.weights.base import RemoteWeightUpdaterBase
 from fusedrl.weights.copying import unwrap
 from fusedrl.weights.ray_store import StoredWeights
@@ -34,11 +37,10 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
     _updatable: bool  # whether an update without an updater can do anything
     _policy: Any  # what was given: the source of an update without weights
     _versions: Any  # a PolicyVersion, which counts also where nobody asked for it
+    _tracks: bool  # whether somebody asked for it
     _weight_updater: Any
-    _stored: str | None  # the object of Ray's store that has the newest version
+    _distributor: Distributor | InFirstActor
     _counted: bool  # whether the update that is under way has a number
-    _lock: Any  # held while a version is counted
-    _updating: Any  # held until an update is everywhere: each actor gets versions in their order
 
     def update_policy_weights_(
         self,
@@ -87,7 +89,7 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
                 "policy is what is updated"
             )
         self._refuse_closed()
-        with self._updating:
+        with self._distributor.lock:
             self._update(given[0] if given else None, worker_ids)
 
     def _update(self, weights: Any, worker_ids: Any) -> None:
@@ -102,8 +104,7 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
             weights = unwrap(weights)
             stored = isinstance(weights, TensorDictBase)
             reference = self._put(StoredWeights(weights) if stored else weights)
-            version = self._number(reference)
-            self._actors.each("update_by_updater", reference, worker_ids, version)
+            self._distributor.update([reference], worker_ids)
         else:
             self._publish(weights, worker_ids)
 
@@ -123,29 +124,19 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
                 "policy_or_weights: expected weights, got none, and no policy= that they could be "
                 "of; pass the trained module, its tensordict or its state dict"
             )
-        named = named_weights(weights, self._layout)
-        self._layout.matched(named)
+        named = self._layout.named(weights_in(weights))
         reference = self._put(StoredWeights(TensorDict(named)))  # pyright: ignore[reportArgumentType]
-        version = self._number(reference)
-        self._actors.each("update_policy_weights_", reference, version, between=False)
+        self._distributor.publish([reference])
 
     def _put(self, value: Any) -> Any:
         import ray
 
         return ray.put(value)
 
-    def _number(self, reference: Any) -> Any:
-        """The version of what is stored: a new one for each object, whatever becomes of it."""
-        with self._lock:
-            if reference.hex() != self._stored:
-                self._stored = reference.hex()
-                self._versions.increment_version()
-            return self._versions.version
-
     @property
     def remote_collectors(self) -> list[Any]:
         """The actors, as :class:`fusedrl.RayRemoteWeightUpdater` takes them."""
-        return [Numbered(self, handle) for handle in self._actors.handles]
+        return [Numbered(self, index) for index in self._actors.indices]
 
     @property
     def weight_updater(self) -> Any:
@@ -160,6 +151,12 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
             self._weight_updater, RemoteWeightUpdaterBase
         )
         if not sends and not (value is None and runs_here):
+            if self._actors.shared:
+                raise RuntimeError(
+                    "weight_updater: expected one that sends to actors, got one that runs in them, "
+                    "which handles of this collector in other processes would not know; set it "
+                    "before the collector is sent"
+                )
             self._layout = None
             self._actors.each("set_updater", value)
             self._updatable = True
@@ -173,6 +170,24 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
             value.register_collector(self)
             if len(value.post_hooks) == hooks:
                 value.register_post_hook(_Count(self))
+
+    def _share(self) -> None:
+        """Let the first actor number the updates, for handles in any process."""
+        distributor = self._distributor
+        with distributor.lock:
+            if isinstance(distributor, Distributor) and self._distributor is distributor:
+                # In another thread: Ray forgets what it was pickling in this one.
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(self._move, distributor).result()
+
+    def _move(self, distributor: Distributor) -> None:
+        self._actors.shared = True
+        moved = copy.copy(distributor)
+        moved.actors = copy.copy(self._actors)
+        moved.actors.handles = [None, *self._actors.handles[1:]]
+        answer = self._actors.send(0, "take_over", moved, between=False)
+        self._actors.wait([answer], self._actors.timeout)
+        self._distributor = InFirstActor(self._actors, self._versions)
 
     def set_weight_updater(self, weight_updater: Any) -> bool:
         """Set the weight updater; returns ``True``, as remote calls want an answer."""
@@ -193,7 +208,18 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
     @property
     def policy_version(self) -> Any:
         """The newest version, ``None`` if none is tracked: what the next policy calls have."""
-        return None if self.policy_version_tracker is None else self._versions.version
+        return self._newest() if self._tracks else None
+
+    @property
+    def policy_version_tracker(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The tracker, ``None`` if none was asked for; it knows what other processes counted."""
+        if not self._tracks:
+            return None
+        self._newest()
+        return self._versions
+
+    def _newest(self) -> Any:
+        return self._versions.version if self.closed else self._distributor.version()
 
     def get_policy_version(self) -> Any:
         """As :attr:`policy_version`."""
@@ -202,11 +228,7 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
     def increment_version(self) -> None:
         """Count a version in every actor, without other weights."""
         self._refuse_closed()
-        with self._updating:
-            with self._lock:
-                self._versions.increment_version()
-                version = self._versions.version
-            self._actors.each("renumber", version, between=False)
+        self._distributor.count()
 
     def _refuse_closed(self) -> None:
         if not self.is_initialized():
@@ -218,9 +240,9 @@ class RayUpdates(_RayLLMCollector, metaclass=_OwnArguments):
 class Numbered:
     """An actor that gets its weights with their version; anything else is the actor's own."""
 
-    def __init__(self, collector: RayUpdates, actor: Any) -> None:
+    def __init__(self, collector: RayUpdates, index: int) -> None:
         self._collector = weakref.ref(collector)
-        self._actor = actor
+        self._actor, self._index = collector._actors.handles[index], index
 
     @property
     def update_policy_weights_(self) -> Numbered:
@@ -231,8 +253,8 @@ class Numbered:
         """Send weights that are in Ray's store; a reference to the answer."""
         collector = self._collector()
         assert collector is not None
-        version, collector._counted = collector._number(weights), True
-        return self._actor.update_policy_weights_.remote(weights, version)
+        collector._counted = True
+        return collector._distributor.send([weights], self._index)
 
     def __getattr__(self, name: str) -> Any:
         """Anything else, of the actor."""

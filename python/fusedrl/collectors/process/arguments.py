@@ -11,6 +11,13 @@ from torchrl.collectors._constants import DEFAULT_EXPLORATION_TYPE
 from torchrl.collectors.llm import LLMCollector as _LLMCollector
 
 from fusedrl.channel import WeightHandle
+from fusedrl.collectors.arguments import (
+    check_mode,
+    check_seconds,
+    check_staleness,
+    check_total,
+    check_whole,
+)
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
@@ -28,6 +35,18 @@ OF_COLLECTOR: dict[str, Any] = {
     "auto_register_policy_transforms": None,
     "compact_obs": False,
 }
+# The least of each number, what it counts, and what to do.
+WHOLE = {
+    "frames_per_batch": (1, "frames", "1 is the least"),
+    "max_frames_per_traj": (0, "frames", "None leaves trajectories as they are"),
+    "init_random_frames": (-1, "frames", "None has none"),
+    "trajs_per_batch": (1, "trajectories", "None yields frames as they come"),
+    "trajs_per_write": (1, "trajectories", "None writes all that are complete"),
+    "num_threads": (0, "threads", "None leaves them as they are"),
+    "num_sub_threads": (1, "threads", "1 is the default"),
+    "prefetch": (0, "batches", "0 collects on demand"),
+}
+OWN_SIZE, OWN_TOTAL = "dialog_turns_per_batch", "total_dialog_turns"
 DEVICES = ("device", "storing_device", "policy_device", "env_device")
 # Dialogs have none of these.
 ONLY_FRAMES = (*OF_COLLECTOR, *DEVICES, "split_trajs", "trajs_per_batch", "trajs_per_write")
@@ -39,12 +58,23 @@ def is_of_dialogs(collector_class: Any) -> bool:
 
 
 def name_sizes(given: dict[str, Any], more: dict[str, Any]) -> None:
-    """Move the sizes of dialogs to where those of frames are, and clear them away."""
-    for name, own in (
-        ("frames_per_batch", "dialog_turns_per_batch"),
-        ("total_frames", "total_dialog_turns"),
+    """Move the sizes of dialogs to where those of frames are, and clear them away.
+
+    Raises:
+        TypeError, ValueError: both are given, or one that is none.
+    """
+    check_whole("dialog_turns_per_batch", more.get(OWN_SIZE), 1, "turns", "1 is the least")
+    check_total("total_dialog_turns", more.get(OWN_TOTAL), "turns")
+    for name, own, default in (
+        ("frames_per_batch", OWN_SIZE, None),
+        ("total_frames", OWN_TOTAL, -1),
     ):
         if own in more:
+            if given[name] not in (default, more[own]):
+                raise TypeError(
+                    f"{own}: expected it or {name}, which is its other name here, got "
+                    f"{more[own]} and {given[name]}; drop one"
+                )
             given[name] = more.pop(own)
 
 
@@ -92,32 +122,23 @@ def _check_dialogs(given: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def _check_numbers(given: dict[str, Any]) -> None:
-    threshold, staleness = given["preemptive_threshold"], given["max_staleness"]
-    if threshold is not None and not 0.0 <= threshold <= 1.0:
+    for name, (least, unit, remedy) in WHOLE.items():
+        optional = name not in ("prefetch", "num_sub_threads")
+        check_whole(name, given[name], least, unit, remedy, optional)
+    check_total("total_frames", given["total_frames"], "frames")
+    threshold = given["preemptive_threshold"]
+    if threshold is not None and not (
+        isinstance(threshold, int | float) and 0.0 <= threshold <= 1.0
+    ):
         raise ValueError(
-            f"preemptive_threshold: expected 0 to 1, got {threshold}; 1 is the default"
+            f"preemptive_threshold: expected 0 to 1, got {threshold!r}; 1 is the default"
         )
-    if given["prefetch"] < 0:
-        raise ValueError(
-            f"prefetch: expected 0 or more batches, got {given['prefetch']}; 0 collects on demand"
-        )
-    if staleness is not None and staleness < 0:
-        raise ValueError(
-            f"max_staleness: expected 0 or more versions, got {staleness}; None keeps everything"
-        )
-    tracker = given["track_policy_version"]
-    counts = tracker is True or getattr(tracker, "version_type", None) in (int, "int")
-    if staleness is not None and not counts:
-        raise ValueError(
-            "max_staleness: expected integer versions to count back from, got "
-            f"track_policy_version={tracker!r}; pass True or PolicyVersion('int')"
-        )
-    timeout = given["timeout"]
-    if timeout is not None and timeout <= 0:
-        raise ValueError(f"timeout: expected seconds above 0, got {timeout}; None has no limit")
+    check_staleness(given["max_staleness"], given["track_policy_version"])
+    check_seconds("timeout", given["timeout"], "None has no limit")
 
 
 def _check_weights(given: dict[str, Any]) -> None:
+    check_mode(given["channel_mode"])
     channel, schemes = given["channel"], given["weight_sync_schemes"]
     if given["weight_updater"] is not None and schemes is not None:
         raise TypeError(

@@ -17,6 +17,7 @@ from torchrl.collectors.utils import _validate_traj_format
 from torchrl.envs.utils import ExplorationType
 
 from fusedrl.channel import WeightHandle
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.process.arguments import (
     DEVICES,
     check_arguments,
@@ -26,6 +27,7 @@ from fusedrl.collectors.process.arguments import (
     is_of_dialogs,
     name_sizes,
 )
+from fusedrl.collectors.process.calls import Done
 from fusedrl.collectors.process.iteration import AsyncIteration
 from fusedrl.collectors.process.sealed import Job, Sealed
 from fusedrl.collectors.process.shared_batches import Mappings
@@ -56,9 +58,10 @@ class AsyncCollector(AsyncIteration):
         policy: a module, or another function of a tensordict; random actions if ``None``.
         policy_factory: makes the policy, in the worker. With ``policy`` too, that one has the
             weights.
-        frames_per_batch: frames in a batch; of dialogs ``dialog_turns_per_batch``.
-        total_frames: frames in all, rounded up to whole batches; -1 never ends. Of dialogs
-            ``total_dialog_turns``.
+        frames_per_batch: frames in a batch. Dialogs call it ``dialog_turns_per_batch``: with
+            ``collector_class=LLMCollector`` either name is taken.
+        total_frames: frames in all, rounded up to whole batches; -1 never ends. Dialogs call it
+            ``total_dialog_turns``, in the same way.
         device: stands in for each of the next three that is left out.
         storing_device: where frames of a batch are gathered.
         env_device: where the environment runs.
@@ -107,8 +110,8 @@ class AsyncCollector(AsyncIteration):
         kwargs: of ``collector_class=LLMCollector``.
 
     Raises:
-        TypeError: arguments that exclude each other; an environment or a policy that cannot be sent
-            to another process.
+        TypeError: arguments that exclude each other, or are no numbers; an environment or a policy
+            that cannot be sent to another process.
         ValueError: numbers out of range; schemes of another kind; several workers' values.
         Exception: what making the environment or the policy raises in the worker, with its
             traceback as the cause.
@@ -207,34 +210,35 @@ class AsyncCollector(AsyncIteration):
             torch.set_num_threads(num_threads)
         try:
             self._set_up_weights(weight_sync_schemes, weight_updater, channel)
-            self._worker = WorkerProcess(
-                _get_mp_ctx(), Sealed(self._job(given, kwargs), self._brought())
-            )
+            sealed = Sealed(self._job(given, kwargs), self._brought())
+            self._worker = WorkerProcess(_get_mp_ctx(), sealed, self._mappings)
             self.closed = False
-            self._worker.ready()
+            ready = self._worker.ready()
         except BaseException:
             self.shutdown(raise_on_error=False)
             raise
+        self._use_buffers = ready["use_buffers"]  # torchrl's, of the worker's collector
         if weight_recv_schemes is not None:
             self.register_scheme_receiver(weight_recv_schemes)
 
     def _set_numbers(self, given: dict[str, Any]) -> None:
         total, wanted = given["total_frames"], given["frames_per_batch"]
-        self.total_frames = float("inf") if total is None or total < 0 else int(total)
+        endless = total in (None, -1, float("inf"))
+        self.total_frames = float("inf") if endless else int(total)
         self.requested_frames_per_batch = wanted
         self.split_trajs = bool(given["split_trajs"])
         self.max_frames_per_traj = int(given["max_frames_per_traj"] or 0)
         self.init_random_frames = int(given["init_random_frames"] or 0)
         threshold = given["preemptive_threshold"]
         self.preemptive_threshold = 1.0 if threshold is None else float(threshold)
-        self._frames, self._iter = 0, -1
-        self._asked = 0  # batches that the worker was asked for and has not sent
-        self.stale_frames = 0
+        self._done = self._loaded = Done()
         self._mappings = Mappings()
-        self._thread: threading.Thread | None = None
-        self._thread_error: Exception | None = None
+        self._thread = self._thread_error = None
         self._stop = False
         self._storing = threading.Lock()  # held while a batch goes into the buffer
+        # A signal's handler may shut down what is shutting down.
+        self._ending = threading.RLock()
+        renew_in_children(self, _ending=threading.RLock)
 
     def _job(self, given: dict[str, Any], more: dict[str, Any]) -> Job:
         """What the worker is started with."""
@@ -267,7 +271,8 @@ class AsyncCollector(AsyncIteration):
             timeout: seconds that the worker has to close its environment, 10 by default; it is
                 killed after that.
             close_env: ``True``: the environment ends with the worker.
-            raise_on_error: whether to raise what closing raises.
+            raise_on_error: whether to raise what closing raises, or what ended the thread of
+                :meth:`start` and was not raised yet.
 
         Raises:
             RuntimeError: ``close_env=False``.
@@ -276,39 +281,53 @@ class AsyncCollector(AsyncIteration):
             raise RuntimeError(
                 "close_env: expected True, got False; the environment ends with its process"
             )
+        timeout = SHUTDOWN_S if timeout is None else timeout
         self._stop = True
-        if self._worker is None:
-            return
-        worker, self._worker = self._worker, None
         try:
-            with contextlib.ExitStack() as stack:
-                stack.callback(self._close_weights)
-                worker.stop(SHUTDOWN_S if timeout is None else timeout)
+            with self._ending:
+                self._end(timeout)
+            if raise_on_error:
+                self._raise_thread_error()
+            self._thread_error = None
         except Exception:
             if raise_on_error:
                 raise
+
+    def _end(self, timeout: float) -> None:
+        worker = self._worker
+        if worker is None or worker.is_inherited:  # a process forked from the trainer has no worker
+            self.closed, self._worker = True, None
+            return
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._close_weights)
+                stack.callback(self._join_thread, timeout)
+                worker.stop(timeout)
+            self._worker = None
+        except Exception:
+            self._worker = None
+            raise
         finally:
             self.closed, self._iterator = True, None
             self._mappings.close()
             if self._former_threads is not None:
                 torch.set_num_threads(self._former_threads)
+
+    def _join_thread(self, timeout: float) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """As :meth:`shutdown`, then raise what ended the thread of :meth:`start`, if anything."""
+        """As :meth:`shutdown`."""
         self.shutdown(timeout, close_env)
-        if self._thread_error is not None:
-            error, self._thread_error = self._thread_error, None
-            raise error
 
     def __enter__(self) -> AsyncCollector:
         """The collector, which is shut down at the end of the block."""
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        """Shut down."""
-        self.shutdown()
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Shut down; an exception of the block is not hidden."""
+        self.shutdown(raise_on_error=kind is None)
 
 
 aSyncDataCollector = AsyncCollector

@@ -4,30 +4,58 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
 from torchrl.collectors._base import ProfileConfig, _ProfilerHook
 
 from fusedrl.collectors.process import inner
-from fusedrl.collectors.process.shared_batches import Mappings
+from fusedrl.collectors.process.errors import ShutDown
 from fusedrl.collectors.process.updates import AsyncUpdates
 from fusedrl.collectors.process.worker_process import WorkerProcess
 from fusedrl.collectors.stopwatch import Profile
 
 
+class Done(NamedTuple):
+    """What the trainer has got: the number of its last batch, and how much that is in all."""
+
+    number: int = 0
+    frames: int = 0
+    batches: int = 0
+    stale: int = 0
+
+    def with_batch(self, number: int, frames: int, stale: int) -> Done:
+        """The same after one more batch."""
+        return Done(number, self.frames + frames, self.batches + 1, self.stale + stale)
+
+
 class AsyncCalls(AsyncUpdates):
     """How :class:`fusedrl.AsyncCollector` reaches what its worker has."""
 
-    _frames: int
-    _iter: int
-    _asked: int
-    _mappings: Mappings
+    _done: Done
+    _loaded: Done  # what a state that was loaded counts beside it
+
+    @property
+    def _frames(self) -> int:
+        return self._loaded.frames + self._done.frames
+
+    @property
+    def _iter(self) -> int:
+        return self._loaded.batches + self._done.batches - 1
+
+    @property
+    def stale_frames(self) -> int:
+        """Frames that ``max_staleness`` dropped."""
+        return self._done.stale
 
     def _running(self) -> WorkerProcess:
+        self._raise_thread_error()
         if self._worker is None:
+            raise ShutDown
+        if self._worker.is_inherited:
             raise RuntimeError(
-                "collector: expected one that runs, got one that was shut down; make another one"
+                "collector: expected the process that made it, got one that was forked from it; "
+                "make another one here"
             )
         return self._worker
 
@@ -36,11 +64,7 @@ class AsyncCalls(AsyncUpdates):
 
     def _call_anew(self, function: Callable[..., Any], *args: Any) -> Any:
         """As :meth:`_call`; nobody gets batches from before it."""
-        answer = self._call(function, *args)
-        for shipment, *_ in self._running().forget():
-            self._mappings.unpack(shipment)
-            self._asked -= 1
-        return answer
+        return self._running().call(function, *args, anew=True)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environment, torch and numpy in the worker, and reset the environment.
@@ -95,7 +119,8 @@ class AsyncCalls(AsyncUpdates):
         self._call_anew(inner.load_state_dict, worker, scheme is None)
         if version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
-        self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+        frames, batches = state_dict["frames"], state_dict["iter"] + 1
+        self._loaded = Done(frames=frames - self._done.frames, batches=batches - self._done.batches)
 
     def profile(self) -> Profile:
         """Where the worker's time went: policy, env, stamping, queueing (packing is in this).

@@ -8,6 +8,15 @@ import traceback
 from typing import NamedTuple
 
 
+class ShutDown(RuntimeError):
+    """A collector that was shut down is used."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "collector: expected one that runs, got one that was shut down; make another one"
+        )
+
+
 class WorkerTraceback(Exception):
     """The cause of an exception that a worker raised: the worker's traceback, as text."""
 
@@ -25,23 +34,34 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Make it portable, whatever it is."""
-        text = "".join(traceback.format_exception(error))
         data = None
-        if isinstance(error, Exception):
-            with contextlib.suppress(Exception):
-                data = pickle.dumps(error)
-                pickle.loads(data)  # an __init__ of its own may not take what it is given back
-                return cls(data, text)
-        return cls(None, text)
+        with contextlib.suppress(Exception):
+            data = pickle.dumps(error)
+        return cls(data if _read(data) is not None else None, _text(error))
 
     def exception(self) -> Exception:
         """The exception, with the worker's traceback as its cause."""
-        last = self.text.rstrip().rsplit("\n", 1)[-1]
-        error: Exception = RuntimeError(
-            f"worker: expected it to collect, got {last}; its traceback is above"
-        )
-        if self.data is not None:
-            with contextlib.suppress(Exception):
-                error = pickle.loads(self.data)
+        error = _read(self.data)
+        if error is None:
+            last = self.text.rstrip().rsplit("\n", 1)[-1]
+            error = RuntimeError(
+                f"worker: expected it to collect, got {last}; its traceback is above"
+            )
         error.__cause__ = WorkerTraceback(self.text)
         return error
+
+
+def _read(data: bytes | None) -> Exception | None:
+    """The exception of a pickle, if it yields one: an ``__init__`` or ``__reduce__`` may not."""
+    with contextlib.suppress(Exception):
+        error = None if data is None else pickle.loads(data)
+        return error if isinstance(error, Exception) else None
+    return None
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:  # what the exception says of itself may raise anything
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        return f"Traceback (most recent call last):\n{frames}{type(error).__qualname__}\n"

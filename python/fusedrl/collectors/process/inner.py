@@ -73,6 +73,11 @@ class _Versions:
 # What the trainer asks; the collector comes first.
 
 
+def describe(collector: Any) -> dict[str, Any]:
+    """What the trainer's end shows of the collector."""
+    return {"use_buffers": getattr(collector, "_use_buffers", None)}
+
+
 def set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
     """Seed the environment, torch and numpy, and reset; returns the last seed."""
     last = collector.set_seed(seed, static_seed=static_seed)

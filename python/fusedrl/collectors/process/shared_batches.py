@@ -135,6 +135,13 @@ def _mapped(descriptor: int, nbytes: int) -> Tensor:
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
+class _Lent(weakref.ref[Any]):
+    """To the memory of a batch, which is that of segment ``index``."""
+
+    __slots__ = ("index",)
+    index: int
+
+
 class Mappings:
     """Batches that :class:`Segments` were packed in, as another process sees them.
 
@@ -145,7 +152,8 @@ class Mappings:
 
     def __init__(self) -> None:
         self._mapped: dict[int, Tensor] = {}
-        self._released: deque[int] = deque()
+        self._lent: dict[int, _Lent] = {}
+        self._returned: deque[_Lent] = deque()
 
     def unpack(self, shipment: Shipment) -> Any:
         """The batch; its tensors are the segment's memory, and may be written to.
@@ -157,12 +165,16 @@ class Mappings:
         if mapped is None or len(mapped) != shipment.nbytes:
             mapped = self._mapped[shipment.index] = _opened(shipment)
         buffer = mapped.numpy().data  # an object that ends with the last tensor over it
-        weakref.finalize(buffer, self._released.append, shipment.index).atexit = False
+        # Nothing that is written in Python runs at its end, which Ctrl-C could break off.
+        lent = _Lent(buffer, self._returned.append)
+        lent.index = shipment.index
+        self._lent[id(lent)] = lent
         return put_together(shipment.contents, torch.frombuffer(buffer, dtype=torch.uint8))
 
     def released(self) -> list[int]:
         """The segments that became free since the last call."""
-        return [self._released.popleft() for _ in range(len(self._released))]
+        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        return [self._lent.pop(id(lent)).index for lent in returned]
 
     def close(self) -> None:
         """Let go of the memory that no tensor needs."""

@@ -26,6 +26,13 @@ class AsyncUpdates(_AsyncCollector):
     _worker: WorkerProcess | None
     _reader: WeightReader | None  # of a channel that another publishes
     _weight_sync_schemes: dict[str, Any]
+    _thread_error: BaseException | None  # of start()
+
+    def _raise_thread_error(self) -> None:
+        """Raise what ended the thread of start(), once."""
+        if self._thread_error is not None:
+            error, self._thread_error = self._thread_error, None
+            raise error
 
     def _set_up_weights(
         self,
@@ -103,6 +110,7 @@ class AsyncUpdates(_AsyncCollector):
         Raises:
             RuntimeError: weights beside a channel, or no way for them to reach the policy.
         """
+        self._raise_thread_error()
         if self._reader is None:
             super().update_policy_weights_(*args, **kwargs)
         elif args or kwargs:

@@ -1,196 +1,284 @@
-"""A trainer's end of a worker process: what arrives from it, and how it ends."""
+"""A trainer's end of a worker process: what is said to it, what arrives, and how it ends."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import logging
+import os
 import pickle
+import queue
 import signal
+import socket
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 
+from fusedrl.collectors.process import kin
+from fusedrl.collectors.process.errors import ShutDown
+from fusedrl.collectors.process.inbox import Arrived, Call, Inbox
 from fusedrl.collectors.process.sealed import Sealed
-from fusedrl.collectors.process.worker import main
+from fusedrl.collectors.process.shared_batches import Mappings
+from fusedrl.collectors.process.wire import Wire
+from fusedrl.collectors.process.worker import READY, main
 
 SHUTDOWN_S = 10.0
 KILL_S = 1.0  # beyond the time in which a worker ends itself
+LOOK_S = 10.0  # of waiting, after which it is looked at whether the worker can answer
+
+T = TypeVar("T")
+
+logger = logging.getLogger("fusedrl")
 
 
 class WorkerProcess:
     """A worker, which has been started; several threads may use it.
 
+    What Ctrl-C breaks off here can be done again: a worker is asked for the batches up to a number,
+    a batch stays until the trainer has counted it, and calls are numbered.
+
     Args:
         context: of multiprocessing.
         sealed: what the worker makes its collector of.
+        mappings: unpack its batches.
 
     Raises:
         TypeError: something in the job cannot be pickled.
     """
 
-    def __init__(self, context: Any, sealed: Sealed) -> None:
-        self._connection, theirs = context.Pipe()
+    def __init__(self, context: Any, sealed: Sealed, mappings: Mappings) -> None:
+        ours, theirs = socket.socketpair()
         self.process = context.Process(target=main, args=(theirs, sealed), name="fusedrl-collector")
         try:
             with _undisturbed():
                 self.process.start()
         except (TypeError, AttributeError, pickle.PicklingError) as error:
-            self._connection.close()
+            ours.close()
             raise TypeError(
                 "create_env_fn, policy: expected what can be sent to another process, got "
                 f"{error}; pass functions that make them there (policy_factory=)"
             ) from error
         finally:
             theirs.close()
-        self._changed = threading.Condition()
-        self._calling = threading.Lock()
-        self._reading = False
-        self._batches: deque[tuple[Any, ...]] = deque()
-        self._answers: deque[tuple[Any, ...]] = deque()
-        self._failure: Callable[[], Exception] | None = None
+        self._trainer, self.pid = os.getpid(), self.process.pid
+        self._asked = 0
+        self._numbers = itertools.count(READY + 1)
+        self._inbox, self._outbox = Inbox(), queue.SimpleQueue()
+        self._ready = Call(anew=False)
+        self._inbox.expect(READY, self._ready)
+        self._link = _Link(self.process, Wire(ours), self._inbox, self._outbox, mappings)
         # Before multiprocessing joins its children at exit, and if nobody shuts the worker down.
-        end = self.process, self._connection, SHUTDOWN_S
-        self._finalizer = Finalize(self, _end, end, exitpriority=100)
+        self._finalizer = Finalize(self, self._link.end, (SHUTDOWN_S,), exitpriority=100)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the trainer, whose worker it is."""
+        return self._trainer != os.getpid()
 
     def ready(self) -> Any:
-        """Wait until there is a collector; returns its version."""
-        return self._wait(self._answers, None)[1]
+        """Wait until there is a collector; returns what it is like."""
+        return self._answer_of(self._ready)
 
-    def ask(self, count: int, released: list[int]) -> None:
-        """Ask for further batches, and give memory of former ones back."""
-        self._send("more", count, released)
+    def under_way(self, taken: int) -> int:
+        """How many batches after those that are taken it was asked for."""
+        return self._asked - max(taken, self._inbox.outdated)
 
-    def batch(self, timeout: float | None) -> tuple[Any, ...] | None:
-        """A shipment, its frames and oldest version; ``None`` if there will be no other."""
-        message = self._wait(self._batches, timeout)
-        return message[1:] or None
+    def ask(self, taken: int, ahead: int) -> None:
+        """Have ``ahead`` batches made after those that are taken."""
+        last = max(taken, self._inbox.outdated) + ahead
+        if last > self._asked:
+            self._outbox.put(last)
+            self._asked = last  # asked for once more if Ctrl-C comes before this: that is harmless
 
-    def forget(self) -> list[tuple[Any, ...]]:
-        """Batches that have arrived, which nobody will get."""
-        with self._changed:
-            lost = [message[1:] for message in self._batches if message[0] == "batch"]
-            self._batches.clear()
-        return lost
+    def batch(self, taken: int, timeout: float | None) -> Arrived:
+        """The first batch after those that are taken; it stays there until :meth:`drop`.
+
+        Raises:
+            TimeoutError: none arrives.
+        """
+
+        def look() -> Arrived | None:
+            self.ask(taken, 1)  # another thread's call may have made outdated what was asked for
+            return self._inbox.batch(taken)
+
+        arrived = self._wait_for(look, timeout)
+        if arrived is not None:
+            return arrived
+        remedy = "it is alive: raise timeout"
+        if kin.is_stopped(self.pid):
+            remedy = f"a signal has stopped it: let it go on with kill -CONT {self.pid}"
+        raise TimeoutError(
+            f"timeout: expected a batch of the worker (pid {self.pid}) within {timeout} s, got "
+            f"none; {remedy}"
+        )
+
+    def is_outdated(self, number: int) -> bool:
+        """Whether a call has made a batch outdated since."""
+        return number <= self._inbox.outdated
+
+    def drop(self, taken: int) -> None:
+        """Let go of batches that are taken."""
+        self._inbox.drop(taken)
 
     def set_version(self, version: Any) -> None:
         """Let the worker's tracker have a version, also while it collects."""
         self._send("version", version)
 
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``function(collector, *args, **kwargs)`` returns in the worker, between batches.
+    def call(self, function: Callable[..., Any], *args: Any, anew: bool = False) -> Any:
+        """What ``function(collector, *args)`` returns in the worker, between batches.
+
+        Args:
+            function: of the worker's collector.
+            args: further arguments.
+            anew: whether nobody is to get batches from before it.
 
         Raises:
             Exception: what it raises, with the worker's traceback as its cause.
         """
-        with self._calling:
-            self._send("call", cloudpickle.dumps((function, args, kwargs)))
-            kind, value = self._wait(self._answers, None)
+        number, call = next(self._numbers), Call(anew)
+        data = cloudpickle.dumps((function, args))
+        self._inbox.expect(number, call)
+        self._send("call", number, data)
+        return self._answer_of(call)
+
+    def _answer_of(self, call: Call) -> Any:
+        answer = self._wait_for(lambda: call.answer, None)
+        assert answer is not None
+        kind, value = answer
         if kind == "refused":
             raise value.exception()
         return pickle.loads(value)
 
-    def stop(self, timeout: float) -> None:
-        """End the worker: by itself within ``timeout`` seconds, or else by force."""
-        with self._changed:
-            self._failure = self._failure or _closed
-        if not self._finalizer.still_active():
-            return
-        self._finalizer.cancel()
-        _end(self.process, self._connection, timeout)
-        with self._changed:  # a thread that reads sees the end, too
-            self._changed.wait_for(lambda: not self._reading, KILL_S)
-        self._connection.close()
-        self.process.close()
+    def _wait_for(self, look: Callable[[], T | None], timeout: float | None) -> T | None:
+        """As of the inbox; say so where a worker that is stopped would be waited for in silence."""
+        left = float("inf") if timeout is None else timeout
+        while (found := self._inbox.wait_for(look, min(left, LOOK_S))) is None and left > LOOK_S:
+            left -= LOOK_S
+            if kin.is_stopped(self.pid):
+                logger.warning(
+                    "AsyncCollector: waiting for the worker (pid %s), which a signal has stopped; "
+                    "let it go on with kill -CONT %s",
+                    *(self.pid, self.pid),
+                )
+        return found
 
     def _send(self, *message: Any) -> None:
-        if self._failure is not None:
-            raise self._failure()
+        if self._inbox.failure is not None:
+            raise self._inbox.failure()
+        self._outbox.put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def stop(self, timeout: float) -> None:
+        """End the worker: by itself within ``timeout`` seconds, or else by force.
+
+        May be called again, also if the call before was broken off.
+        """
+        self._inbox.fail(ShutDown)
+        self._link.end(timeout)
+        self._finalizer.cancel()
+
+
+class _Link:
+    """The threads between a worker's wire and what the trainer sees of it.
+
+    They know nothing of the collector, which may be dropped without a shutdown.
+    """
+
+    def __init__(
+        self,
+        process: Any,
+        wire: Wire,
+        inbox: Inbox,
+        outbox: queue.SimpleQueue[bytes | int | None],
+        mappings: Mappings,
+    ) -> None:
+        self._process, self._wire, self._mappings = process, wire, mappings
+        self._inbox, self._outbox = inbox, outbox
+        self._threads = [
+            threading.Thread(target=target, daemon=True, name=f"fusedrl-{name}")
+            for name, target in (("read", self._read), ("write", self._write))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _write(self) -> None:
+        # The thread that reads tells why the worker does not.
+        with contextlib.suppress(OSError):
+            while (item := self._outbox.get()) is not None:
+                if isinstance(item, int):
+                    self._wire.send("more", item, self._mappings.released())
+                else:
+                    self._wire.send_pickled(item)
+
+    def _read(self) -> None:
         try:
-            self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-        except OSError:
-            self._wait(deque(), None)  # what the worker said last says why
+            while (message := self._wire.receive(self._process)) is not None:
+                self._take(*message)
+                del message  # it may be a batch
+        except BaseException as error:
+            self._inbox.fail(functools.partial(_unreadable, error))
+        else:
+            self._process.join(KILL_S)
+            self._inbox.fail(functools.partial(_gone, self._process.pid, self._process.exitcode))
 
-    def _wait(self, arrived: deque[tuple[Any, ...]], timeout: float | None) -> tuple[Any, ...]:
-        """The next of ``arrived``; one thread reads for all."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while not arrived:
-                if self._failure is not None:
-                    raise self._failure()
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise TimeoutError(
-                        f"timeout: expected an answer of the worker (pid {self.process.pid}) "
-                        f"within {timeout} s, got none; it is alive: raise timeout"
-                    )
-                if self._reading:
-                    self._changed.wait(left)
-                    continue
-                with self._alone():
-                    message = self._read(left)
-                self._sort(message)
-            return arrived.popleft()
+    def _take(self, kind: str, *rest: Any) -> None:
+        if kind == "batch":
+            self._unpack(*rest)
+        elif kind == "end":
+            self._inbox.put(Arrived(*rest))
+        elif kind == "error":
+            self._inbox.fail(rest[0].exception)
+        else:
+            number, made, value = rest
+            self._inbox.answer(number, made, kind, value)
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Let other threads in, and none of them read."""
-        self._reading = True
-        self._changed.release()
+    def _unpack(self, number: int, shipment: Any, frames: int, oldest: int | None) -> None:
         try:
-            yield
-        finally:
-            self._changed.acquire()
-            self._reading = False
-            self._changed.notify_all()
+            arrived = Arrived(number, self._mappings.unpack(shipment), frames, oldest)
+        except Exception as error:
+            arrived = Arrived(number, error=error)
+            self._process.join(KILL_S)  # the memory of a worker that was killed cannot be opened
+            if not self._process.is_alive():
+                return
+        self._inbox.put(arrived)
 
-    def _read(self, timeout: float | None) -> tuple[Any, ...]:
-        ready = wait([self._connection, self.process.sentinel], timeout)
-        if not ready:
-            return ("nothing",)
-        # A worker that has ended may have said something before.
-        if self._connection in ready or self._connection.poll():
-            with contextlib.suppress(EOFError, OSError):
-                return pickle.loads(self._connection.recv_bytes())
-        return ("dead",)
-
-    def _sort(self, message: tuple[Any, ...]) -> None:
-        kind = message[0]
-        if kind in ("batch", "end"):
-            self._batches.append(message)
-        elif kind in ("ready", "answer", "refused"):
-            self._answers.append(message)
-        elif self._failure is None and kind == "error":
-            self._failure = message[1].exception
-        elif self._failure is None and kind == "dead":
-            self.process.join(KILL_S)
-            self._failure = functools.partial(
-                RuntimeError,
-                f"worker: expected process {self.process.pid} to collect, got its end with exit "
-                f"code {self.process.exitcode}; its own output may say why (a script needs "
-                "if __name__ == '__main__')",
-            )
+    def end(self, timeout: float) -> None:
+        """End the worker and the threads."""
+        process = self._process
+        with contextlib.suppress(ValueError):  # it was closed before
+            if process.is_alive():
+                self._outbox.put(pickle.dumps(("stop", timeout)))
+                kin.send(signal.SIGCONT, [process.pid])  # it may have been stopped
+                process.join(timeout + KILL_S)
+            if process.is_alive():
+                kin.send(signal.SIGKILL, [process.pid, *kin.descendants(process.pid)])
+                process.join()
+            self._outbox.put(None)
+            self._wire.hang_up()
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join()
+            self._wire.close()
+            process.close()
 
 
-def _closed() -> RuntimeError:
-    return RuntimeError(
-        "collector: expected one that runs, got one that was shut down; make another one"
+def _unreadable(error: BaseException) -> RuntimeError:
+    failure = RuntimeError(
+        f"worker: expected messages that can be read, got {type(error).__name__}: {error}; shut "
+        "the collector down and make another one"
     )
+    failure.__cause__ = error
+    return failure
 
 
-def _end(process: Any, connection: Connection, timeout: float) -> None:
-    """Ask a worker to end, and see to it that it does."""
-    with contextlib.suppress(OSError):
-        connection.send_bytes(pickle.dumps(("stop", timeout)))
-    process.join(timeout + KILL_S)
-    if process.is_alive():
-        process.kill()
-        process.join()
+def _gone(pid: int, code: int | None) -> RuntimeError:
+    return RuntimeError(
+        f"worker: expected process {pid} to collect, got its end with exit code {code}; its own "
+        "output may say why (a script needs if __name__ == '__main__')"
+    )
 
 
 @contextlib.contextmanager

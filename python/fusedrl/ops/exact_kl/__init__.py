@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fusedrl.ops import _dispatch, _rows
+from fusedrl.ops import _autograd, _dispatch, _rows
 from fusedrl.ops.exact_kl import reference
 
 __all__ = ["DIRECTIONS", "exact_kl"]
@@ -96,7 +95,7 @@ def exact_kl(
     offsets = None if offsets is None else offsets.to(torch.int64).contiguous()
     p, q = _rows.with_unit_stride(p), _rows.with_unit_stride(q)
     args = (p, q, mask, offsets, shift, scale, jensen_shannon)
-    if _dispatch.needs_grad(logits=logits, ref_logits=ref_logits, temperature=scale):
+    if _autograd.needs_grad(logits=logits, ref_logits=ref_logits, temperature=scale):
         return _Autograd.apply(*args)
     return torch.ops.fusedrl.exact_kl(*args)[0]
 
@@ -136,7 +135,7 @@ class _Autograd(torch.autograd.Function):
         return kl
 
     @staticmethod
-    @once_differentiable
+    @_autograd.first_derivative_only("exact_kl")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, ref_logits, mask, offsets, temperature, statistics = ctx.saved_tensors
         wants_grad, wants_grad_ref = ctx.needs_input_grad[:2]
@@ -159,10 +158,8 @@ class _Autograd(torch.autograd.Function):
 
 def _fake(logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     rows = logits.shape[:-1]
-    return (
-        logits.new_empty(rows, dtype=torch.float32),
-        logits.new_empty((*rows, 6), dtype=torch.float32),
-    )
+    dtype = _dispatch.result_dtype(logits)
+    return logits.new_empty(rows, dtype=dtype), logits.new_empty((*rows, 6), dtype=dtype)
 
 
 def _fake_backward(grad_kl: Tensor, logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

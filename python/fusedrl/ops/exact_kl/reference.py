@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedrl.ops._dispatch import result_dtype
 from fusedrl.ops.token_log_probs.reference import rows_of_tokens
 
 
@@ -26,7 +27,7 @@ def exact_kl(
     if mask is not None:
         keep = keep & mask.flatten()
     kept = keep.nonzero().squeeze(-1)
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = result_dtype(logits)
 
     def log_softmax(x: Tensor) -> Tensor:
         x = x.reshape(-1, x.shape[-1])[rows[kept]].to(dtype)

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fusedrl.ops import _dispatch, _head, _rows
+from fusedrl.ops import _autograd, _dispatch, _head, _rows
 from fusedrl.ops.exact_kl import check_direction
 from fusedrl.ops.linear_exact_kl import reference
 
@@ -131,7 +130,7 @@ def linear_exact_kl(
         None if offsets is None else offsets.to(torch.int64).contiguous(),
         *(shift, divisor, jensen_shannon, batch_invariant),
     )
-    if _dispatch.needs_grad(
+    if _autograd.needs_grad(
         hidden=head.hidden,
         weight=head.weight,
         bias=head.bias,
@@ -186,7 +185,7 @@ class _Autograd(torch.autograd.Function):
         return kl
 
     @staticmethod
-    @once_differentiable
+    @_autograd.first_derivative_only("linear_exact_kl")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         statistics, *tensors = ctx.saved_tensors
         args = [c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True)]
@@ -202,10 +201,8 @@ class _Autograd(torch.autograd.Function):
 
 def _fake(hidden: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     rows = hidden.shape[:-1]
-    return (
-        hidden.new_empty(rows, dtype=torch.float32),
-        hidden.new_empty((*rows, 6), dtype=torch.float32),
-    )
+    dtype = _dispatch.result_dtype(hidden)
+    return hidden.new_empty(rows, dtype=dtype), hidden.new_empty((*rows, 6), dtype=dtype)
 
 
 def _fake_backward(grad_kl: Tensor, *args: Any) -> tuple[Tensor, ...]:

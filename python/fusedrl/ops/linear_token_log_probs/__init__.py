@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _dispatch, _head, _rows
+from fusedrl.ops import _autograd, _dispatch, _head, _rows
 from fusedrl.ops.linear_token_log_probs import autograd, reference
 from fusedrl.ops.linear_token_log_probs.shards import VocabPart
 from fusedrl.ops.token_log_probs import TokenLogProbs
@@ -153,7 +153,7 @@ def linear_token_log_probs(
         *(head.hidden, head.weight, head.bias, *batch, shift, divisor),
         *(head.scale, head.softcap, entropy, vocab_offset, batch_invariant),
     )
-    needs_grad = _dispatch.needs_grad(
+    needs_grad = _autograd.needs_grad(
         hidden=head.hidden, weight=head.weight, bias=head.bias, temperature=divisor
     )
     if vocab_offset is not None and group is None:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fusedrl.ops import _dispatch
+from fusedrl.ops import _autograd, _dispatch
 from fusedrl.ops.linear_token_log_probs.shards import gathered
 from fusedrl.ops.token_log_probs.reference import rows_of_tokens
 
@@ -56,7 +55,9 @@ class _Autograd(torch.autograd.Function):
         return log_probs, row_entropy
 
     @staticmethod
-    @once_differentiable
+    @_autograd.first_derivative_only(
+        "linear_token_log_probs", "pass the whole vocabulary with impl='reference', which has one"
+    )
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
         hidden, weight, bias, tokens, mask, offsets, temperature, *results = ctx.saved_tensors
@@ -77,7 +78,7 @@ class _Autograd(torch.autograd.Function):
 
 
 def _fake(hidden: Tensor, weight: Tensor, bias: Any, tokens: Tensor, *options: Any) -> Tensor:
-    return hidden.new_empty((*tokens.shape, 4), dtype=torch.float32)
+    return hidden.new_empty((*tokens.shape, 4), dtype=_dispatch.result_dtype(hidden))
 
 
 def _fake_finish(
@@ -93,7 +94,7 @@ def _fake_finish(
 def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, _, hidden, weight, bias, *_, vocab_offset, _, of_hidden, of_weight, of_bias = args
     # The ranks of a sharded vocabulary add theirs up before it is rounded.
-    dtype = hidden.dtype if vocab_offset is None else torch.float32
+    dtype = hidden.dtype if vocab_offset is None else _dispatch.result_dtype(hidden)
     return (
         hidden.new_empty(hidden.shape, dtype=dtype) if of_hidden else hidden.new_empty((0,)),
         weight.new_empty(weight.shape) if of_weight else hidden.new_empty((0,)),

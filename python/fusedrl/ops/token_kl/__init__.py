@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedrl import ragged
-from fusedrl.ops import _dispatch
+from fusedrl.ops import _autograd, _dispatch
 from fusedrl.ops.token_kl import reference
 from fusedrl.ops.token_kl.samples import (
     PackedSamples,
@@ -268,7 +267,7 @@ def _dense(
         ESTIMATORS.index(options["estimator"]),
         missing,
     )
-    needs_grad = _dispatch.needs_grad(
+    needs_grad = _autograd.needs_grad(
         log_probs=log_probs, ref_log_probs=ref_log_probs, reward=reward, coeff=coeff
     )
     run = _Autograd.apply if needs_grad else torch.ops.fusedrl.token_kl.default
@@ -342,7 +341,7 @@ class _Autograd(torch.autograd.Function):
         return kl, penalised
 
     @staticmethod
-    @once_differentiable
+    @_autograd.first_derivative_only("token_kl")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_kl, grad_reward = grads
         of_reward = grad_reward if ctx.penalised else None

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fusedrl.ops import _dispatch, _rows
+from fusedrl.ops import _autograd, _dispatch, _rows
 from fusedrl.ops.token_log_probs import reference
 
 __all__ = ["TokenLogProbs", "token_log_probs"]
@@ -66,7 +65,8 @@ def token_log_probs(
         ValueError: shapes, devices or offsets that do not fit; a temperature out of range.
         RuntimeError: a kept token outside ``[0, V)``; in a compiled graph or from the GPU, also a
             temperature that is not finite and positive (CPU; a device-side assert on CUDA).
-        NotImplementedError: logits with a forward-mode tangent, which the reference alone carries.
+        NotImplementedError: logits with a forward-mode tangent, or inside a transform of
+            ``torch.func`` that records a gradient, which the reference alone carries.
 
     Example:
         >>> import torch
@@ -114,7 +114,7 @@ def token_log_probs(
         mask = None if mask is None else mask.contiguous()
         offsets = None if offsets is None else offsets.to(torch.int64).contiguous()
         args = (logits, tokens, mask, offsets, shift, scale, entropy)
-        if _dispatch.needs_grad(logits=logits, temperature=scale):
+        if _autograd.needs_grad(logits=logits, temperature=scale):
             log_probs, row_entropy = _Autograd.apply(*args)
         else:
             log_probs, row_entropy, _ = torch.ops.fusedrl.token_log_probs(*args)
@@ -122,6 +122,25 @@ def token_log_probs(
         return log_probs
     assert row_entropy is not None
     return TokenLogProbs(log_probs, row_entropy)
+
+
+def normalizers(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Each row's ``largest`` logit and ``log(sum(exp((logits - largest) / temperature)))``.
+
+    Both are ``[..., 1]``, without a gradient; they make log-probs of any class by a subtraction.
+    """
+    rows = _rows.with_unit_stride(logits.detach().reshape(-1, logits.shape[-1]))
+    _rows.check_rows("logits", rows, None, False)
+    chosen = _dispatch.choose("auto", "token_log_probs", rows.device, rows.dtype)
+    scale = _dispatch.temperature_tensor(temperature, rows.device, chosen)
+    shape = (*logits.shape[:-1], 1)
+    if chosen == "reference":
+        largest = rows.amax(-1, keepdim=True).to(_dispatch.result_dtype(rows))
+        exponents = (rows - largest) / scale.to(largest)
+        return largest.view(shape), exponents.logsumexp(-1).view(shape)
+    any_class = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    *_, found = torch.ops.fusedrl.token_log_probs(rows, any_class, None, None, False, scale, False)
+    return found[:, 0].view(shape), found[:, 1].view(shape)
 
 
 class _Autograd(torch.autograd.Function):
@@ -139,7 +158,7 @@ class _Autograd(torch.autograd.Function):
         return log_probs, row_entropy
 
     @staticmethod
-    @once_differentiable
+    @_autograd.first_derivative_only("token_log_probs")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
         logits, tokens, mask, offsets, temperature, log_probs, row_entropy, normalizers = (
@@ -164,7 +183,8 @@ class _Autograd(torch.autograd.Function):
 def _fake(logits: Tensor, tokens: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, entropy = options
     shapes = (tokens.shape, tokens.shape if entropy else (0,), (*tokens.shape, 2))
-    log_probs, row_entropy, normalizers = (logits.new_empty(s, dtype=torch.float32) for s in shapes)
+    dtype = _dispatch.result_dtype(logits)
+    log_probs, row_entropy, normalizers = (logits.new_empty(s, dtype=dtype) for s in shapes)
     return log_probs, row_entropy, normalizers
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedrl.ops._dispatch import result_dtype
+
 
 def rows_of_tokens(tokens: Tensor, offsets: Tensor | None, shift: bool) -> tuple[Tensor, Tensor]:
     """Flat logits row that predicts each flat token, and whether there is one.
@@ -53,7 +55,7 @@ def token_log_probs(
     if mask is not None:
         keep = keep & mask.flatten()
     kept = keep.nonzero().squeeze(-1)
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = result_dtype(logits)
     z = logits.reshape(-1, logits.shape[-1])[rows[kept]].to(dtype)
     log_softmax = torch.log_softmax(z / temperature.to(z), dim=-1)
     targets = tokens.flatten()[kept]

@@ -1,0 +1,44 @@
+// Where a process dies of a write to weights that it shares with others: what it wrote to, and what
+// to do instead, on stderr.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "host/channel_page.h"
+#include "host/memory_file.h"
+
+namespace fusedrl::channel {
+
+// The read-only slots of a channel, known to this process's SIGSEGV handler for as long as this
+// lives. The first one installs the handler, which hands on to the one that was there.
+class WriteReport {
+ public:
+  struct Entry {
+    uint64_t offset;  // in a slot
+    std::string name;
+  };
+
+  // `head` begins with the control page; entries come in the order of their offsets.
+  WriteReport(std::shared_ptr<Mapping> head, const Mapping& slots, const Geometry& geometry,
+              std::vector<Entry> entries);
+  ~WriteReport();
+  WriteReport(const WriteReport&) = delete;
+  WriteReport& operator=(const WriteReport&) = delete;
+
+ private:
+  friend class WriteReports;
+  bool covers(uintptr_t address) const { return address - begin_ < bytes_; }
+  void tell(uintptr_t address) const;
+
+  const std::shared_ptr<Mapping> head_;
+  const uintptr_t begin_;
+  const uint64_t bytes_, slot_bytes_;
+  const std::vector<Entry> entries_;
+  std::atomic<WriteReport*> next_{nullptr};
+};
+
+}  // namespace fusedrl::channel

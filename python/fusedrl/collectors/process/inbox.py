@@ -1,0 +1,130 @@
+"""What has arrived from a worker, and who waits for it.
+
+One thread writes here, which no signal interrupts; what the others do may be broken off by Ctrl-C
+anywhere. They therefore look at what there is and take nothing out: nothing can be lost on the way.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Arrived(NamedTuple):
+    """A batch under its number, counted from 1.
+
+    ``frames`` are how many it counts as, ``oldest`` is its oldest version, if that was asked for,
+    and ``error`` is what unpacking it raised. Without a batch and an error, the worker's collector
+    has come to its end.
+    """
+
+    number: int
+    batch: Any = None
+    frames: int = 0
+    oldest: int | None = None
+    error: Exception | None = None
+
+    @property
+    def is_end(self) -> bool:
+        """Whether there is no batch."""
+        return self.batch is None and self.error is None
+
+
+class Call:
+    """A call of the worker, which gives ``answer``: its kind and a value.
+
+    Args:
+        anew: whether nobody is to get batches from before it.
+    """
+
+    def __init__(self, anew: bool) -> None:
+        self.anew = anew
+        self.answer: tuple[str, Any] | None = None
+
+
+class Inbox:
+    """Batches and answers of a worker, and what ended it.
+
+    Attributes:
+        failure: makes what waiting raises, once the worker has ended.
+        outdated: the last number of the batches that a call made outdated.
+    """
+
+    def __init__(self) -> None:
+        self.failure: Callable[[], BaseException] | None = None
+        self.outdated = 0
+        self._batches: deque[Arrived] = deque()
+        self._trimming = threading.Lock()
+        self._calls: dict[int, Call] = {}
+        self._waiting: set[queue.SimpleQueue[None]] = set()
+
+    def expect(self, number: int, call: Call) -> None:
+        """Note that a call is under way; its answer is dropped if nobody holds it any more."""
+        self._calls[number] = call
+
+    def batch(self, taken: int) -> Arrived | None:
+        """The first batch after those that are taken, if it is there; it stays there."""
+        self.drop(taken)
+        with self._trimming:
+            return self._batches[0] if self._batches else None
+
+    def drop(self, taken: int) -> None:
+        """Let go of batches that are taken, or outdated."""
+        with self._trimming:
+            while self._batches and self._batches[0].number <= max(taken, self.outdated):
+                self._batches.popleft()
+
+    def wait_for(self, look: Callable[[], T | None], timeout: float | None) -> T | None:
+        """What ``look()`` finds, be it after ``timeout`` seconds; ``None`` after that.
+
+        Raises:
+            BaseException: it finds nothing, and the worker has ended.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        try:
+            self._waiting.add(wake)
+            while (found := look()) is None:
+                if self.failure is not None:
+                    raise self.failure()
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                with suppress(queue.Empty):
+                    wake.get(timeout=left)
+            return found
+        finally:
+            self._waiting.discard(wake)
+
+    # What follows is called by the thread that reads.
+
+    def put(self, arrived: Arrived) -> None:
+        """Keep a batch."""
+        with self._trimming:
+            self._batches.append(arrived)
+        self._wake()
+
+    def answer(self, number: int, made: int, kind: str, value: Any) -> None:
+        """Give a call its answer; ``made`` batches were sent before."""
+        call = self._calls.pop(number)
+        if call.anew and kind == "answer":
+            self.outdated = made
+            self.drop(made)
+        call.answer = kind, value
+        self._wake()
+
+    def fail(self, failure: Callable[[], BaseException]) -> None:
+        """Let everyone who waits raise, unless there was a failure before."""
+        self.failure = self.failure or failure
+        self._wake()
+
+    def _wake(self) -> None:
+        for wake in list(self._waiting):
+            wake.put(None)

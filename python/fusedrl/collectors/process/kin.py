@@ -1,0 +1,49 @@
+"""What /proc tells of a process, and of those that it has started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+
+class _Status(NamedTuple):
+    state: str  # a letter, as of ps
+    parent: int
+
+
+def _status(pid: int) -> _Status | None:
+    try:
+        # The name of the program comes before, in parentheses, and may have some itself.
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    state, parent = text.rpartition(")")[2].split()[:2]
+    return _Status(state, int(parent))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process."""
+    status = _status(pid)
+    return status is not None and status.state in "Tt"
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, those that they have started, and so on."""
+    children: dict[int, list[int]] = {}
+    for one in [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]:
+        status = _status(one)
+        if status is not None:
+            children.setdefault(status.parent, []).append(one)
+    found = [pid]
+    for one in found:  # grows meanwhile
+        found += children.get(one, [])
+    return found[1:]
+
+
+def send(number: int, pids: list[int]) -> None:
+    """Send a signal to processes; those that are gone are left out."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)

@@ -1,0 +1,130 @@
+"""Which trainers of the installed TRL call a function, as its sources say without running them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# What a trainer may compute a loss with; a reason names those that it does.
+_OF_ITS_OWN = ("ChunkedDivergenceFunction", "kl_div", "log_softmax", "logsumexp")
+_LOSS = "compute_loss"
+
+
+@dataclass
+class _Definition:
+    """A function or a class of a module, and every name that stands in it."""
+
+    name: str
+    is_class: bool
+    names: set[str]
+    bases: set[str] = field(default_factory=set)
+    methods: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Module:
+    """A module by its definitions; ``names`` are all that stand in it, ``renamed`` its ``as``."""
+
+    name: str
+    definitions: list[_Definition]
+    names: set[str]
+    renamed: list[tuple[str, str]]
+
+
+def without(functions: Iterable[str]) -> dict[str, str]:
+    """The trainers of the installed TRL that call none of ``functions``, each with the reason.
+
+    A trainer calls one where its class, or a function of TRL that stands in it, names it; and where
+    it leaves its loss to a trainer that does. TRL without sources gives no answer, an empty one.
+    """
+    modules = list(_modules())
+    calling = _functions_that_call(set(functions), modules)
+    trainers = {
+        definition.name: (module, definition)
+        for module in modules
+        for definition in module.definitions
+        if definition.is_class and _is_trainer(definition.name)
+    }
+    served = {name for name, (_, trainer) in trainers.items() if trainer.names & calling}
+    while heirs := {
+        name
+        for name, (_, trainer) in trainers.items()
+        if name not in served
+        and _LOSS not in trainer.methods
+        and {base.lstrip("_") for base in trainer.bases} & served
+    }:
+        served |= heirs
+    return {
+        name: _reason(module)
+        for name, (module, _) in sorted(trainers.items())
+        if name not in served
+    }
+
+
+def _is_trainer(name: str) -> bool:
+    return name.endswith("Trainer") and not name.startswith("_")
+
+
+def _reason(module: _Module) -> str:
+    own = [name for name in _OF_ITS_OWN if name in module.names]
+    return f"its loss is of {', '.join(own)}" if own else "it takes no log-probs of tokens"
+
+
+def _functions_that_call(functions: set[str], modules: list[_Module]) -> set[str]:
+    """The functions, other names of them, and TRL's functions that call them at any distance."""
+    calling = set(functions)
+    while True:
+        found = {other for module in modules for name, other in module.renamed if name in calling}
+        for module in modules:
+            for definition in module.definitions:
+                if not definition.is_class and definition.names & calling:
+                    found.add(definition.name)
+        if found <= calling:
+            return calling
+        calling |= found
+
+
+def _modules() -> Iterator[_Module]:
+    spec = importlib.util.find_spec("trl")
+    if spec is None or not spec.submodule_search_locations:
+        return
+    root = Path(spec.submodule_search_locations[0])
+    for path in sorted(root.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        yield _Module(
+            name=".".join(path.relative_to(root).with_suffix("").parts),
+            definitions=[
+                _defined(node)
+                for node in tree.body
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            ],
+            names=_names(tree),
+            renamed=[
+                (alias.name, alias.asname)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom)
+                for alias in node.names
+                if alias.asname is not None
+            ],
+        )
+
+
+def _defined(node: ast.FunctionDef | ast.ClassDef) -> _Definition:
+    if isinstance(node, ast.FunctionDef):
+        return _Definition(node.name, False, _names(node))
+    bases = set().union(*map(_names, node.bases)) if node.bases else set()
+    methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+    names = set().union(*map(_names, node.body))
+    return _Definition(node.name, True, names, bases, methods)
+
+
+def _names(tree: ast.AST) -> set[str]:
+    """The names and attributes that stand in a piece of source."""
+    return {
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Name, ast.Attribute))
+    }

@@ -1,0 +1,151 @@
+"""Checks of what ``causal_log_probs`` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedrl.models.batches import check_limit
+from fusedrl.models.lengths import context_of, positions_held
+
+
+def check_model(model: Any) -> None:
+    """Refuse what cannot be a causal language model."""
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model: expected a causal language model, a torch.nn.Module, got {name}; load it with "
+            "AutoModelForCausalLM.from_pretrained"
+        )
+    if hasattr(model, "in_keys") and hasattr(model, "out_keys"):
+        raise TypeError(
+            f"model: expected a causal language model, got {name}, which takes tensordicts; pass "
+            "the model that it wraps"
+        )
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise TypeError(
+            f"model: expected a causal language model, got {name}, an encoder-decoder, whose "
+            "log-probs need the encoder's input; use a decoder-only model"
+        )
+
+
+def logits_of(model: nn.Module, output: Any, ids: Tensor) -> Tensor:
+    """The logits ``[B, T, V]`` of ``ids``, ``[B, T]``, behind what prompt tuning puts before."""
+    name = type(model).__name__
+    try:
+        logits = output["logits"]
+    except (KeyError, TypeError, IndexError):
+        raise TypeError(
+            f"model: expected a causal language model, whose forward returns logits, got {name}, "
+            "which returns none; load it with AutoModelForCausalLM"
+        ) from None
+    rows, width = ids.shape
+    if logits.dim() != 3 or len(logits) != rows or logits.shape[1] < width:
+        raise TypeError(
+            f"model: expected a causal language model with logits [{rows}, {width}, V], got "
+            f"{name} with {list(logits.shape)}; load it with AutoModelForCausalLM"
+        )
+    return logits[:, logits.shape[1] - width :]
+
+
+def check_sequences(
+    tokens: Any, lengths: Any, mask: Any, max_tokens_per_forward: int | None
+) -> list[int]:
+    """The lengths as a list, if they fit the tokens and the mask."""
+    for name, value in (("tokens", tokens), ("mask", mask)):
+        if not isinstance(value, Tensor) and not (name == "mask" and value is None):
+            raise TypeError(
+                f"{name}: expected a tensor, got {type(value).__name__}; convert it with "
+                "torch.tensor()"
+            )
+    lengths = _integers(lengths)
+    if tokens.dim() != 1 or not _is_integer(tokens) or sum(lengths) != len(tokens):
+        raise ValueError(
+            f"tokens: expected [{sum(lengths)}] integers, as many as the lengths sum to, got "
+            f"{tuple(tokens.shape)} of {tokens.dtype}; concatenate the sequences"
+        )
+    if mask is not None and (mask.shape != tokens.shape or mask.dtype != torch.bool):
+        raise ValueError(
+            f"mask: expected bool of shape {tuple(tokens.shape)}, got {mask.dtype} of shape "
+            f"{tuple(mask.shape)}; convert it with .bool(), and concatenate the sequences' masks"
+        )
+    check_limit(max_tokens_per_forward)
+    return lengths
+
+
+def _is_integer(tokens: Tensor) -> bool:
+    return not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
+
+
+def _integers(lengths: Any) -> list[int]:
+    try:
+        values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    except TypeError:
+        values = lengths
+    if not isinstance(values, list):
+        raise TypeError(
+            f"lengths: expected an integer a sequence, got {type(lengths).__name__}; pass [N] for "
+            "a single one"
+        )
+    for i, value in enumerate(values):
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            values[i] = index(value)
+        except TypeError:
+            raise TypeError(
+                f"lengths: expected integers, got {value!r} for sequence {i}; pass the number of "
+                "tokens of each sequence"
+            ) from None
+        if values[i] < 0:
+            raise ValueError(
+                f"lengths: expected none below 0, got {value} for sequence {i}; pass the number of "
+                "tokens of each sequence"
+            )
+    return values
+
+
+def check_vocabulary(tokens: Tensor, size: int | None, places: Tensor | None = None) -> None:
+    """Refuse negative ids and those from ``size`` on, of all tokens or of those at ``places``."""
+    chosen = tokens if places is None else tokens[places]
+    outside = chosen < 0 if size is None else (chosen < 0) | (chosen >= size)
+    if bool(outside.any()):
+        found = outside.nonzero()[0]
+        i = int(found if places is None else places[found])
+        end = "V" if size is None else size
+        raise ValueError(
+            f"tokens: expected ids in [0, {end}), the model's vocabulary, got {int(tokens[i])} at "
+            f"token {i}; use the model's tokenizer, or resize_token_embeddings"
+        )
+
+
+@contextmanager
+def context_checked(model: Any, lengths: Sequence[int]) -> Iterator[None]:
+    """Refuse a sequence with more tokens than the model has positions for, where it has a bound.
+
+    A table of positions is looked for; where there is none, the model runs, and says so itself.
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    context = context_of(config)
+    if context is None or max(lengths, default=0) <= context:
+        yield
+        return
+    i = max(range(len(lengths)), key=lengths.__getitem__)
+    refusal = ValueError(
+        f"tokens: sequence {i}: expected at most {context} tokens, the model's context, got "
+        f"{lengths[i]}; truncate or split it"
+    )
+    if positions_held(model, context):
+        raise refusal
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError) as error:
+        raise refusal from error

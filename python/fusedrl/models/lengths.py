@@ -1,0 +1,88 @@
+"""What the length of a call changes in a model, and how long a call may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+# Rotary embeddings whose frequencies follow the longest position of the call.
+_FOLLOWING = ("dynamic", "longrope", "su")
+_CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+# Learned positions may stand behind an offset, as those of OPT and BART do.
+_OFFSET = 8
+
+
+def shared_below(model: nn.Module) -> int | None:
+    """The length that every sequence of a call must stay below for the calls to be alike.
+
+    ``None``: no rotary embedding of the model says that it follows the length of the call.
+    """
+    bounds = []
+    config = getattr(model, "config", None)
+    for owner, settings in _rope_settings(config):
+        if follows_length(settings.get("rope_type", settings.get("type"))):
+            bounds.append(_bound(settings, owner, config))
+    for module in model.modules():
+        if follows_length(getattr(module, "rope_type", None)):
+            own = getattr(module, "config", None)
+            trained = {"max_position_embeddings": getattr(module, "original_max_seq_len", None)}
+            bounds.append(_bound(trained, own, config))
+    return min(bounds, default=None)
+
+
+def follows_length(rope_type: Any) -> bool:
+    """Whether a type of rotary embedding, or one by layer type, follows the length of the call."""
+    if isinstance(rope_type, Mapping):
+        return any(map(follows_length, rope_type.values()))
+    return isinstance(rope_type, str) and any(name in rope_type for name in _FOLLOWING)
+
+
+def _bound(*holders: Any) -> int:
+    """The smallest length at which frequencies may change; 0 where none is told."""
+    names = ("original_max_position_embeddings", "max_position_embeddings")
+    told = []
+    for holder in holders:
+        values = holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {})
+        told += [values[name] for name in names if isinstance(values.get(name), int)]
+    return min(told, default=0)
+
+
+def _rope_settings(config: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Each mapping in a configuration and those nested in it, with the one that it stands in."""
+    pending = [config]
+    while pending:
+        owner = pending.pop()
+        nested = list(getattr(owner, "__dict__", {}).values())
+        while nested:
+            value = nested.pop()
+            if isinstance(value, Mapping):
+                yield owner, value
+                nested += value.values()
+            elif hasattr(value, "model_type"):
+                pending.append(value)
+
+
+def context_of(config: Any) -> int | None:
+    """The number of positions that a configuration tells, if it does."""
+    told = (getattr(config, name, None) for name in _CONTEXTS)
+    return next((value for value in told if isinstance(value, int)), None)
+
+
+def positions_held(model: Any, context: int) -> bool:
+    """Whether a model holds a table of as many positions as its context has, and no more.
+
+    Learned positions are one, and so are sines and causal masks that are made once. Rotary
+    embeddings, ALiBi and recurrent states need none and run beyond the context.
+    """
+    inputs = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    for module in model.modules():
+        rows = getattr(module, "num_embeddings", None)
+        if isinstance(rows, int) and module is not inputs and 0 <= rows - context <= _OFFSET:
+            return True
+        own = [*module._buffers.values()]
+        own += [weight for name, weight in module._parameters.items() if "pos" in name]
+        if any(x is not None and x.dim() > 1 and context in x.shape for x in own):
+            return True
+    return False

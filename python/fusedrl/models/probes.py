@@ -1,0 +1,294 @@
+"""What running a model on a few tokens tells about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fusedrl.models.split import Parts
+from fusedrl.ops._head import scaled_and_capped
+
+SHORT, LONG = 5, 8  # tokens of the two sequences
+FAR = 1 << 20  # a position behind those that rotary embeddings are made for
+PEAK = 128.0  # the logits of an amplified run: a cap that does not bend those bends none
+
+Ask = Callable[..., Tensor]  # the logits [B, T, V] of inputs by name
+
+
+class Finding(NamedTuple):
+    """What the runs told.
+
+    Args:
+        splits: the head's product with the decoder's states gives the model's logits.
+        packs: sequences stay apart in one row in which positions start again.
+        pads: sequences stay apart in a right-padded batch.
+        steady: logits depend on nothing behind their token, the length of the call included.
+        ahead: logits depend on later tokens.
+        telling: there were logits to compare, not only zeros or infinities.
+    """
+
+    splits: bool
+    packs: bool = False
+    pads: bool = False
+    steady: bool = True
+    ahead: bool = False
+    telling: bool = True
+
+
+class Whole(NamedTuple):
+    """The logits ``[1, T, V]`` of each row ``[1, T]`` alone, in the rounding of a dtype."""
+
+    rows: tuple[Tensor, Tensor]
+    logits: list[Tensor]
+    dtype: torch.dtype
+
+    def is_like(self, *logits: Tensor) -> bool:
+        """Whether logits of the rows, one tensor each, are those of each row alone."""
+        pairs = zip(logits, self.logits, strict=True)
+        return all(_agree(ours, theirs, self.dtype) for ours, theirs in pairs)
+
+
+def try_parts(model: nn.Module, parts: Parts, packable: bool, below: int | None) -> Finding:
+    """Compare the parts with the whole, and sequences that share a forward with each alone.
+
+    A model that follows the length of its calls does so from the length ``below`` on, as it says.
+    """
+    device = parts.embeddings.device
+    rows = _rows(min(len(parts.weight), len(parts.embeddings)), device)
+    with _undisturbed(device):
+        plain = _AtHead.run(model, parts, rows[0], 1.0)
+        hidden = [parts.hidden(input_ids=row) for row in rows]
+        logits = [_logits(parts, states) for states in hidden]
+        if not all(0 < _peak(values) < math.inf for values in (plain.logits, *logits)):
+            return Finding(False, telling=False)
+        # Amplified by a power of two, which rounds nothing: near 0 a cap looks like none.
+        gained = _AtHead.run(model, parts, rows[1], _gain(parts, hidden[0]))
+        if not (_is_head(parts, plain, hidden[0]) and _is_head(parts, gained, hidden[1])):
+            return Finding(False)
+
+        def ask(**inputs: Tensor) -> Tensor:
+            return _logits(parts, parts.hidden(**inputs))
+
+        whole = Whole(rows, logits, parts.weight.dtype)
+        steady = _steady(ask, whole)
+        packs = packable and steady and _packs(ask, whole)
+        if packs:
+            with _forgotten(parts.decoder):
+                steady = _steady_ahead(ask, whole, FAR if below is None else max(below - 1, 0))
+        pads = steady and _pads(ask, whole)
+        return Finding(True, packs and steady, pads, steady, not steady and _ahead(ask, whole))
+
+
+def try_whole(
+    model: Any, device: torch.device, vocabulary: int, kwargs: Mapping[str, Any]
+) -> Finding:
+    """Compare the model's own logits of a padded batch with those of each sequence alone."""
+
+    def ask(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        logits = model(input_ids, attention_mask=mask, **kwargs)["logits"]
+        return logits[:, -input_ids.shape[1] :]
+
+    rows = _rows(vocabulary, device)
+    with _undisturbed(device):
+        whole = Whole(rows, [ask(input_ids=row) for row in rows], _dtype_of(model))
+        steady = _steady(ask, whole)
+        pads = steady and _pads(ask, whole)
+        telling = all(0 < _peak(logits) < math.inf for logits in whole.logits)
+        ahead = not steady and _ahead(ask, whole)
+        return Finding(False, pads=pads, steady=steady, ahead=ahead, telling=telling)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype whose rounding a model's logits have: the narrowest that it computes in."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    halves = [dtype for dtype in dtypes if torch.finfo(dtype).bits == 16]
+    return halves[0] if halves else torch.float32
+
+
+class _AtHead(TorchFunctionMode):
+    """What enters the product with a weight, multiplied by a gain, in this thread."""
+
+    def __init__(self, weight: Tensor, gain: float) -> None:
+        super().__init__()
+        self.weight, self.gain = weight, gain
+        self.entered: list[Tensor] = []
+        self.logits = weight.new_empty(0)
+
+    @classmethod
+    def run(cls, model: nn.Module, parts: Parts, row: Tensor, gain: float) -> _AtHead:
+        """The model's logits of a row, and what entered its head."""
+        with cls(parts.weight, gain) as head:
+            head.logits = model(input_ids=row, use_cache=False, return_dict=True).logits
+        return head
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.nn.functional.linear and args[1] is self.weight:
+            self.entered.append(args[0])
+            args = (args[0] * self.gain, *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _rows(vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    ids = torch.arange(SHORT + LONG, device=device).remainder(vocabulary)[None]
+    return ids[:, :SHORT], ids[:, SHORT:]
+
+
+def _is_head(parts: Parts, run: _AtHead, hidden: Tensor) -> bool:
+    """Whether the decoder's states entered the head, once, and gave the model's logits there."""
+    dtype = parts.weight.dtype
+    if len(run.entered) != 1 or not _agree(hidden, run.entered[0], dtype):
+        return False
+    return _same_function(_logits(parts, run.entered[0] * run.gain), run.logits, dtype)
+
+
+def _gain(parts: Parts, hidden: Tensor) -> float:
+    """A power of two that makes the largest logit ``PEAK`` or more, where the dtype has room."""
+    product = _peak(_logits(parts._replace(scale=None, softcap=None), hidden))
+    wanted = PEAK / (product * abs(parts.scale or 1.0))
+    room = torch.finfo(hidden.dtype).max / 4 / max(product, _peak(hidden))
+    return max(1.0, 2.0 ** min(math.ceil(math.log2(wanted)), math.floor(math.log2(room))))
+
+
+def _packs(ask: Ask, whole: Whole) -> bool:
+    positions = torch.cat([torch.arange(n, device=whole.rows[0].device) for n in (SHORT, LONG)])
+    packed = ask(input_ids=torch.cat(whole.rows, 1), position_ids=positions[None])
+    return whole.is_like(*packed.split((SHORT, LONG), dim=1))
+
+
+def _pads(ask: Ask, whole: Whole) -> bool:
+    short, long = whole.rows
+    ids = torch.cat((torch.nn.functional.pad(short, (0, LONG - SHORT)), long))
+    mask = torch.ones_like(ids)
+    mask[0, SHORT:] = 0
+    try:
+        padded = ask(input_ids=ids, attention_mask=mask)
+    except Exception:  # of a model that takes no batch, or no mask
+        return False
+    return whole.is_like(padded[:1, :SHORT], padded[1:])
+
+
+def _steady(ask: Ask, whole: Whole) -> bool:
+    cut = ask(input_ids=whole.rows[1][:, :SHORT])
+    return _agree(cut, whole.logits[1][:, :SHORT], whole.dtype)
+
+
+def _ahead(ask: Ask, whole: Whole) -> bool:
+    """Whether other tokens behind change the logits in a call of the same length."""
+    ids = whole.rows[1].clone()
+    ids[:, SHORT:] = whole.rows[0][:, : LONG - SHORT]
+    return not _agree(ask(input_ids=ids)[:, :SHORT], whole.logits[1][:, :SHORT], whole.dtype)
+
+
+def _steady_ahead(ask: Ask, whole: Whole, position: int) -> bool:
+    """Whether a token at a position far ahead changes nothing for those before it."""
+    positions = torch.arange(SHORT, device=whole.rows[0].device)
+    positions[-1] = position
+    logits = ask(input_ids=whole.rows[0], position_ids=positions[None])
+    return _agree(logits[:, :-1], whole.logits[0][:, :-1], whole.dtype)
+
+
+@contextmanager
+def _forgotten(decoder: nn.Module) -> Iterator[None]:
+    """What rotary modules remember of the positions they saw is as it was afterwards."""
+    saved = []
+    for module in decoder.modules():
+        if hasattr(module, "inv_freq") or hasattr(module, "rope_type"):
+            buffers = dict(module._buffers)
+            values = [(b, b.clone()) for b in buffers.values() if b is not None]
+            saved.append((module, dict(vars(module)), buffers, values))
+    try:
+        yield
+    finally:
+        for module, attributes, buffers, values in saved:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            for buffer, value in values:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """No gradients, dropout or lower precision; the user's random numbers are not drawn."""
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.random.fork_rng(devices),
+        _NoDropout(),
+    ):
+        yield
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout is skipped in this thread, without a change to the modules that ask for it."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.dropout:
+            return args[0]
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+def _logits(parts: Parts, hidden: Tensor) -> Tensor:
+    # In the dtype of the head: a float32 copy of a large one would cost gigabytes.
+    logits = torch.nn.functional.linear(hidden, parts.weight, parts.bias)
+    logits = logits.to(hidden.dtype if hidden.dtype == torch.float64 else torch.float32)
+    return scaled_and_capped(logits, parts.scale or 1.0, parts.softcap or 0.0)
+
+
+def _peak(values: Tensor) -> float:
+    """The largest finite value; infinite where there is a NaN, 0 where there is nothing."""
+    if bool(values.isnan().any()):
+        return math.inf
+    finite = values[values.isfinite()].float()
+    return finite.abs().max().item() if len(finite) else 0.0
+
+
+def _agree(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
+    """Equal to what the rounding of whole layers does, seen against the largest value."""
+    tolerance = 5e-2 if torch.finfo(dtype).bits == 16 else 2e-4
+    return _within(ours, theirs, relative=0.0, absolute=tolerance, drift=tolerance / 10)
+
+
+def _same_function(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
+    """Equal to the few roundings of what is done with one and the same product.
+
+    Each logit is seen against itself: what is allowed of the largest one could hide a cap.
+    """
+    eps = max(torch.finfo(dtype).eps, 1e-4)
+    return _within(ours, theirs, relative=2 * eps, absolute=eps / 50, drift=eps / 4)
+
+
+def _within(ours: Tensor, theirs: Tensor, relative: float, absolute: float, drift: float) -> bool:
+    """Whether each value is, and a common factor, in which rounding to either side cancels out.
+
+    ``absolute`` is a part of the largest value. Infinities must be the same.
+    """
+    wide = torch.promote_types(torch.promote_types(ours.dtype, theirs.dtype), torch.float32)
+    ours, theirs = ours.to(wide), theirs.to(theirs.device, wide)
+    finite = theirs.isfinite()
+    if not torch.equal(ours.where(~finite, 0), theirs.where(~finite, 0)):
+        return False
+    ours, theirs = ours[finite], theirs[finite]
+    if not len(theirs):
+        return True
+    size = theirs.abs()
+    near = (ours - theirs).abs() <= relative * size + absolute * size.max()
+    factor = (ours * theirs).sum() / theirs.square().sum().clamp(min=torch.finfo(wide).tiny)
+    return bool(near.all()) and (not bool(size.any()) or abs(factor.item() - 1) <= drift)

@@ -1,0 +1,84 @@
+"""Which derivatives the compiled ops have: the first, in reverse mode, outside torch.func."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
+
+
+def needs_grad(**inputs: Tensor | None) -> bool:
+    """Whether a gradient has to be recorded; refuses one that no kernel has, and names its input.
+
+    That is a forward-mode one, and one that a transform of ``torch.func`` asks for.
+    """
+    if forward_ad._current_level >= 0:
+        for name, tensor in inputs.items():
+            if tensor is not None and _has_tangent(tensor):
+                raise NotImplementedError(
+                    f"{name}: expected a tensor without a forward-mode tangent (forward_ad, "
+                    "torch.func.jvp, jacfwd), got one with; differentiate in reverse mode, or "
+                    "pass impl='reference'"
+                )
+    if not torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling():
+        return any(tensor is not None and tensor.requires_grad for tensor in inputs.values())
+    recorded = False
+    for name, tensor in inputs.items():
+        if tensor is None:
+            continue
+        if is_functorch_wrapped_tensor(tensor) and _records(tensor):
+            raise NotImplementedError(
+                f"{name}: expected a tensor outside the transforms of torch.func (grad, vjp, "
+                "jacrev, vmap) where a gradient is recorded, got one inside; differentiate with "
+                "torch.autograd, or pass impl='reference'"
+            )
+        recorded = recorded or tensor.requires_grad
+    return recorded
+
+
+def _records(tensor: Tensor) -> bool:
+    # Inside vmap a tensor does not tell that the one it is made of requires a gradient.
+    while is_functorch_wrapped_tensor(tensor):
+        if tensor.requires_grad:
+            return True
+        tensor = get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    # Inside vmap it cannot be asked for.
+    return is_batchedtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def first_derivative_only(
+    op: str, remedy: str = "pass impl='reference', which has one"
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Mark the ``backward`` of an autograd function that no second derivative goes through.
+
+    What kernels compute has no history: differentiated again, it would give zeros. Wherever
+    autograd records the pass (``create_graph=True``) it therefore raises ``RuntimeError``, as it
+    cannot know whether the result is differentiated later. A compiled graph records no pass, and
+    torch refuses to differentiate its gradients.
+    """
+
+    def mark(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def checked(ctx: Any, *grads: Tensor) -> Any:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"{op}: expected a backward pass with create_graph=False, as its kernels have "
+                    f"no second derivative, got create_graph=True; {remedy}"
+                )
+            with torch.no_grad():
+                return backward(ctx, *grads)
+
+        return checked
+
+    return mark

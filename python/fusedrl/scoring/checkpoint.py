@@ -1,0 +1,104 @@
+"""Whether a checkpoint is a whole causal language model.
+
+transformers loads much else with a line in its log: weights that are missing are drawn at random,
+those that have no place are left out, and an encoder reads the tokens that it is to predict. The
+log-probs would look like any others.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fusedrl.scoring.errors import ScoreError, reason
+
+_OTHER_HEADS = re.compile(
+    r"For\w*(Classification|QuestionAnswering|MultipleChoice|MaskedLM|PreTraining|Prediction)$"
+)
+
+
+def check_kind(role: str, name: str, config: Any) -> None:
+    """Refuse what says of itself that it is no causal language model.
+
+    Raises:
+        ScoreError: an encoder-decoder, or a head that is not for the next token.
+    """
+    classes = getattr(config, "architectures", None) or []
+    other = [made for made in classes if _OTHER_HEADS.search(made)]
+    if getattr(config, "is_encoder_decoder", False):
+        got = f"an encoder-decoder ({config.model_type})"
+    elif other and len(other) == len(classes):
+        got = other[0]
+    else:
+        return
+    raise ScoreError(f"{role}: expected a causal language model, got {got} from {name!r}")
+
+
+def check_weights(role: str, name: str, model: PreTrainedModel, loading: dict[str, Any]) -> None:
+    """Refuse weights that are not those of the model that ``config.json`` describes.
+
+    Args:
+        role: ``"policy"`` or ``"reference"``.
+        name: where the model is from.
+        model: the model as loaded.
+        loading: what ``from_pretrained(output_loading_info=True)`` says of it.
+
+    Raises:
+        ScoreError: a weight that is missing, has another shape, or belongs to a further layer or
+            expert, and a quantization that transformers has left out. A weight that has no place at
+            all, such as a value head's, is not used.
+    """
+    own = {_kind(key) for key in model.state_dict()}
+    further = sorted(key for key in loading["unexpected_keys"] if _kind(key) in own)
+    misshapen = sorted(tuple(item) for item in loading["mismatched_keys"])
+    missing = sorted(loading["missing_keys"])
+    quantization = getattr(model.config, "quantization_config", None)
+    if misshapen:
+        key, *shapes = misshapen[0]
+        found, expected = (tuple(shape) for shape in shapes)
+        problem = f"expected {key} of shape {expected}, got {found}"
+    elif missing:
+        problem = f"{len(missing)} weights are missing, such as {missing[0]}"
+    elif further:
+        problem = f"{len(further)} weights have no place in the model, such as {further[0]}"
+    elif quantization is not None and getattr(model, "hf_quantizer", None) is None:
+        problem = f"its quantization is not known to transformers: {quantization}"
+    else:
+        return
+    raise ScoreError(f"{role}: the weights of {name!r} do not fit its config.json: {problem}")
+
+
+def _kind(key: str) -> str:
+    """The name of a parameter without the numbers of its layer and expert."""
+    return re.sub(r"\d+", "#", key)
+
+
+@torch.inference_mode()
+def trial(role: str, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The width of the logits of a model that reads no token before it has predicted it.
+
+    Raises:
+        ScoreError: a model that fails on eight tokens, or whose logits depend on later ones.
+    """
+    vocabulary = set(tokenizer.get_vocab().values())
+    ids = sorted(vocabulary - set(tokenizer.all_special_ids)) or sorted(vocabulary)
+    start, end, other = ([ids[i % len(ids)] for i in range(k, k + 4)] for k in (0, 4, 5))
+    try:
+        logits = [
+            model(input_ids=torch.tensor([row], device=model.device)).logits[0]
+            for row in (start + end, start + other)
+        ]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ScoreError(f"{role}: {name!r} computes no logits: {reason(error)}") from error
+    before, after = (row[: len(start)].float() for row in logits)
+    # Equal but for the grouping of experts' rows; an encoder without training differs by 0.01.
+    least = max(1e-3, 8 * torch.finfo(logits[0].dtype).eps)
+    if (before - after).abs().max() > least * before.std():
+        raise ScoreError(
+            f"{role}: expected a causal language model, got one from {name!r} whose logits depend "
+            "on the tokens that follow, as an encoder's do"
+        )
+    return logits[0].shape[-1]

@@ -1,0 +1,181 @@
+"""Children of processes whose threads were in the middle of something."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import channel_workers as workers
+import pytest
+import torch
+from channel_workers import publish
+from torch import nn
+
+from fusedrl.channel.following import Follower
+from fusedrl.channel.forking import ComputedOnce
+from fusedrl.channel.layout import Layout
+
+
+@contextmanager
+def held_by_another_thread(*locks: object) -> Iterator[None]:
+    """Locks that a thread has, which a child will not have."""
+    taken, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        for lock in locks:
+            lock.acquire()
+        taken.set()
+        end.wait()
+        for lock in locks:
+            lock.release()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def in_child(run: Callable[[], None]) -> int:
+    """How a forked child ends that calls ``run``; one that hangs is ended by SIGALRM."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            run()
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def model() -> nn.Module:
+    return nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+
+
+def refused(call: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError, match="open the handle again in this process"):
+        call()
+
+
+def test_a_child_goes_on_whatever_lock_another_thread_had(channel, reader):
+    publish(channel)
+    policy = model()
+    reader.load_into(policy)
+    follower = Follower(channel.handle.open(), model())
+    follower.load()
+    locks = (
+        channel._lock,
+        reader._lock,
+        reader._holds._lock,
+        reader._releases._lock,
+        follower._lock,
+        follower.reader._lock,
+        follower.reader._holds._lock,
+    )
+
+    def use() -> None:
+        refused(lambda: reader.load_into(policy))
+        refused(lambda: channel.publish(workers.weights_of(2)))
+        refused(follower.load)
+        assert float(policy["a"].detach()[0]) == 1
+        reader.close()
+        policy["a"].data.zero_()  # its own by now
+        follower.close(detach=False)
+        with channel.handle.open() as again:
+            assert again.load_into(policy) == 1
+        channel.close()
+
+    with held_by_another_thread(*locks):
+        assert in_child(use) == 0
+    # The parent's are what they were.
+    publish(channel)
+    assert reader.load_into(policy) == 2
+    assert [r.alive for r in channel.readers()] == [True, True]
+    follower.close()
+    follower.reader.close()
+
+
+def test_a_child_of_a_thread_that_has_the_lock_itself_ends_its_block(channel, reader):
+    def fork_within() -> int:
+        with channel.writing() as writing:
+            writing.views[0].zero_()
+            return in_child(lambda: refused(lambda: publish(channel)))
+
+    assert fork_within() == 0
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert publish(channel) == 2
+
+
+def test_a_child_that_leaves_the_writing_block_of_its_parent(channel):
+    publish(channel)
+    child = -1
+    try:
+        with channel.writing():
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                raise KeyError
+    except KeyError:
+        os._exit(0 if not channel._lock.locked() else 1)
+    except RuntimeError as error:  # the slot is the parent's
+        os._exit(0 if "forked child" in str(error) else 2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert channel.version == 2
+
+
+def test_what_a_layout_computes_once_has_no_lock(channel):
+    """That of cached_property is one for all layouts, and another thread may have it."""
+    fresh = Layout.from_json(channel.layout.to_json())
+    names = [n for n, value in vars(Layout).items() if isinstance(value, ComputedOnce)]
+    assert len(names) == 5
+    assert not any(isinstance(value, functools.cached_property) for value in vars(Layout).values())
+    for name in names:
+        assert getattr(fresh, name) == getattr(channel.layout, name)
+        assert getattr(fresh, name) is getattr(fresh, name)
+
+
+def test_children_that_are_forked_all_the_time_find_nothing_locked(channel, reader):
+    publish(channel)
+    end = threading.Event()
+
+    def load() -> None:
+        policy = model()
+        while not end.is_set():
+            reader.load_into(policy)
+            with channel.handle.open() as other, other.lease() as lease:
+                workers.version_in(lease.weights)
+
+    def write() -> None:
+        while not end.is_set():
+            publish(channel, on_full="skip")
+
+    threads = [threading.Thread(target=run) for run in (load, load, write)]
+    for thread in threads:
+        thread.start()
+
+    def use() -> None:
+        refused(lambda: reader.load_into(model()))
+        reader.close()
+        with channel.handle.open() as again, again.lease() as lease:
+            assert workers.version_in(lease.weights) == lease.version
+
+    try:
+        assert [in_child(use) for _ in range(30)] == [0] * 30
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join()

@@ -1,0 +1,183 @@
+"""Weights whose memory was freed or exchanged since they were published or loaded last."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fusedrl.channel import WeightChannel
+from fusedrl.channel.following import Follower
+from fusedrl.channel.layout import Layout
+
+FREED = "expected a dense tensor with values of its own, got one whose memory is freed"
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def free(module: nn.Module) -> None:
+    module[0].weight.untyped_storage().resize_(0)
+
+
+def shrink(module: nn.Module) -> None:
+    module[0].weight.untyped_storage().resize_(60)
+
+
+def free_view(module: nn.Module) -> None:
+    """A view in the middle has an address even where its memory has none."""
+    memory = torch.zeros(40)
+    module[0].weight.data = memory[20:36].view(4, 4)
+    memory.untyped_storage().resize_(0)
+
+
+def free_strided(module: nn.Module) -> None:
+    memory = torch.zeros(8, 8)
+    module[0].weight.data = memory[4:, ::2]
+    memory.untyped_storage().resize_(8 * 7 * 4)
+
+
+def free_buffer(module: nn.Module) -> None:
+    module[1].running_mean.untyped_storage().resize_(0)
+
+
+FREEING = (free, shrink, free_view, free_strided, free_buffer)
+
+
+@pytest.mark.parametrize("freeing", FREEING)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("given", [False, True])
+def test_freed_weights_are_not_published(freeing, dtype, given):
+    trained = model()
+    name = r"1\.running_mean" if freeing is free_buffer else r"0\.weight"
+    with WeightChannel.create(trained, dtype=dtype) as channel, channel.handle.open() as reader:
+        for _ in range(2):
+            channel.publish()
+        with reader.lease() as lease:
+            before = lease.weights.clone()
+        freeing(trained)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=f"weights: {name}: {FREED}; gather or load"):
+                channel.publish(trained if given else None)
+        with reader.lease() as lease:
+            assert lease.version == 2
+            assert (lease.weights == before).all()
+        # Loaded again, as by what offloads them.
+        trained[0].weight.data = torch.full((4, 4), 3.0)
+        trained[1].running_mean = torch.full((4,), 3.0)
+        assert channel.publish() == 3
+        with reader.lease() as lease:
+            assert float(lease.weights["0", "weight"].mean()) == 3
+
+
+def test_a_tensordict_and_a_dict_are_looked_at_in_the_same_way():
+    weights = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    with WeightChannel.create(weights) as channel:
+        channel.publish()
+        weights["b"].untyped_storage().resize_(0)
+        with pytest.raises(TypeError, match=f"weights: b: {FREED}"):
+            channel.publish()
+        with pytest.raises(TypeError, match=f"weights: b: {FREED}"):
+            Layout.of({"a": torch.zeros(3)}).matched(weights)
+
+
+def test_weights_that_are_freed_while_a_publish_waits_for_a_slot(monkeypatch):
+    trained = model()
+    with WeightChannel.create(trained, slots=2) as channel, channel.handle.open() as reader:
+        channel.publish()
+        begin = channel._begin
+
+        def freed_meanwhile(*arguments: float) -> int:
+            slot = begin(*arguments)
+            free(trained)
+            return slot
+
+        monkeypatch.setattr(channel, "_begin", freed_meanwhile)
+        with pytest.raises(TypeError, match=f"weights: 0.weight: {FREED}"):
+            channel.publish()
+        monkeypatch.undo()
+        assert channel.version == reader.version == 1
+        trained[0].weight.data = torch.zeros(4, 4)
+        assert channel.publish(timeout=0) == 2
+
+
+def test_weights_of_another_size_by_the_time_they_are_copied(monkeypatch):
+    trained = model()
+    with WeightChannel.create(trained) as channel:
+        channel.publish()
+        begin = channel._begin
+
+        def grown_meanwhile(*arguments: float) -> int:
+            trained[0].weight.data = torch.zeros(400, 400)
+            return begin(*arguments)
+
+        monkeypatch.setattr(channel, "_begin", grown_meanwhile)
+        with pytest.raises(ValueError, match=r"0\.weight: expected shape \(4, 4\), got \(400, 400"):
+            channel.publish()
+        assert channel.version == 1
+
+
+def test_weights_that_were_swapped_in_place():
+    """The tensor is the same object, with nothing of what it had."""
+    trained = model()
+    with WeightChannel.create(trained) as channel, channel.handle.open() as reader:
+        channel.publish()
+        for other, message in (
+            (nn.Parameter(torch.zeros(4, 4, device="meta")), "got a meta tensor"),
+            (nn.Parameter(torch.eye(4).to_sparse()), "layout torch.sparse_coo"),
+            (nn.Parameter(torch.zeros(2, 2)), r"got float32 \(2, 2\)"),
+            (nn.Parameter(torch.zeros(4, 4, dtype=torch.int32), False), r"got int32 \(4, 4\)"),
+        ):
+            torch.utils.swap_tensors(trained[0].weight, other)
+            with pytest.raises((TypeError, ValueError), match=rf"0\.weight: expected.*{message}"):
+                channel.publish()
+            assert channel.version == 1
+            torch.utils.swap_tensors(trained[0].weight, other)
+            channel.layout.matched(trained)
+        torch.utils.swap_tensors(trained[0].weight, nn.Parameter(torch.full((4, 4), 9.0).double()))
+        channel.publish()
+        with reader.lease() as lease:
+            assert float(lease.weights["0", "weight"].mean()) == 9
+
+
+@pytest.mark.parametrize("freeing", FREEING)
+@pytest.mark.parametrize("load", ["copy", "alias", "follower"])
+def test_nothing_is_loaded_into_memory_that_was_freed(freeing, load):
+    with WeightChannel.create(model().requires_grad_(False)) as channel:
+        channel.publish()
+        with channel.handle.open() as reader:
+            policy = model().requires_grad_(False)
+            follower = Follower(reader, policy, "copy")
+
+            def loads() -> None:
+                if load == "follower":
+                    follower.load()
+                else:
+                    reader.load_into(policy, load)
+
+            loads()
+            follower._release()
+            if load == "alias" and freeing is not free_buffer:
+                # The parameter only loses what it does not need.
+                freeing = free_view
+            freeing(policy)
+            channel.publish()
+            if load == "alias" and freeing is not free_buffer:
+                loads()
+                assert torch.isfinite(policy[0].weight).all()
+            else:
+                with pytest.raises(TypeError, match=f"module: .*: {FREED}"):
+                    loads()
+
+
+def test_adapters_whose_memory_is_freed_are_not_merged():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["0"], init_lora_weights=False)
+    adapted = peft.get_peft_model(nn.Sequential(nn.Linear(4, 4)), config)
+    with WeightChannel.create(adapted, adapters="merged") as channel:
+        channel.publish()
+        lora = next(p for name, p in adapted.named_parameters() if "lora_A" in name)
+        lora.data.untyped_storage().resize_(0)
+        with pytest.raises(TypeError, match=f"lora_A.*{FREED}"):
+            channel.publish()

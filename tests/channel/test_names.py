@@ -1,0 +1,63 @@
+"""Names with and without what is before them: read where that can mean one thing only."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusedrl.channel.names import Reading, read
+
+MODEL = ["model.embed.weight", "model.norm.weight", "lm_head.weight"]
+
+
+def before(prefix: str, names: list[str] = MODEL) -> list[str]:
+    return [prefix + name for name in names]
+
+
+@pytest.mark.parametrize(
+    ("given", "known", "reading"),
+    [
+        (MODEL, MODEL, Reading()),
+        (MODEL[:1], MODEL, Reading()),
+        ([*MODEL, "more"], MODEL, Reading()),
+        (MODEL, before("model."), Reading(added="model.")),
+        (MODEL[:2], before("model."), Reading(added="model.")),
+        ([*MODEL, "more"], before("model."), Reading(added="model.")),
+        (before("model."), MODEL, Reading("model.")),
+        (MODEL, before("policy.model."), Reading(added="policy.model.")),
+        (before("model."), before("policy.model."), Reading(added="policy.")),
+        (before("module."), before("model."), Reading("module.", "model.")),
+        (before("model.module."), before("model."), Reading("model.module.", "model.")),
+        (before("model."), before("model.module."), Reading("model.", "model.module.")),
+        (["weight"], ["model.weight", "model.bias"], Reading(added="model.")),
+        ([], MODEL, Reading()),
+        (MODEL, [], Reading()),
+    ],
+)
+def test_names_are_read_as_another_module_around_them_has_them(given, known, reading):
+    assert read(given, known) == reading
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        (before("critic."), before("actor.")),
+        (["other.weight"], MODEL),
+        (["submodule.weight"], ["model.weight"]),
+        ([*before("model."), "value.weight"], MODEL),
+        (MODEL, [*before("actor."), *before("critic.")]),
+    ],
+    ids=["another model", "unknown", "a part named so", "more than the model", "two models"],
+)
+def test_names_that_may_mean_another_model_stay(given, known):
+    assert not read(given, known)
+
+
+def test_names_that_can_be_read_in_two_ways_are_refused():
+    known = ["a.a.a.w", "a.a.w"]
+    with pytest.raises(ValueError, match=r"weights: .*with 'a.' before them or with 'a.a.' before"):
+        read(["a.w"], known)
+
+
+def test_a_reading_says_what_it_does():
+    assert str(Reading()) == "as they are"
+    assert str(Reading("module.", "model.")) == "without 'module.' and with 'model.' before them"

@@ -1,0 +1,92 @@
+"""Who reads a channel, who died, and that each death is told of once."""
+
+from __future__ import annotations
+
+import channel_workers as workers
+import pytest
+from channel_workers import publish
+
+from fusedrl.channel import WeightChannel
+
+from .registry_model import Registry, explore
+
+
+@pytest.mark.parametrize(
+    ("registry", "states"),
+    [
+        (Registry(entries=1, readers=2), 200),
+        (Registry(entries=2, readers=3), 8_000),
+        (Registry(entries=1, readers=3), 2_000),
+    ],
+)
+def test_every_death_is_told_of_once(registry, states):
+    found, fault, moves = explore(registry)
+    assert fault is None, "\n".join(moves)
+    assert found > states
+
+
+@pytest.mark.parametrize(
+    ("fault", "mutant"),
+    [
+        ("is forgotten", Registry(keeps_the_dead=False)),
+        ("is lost", Registry(prefers_empty=False)),
+        ("is told to be dead, and is gone", Registry(compares=False)),
+    ],
+)
+def test_a_mutant_breaks_a_promise(fault, mutant):
+    _, found, moves = explore(mutant)
+    assert found is not None and fault in found, "\n".join(moves)
+
+
+def killed_reader(channel: WeightChannel) -> int:
+    """The pid of a reader that was killed while it held a lease."""
+    with workers.process(workers.lease_and_hold, channel.handle, False) as (child, pipe):
+        pipe.recv()
+        child.kill()
+        child.join()
+    return child.pid
+
+
+def test_a_death_is_told_of_after_others_have_taken_the_entry():
+    with WeightChannel.create(workers.weights_of(0), max_readers=1) as channel:
+        publish(channel)
+        dead = killed_reader(channel)
+        with channel.handle.open() as reader:
+            reader.lease().release()
+            with pytest.raises(RuntimeError, match=rf"got dead: pid {dead};"):
+                channel.wait_applied(timeout=5)
+            channel.wait_applied(timeout=0)
+        assert channel.readers() == []
+        dead = [killed_reader(channel), killed_reader(channel)]
+        channel.handle.open().close()
+        assert {r.pid for r in channel.readers() if not r.alive} == {dead[1]}
+
+
+def test_two_deaths_in_one_entry_are_both_told_of():
+    with WeightChannel.create(workers.weights_of(0), max_readers=1) as channel:
+        publish(channel)
+        dead = [killed_reader(channel), killed_reader(channel)]
+        told = [(r.pid, r.alive, r.leased) for r in channel.readers()]
+        assert told == [(pid, False, ()) for pid in dead]
+        assert channel.readers() == []
+
+
+def test_an_entry_of_the_dead_is_the_last_to_be_taken():
+    with WeightChannel.create(workers.weights_of(0), max_readers=3) as channel:
+        publish(channel)
+        dead = killed_reader(channel)
+        with channel.handle.open(), channel.handle.open(), channel.handle.open():
+            alive = [r.alive for r in channel.readers()]
+            assert sorted(alive) == [False, True, True, True]
+            assert [r.pid for r in channel.readers() if not r.alive] == []
+        assert dead
+
+
+def test_looking_at_the_readers_never_keeps_one_from_coming():
+    """The publisher locks no entry to see who died."""
+    with WeightChannel.create(workers.weights_of(0), max_readers=1) as channel:
+        publish(channel)
+        with workers.process(workers.open_all_the_time, channel.handle, 300) as (_, pipe):
+            while not pipe.poll():
+                channel.readers()
+            assert pipe.recv() == "done"

@@ -1,0 +1,337 @@
+"""The models of a scoring job: whole, causal, of one vocabulary, with a template, or refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("pyarrow")
+
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertLMHeadModel,
+    Qwen2ForSequenceClassification,
+)
+
+from fusedrl.demo.models import make_model, make_tokenizer
+from fusedrl.scoring import ScoreError, Settings, batches, checkpoint, score_chats
+
+from .conftest import chat, rows
+
+GOOD = chat("Hi", "Hello!")
+
+
+@pytest.fixture
+def folder(models, tmp_path):
+    """A copy of the policy, to be damaged."""
+    return Path(shutil.copytree(models.policy, tmp_path / "model"))
+
+
+@pytest.fixture
+def refused(write_chats, score, capsys):
+    """What the command says of a policy that it refuses, having written nothing."""
+
+    def run(policy, *options):
+        code, out = score(write_chats(GOOD), *options, policy=policy)
+        assert code == 2
+        assert not out.exists()
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said.startswith("score: ")
+        return said
+
+    return run
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("kept", [0, 5, 300, 0.5])
+def test_truncated_weights_are_refused(folder, refused, kept):
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[: kept if isinstance(kept, int) else int(kept * len(content))])
+    assert f"policy: cannot load a model from '{folder}'" in refused(folder)
+
+
+BROKEN = {
+    "config.json": [b"", b"[]", b"null", b"\xff\xfe"],
+    "tokenizer.json": [b"", b"[]", b"5", b"{}", b"\xff\xfe"],
+    "tokenizer_config.json": [b"{", b"5"],
+    "generation_config.json": [b"null"],
+    "chat_template.jinja": [b"\xff\xfe"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [(name, content) for name, all_ in BROKEN.items() for content in all_]
+)
+def test_a_broken_file_of_a_checkpoint_is_refused(folder, refused, name, content):
+    (folder / name).write_bytes(content)
+    assert refused(folder).startswith("score: policy: cannot load a")
+
+
+def test_one_layer_less_than_the_weights_is_refused(folder, refused):
+    edit(folder / "config.json", num_hidden_layers=1, layer_types=["full_attention"])
+    said = refused(folder)
+    assert "do not fit its config.json: 12 weights have no place in the model" in said
+
+
+def test_one_layer_more_than_the_weights_is_refused(folder, refused):
+    edit(folder / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    assert "12 weights are missing, such as model.layers.2." in refused(folder)
+
+
+def test_a_head_that_no_file_holds_is_refused(folder, refused):
+    edit(folder / "config.json", tie_word_embeddings=False)
+    assert "1 weights are missing, such as lm_head.weight" in refused(folder)
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 64}, {"vocab_size": 700}])
+def test_weights_of_another_shape_are_refused(folder, refused, change):
+    edit(folder / "config.json", **change)
+    assert "expected model.embed_tokens.weight of shape" in refused(folder)
+
+
+@pytest.mark.parametrize("change", [{"hidden_act": "nope"}, {"model_type": "nope"}])
+def test_a_configuration_that_is_not_understood_is_refused(folder, refused, change):
+    edit(folder / "config.json", **change)
+    assert "policy: cannot load a" in refused(folder)
+
+
+def test_a_quantization_that_transformers_leaves_out_is_refused(folder, refused):
+    edit(folder / "config.json", quantization_config={"quant_method": "nope"})
+    assert "its quantization is not known to transformers" in refused(folder)
+
+
+def test_a_value_head_beside_the_model_is_left_out(models):
+    model = AutoModelForCausalLM.from_pretrained(models.policy)
+    loading = {"unexpected_keys": {"v_head.weight"}, "mismatched_keys": set(), "missing_keys": []}
+    checkpoint.check_weights("policy", "there", model, loading)
+
+
+def small(tokenizer):
+    return {
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_encoder_is_refused(tokenizer, tmp_path, refused, dtype):
+    torch.manual_seed(0)
+    config = BertConfig(**small(tokenizer), initializer_range=0.5)
+    BertLMHeadModel(config).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    said = refused(tmp_path / "bert", "--dtype", dtype)
+    assert "whose logits depend on the tokens that follow" in said
+
+
+def test_an_encoder_without_training_is_refused(tokenizer):
+    torch.manual_seed(0)
+    model = BertLMHeadModel(BertConfig(**small(tokenizer))).eval()
+    with pytest.raises(ScoreError, match="expected a causal language model"):
+        checkpoint.trial("reference", "bert", model, tokenizer)
+
+
+def test_an_encoder_decoder_is_refused(tokenizer, tmp_path, refused):
+    config = BartConfig(
+        vocab_size=len(tokenizer),
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+    )
+    BartForConditionalGeneration(config).save_pretrained(tmp_path / "bart")
+    tokenizer.save_pretrained(tmp_path / "bart")
+    said = refused(tmp_path / "bart")
+    assert "expected a causal language model, got an encoder-decoder (bart)" in said
+
+
+def test_a_reward_model_is_refused(models, folder, refused):
+    config = make_model(1500).config
+    config.num_labels = 1
+    config.pad_token_id = 0
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    said = refused(folder)
+    assert "expected a causal language model, got Qwen2ForSequenceClassification" in said
+
+
+def test_different_vocabularies_are_refused(models, write_chats, score, tmp_path, capsys):
+    other = make_tokenizer(["quite another text, from which other merges follow"] * 20, size=300)
+    other.save_pretrained(tmp_path / "other")
+    make_model(len(other)).save_pretrained(tmp_path / "other")
+    code, out = score(write_chats(GOOD), reference=tmp_path / "other")
+    assert code == 2
+    assert "expected the policy's vocabulary" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_embeddings_too_narrow_for_the_vocabulary_are_refused(tokenizer, tmp_path, refused):
+    make_model(len(tokenizer) - 8).save_pretrained(tmp_path / "narrow")
+    tokenizer.save_pretrained(tmp_path / "narrow")
+    assert "resize its embeddings" in refused(tmp_path / "narrow")
+
+
+def test_an_id_behind_a_gap_in_the_vocabulary_is_seen(models, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(models.policy)
+    assert checkpoint.trial("policy", "there", model, tokenizer) == len(tokenizer)
+    vocabulary = tokenizer.get_vocab() | {"far": 5000}
+    tokenizer.get_vocab = lambda: vocabulary
+    assert checkpoint.trial("policy", "there", model, tokenizer) == len(tokenizer)
+
+
+@pytest.mark.parametrize("role", ["policy", "reference"])
+@pytest.mark.parametrize("name", ["/no/such/model", "", "a b", "~/x", "a\nb", "\udcff"])
+def test_a_model_that_is_not_there_is_named(write_chats, score, capsys, role, name):
+    code, _ = score(write_chats(GOOD), **{role: name})
+    assert code == 2
+    assert f"score: {role}: cannot load a tokenizer from '" in capsys.readouterr().err
+
+
+def test_a_model_without_memory_for_it_is_named(models, write_chats, monkeypatch, tmp_path):
+    def no_memory(*args, **options):
+        raise torch.OutOfMemoryError("tried to allocate too much")
+
+    monkeypatch.setattr(checkpoint.PreTrainedModel, "to", no_memory)
+    with pytest.raises(ScoreError, match=r"cannot compute on cpu: .*too much"):
+        score_chats(write_chats(GOOD), models.policy, models.reference, tmp_path / "out")
+
+
+def test_a_chat_without_memory_for_it_is_left_out(models, write_chats, monkeypatch, tmp_path):
+    real = batches.causal_log_probs
+
+    def no_memory(model, tokens, lengths, *args, **options):
+        if max(lengths) > 100:
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        return real(model, tokens, lengths, *args, **options)
+
+    monkeypatch.setattr(batches, "causal_log_probs", no_memory)
+    path = write_chats(GOOD, chat("Hi", "long " * 300), GOOD)
+    summary = score_chats(path, models.policy, models.reference, tmp_path / "out")
+    assert [row["chat"] for row in summary.rows] == [1, 3]
+    assert "tried to allocate too much" in str(summary.skipped[0])
+
+
+def test_a_tokenizer_that_truncates_and_pads_does_neither_here(folder, write_chats, score):
+    code, out = score(write_chats(GOOD))
+    expected = rows(out / "chats.parquet")
+    truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    padding = {
+        "strategy": {"Fixed": 50},
+        "direction": "Left",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }
+    edit(folder / "tokenizer.json", truncation=truncation, padding=padding)
+    code, out = score(write_chats(GOOD), policy=folder)
+    assert code == 0
+    assert rows(out / "chats.parquet") == expected
+
+
+def test_a_tokenizer_without_special_tokens_of_its_own_does(folder, write_chats, score):
+    (folder / "tokenizer_config.json").write_text("{}")
+    code, out = score(write_chats(GOOD), policy=folder)
+    assert code == 0
+    assert rows(out / "chats.parquet")[0]["scored_tokens"] > 1
+
+
+def test_a_tokenizer_without_chat_template_needs_one(folder, write_chats, score, refused, tmp_path):
+    template = tmp_path / "template.jinja"
+    (folder / "chat_template.jinja").rename(template)
+    assert "--chat-template FILE" in refused(folder)
+    code, out = score(write_chats(GOOD), "--chat-template", template, policy=folder)
+    assert code == 0
+    assert rows(out / "chats.parquet")[0]["scored_tokens"] > 1
+
+
+BAD_TEMPLATES = {
+    "not utf-8": (b"\xff\xfe{{ x }}", "chat_template: expected UTF-8 text in "),
+    "empty": (b"\n", "chat_template: expected a Jinja template, got the empty file "),
+    "not jinja": (b"\n{% for m in %}", "chat_template: the file is no Jinja template: line 2: "),
+    "unknown filter": (b"{{ messages | nope }}", "No filter named 'nope'"),
+    "unclosed": (b"{% generation %}", "chat_template: the file is no Jinja template: line 1: "),
+    "raises": (b"{{ raise_exception('never\nthis') }}", "messages: TemplateError: never this"),
+    "raises nothing": (b"{{ raise_exception('') }}", "messages: TemplateError; "),
+    "endless": (b"{% for i in range(10 ** 9) %}x{% endfor %}", "OverflowError: Range too big"),
+    "recursive": (b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    "escaping": (b"{{ messages.__class__.__mro__ }}", "SecurityError"),
+    "no text": (b"{}", "the template renders no assistant text"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEMPLATES)
+def test_a_template_that_does_not_do_is_refused(models, tmp_path, refused, name):
+    content, message = BAD_TEMPLATES[name]
+    (tmp_path / "template.jinja").write_bytes(content)
+    assert message in refused(models.policy, "--chat-template", tmp_path / "template.jinja")
+
+
+def test_a_template_that_the_tokenizer_brings_is_compiled_first(folder, refused):
+    (folder / "chat_template.jinja").write_text("{% for m in %}")
+    assert "policy: the chat template is no Jinja template" in refused(folder)
+
+
+@pytest.mark.parametrize("path", [".", "none.jinja"])
+def test_a_template_that_is_no_file_is_named(models, tmp_path, refused, path):
+    said = refused(models.policy, "--chat-template", tmp_path / path)
+    assert "chat_template: expected a file" in said
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(models, write_chats, score, tmp_path):
+    code, out = score(write_chats(GOOD))
+    expected = rows(out / "tokens.parquet")
+    template = (Path(models.policy) / "chat_template.jinja").read_bytes()
+    (tmp_path / "template.jinja").write_bytes(b"\xef\xbb\xbf" + template)
+    code, out = score(write_chats(GOOD), "--chat-template", tmp_path / "template.jinja")
+    assert code == 0
+    assert rows(out / "tokens.parquet") == expected
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "nowhere", "", "cpu:-1", "hpu", "xla"])
+def test_a_device_that_cannot_compute_is_named(models, refused, device):
+    assert f"device: cannot compute on '{device}': " in refused(models.policy, "--device", device)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+@pytest.mark.parametrize("temperature", ["1e-30", "1e30"])
+def test_the_ends_of_the_temperatures_score(write_chats, score, estimator, temperature):
+    options = ["--temperature", temperature, "--estimator", estimator]
+    code, out = score(write_chats(GOOD, chat("Hi", "Hello again!")), *options)
+    assert code == 0
+    assert len(rows(out / "chats.parquet")) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": 1e-31},
+        {"temperature": float("nan")},
+        {"estimator": "k4"},
+        {"dtype": "int8"},
+        {"max_tokens_per_batch": 0},
+        {"context": -1},
+        {"report_chats": 0},
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(wrong):
+    (name,) = wrong
+    with pytest.raises(ScoreError, match=f"{name}: expected"):
+        Settings(**wrong)

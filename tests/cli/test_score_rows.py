@@ -1,0 +1,385 @@
+"""The input of a scoring job: a bad row is named and left out, a bad file is refused."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("pyarrow")
+
+import pyarrow
+from pyarrow import parquet
+
+from fusedrl.cli import main
+from fusedrl.demo import CHATS
+from fusedrl.scoring import ScoreError, batches, job, score_chats
+from fusedrl.scoring.chats import parse_chat, read_records
+
+from .conftest import chat, rows
+
+GOOD = chat("Hi", "Hello!")
+USER, SAID = GOOD["messages"]
+SURROGATE = "\ud800"
+
+
+def messages(*turns, **more):
+    return {"messages": list(turns), **more}
+
+
+def nested(depth, row):
+    """A row with a list of that depth in the place of ``"DEEP"``."""
+    return json.dumps(row).replace('"DEEP"', "[" * depth + "]" * depth)
+
+
+# What a line holds, and what is said of it.
+BAD = {
+    "not json": ('{"messages": [', "unreadable line"),
+    "not utf-8": (b'{"messages": "\xff"}', "unreadable line"),
+    "nul characters": (b"\0\0\0", "unreadable line"),
+    "a comment": ("// nothing", "unreadable line"),
+    "nested": (nested(200_000, {"messages": "DEEP"}), "nested too deeply"),
+    "nested in what the template reads": (
+        nested(940, messages(USER, {"role": "assistant", "tool_calls": [{"a": "DEEP"}]})),
+        "RecursionError",
+    ),
+    "an enormous number": ('{"messages": ' + "9" * 10_000 + "}", "unreadable line"),
+    "key twice": (
+        json.dumps(GOOD).replace('"messages"', '"messages": [], "messages"'),
+        "the key 'messages' stands twice",
+    ),
+    "a number": ("5", "got 5"),
+    "null": ("null", "got None"),
+    "nan": ('{"messages": NaN}', "got {'messages': nan}"),
+    "no messages": ({"text": "hi"}, '{"messages": [...]}'),
+    "messages are an object": ({"messages": {"role": "user"}}, '{"messages": [...]}'),
+    "empty chat": ({"messages": []}, "empty chat"),
+    "a message is null": (messages(USER, None, SAID), "messages[1]: expected"),
+    "a message is a list": (messages([USER, SAID]), "messages[0]: expected"),
+    "no assistant": (messages(USER), "no assistant turn: the roles are ['user']"),
+    "control characters in the role": (
+        messages({"role": "\x1b[2J", "content": "x"}),
+        r"the roles are ['\x1b[2J']",
+    ),
+    "no role": (messages({"content": "hi"}, SAID), "messages[0]"),
+    "role is a number": (messages({"role": 5, "content": "hi"}, SAID), "messages[0]"),
+    "no content": (messages(USER, {"role": "assistant"}), "messages[1]: no content"),
+    "content is a number": (
+        messages(USER, {"role": "assistant", "content": 5}),
+        "messages[1].content: expected a string, got 5",
+    ),
+    "content is an object": (
+        messages({"role": "user", "content": {"a": 1}}, SAID),
+        "messages[0].content: expected a string, got {'a': 1}",
+    ),
+    "content is infinite": (
+        '{"messages": [{"role": "user", "content": 1e999}]}',
+        "messages[0].content: expected a string, got inf",
+    ),
+    "image": (messages({"role": "user", "content": [{"type": "image_url"}]}), "text parts only"),
+    "part is null": (messages({"role": "user", "content": [None]}, SAID), "text parts only"),
+    "surrogate in the content": (
+        messages({"role": "user", "content": SURROGATE}, SAID),
+        "messages[0].content: not valid Unicode",
+    ),
+    "surrogate in the role": (
+        messages({"role": SURROGATE, "content": "x"}, USER, SAID),
+        "messages[0].role: not valid Unicode",
+    ),
+    "surrogate in the role and no assistant": (
+        messages({"role": SURROGATE, "content": "x"}),
+        "messages[0].role: not valid Unicode",
+    ),
+    "surrogate that the template renders": (
+        messages(USER, {"role": "assistant", "tool_calls": [{"name": SURROGATE}]}),
+        "the rendered chat is not valid Unicode",
+    ),
+    "surrogate in a key twice": (r'{"\ud800": 1, "\ud800": 2}', r"the key '\ud800' stands twice"),
+    "tools are text": (messages(USER, SAID, tools="[]"), "tools: expected a list of objects"),
+    "a tool is a number": (messages(USER, SAID, tools=[5]), "tools: expected a list of objects"),
+    "tool calls are a number": (
+        messages(USER, {"role": "assistant", "tool_calls": 5}),
+        "messages[1].tool_calls: expected a list of objects, got 5",
+    ),
+    "too long": (chat("Count.", "one two three " * 600), "at most 1024 tokens"),
+    "too long by far": (chat("x" * 200_000, "y"), "at most 1024 tokens"),
+    "assistant first": (messages({"role": "assistant", "content": "Hi"}), "messages[0]"),
+}
+# Rows that are odd and right.
+ODD = {
+    "tools are empty": messages(USER, SAID, tools={}),
+    "nul in the content": chat("a\0b", "c\0"),
+    "empty turn": messages(USER, {"role": "assistant", "content": ""}),
+    "surrogate where nobody reads": messages({**USER, SURROGATE: SURROGATE}, SAID),
+    "surrogate in a note": messages(USER, SAID, note=SURROGATE),
+    "special tokens in the content": chat("<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"),
+    "markup": chat("[bold]</script><b>", "[/]"),
+    "nan in a tool call": messages(
+        USER, {"role": "assistant", "tool_calls": [{"a": float("nan")}]}, USER, SAID
+    ),
+    "two answers": messages(USER, SAID, SAID),
+    "byte order mark": b"\xef\xbb\xbf" + json.dumps(GOOD).encode(),
+    "carriage return": json.dumps(GOOD).encode() + b"\r",
+}
+TOOL_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content if m.content is defined else m.tool_calls | tojson }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Mixed:
+    """A job over every bad row and every odd one, good ones between them."""
+
+    def __init__(self, folder: Path, models) -> None:
+        self.path, self.out = folder / "chats.jsonl", folder / "out"
+        self.lines = {}
+        lines = []
+        for name, row in [(n, row) for n, (row, _) in BAD.items()] + list(ODD.items()):
+            lines += [line_of(GOOD), line_of(row)]
+            self.lines[name] = len(lines)
+        self.path.write_bytes(b"\n".join(lines))
+        template = folder / "template.jinja"
+        template.write_text(TOOL_TEMPLATE)
+        self.skipped = []
+        self.summary = score_chats(
+            self.path,
+            models.policy,
+            models.reference,
+            self.out,
+            job.Settings(chat_template=template, report_chats=200),
+            on_skip=self.skipped.append,
+        )
+
+
+def line_of(row):
+    text = row if isinstance(row, str | bytes) else json.dumps(row)
+    return text.encode() if isinstance(text, str) else text
+
+
+@pytest.fixture(scope="module")
+def mixed(models, tmp_path_factory):
+    return Mixed(tmp_path_factory.mktemp("mixed"), models)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named_with_its_line_and_the_reason(mixed, name):
+    start = f"{mixed.path}:{mixed.lines[name]}: "
+    (said,) = [str(error) for error in mixed.skipped if str(error).startswith(start)]
+    assert BAD[name][1] in said
+    assert len(said) < 1000
+
+
+def test_all_other_rows_are_scored(mixed):
+    bad = {mixed.lines[name] for name in BAD}
+    expected = [line for line in range(1, 2 * len(mixed.lines) + 1) if line not in bad]
+    assert [row["chat"] for row in rows(mixed.out / "chats.parquet")] == expected
+    assert [row["chat"] for row in mixed.summary.rows] == expected
+    assert len(mixed.skipped) == len(mixed.summary.skipped) == len(BAD)
+
+
+def test_a_bad_row_does_not_change_what_the_others_get(mixed):
+    totals = {row["kl_total"] for row in mixed.summary.rows if row["chat"] % 2}
+    assert max(totals) - min(totals) < 1e-5
+
+
+def test_the_report_names_what_was_left_out(mixed):
+    page = (mixed.out / "report.html").read_text(encoding="utf-8")
+    assert f"{len(BAD)} chats were skipped" in page
+    assert page.count(f"<li>{mixed.path}:") == len(BAD)
+
+
+def test_what_was_left_out_is_counted_and_ends_the_command_with_1(write_chats, score, capsys):
+    path = write_chats(GOOD, "{", GOOD)
+    code, out = score(path)
+    printed = capsys.readouterr()
+    assert code == 1
+    assert f"{path}:2: unreadable line" in printed.err
+    assert "2 chats scored, 1 skipped (left out, see above)" in printed.out
+    assert [row["chat"] for row in rows(out / "chats.parquet")] == [1, 3]
+
+
+def test_strict_stops_at_a_bad_row_and_leaves_nothing(write_chats, score, capsys):
+    path = write_chats(GOOD, BAD["surrogate in the role"][0], GOOD)
+    code, out = score(path, "--strict")
+    assert code == 2
+    assert f"{path}:2: messages[0].role" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_chat_that_a_model_refuses_costs_that_chat_only(write_chats, score, monkeypatch, capsys):
+    real = batches.causal_log_probs
+
+    def refusing(model, tokens, lengths, *args, **options):
+        if 99 in tokens:
+            raise ValueError("expected no 99")
+        return real(model, tokens, lengths, *args, **options)
+
+    monkeypatch.setattr(batches, "causal_log_probs", refusing)
+    real_tokenize = job.tokenize_chat
+
+    def with_99(chat, *args):
+        tokenized = real_tokenize(chat, *args)
+        if chat.line == 2:
+            tokenized.token_ids[0] = 99
+        return tokenized
+
+    monkeypatch.setattr(job, "tokenize_chat", with_99)
+    path = write_chats(GOOD, GOOD, GOOD)
+    code, out = score(path)
+    assert code == 1
+    assert f"{path}:2: a model refuses the chat: expected no 99" in capsys.readouterr().err
+    assert [row["chat"] for row in rows(out / "chats.parquet")] == [1, 3]
+
+
+def test_blank_lines_and_byte_order_marks_count_as_lines_but_not_as_chats(write_chats, score):
+    code, out = score(write_chats(GOOD, "", b"\xef\xbb\xbf", " \t\r", GOOD), "--strict")
+    assert code == 0
+    assert [row["chat"] for row in rows(out / "chats.parquet")] == [1, 5]
+
+
+@pytest.mark.parametrize("bad", [[], ["{", "5"]], ids=["empty", "all bad"])
+def test_nothing_left_to_score_is_refused(write_chats, score, capsys, bad):
+    code, out = score(write_chats(*bad))
+    assert code == 2
+    assert f"no chat to score, {len(bad)} skipped" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_longer_context_may_be_asked_for(write_chats, score, capsys):
+    path = write_chats(GOOD, chat("Count.", "one two three four five six seven eight"))
+    assert score(path, "--context", 22)[0] == 1
+    assert f"{path}:2: expected at most 22 tokens" in capsys.readouterr().err
+    assert score(path, "--context", 100)[0] == 0
+
+
+@pytest.mark.parametrize("name", [b"ch\xffats.jsonl", b"new\nline.jsonl", b"ch\xffats.parquet"])
+def test_a_file_may_have_any_name(models, tmp_path, capsys, name):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/o\xffut"))
+    try:
+        if name.endswith(b"parquet"):
+            with path.open("wb") as file:
+                parquet.write_table(pyarrow.table({"messages": [GOOD["messages"], None]}), file)
+        else:
+            path.write_bytes(line_of(GOOD) + b"\n{")
+    except (OSError, UnicodeError):
+        pytest.skip("this file system takes no such name")
+    pair = ["--policy", models.policy, "--reference", models.reference]
+    assert main(["score", str(path), *pair, "--out", str(out)]) == 1
+    assert re.search(r"(\\udcffats|new\\nline)\.\w+:2: ", capsys.readouterr().err)
+    assert len(rows(out / "chats.parquet")) == 1
+    assert re.search(r"(\\udcffats|new\\nline)\.\w+:2: ", (out / "report.html").read_text("utf-8"))
+
+
+FOREIGN = {
+    "utf-16": (json.dumps(GOOD).encode("utf-16"), "UTF-16 text; convert it to UTF-8"),
+    "gzip": (b"\x1f\x8b\x08\0", "a gzip archive; decompress it"),
+    "zip": (b"PK\x03\x04", "a zip archive; decompress it"),
+    "parquet": (b"PAR1", "Parquet; give its name the suffix .parquet"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_of_another_kind_is_refused_before_anything_is_loaded(tmp_path, name):
+    content, message = FOREIGN[name]
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(content + b"\n" + line_of(GOOD))
+    with pytest.raises(ScoreError, match=f"got {re.escape(message)}"):
+        score_chats(path, "no model", "no model", tmp_path / "out")
+
+
+@pytest.mark.parametrize("path", ["none.jsonl", ".", "x" * 5000, "/dev/null"])
+def test_a_chats_file_that_is_no_file_is_named(tmp_path, path):
+    with pytest.raises(ScoreError, match="chats: expected a file"):
+        score_chats(tmp_path / path, "no model", "no model", tmp_path / "out")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(line_of(GOOD))
+
+    def denied(*args, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(ScoreError, match=r"not a readable file: .*Permission denied"):
+        score_chats(path, "no model", "no model", tmp_path / "out")
+
+
+def test_parquet_input_gives_the_same_tables(score, tmp_path):
+    found = [parse_chat(record).messages for record in read_records(CHATS)]
+    path = tmp_path / "chats.PARQUET"
+    parquet.write_table(pyarrow.table({"messages": found}), path, row_group_size=16)
+    _, out = score(CHATS)
+    from_jsonl = rows(out / "chats.parquet")
+    code, out = score(path)
+    assert code == 0
+    assert rows(out / "chats.parquet") == from_jsonl
+
+
+def table_of(path, **columns):
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_a_parquet_row_that_is_not_utf8_costs_that_row(score, tmp_path, capsys):
+    path = table_of(tmp_path / "in.parquet", messages=[[USER, {**SAID, "content": "marker"}]] * 2)
+    whole = path.read_bytes()
+    values = pyarrow.array(["Hi", "Hello!", "Hi", "marker"])
+    broken = pyarrow.StringArray.from_buffers(
+        4, values.buffers()[1], pyarrow.py_buffer(b"HiHello!Himar\xffer")
+    )
+    turns = pyarrow.StructArray.from_arrays(
+        [pyarrow.array(["user", "assistant"] * 2), broken], ["role", "content"]
+    )
+    table_of(path, messages=pyarrow.ListArray.from_arrays([0, 2, 4], turns))
+    assert path.read_bytes() != whole
+    code, out = score(path)
+    assert code == 1
+    assert f"{path}:2: unreadable line" in capsys.readouterr().err
+    assert [row["chat"] for row in rows(out / "chats.parquet")] == [1]
+
+
+def test_tool_calls_of_parquet_types_are_shown(score, tmp_path):
+    when, raw = datetime.date(2026, 1, 2), b"\xff"
+    answer = {"role": "assistant", "content": None, "tool_calls": [{"when": when, "raw": raw}]}
+    path = table_of(tmp_path / "in.parquet", messages=[[{**USER, "tool_calls": None}, answer]])
+    code, out = score(path)
+    assert code == 0
+    assert "2026-01-02" in (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_damaged_page_is_named(models, tmp_path):
+    path = tmp_path / "in.parquet"
+    found = [[USER, {**SAID, "content": f"{i:05} " * 9}] for i in range(200)]
+    table = pyarrow.table({"messages": found})
+    parquet.write_table(table, path, compression="none", write_page_checksum=True)
+    content = bytearray(path.read_bytes())
+    at = content.index(b"00100 00100")
+    content[at : at + 5] = b"99999"  # what reads as text all the same
+    path.write_bytes(content)
+    with pytest.raises(ScoreError, match=r"in\.parquet: not a readable Parquet file"):
+        score_chats(path, models.policy, models.reference, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 but not really"])
+def test_a_broken_parquet_file_is_named(score, tmp_path, capsys, content):
+    path = tmp_path / "chats.parquet"
+    path.write_bytes(content)
+    code, _ = score(path)
+    assert code == 2
+    assert f"{path}: not a readable Parquet file" in capsys.readouterr().err
+
+
+def test_a_parquet_file_without_messages_is_named(score, tmp_path, capsys):
+    path = table_of(tmp_path / "chats.parquet", text=["hi"])
+    code, _ = score(path)
+    assert code == 2
+    assert "expected a column 'messages', got text" in capsys.readouterr().err

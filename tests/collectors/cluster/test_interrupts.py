@@ -1,0 +1,182 @@
+"""Ctrl-C at any line of RayLLMCollector's iteration, with actors that answer at once."""
+
+from __future__ import annotations
+
+import linecache
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from fusedrl.collectors.cluster import batches
+from fusedrl.collectors.cluster.actor import Collected
+from fusedrl.collectors.interrupts import uninterrupted
+from fusedrl.parcel import pack
+
+ray = pytest.importorskip("ray")
+
+BATCHES = 2
+OURS = {batches.__file__, sys.modules[uninterrupted.__module__].__file__}
+
+
+class Reference:
+    """What a fake actor promised: its batch of this number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class FakeActors:
+    """Each collects when it is told to, and forgets what nobody refers to."""
+
+    indices = range(2)
+    handles = (0, 1)
+
+    def __init__(self) -> None:
+        self.sent = dict.fromkeys(self.indices, 0)
+
+    def send(self, index: int, method: str) -> Reference:
+        assert method == "collect"
+        self.sent[index] += 1
+        return Reference(self.sent[index])
+
+    def answer(self, reference: Reference, index: int) -> Collected:
+        if reference.number > BATCHES:
+            return Collected(None, BATCHES, 0, True, None, None)
+        row = torch.tensor([10 * reference.number + index])
+        parcel = pack(TensorDict(row=row, batch_size=(1,)))
+        return Collected(parcel, reference.number, 0, False, None, None)
+
+
+class Offline(batches.RayBatches):
+    """A collector of the fake actors."""
+
+    progress = verbose = False
+    closed = False
+    max_staleness = None
+    total_frames, requested_frames_per_batch = float("inf"), 2
+
+    def __init__(self, sync_iter: bool, buffer: Any = None) -> None:
+        self._begin()
+        self.sync_iter, self.replay_buffer, self._extends = sync_iter, buffer, buffer is not None
+        self._tracks, self._actors = False, FakeActors()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def __del__(self) -> None:
+        pass
+
+
+class ListBuffer(list):
+    """A replay buffer as far as a collector knows one."""
+
+    _storage = None
+
+    def extend(self, data: Any) -> None:
+        self.append(data["row"].tolist())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_waited_for(monkeypatch):
+    monkeypatch.setattr(ray, "wait", lambda waiting, **_: (waiting[:1], waiting[1:]))
+
+
+@contextmanager
+def ctrl_c_at(line: int) -> Iterator[Callable[[], bool]]:
+    """SIGINT before a line of ours runs, counted from the first; asks whether there was such one.
+
+    Between a batch's last line here and its yield or return there is no call: no signal is handled
+    there, though a tracer would be called.
+    """
+    left = line
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in OURS:
+            return None
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and text not in ("yield ready[0]", "return ready[0]"):
+            left -= 1
+            if left == -1:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lambda: left < 0
+    finally:
+        sys.settrace(before)
+
+
+def take(collector: Offline, by_next: bool, got: list[Any]) -> None:
+    """All that comes, until the end or Ctrl-C."""
+    iterator = iter(collector.next, None) if by_next else collector
+    for batch in iterator:
+        got.append(batch["row"].tolist())
+
+
+@pytest.mark.parametrize(("sync_iter", "by_next"), [(True, False), (True, True), (False, False)])
+def test_no_batch_is_lost_or_comes_twice(sync_iter, by_next):
+    shares = [[10 * n + index for index in range(2)] for n in range(1, BATCHES + 1)]
+    wanted = shares if sync_iter else sorted([row] for share in shares for row in share)
+    line, interrupted = 0, True
+    while interrupted:
+        collector, got = Offline(sync_iter), []
+        with ctrl_c_at(line) as interrupted_now:
+            with suppress(KeyboardInterrupt):
+                take(collector, by_next, got)
+            interrupted = interrupted_now()
+        take(collector, by_next, got)
+        assert (got if sync_iter else sorted(got)) == wanted, line
+        assert collector._frames == 2 * BATCHES and collector._iter == len(wanted) - 1
+        line += 1
+    assert line > 50
+
+
+def test_a_replay_buffer_gets_each_batch_once():
+    line, interrupted = 0, True
+    while interrupted:
+        collector = Offline(True, ListBuffer())
+        with ctrl_c_at(line) as interrupted_now:
+            try:
+                for nothing in collector:
+                    assert nothing is None
+            except KeyboardInterrupt:
+                pass
+            interrupted = interrupted_now()
+        list(collector)
+        wanted = [[10 * n, 10 * n + 1] for n in range(1, BATCHES + 1)]
+        assert collector.replay_buffer == wanted, line
+        line += 1
+    assert line > 50
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    reached = []
+
+    def twice() -> None:
+        with uninterrupted():
+            for number in range(2):
+                signal.raise_signal(signal.SIGINT)
+                reached.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        twice()
+    assert reached == [0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_loop_that_is_left_has_its_batch():
+    collector = Offline(True)
+    first = [batch["row"].tolist() for batch in islice(collector, 1)]
+    assert first == [[10, 11]]
+    assert next(iter(collector))["row"].tolist() == [20, 21]
+    assert collector.next() is None

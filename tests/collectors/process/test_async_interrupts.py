@@ -1,0 +1,141 @@
+"""AsyncCollector and Ctrl-C: nothing is lost, nothing comes twice, and no answer is another's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from async_workers import Loading
+from counting_dialogs import Counting, policy
+
+from fusedrl import LLMCollector
+
+pytestmark = pytest.mark.usefixtures("forked")
+
+TESTS = Path(__file__).parents[2]
+LONG_S = 300.0  # what a broken test waits
+
+
+def interrupted(function: Callable[[], Any], after: int) -> tuple[bool, Any]:
+    """Call a function that Ctrl-C breaks off; whether it did, and what came, if anything.
+
+    Python looks for signals where a function begins and where one that is written in C returns:
+    it is interrupted at the one that comes ``after`` so many others.
+    """
+    left = after
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal left
+        if event in ("call", "c_return"):
+            left -= 1
+            if left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    got = None
+    try:
+        sys.setprofile(count)
+        got = function()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return left <= 0, got
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_ctrl_c_anywhere_in_an_iteration_loses_no_batch(make, prefetch):
+    collector = make(Loading, prefetch=prefetch)
+
+    def first() -> Any:
+        for batch in collector:
+            return batch
+
+    hits = frames = 0
+    while True:
+        hit, batch = interrupted(first, hits + 1)
+        if batch is None:
+            batch = first()
+        assert batch["observation"].flatten().tolist() == list(range(frames, frames + 4))
+        frames += 4
+        assert collector._frames == frames
+        assert collector._worker.under_way(collector._done.number) == prefetch
+        if not hit:
+            break
+        hits += 1
+    assert hits > 30
+
+
+@pytest.mark.parametrize("how", ["next", "postproc", "stored"])
+def test_what_ctrl_c_breaks_off_later_is_counted_and_not_begun_again(make, how):
+    """A batch that a postproc, a buffer or the caller had its hands on is as good as used."""
+    seen: list[int] = []
+
+    class Buffer:
+        def extend(self, batch: Any) -> None:
+            seen.append(batch["observation"][0].item())
+
+    def note(batch: Any) -> Any:
+        seen.append(batch["observation"][0].item())
+        return batch
+
+    options = {"next": {}, "postproc": {"postproc": note}, "stored": {"replay_buffer": Buffer()}}
+    collector = make(Loading, **options[how])
+    hits, hit = 0, True
+    while hit:
+        hit, _ = interrupted(collector.next, hits + 1)
+        hits += 1
+        before = collector._frames
+        batch = collector.next()
+        assert collector._frames == before + 4
+        if batch is not None:
+            assert batch["observation"][0].item() == before
+    assert seen == sorted(set(seen)) and hits > 30
+
+
+def test_ctrl_c_anywhere_in_a_call_leaves_no_answer_to_the_next(make):
+    collector = make(Loading)
+    hit, number = True, 0
+    while hit:
+        number += 1
+        call = lambda: collector.map_fn("env.load", [(-number,)])  # noqa: B023, E731
+        hit, _ = interrupted(call, number)
+        assert collector.map_fn("env.load", [(number,)]) == [number]
+    assert number > 30
+
+
+@pytest.mark.parametrize("what", ["reset", "load_state_dict"])
+def test_ctrl_c_in_what_makes_batches_outdated(make, what):
+    """It can be done again, and is done then; counts go on."""
+    collector = make(Counting, policy, collector_class=LLMCollector, prefetch=2)
+    hits, hit = 0, True
+    while hit:
+        collector.next()
+        state, frames = collector.state_dict(), collector._frames
+        function = collector.reset
+        if what == "load_state_dict":
+            function, frames = partial(collector.load_state_dict, {**state, "frames": 8}), 8
+        hit, _ = interrupted(function, hits + 1)
+        hits += 1
+        function()
+        assert collector._frames == frames
+        assert collector.next() is not None and collector._frames == frames + 4
+        assert collector._worker.under_way(collector._done.number) == 2
+    assert hits > 20
+
+
+def test_a_storm_of_ctrl_c(tmp_path):
+    """Real signals, in a process of its own."""
+    subprocess.run(
+        [sys.executable, "-c", "import async_storm; async_storm.storm()"],
+        cwd=TESTS,
+        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "ignore"},
+        timeout=LONG_S,
+        check=True,
+    )

@@ -1,0 +1,168 @@
+"""What ``causal_log_probs`` refuses, and in which words; what it takes."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from fusedrl.models import causal_log_probs
+
+from .test_log_probs import LENGTHS, MASK, TOKENS, N, close
+from .tiny import VOCAB, config_of, definition, model_of
+
+
+def asked_for_logits():
+    model = model_of("llama")
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        ([N + 3, -3], ValueError, "lengths: expected none below 0, got -3 for sequence 1; pass"),
+        ([float(N)], TypeError, "lengths: expected integers, got 55.0 for sequence 0; pass"),
+        ([N, None], TypeError, "lengths: expected integers, got None for sequence 1; pass"),
+        ([[N]], TypeError, r"lengths: expected integers, got \[55\] for sequence 0; pass"),
+        ([True], TypeError, "lengths: expected integers, got True for sequence 0; pass"),
+        (N, TypeError, "lengths: expected an integer a sequence, got int; pass"),
+        (torch.tensor(N), TypeError, "lengths: expected an integer a sequence, got Tensor; pass"),
+        (torch.tensor([55.0]), TypeError, "lengths: expected integers, got 55.0 for sequence 0"),
+        ([N - 1], ValueError, r"tokens: expected \[54\] integers, as many as the lengths sum to"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(lengths, error, message):
+    with pytest.raises(error, match=message):
+        causal_log_probs(model_of("llama"), TOKENS, lengths)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, numpy.array, iter])
+def test_lengths_may_be_any_integers(kind):
+    model = model_of("llama")
+    with torch.no_grad():
+        out = causal_log_probs(model, TOKENS, kind(LENGTHS))
+        close(out, definition(model, TOKENS, LENGTHS, None))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "error", "message"),
+    [
+        (TOKENS.tolist(), None, TypeError, "tokens: expected a tensor, got list; convert it wi"),
+        (TOKENS, MASK.tolist(), TypeError, "mask: expected a tensor, got list; convert it with"),
+        (TOKENS, MASK.float(), ValueError, r"mask: expected bool .* convert it with .bool\(\)"),
+        (
+            TOKENS > 3,
+            None,
+            ValueError,
+            r"tokens: expected \[55\] integers.* got \(55,\) of torch.bool",
+        ),
+        (TOKENS[None], None, ValueError, r"got \(1, 55\) of torch.int64; concatenate"),
+    ],
+)
+def test_tokens_and_masks_that_do_not_fit_are_refused(tokens, mask, error, message):
+    with pytest.raises(error, match=message):
+        causal_log_probs(model_of("llama"), tokens, LENGTHS, mask)
+
+
+@pytest.mark.parametrize("model", [model_of("llama"), model_of("opt"), asked_for_logits()])
+@pytest.mark.parametrize("wrong", [VOCAB, 10**6, -1, -100])
+@pytest.mark.parametrize("kept", [True, False])
+def test_ids_beyond_the_vocabulary_are_refused(model, wrong, kept):
+    tokens = TOKENS.index_fill(0, torch.tensor(7), wrong)
+    mask = torch.ones(N, dtype=torch.bool).index_fill(0, torch.tensor(7), kept)
+    with pytest.raises(
+        ValueError, match=rf"ids in \[0, 100\), the model's .* got {wrong} at token 7"
+    ):
+        causal_log_probs(model, tokens, LENGTHS, mask)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_ids_that_have_no_logit_are_refused_where_they_are_kept(fast):
+    """As the ids of images are, which are embedded and never predicted."""
+    model = model_of("llama") if fast else asked_for_logits()
+    model.set_output_embeddings(nn.Linear(32, VOCAB - 10, bias=False))
+    tokens = TOKENS.clamp(max=80).index_fill(0, torch.tensor(7), 95)
+    mask = torch.ones(N, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"ids in \[0, 90\), the model's .* got 95 at token 7"):
+        causal_log_probs(model, tokens, LENGTHS, mask)
+    mask[7] = False
+    with torch.no_grad():
+        out = causal_log_probs(model, tokens, LENGTHS, mask)
+        picked = tokens.index_fill(0, torch.tensor(7), 0)
+        logits = model(input_ids=tokens[None, :17]).logits[0, :-1].log_softmax(-1)
+        own = logits.gather(-1, picked[1:17, None]).squeeze(-1)
+        close(out[1:17], own * mask[1:17])
+
+
+def test_ids_of_models_of_other_makes():
+    class Bigram(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Linear(1, VOCAB)
+
+        def forward(self, input_ids, attention_mask):
+            return {"logits": self.table(input_ids[..., None].float())}
+
+    with pytest.raises(ValueError, match=r"ids in \[0, 100\), the model's vocabulary, got 100 at"):
+        causal_log_probs(Bigram(), TOKENS.index_fill(0, torch.tensor(7), VOCAB), LENGTHS)
+    with pytest.raises(ValueError, match=r"ids in \[0, V\), the model's vocabulary, got -1 at"):
+        causal_log_probs(Bigram(), TOKENS.index_fill(0, torch.tensor(7), -1), LENGTHS)
+
+
+def encoder_decoder():
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=100, **sizes))
+
+
+def classifier():
+    return transformers.LlamaForSequenceClassification(config_of("llama"))
+
+
+def masked():
+    """Its tokens see those behind them, unless it is told to be a decoder."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = transformers.BertConfig(vocab_size=100, num_attention_heads=2, **sizes)
+    return transformers.BertForMaskedLM(config).eval()
+
+
+class Wrapped(nn.Module):
+    in_keys, out_keys = ["tokens"], ["log_probs"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: None, "model: expected a causal language model, .* got NoneType; load"),
+        (lambda: "meta-llama/Llama-3", "model: expected a causal language model, .* got str; load"),
+        (Wrapped, "got Wrapped, which takes tensordicts; pass the model that it wraps"),
+        (encoder_decoder, "got T5ForConditionalGeneration, an encoder-decoder, whose log-probs"),
+        (lambda: model_of("llama").model, "returns logits, got LlamaModel, which returns none"),
+        (masked, "got BertForMaskedLM, whose logits see later tokens; .* is_decoder=True"),
+        (classifier, r"with logits \[1, 3, V\], got LlamaForSequenceClassification with \[1, 2\]"),
+    ],
+)
+def test_models_of_another_kind_are_refused(make, message):
+    with pytest.raises(TypeError, match=message):
+        causal_log_probs(make(), TOKENS, LENGTHS)
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "gpt2", "logits"])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_default_device_is_not_used(kind, device):
+    """Everything is on the model's device, whatever tensors are made on by default."""
+    model = asked_for_logits() if kind == "logits" else model_of(kind)
+    with torch.no_grad():
+        expected = definition(model, TOKENS, LENGTHS, MASK)
+    before = torch.get_default_device()
+    torch.set_default_device(device)
+    try:
+        for mask in (MASK, None):
+            out = causal_log_probs(model, TOKENS, LENGTHS, mask, entropy=True)
+            assert [values.device.type for values in out] == ["cpu", "cpu"]
+            close((out[0] * MASK.to("cpu")).detach(), expected)
+        assert causal_log_probs(model, TOKENS[:0], []).device.type == "cpu"
+    finally:
+        torch.set_default_device(before)

@@ -1,0 +1,248 @@
+"""Models whose numbers follow the length of the call, and how long a sequence may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fusedrl.models import causal_log_probs, trial
+from fusedrl.models.trial import way_of
+
+from .test_log_probs import close
+from .tiny import PACKING, VOCAB, config_of, definition, model_of
+
+# Short ones beside two that are longer than what the rotary embeddings were made for.
+LENGTHS = [12, 60, 19, 5, 45, 20]
+TRAINED = 24
+N = sum(LENGTHS)
+TOKENS = torch.randint(0, VOCAB, (N,), generator=torch.Generator().manual_seed(1))
+MASK = torch.rand(N, generator=torch.Generator().manual_seed(2)) < 0.5
+
+
+def early(lengths: list[int]) -> torch.Tensor:
+    """Keeps the first half of each sequence: without the rest a long one looks short."""
+    return torch.cat([torch.arange(n) < n // 2 for n in lengths])
+
+
+def rope(kind: str, rope_type: str) -> dict[str, Any]:
+    """Options of a configuration whose rotary embeddings follow the length of the call."""
+    if rope_type == "dynamic":
+        settings: dict[str, Any] = {"factor": 8.0}
+        options: dict[str, Any] = {"max_position_embeddings": TRAINED}
+    else:
+        half = 4  # of the dimensions of a head
+        settings = {"short_factor": [1.0] * half, "long_factor": [20.0, 9.0, 40.0, 3.0]}
+        settings |= {"factor": 4.0, "original_max_position_embeddings": TRAINED}
+        options = {"max_position_embeddings": 96}
+    settings |= {"rope_type": rope_type, "rope_theta": 10000.0}
+    if kind == "phi3":
+        options["original_max_position_embeddings"] = TRAINED
+    if kind == "mixtral":
+        options["head_dim"] = 8
+    if kind == "gemma3_text":
+        settings = {"full_attention": settings, "sliding_attention": {"rope_type": "default"}}
+        options["layer_types"] = ["full_attention", "sliding_attention"]
+    return {"rope_parameters": settings, **options}
+
+
+def following(kind: str, rope_type: str) -> Any:
+    if kind == "phi3" and rope_type == "dynamic":
+        pytest.skip("phi3 has longrope alone")
+    return model_of(kind, **rope(kind, rope_type))
+
+
+def alone(model: Any, mask: torch.Tensor | None) -> torch.Tensor:
+    """The definition of a model that remembers no longer call: each sequence after a short one."""
+    rows = []
+    masks = [None] * len(LENGTHS) if mask is None else mask.split(LENGTHS)
+    for row, keep in zip(TOKENS.split(LENGTHS), masks, strict=True):
+        model(input_ids=TOKENS[None, :2])
+        rows.append(definition(model, row, [len(row)], keep))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+@pytest.mark.parametrize("kind", PACKING)
+@torch.no_grad()
+def test_sequences_beyond_the_threshold_run_alone_and_whole(kind, rope_type):
+    model = following(kind, rope_type)
+    assert way_of(model).packs and way_of(model).below == TRAINED
+    expected = alone(model, None)
+    for mask in (MASK, early(LENGTHS)):
+        out = causal_log_probs(model, TOKENS, LENGTHS, mask, max_tokens_per_forward=1000)
+        close(out, expected * mask)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@torch.no_grad()
+def test_the_threshold_matters_in_these_tests(kind):
+    """The long factors change the numbers of a short sequence, or nothing is tested."""
+    model = following(kind, "longrope")
+    short, long = TOKENS.split(LENGTHS)[:2]
+    own = definition(model, short, [len(short)], None)
+    ids = torch.cat((short, long))[None]
+    positions = torch.cat([torch.arange(len(row)) for row in (short, long)])[None]
+    logits = model(input_ids=ids, position_ids=positions).logits[0, : len(short) - 1]
+    beside = logits.log_softmax(-1).gather(-1, short[1:, None]).squeeze(-1)
+    assert (beside - own[1:]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+@torch.no_grad()
+def test_short_sequences_still_share_a_row(rope_type):
+    model = following("llama", rope_type)
+    way_of(model)
+    seen = []
+    model.model.embed_tokens.register_forward_hook(
+        lambda _, args, out: seen.append(args[0].numel())
+    )
+    causal_log_probs(model, TOKENS, LENGTHS)
+    together = sum(n - 1 for n in LENGTHS if n < TRAINED)
+    assert seen == [together, 1, 45, 60], "1 makes it forget longer calls"
+
+
+@pytest.mark.parametrize("kind", ["olmo", "falcon"])
+@torch.no_grad()
+def test_padded_batches_are_short_too(kind):
+    """Of types that are not packed; their padding makes a call as long as its longest sequence."""
+    settings = rope(kind, "dynamic")
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "intermediate_size": 48, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **settings)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    way = way_of(model)
+    assert not way.packs and way.below == TRAINED
+    close(causal_log_probs(model, TOKENS, LENGTHS, MASK), alone(model, MASK))
+
+
+@torch.no_grad()
+def test_a_longer_call_before_is_forgotten():
+    """The frequencies of dynamic NTK stay those of the longest call until a short one comes."""
+    model = following("llama", "dynamic")
+    expected = alone(model, None)
+    model(input_ids=TOKENS[None])
+    close(causal_log_probs(model, TOKENS, LENGTHS), expected)
+    model(input_ids=TOKENS[None])
+    exactly = [TRAINED] * (N // TRAINED)
+    tokens = TOKENS[: sum(exactly)]
+    out = causal_log_probs(model, tokens, exactly)
+    model(input_ids=TOKENS[None, :2])
+    close(out, definition(model, tokens, exactly, None))
+
+
+@torch.no_grad()
+def test_a_model_that_follows_the_length_in_secret_runs_alone():
+    """No configuration and no attribute of it says so: a position far ahead shows it."""
+    model = model_of("llama", max_position_embeddings=96)
+    rotary = type(model.model.rotary_emb)
+
+    class Secret(rotary):
+        def forward(self, x, position_ids):
+            cos, sin = super().forward(x, position_ids)
+            return (cos, sin) if position_ids.max() < TRAINED else (cos.flip(-1), sin.flip(-1))
+
+    model.model.rotary_emb.__class__ = Secret
+    way = way_of(model)
+    assert way.parts is not None and not way.packs and not way.pads
+    for mask in (MASK, early(LENGTHS)):
+        close(
+            causal_log_probs(model, TOKENS, LENGTHS, mask),
+            definition(model, TOKENS, LENGTHS, mask),
+        )
+
+
+@torch.no_grad()
+def test_a_model_that_looks_ahead_runs_alone():
+    model = model_of("llama")
+    original = type(model.model)
+
+    class Ahead(original):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            out.last_hidden_state = out.last_hidden_state + out.last_hidden_state.mean(1, True)
+            return out
+
+    model.model.__class__ = Ahead
+    way = way_of(model)
+    assert way.parts is not None and not way.packs and not way.pads
+    out = causal_log_probs(model, TOKENS, LENGTHS, early(LENGTHS))
+    close(out, definition(model, TOKENS, LENGTHS, early(LENGTHS)))
+
+
+def test_the_trial_leaves_rotary_embeddings_as_they_were():
+    model = following("llama", "longrope")
+    rotary = model.model.rotary_emb
+    model(input_ids=TOKENS[None])  # the long factors
+    model(input_ids=TOKENS[None, :2])  # the short ones, as the trial's sequences have
+    before, buffer, state = rotary.inv_freq.clone(), rotary.inv_freq, dict(vars(rotary))
+    assert trial.way_of(model).packs
+    assert rotary.inv_freq is buffer and torch.equal(buffer, before)
+    assert vars(rotary).keys() == state.keys()
+    for name, value in state.items():
+        assert vars(rotary)[name] is value, name
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "starcoder2"])
+@torch.no_grad()
+def test_rotary_models_run_beyond_their_context(kind):
+    model = model_of(kind, max_position_embeddings=32)
+    close(causal_log_probs(model, TOKENS, LENGTHS), definition(model, TOKENS, LENGTHS, None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),  # ALiBi
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2}),  # a state
+    ],
+)
+@torch.no_grad()
+def test_models_without_positions_run_beyond_their_context(kind, options):
+    config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB, **options)
+    config.max_position_embeddings = 32
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    close(causal_log_probs(model, TOKENS, LENGTHS), definition(model, TOKENS, LENGTHS, None), 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "gptj", "gpt_neo"])
+def test_models_with_a_table_of_positions_refuse_more(kind):
+    if kind in ("opt", "gpt2"):
+        config = config_of(kind)
+    else:
+        options: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 64}
+        if kind == "gptj":
+            options |= {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8}
+        else:
+            options |= {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
+            options["attention_types"] = [[["global", "local"], 1]]
+        config = transformers.AutoConfig.for_model(kind, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    called = []
+    model.get_input_embeddings().register_forward_hook(lambda *_: called.append(1))
+    with pytest.raises(ValueError, match="tokens: sequence 1: expected at most 64 tokens, the mo"):
+        causal_log_probs(model, TOKENS[:75], [5, 70])
+    assert not called, "on a GPU the model's own error ends the process"
+
+
+def test_the_refusal_of_a_model_itself_names_the_context():
+    model = model_of("llama", max_position_embeddings=32)
+    forward = type(model.model).forward
+
+    class Bounded(type(model.model)):
+        def forward(self, input_ids, **kwargs):
+            if input_ids.shape[1] > 32:
+                raise IndexError("no such position")
+            return forward(self, input_ids=input_ids, **kwargs)
+
+    model.model.__class__ = Bounded
+    with pytest.raises(ValueError, match="sequence 1: expected at most 32 tokens") as refused:
+        causal_log_probs(model, TOKENS, LENGTHS)
+    assert isinstance(refused.value.__cause__, IndexError)

@@ -1,0 +1,124 @@
+"""Models that padding changes are computed one sequence at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from fusedrl.models import causal_log_probs, log_probs
+from fusedrl.models.trial import way_of
+
+from .test_log_probs import LENGTHS, MASK, TOKENS, close
+from .tiny import VOCAB, definition, model_of
+
+
+def cpmant():
+    """It takes padding to be on the left, whatever mask it is given."""
+    torch.manual_seed(0)
+    config = transformers.CpmAntConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_attention_heads=4,
+        dim_head=8,
+        dim_ff=48,
+        num_hidden_layers=2,
+        prompt_types=4,
+        prompt_length=4,
+        segment_types=4,
+        position_bias_num_buckets=16,
+        position_bias_max_distance=64,
+    )
+    model = transformers.CpmAntForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+class Summing(nn.Module):
+    """Of another make: the mean over the whole row, padding and all, reaches every token."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, VOCAB)
+
+    def forward(self, input_ids, attention_mask=None):
+        states = self.table(input_ids)
+        return {"logits": states + states[:, :1] * input_ids.shape[1]}
+
+
+def hooked(model):
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize("way", ["parts", "logits"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_model_that_takes_padding_to_be_on_the_left(way, dtype):
+    model = cpmant().to(dtype)
+    model = model if way == "parts" else hooked(model)
+    assert (way_of(model).parts is None, way_of(model).pads) == (way == "logits", False)
+    tokens = TOKENS.clamp(min=1)  # 0 is its padding token
+    expected = definition(model, tokens, LENGTHS, MASK)
+    close(
+        causal_log_probs(model, tokens, LENGTHS, MASK),
+        expected,
+        1e-5 if dtype == torch.float32 else 0.1,
+    )
+
+
+@torch.no_grad()
+def test_a_model_of_another_make_that_sees_the_width():
+    model = Summing()
+    out = causal_log_probs(model, TOKENS, LENGTHS)
+    row = TOKENS[:17]
+    full = model(row[None])["logits"][0, :-1].log_softmax(-1)
+    close(out[1:17], full.gather(-1, row[1:, None]).squeeze(-1))
+
+
+@torch.no_grad()
+def test_others_share_padded_batches():
+    for model in (model_of("opt"), hooked(model_of("llama"))):
+        assert way_of(model).pads
+        sizes = []
+        model.get_input_embeddings().register_forward_hook(
+            lambda _, args, out, sizes=sizes: sizes.append(len(args[0]))
+        )
+        causal_log_probs(model, TOKENS, LENGTHS)
+        assert max(sizes) > 1
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    """A program of one rank, which takes itself to be one of two."""
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    monkeypatch.setattr(log_probs, "_ranks", lambda: 2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@torch.no_grad()
+def test_ranks_that_share_a_model_do_as_many_forwards_alone(ranks, monkeypatch):
+    """Another rank has seven sequences, this one four that have a prediction."""
+    model = hooked(cpmant())
+    tokens = TOKENS.clamp(min=1)
+    expected = definition(model, tokens, LENGTHS, MASK)
+    way_of(model)
+    reduced = torch.distributed.all_reduce
+
+    def other_has_seven(count, *args):
+        reduced(count, *args)
+        count.clamp_(min=7)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", other_has_seven)
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    close(causal_log_probs(model, tokens, LENGTHS, MASK), expected)
+    assert len(seen) == 7
+    seen.clear()
+    assert not causal_log_probs(model, tokens[:0], []).any()
+    assert len(seen) == 7

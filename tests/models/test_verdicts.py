@@ -1,0 +1,209 @@
+"""What was found out about a model holds until something of it changes."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fusedrl.models import WithoutAdapters, causal_log_probs
+from fusedrl.models.trial import way_of
+
+from .test_log_probs import LENGTHS, MASK, TOKENS, close
+from .tiny import definition, model_of
+
+
+def check(model: Any) -> None:
+    with torch.no_grad():
+        expected = definition(model, TOKENS, LENGTHS, MASK)
+        close(causal_log_probs(model, TOKENS, LENGTHS, MASK), expected)
+
+
+def doubled(forward: Any) -> Any:
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            return 2 * out
+        if "logits" in out:
+            out.logits = 2 * out.logits
+        else:
+            out.last_hidden_state = 2 * out.last_hidden_state
+        return out
+
+    return replaced
+
+
+def replace_on_instance(module: Any) -> None:
+    module.forward = types.MethodType(doubled(type(module).forward), module)
+
+
+def replace_class(module: Any) -> None:
+    original = type(module)
+    module.__class__ = type("Doubled", (original,), {"forward": doubled(original.forward)})
+
+
+PLACES = {
+    "model": lambda model: model,
+    "base": lambda model: model.model,
+    "head": lambda model: model.lm_head,
+    "norm": lambda model: model.model.norm,
+    "layer": lambda model: model.model.layers[1].mlp,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("replace", [replace_on_instance, replace_class])
+def test_a_forward_that_is_replaced_later_counts(place, replace):
+    model = model_of("llama")
+    check(model)
+    before = causal_log_probs(model, TOKENS, LENGTHS, MASK).detach()
+    replace(PLACES[place](model))
+    check(model)
+    assert (causal_log_probs(model, TOKENS, LENGTHS, MASK) - before).abs().max() > 0.1
+
+
+def test_a_forward_that_is_replaced_on_the_class_counts(monkeypatch):
+    model = model_of("llama")
+    check(model)
+    monkeypatch.setattr(type(model), "forward", doubled(type(model).forward))
+    check(model)
+    assert way_of(model).parts is None
+    monkeypatch.undo()
+    check(model)
+    assert way_of(model).packs
+
+
+def test_a_forward_of_the_base_of_adapters_counts():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    policy = peft.get_peft_model(model_of("qwen2"), config).eval()
+    reference = WithoutAdapters(policy)
+    for model in (policy, reference):
+        check(model)
+    replace_on_instance(policy.get_base_model())
+    for model in (policy, reference):
+        check(model)
+
+
+def test_another_head_counts():
+    model = model_of("llama")
+    check(model)
+    model.lm_head = nn.Linear(32, 100, bias=True)
+    check(model)
+    assert way_of(model).packs
+
+    class Capped(nn.Linear):
+        def forward(self, input):
+            return super().forward(input).tanh()
+
+    model.lm_head = Capped(32, 100)
+    check(model)
+    assert way_of(model).parts is None
+
+
+@pytest.mark.parametrize("hook", ["model", "head", "everywhere"])
+def test_hooks_that_come_later_count(hook):
+    model = model_of("llama")
+    check(model)
+
+    def double(module, args, out):
+        if module is model:
+            out.logits = 2 * out.logits
+        return 2 * out if module is model.lm_head else out
+
+    if hook == "everywhere":
+        handle = nn.modules.module.register_module_forward_hook(double)
+    else:
+        handle = PLACES[hook](model).register_forward_hook(double)
+    try:
+        check(model)
+        assert way_of(model).parts is None
+    finally:
+        handle.remove()
+    check(model)
+    assert way_of(model).packs
+
+
+@pytest.mark.parametrize("value", [0.25, 2])
+def test_a_scale_that_is_set_on_the_model_counts(value):
+    model = model_of("cohere")
+    check(model)
+    model.logit_scale = value  # the configuration still says 0.5
+    check(model)
+
+
+def test_a_cap_that_is_set_in_the_configuration_counts():
+    model = model_of("gemma2")
+    check(model)
+    for cap in (1.5, None):
+        model.config.final_logit_softcapping = cap
+        check(model)
+        assert way_of(model).packs
+
+
+def test_another_attention_counts():
+    model = model_of("llama")
+    assert way_of(model).packs
+    model.set_attn_implementation("eager")
+    check(model)
+    model.config._attn_implementation = "flex_attention"
+    assert not way_of(model).packs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_dtype_counts(dtype):
+    model = model_of("llama")
+    check(model)
+    model.to(dtype)
+    assert way_of(model).packs
+    out = causal_log_probs(model, TOKENS, LENGTHS, MASK)
+    expected = definition(model, TOKENS, LENGTHS, MASK)
+    torch.testing.assert_close(out.float(), expected, rtol=0.1, atol=0.3)
+
+
+def test_a_compiled_forward_counts():
+    model = model_of("llama")
+    check(model)
+    model.forward = torch.compile(model.forward, backend="eager")
+    check(model)
+
+
+def test_a_trial_on_zeros_tells_nothing():
+    """Any function of the head's product gives 0 for 0."""
+    model = model_of("llama")
+    nn.init.zeros_(model.lm_head.weight)
+    original = type(model).forward
+    model.__class__ = type("Squared", (type(model),), {"forward": doubled(original)})
+    check(model)
+    nn.init.normal_(model.lm_head.weight)
+    check(model)
+
+
+def test_nothing_that_is_remembered_keeps_a_model_alive():
+    model = model_of("llama")
+    replace_on_instance(model)
+    check(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_states_that_alternate_are_tried_once_each():
+    model = model_of("llama", attention_dropout=0.5)
+    calls = []
+    original = type(model).forward
+
+    def counting(self, *args, **kwargs):
+        calls.append(self.training)
+        return original(self, *args, **kwargs)
+
+    model.__class__ = type("Counting", (type(model),), {"forward": counting})
+    for train in (True, False) * 3:
+        way_of(model.train(train))
+    assert sorted(calls) == [False, False, True, True]

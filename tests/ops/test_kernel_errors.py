@@ -1,0 +1,108 @@
+"""What kernels refuse, where no check in Python stands before them: the message alone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from fusedrl import linear_token_log_probs, token_log_probs
+
+OPS = torch.ops.fusedrl
+ROWS, HEAD = torch.linspace(-1, 1, 15).view(3, 5), torch.linspace(-1, 1, 20).view(4, 5)
+TOKENS = torch.tensor([0, 3, 1])
+ONE = torch.ones((), dtype=torch.float64)
+NO_PARTITION = torch.tensor([0, 2])
+SAMPLES = [ROWS[0], ROWS[1]]
+
+
+def log_probs(rows=ROWS, offsets=None, temperature=ONE):
+    return OPS.token_log_probs(rows, TOKENS, None, offsets, False, temperature, False)
+
+
+def linear(rows=ROWS, offsets=None, temperature=ONE):
+    rest = (None, offsets, False, temperature, 1.0, 0.0, False, None, False)
+    return OPS.linear_token_log_probs(rows, HEAD.to(rows.dtype), None, TOKENS, *rest)
+
+
+def exact(rows=ROWS, offsets=None, temperature=ONE):
+    return OPS.exact_kl(rows, rows, None, offsets, False, temperature, False)
+
+
+def linear_exact(rows=ROWS, offsets=None, temperature=ONE):
+    head = (rows, HEAD.to(rows.dtype), None, 1.0, 0.0)
+    return OPS.linear_exact_kl(*head, *head, None, offsets, False, temperature, False, False)
+
+
+def kl(rows=ROWS, offsets=None):
+    return OPS.token_kl(rows[0], rows[1], None, offsets, torch.zeros(1), ONE, 0, False)
+
+
+def kl_list(log_probs=SAMPLES, ref_log_probs=SAMPLES, mask=(), reward=()):
+    return OPS.token_kl_list(log_probs, ref_log_probs, mask, reward, ONE, 0, False)
+
+
+OVER_ROWS = [log_probs, linear, exact, linear_exact]
+OUTSIDE = torch.tensor([0, 3, 9])
+
+
+@pytest.mark.parametrize("op", [*OVER_ROWS, kl])
+def test_offsets(op):
+    with pytest.raises(RuntimeError, match=r"^offsets: expected non-decreasing values from 0 to"):
+        op(offsets=NO_PARTITION)
+
+
+@pytest.mark.parametrize("op", OVER_ROWS)
+def test_temperature(op):
+    with pytest.raises(RuntimeError, match=r"^temperature: expected a finite number > 0, got -1$"):
+        op(temperature=-ONE)
+
+
+@pytest.mark.parametrize("op", [*OVER_ROWS, kl])
+def test_dtype(op):
+    with pytest.raises(RuntimeError, match=r"^\w+: expected dtype float32, bfloat16 or float16$"):
+        op(rows=ROWS.int())
+
+
+@pytest.mark.parametrize(
+    ("op", "classes"),
+    [
+        (lambda: token_log_probs(ROWS, OUTSIDE), 5),
+        (lambda: linear_token_log_probs(ROWS, HEAD, OUTSIDE), 4),
+        (lambda: token_log_probs(ROWS, OUTSIDE, impl="reference"), 5),
+    ],
+)
+def test_a_class_outside(op, classes):
+    message = f"tokens: expected values in [0, {classes}), got 9 at token 2; mask it or clamp it"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        op()
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ({"log_probs": []}, "log_probs: expected at least one sample, got none"),
+        ({"ref_log_probs": SAMPLES[:1]}, "ref_log_probs: expected 2 samples, got 1"),
+        (
+            {"mask": [SAMPLES[0] > 0, SAMPLES[1][:2] > 0]},
+            "mask: sample 1: expected shape [5], got 2 elements in 1 dimensions",
+        ),
+        (
+            {"reward": [SAMPLES[0], SAMPLES[1][:2]]},
+            "reward: sample 1: expected shape [5], with a trailing 1 or with one value, got 2",
+        ),
+        (
+            {"ref_log_probs": [SAMPLES[0], SAMPLES[1].double()]},
+            "ref_log_probs: sample 1: expected the dtype of log_probs: sample 0",
+        ),
+        ({"mask": SAMPLES}, "mask: sample 0: expected torch.bool; convert it with .to()"),
+        (
+            {"ref_log_probs": [SAMPLES[0], torch.zeros(10)[::2]]},
+            "ref_log_probs: sample 1: expected contiguous memory; copy it with .contiguous()",
+        ),
+    ],
+)
+def test_lists_of_samples(lists, message):
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
+        kl_list(**lists)

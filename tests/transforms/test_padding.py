@@ -1,0 +1,143 @@
+"""Dense tokens without a mask: where their padding is, as far as it can be told."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict
+
+from fusedrl import RetrieveKL, RetrieveLogProb
+
+from .dialogs import conversations
+
+TOKENS = ("tokens", "full")
+A, B, C = 40, 41, 42
+END = 2  # <|im_end|>
+
+
+@pytest.fixture
+def reads(wrap, policy_model, tokenizer):
+    """The sequences that are read from rows under a tokenizer with these special tokens."""
+
+    def reads(rows, pad, eos=END, bos=None, begins=False):
+        own = copy.deepcopy(tokenizer)
+        names = own.convert_ids_to_tokens
+        own.eos_token, own.pad_token = names(eos), names(pad)
+        own.bos_token = None if bos is None else names(bos)
+        if begins:
+            call = type(own).__call__
+            own.__class__ = type(
+                "Beginning",
+                (type(own),),
+                {
+                    "__call__": lambda self, text: {
+                        "input_ids": [bos, *call(self, text)["input_ids"]]
+                    }
+                },
+            )
+        wrapper = wrap(policy_model, input_mode="tokens", tokenizer=own, pad_output=True)
+        data = TensorDict({TOKENS: torch.tensor(rows)}, batch_size=len(rows))
+        batch = RetrieveLogProb(wrapper, assistant_only=False).read(data)
+        sequences = [row.tolist() for row in batch.tokens.split(batch.lengths)]
+        dense = data[TOKENS].where(batch.attended, -1).tolist()
+        return sequences, dense
+
+    return reads
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        # On the right: the first of a run is the end of the sequence.
+        ([[A, B, END, END], [A, END, END, END]], [[A, B, END], [A, END]]),
+        ([[A, B, C, END], [END, END, END, END]], [[A, B, C, END], [END]]),
+        ([[A, B, END, END], [END, END, END, END]], [[A, B, END], [END]]),
+        # On the left.
+        ([[END, END, A, END], [A, B, C, END]], [[A, END], [A, B, C, END]]),
+        ([[END, END, A, END], [END, END, END, END]], [[A, END], [END]]),
+        ([[END, A, B, C], [A, B, C, END]], [[A, B, C], [A, B, C, END]]),
+        # Nothing else at all.
+        ([[END, END], [END, END]], [[END], [END]]),
+        ([[END]], [[END]]),
+        ([[A]], [[A]]),
+        ([[A, END, B, END]], [[A, END, B, END]]),
+    ],
+)
+def test_a_padding_token_that_ends_sequences(reads, rows, expected):
+    assert reads(rows, pad=END)[0] == expected
+
+
+def test_the_end_stands_where_the_others_are(reads):
+    _, dense = reads([[A, B, END, END], [END, END, END, END]], pad=END)
+    assert dense[1] == [END, -1, -1, -1]
+    _, dense = reads([[END, END, A, END], [END, END, END, END]], pad=END)
+    assert dense[1] == [-1, -1, -1, END]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([[A, B, 0, 0], [A, END, 0, 0]], [[A, B], [A, END]]),
+        ([[0, 0, A, B], [0, A, B, END]], [[A, B], [A, B, END]]),
+        ([[0, A, B, 0], [A, B, C, END]], [[A, B], [A, B, C, END]]),
+        ([[0, A, 0, B], [0, 0, 0, 0]], [[A, 0, B], []]),
+        ([[0, 0], [0, 0]], [[], []]),
+    ],
+)
+def test_a_padding_token_of_its_own_may_be_at_both_ends(reads, rows, expected):
+    assert reads(rows, pad=0)[0] == expected
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[A, B, END, END], [END, A, END, END]],  # starts with one, or is padded on the left
+        [[END, A, END, END]],
+        [[END, END, A, END], [A, B, END, END]],
+    ],
+)
+def test_what_cannot_be_told_is_refused(reads, rows):
+    with pytest.raises(ValueError, match=r"tokens: expected padding that can be told .* eos token"):
+        reads(rows, pad=END)
+
+
+def test_a_padding_token_that_begins_sequences(reads):
+    rows = [[0, A, B], [0, 0, A]]
+    with pytest.raises(ValueError, match=r"at the start of rows, and it is also the bos token"):
+        reads(rows, pad=0, bos=0, begins=True)
+    assert reads(rows, pad=0, bos=0)[0] == [[A, B], [A]]  # the tokenizer never puts it there
+    assert reads([[A, B, 0]], pad=0, bos=0, begins=True)[0] == [[A, B]]
+
+
+def test_a_mask_tells(wrap, policy_model, tokenizer):
+    own = copy.deepcopy(tokenizer)
+    own.pad_token = own.eos_token
+    rows = torch.tensor([[END, A, END, END], [A, B, C, END]])
+    mask = torch.tensor([[True, True, True, False], [True] * 4])
+    data = TensorDict({TOKENS: rows, ("masks", "all_attention_mask"): mask}, batch_size=2)
+    wrapper = wrap(policy_model, input_mode="tokens", tokenizer=own)
+    batch = RetrieveLogProb(wrapper, assistant_only=False).read(data)
+    assert batch.lengths == [3, 4]
+
+
+class Own:
+    """Marks a wrapper as one that scores by itself."""
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("with_next", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("kl", [False, True])
+def test_an_empty_batch_is_refused(policy, reference, own, with_next, stacked, kl):
+    wrappers = [policy(), reference()]
+    if own:
+        for wrapper in wrappers:
+            wrapper.__class__ = type("Subclass", (Own, type(wrapper)), {})
+    transform = RetrieveKL(*wrappers) if kl else RetrieveLogProb(wrappers[0])
+    data = conversations(with_next=with_next)[:0]
+    if stacked:
+        data = LazyStackedTensorDict(stack_dim=0)
+    with pytest.raises(ValueError, match="tensordict: expected at least one sample, got none"):
+        transform(data)

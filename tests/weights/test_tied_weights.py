@@ -1,0 +1,350 @@
+"""Weights of tied and untied language models in every form that a trainer has them in."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from counting_dialogs import Numbers
+from models.tiny import model_of
+from one_thread import one_thread
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.collectors import Collector, MultiSyncCollector
+
+from fusedrl import (
+    AsyncCollector,
+    ChannelWeightSyncScheme,
+    LLMCollector,
+    MultiProcessedRemoteWeightUpdate,
+    RayRemoteWeightUpdater,
+    VanillaLocalWeightUpdater,
+    WeightChannel,
+)
+from fusedrl.collectors.cluster.actor import DialogActor
+from fusedrl.parcel import unpack
+from fusedrl.weights.copying import unwrap
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+__all__ = ["one_thread"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*DataParallel:UserWarning"),
+]
+
+KINDS = ["qwen2", "llama", "gemma"]
+TIES = [pytest.param(True, id="tied"), pytest.param(False, id="untied")]
+CPU = torch.device("cpu")
+ON_DEMAND: dict[str, Any] = {"frames_per_batch": 4, "total_frames": -1, "prefetch": 0}
+
+
+class Speaker(nn.Module):
+    """A wrapper of a model; its action is made of all of the model's weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        logits = self.model(torch.arange(4)[None]).logits
+        return (1000 * logits.double().abs().mean()).long().expand(seen.shape)
+
+
+def policy_of(kind: str, tied: bool, seed: int = 0) -> TensorDictModule:
+    model = copy.deepcopy(model_of(kind, tie_word_embeddings=tied))
+    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
+    assert (head is embedding) == tied
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():  # bfloat16 holds them: each form has the same values
+            parameter.copy_(torch.randn_like(parameter).mul_(0.3).bfloat16())
+    return TensorDictModule(Speaker(model), in_keys=["seen"], out_keys=["action"])
+
+
+def clones(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def through_torch_save(module: nn.Module) -> dict[str, torch.Tensor]:
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()))
+
+
+def through_safetensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Of tensors that share memory the file has one."""
+    kept: dict[int, str] = {}
+    state = module.state_dict()
+    for name, tensor in state.items():
+        kept.setdefault(tensor.data_ptr(), name)
+    return safetensors.load(safetensors.save({name: state[name] for name in kept.values()}))
+
+
+def nested(module: nn.Module) -> dict[str, Any]:
+    return TensorDict(clones(module)).unflatten_keys(".").to_dict()
+
+
+FORMS: dict[str, Callable[[TensorDictModule], Any]] = {
+    "module": lambda p: p,
+    "from_module": TensorDict.from_module,
+    "data": lambda p: TensorDict.from_module(p).data,
+    "clone": lambda p: TensorDict.from_module(p).data.clone(),
+    "bfloat16": lambda p: TensorDict.from_module(p).data.to(torch.bfloat16),
+    "float64": lambda p: TensorDict.from_module(p).data.to(torch.float64),
+    "dotted": lambda p: TensorDict.from_module(p).data.clone().flatten_keys("."),
+    "state dict": lambda p: p.state_dict(),
+    "dict of clones": clones,
+    "nested dict": nested,
+    "torch.save": through_torch_save,
+    "safetensors": through_safetensors,
+    "model": lambda p: p.module.model,
+    "model's state dict": lambda p: p.module.model.state_dict(),
+    "model's clones": lambda p: clones(p.module.model),
+    "model's safetensors": lambda p: through_safetensors(p.module.model),
+    "compiled": lambda p: clones(torch.compile(p.module.model)),
+    "parallel": lambda p: nn.DataParallel(p.module.model).state_dict(),
+    "parallel's clones": lambda p: clones(nn.DataParallel(p.module.model)),
+    "parallel module": lambda p: nn.DataParallel(p.module.model),
+}
+
+
+def updates(kind: str, tied: bool, forms: Iterable[str] = FORMS) -> Iterator[tuple[str, Any, int]]:
+    """Each form with weights of its own, and the action that they make."""
+    for seed, name in enumerate(forms, 1):
+        trained = policy_of(kind, tied, seed)
+        yield name, FORMS[name](trained), action_of(trained)
+
+
+def action_of(policy: TensorDictModule) -> int:
+    return int(policy(TensorDict({"seen": torch.zeros(1)}))["action"])
+
+
+def untie(policy: TensorDictModule) -> dict[str, torch.Tensor]:
+    """What a trainer has whose two copies of one tensor went different ways."""
+    weights = clones(policy)
+    weights["module.model.lm_head.weight"][-1, -1] += 1
+    return weights
+
+
+UNTIED = "module.model.lm_head.weight.* expected the values of .*module.model.model.embed_tokens"
+
+
+@pytest.mark.parametrize("tied", TIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_channel_publishes_each_form(kind, tied):
+    policy = policy_of(kind, tied)
+    with WeightChannel.create(policy) as channel, channel.handle.open() as reader:
+        for name, weights, action in updates(kind, tied):
+            channel.publish(weights)
+            assert reader.load_into(policy) == channel.version
+            assert action_of(policy) == action, name
+        if tied:
+            with pytest.raises(ValueError, match=f"(?s){UNTIED}"):
+                channel.publish(untie(policy))
+        else:
+            channel.publish(untie(policy))
+
+
+@pytest.mark.parametrize("mode", ["alias", "copy"])
+@pytest.mark.parametrize("form", ["clone", "dict of clones", "safetensors"])
+def test_a_channel_that_is_made_of_copies_is_read_by_a_tied_model(form, mode):
+    policy, trained = policy_of("qwen2", True), policy_of("qwen2", True, 1)
+    with WeightChannel.create(FORMS[form](trained)) as channel, channel.handle.open() as reader:
+        channel.publish()
+        reader.load_into(policy, mode)
+        assert action_of(policy) == action_of(trained)
+        if form == "safetensors":
+            return
+        apart = FORMS[form](trained)
+        apart = TensorDict(apart).unflatten_keys(".")
+        apart["module", "model", "lm_head", "weight"][-1, -1] += 1
+        channel.publish(apart)
+        with pytest.raises(ValueError, match="since the module has one tensor for both"):
+            reader.load_into(policy, mode)
+        assert action_of(policy) == action_of(trained)
+
+
+def test_a_model_whose_weights_are_untied_after_its_first_version_is_compared_each_time():
+    policy = policy_of("qwen2", True)
+    model = policy.module.model
+    with WeightChannel.create(policy) as channel:
+        channel.publish()
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        channel.publish()
+        with torch.no_grad():
+            model.lm_head.weight += 1
+        with pytest.raises(ValueError, match=f"(?s){UNTIED}"):
+            channel.publish()
+        assert channel.version == 2
+
+
+def check_updates(collector: Any, kind: str, tied: bool) -> None:
+    """Batches follow each update; weights that untie what is tied are refused, and change none."""
+    batches = iter(collector)
+    for name, weights, action in updates(kind, tied):
+        collector.update_policy_weights_(weights)
+        assert set(next(batches)["action"].flatten().tolist()) == {action}, name
+    if not tied:
+        return
+    with pytest.raises(ValueError, match=f"(?s){UNTIED}"):
+        collector.update_policy_weights_(untie(policy_of(kind, tied)))
+    assert set(next(batches)["action"].flatten().tolist()) == {action}
+
+
+@pytest.mark.parametrize("tied", TIES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["scheme", "updater"])
+@pytest.mark.parametrize("make", [Collector, LLMCollector])
+def test_a_collector_in_this_process_takes_each_form(make, how, kind, tied):
+    policy = policy_of(kind, tied)
+    options: dict[str, Any] = (
+        {"weight_sync_schemes": {"policy": ChannelWeightSyncScheme()}}
+        if how == "scheme"
+        else {"weight_updater": VanillaLocalWeightUpdater(None, None)}
+    )
+    if make is Collector:
+        collector = Collector(Numbers(), policy, frames_per_batch=4, total_frames=-1, **options)
+    else:
+        collector = LLMCollector(Numbers(), policy=policy, dialog_turns_per_batch=2, **options)
+    try:
+        check_updates(collector, kind, tied)
+    finally:
+        collector.shutdown()
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Workers are forked: they start in a tenth of the time."""
+    before = torch.multiprocessing.get_start_method(allow_none=True)
+    torch.multiprocessing.set_start_method("fork", force=True)
+    context = torch.multiprocessing.get_context("fork")
+    monkeypatch.setattr("fusedrl.collectors.process.async_collector._get_mp_ctx", lambda: context)
+    yield
+    torch.multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.parametrize("tied", TIES)
+@pytest.mark.parametrize("how", ["scheme", "updater", "vanilla updater"])
+def test_a_collector_in_another_process_takes_each_form(forked, how, tied):
+    policy = policy_of("qwen2", tied)
+    weights = TensorDict.from_module(policy)
+    updater = {
+        "scheme": None,
+        "updater": MultiProcessedRemoteWeightUpdate(None, {CPU: weights}),
+        "vanilla updater": VanillaLocalWeightUpdater(None, weights),
+    }[how]
+    with AsyncCollector(Numbers, policy, weight_updater=updater, **ON_DEMAND) as collector:
+        check_updates(collector, "qwen2", tied)
+
+
+def test_a_policy_that_a_worker_makes_takes_weights_through_copies(forked):
+    weights = TensorDict.from_module(policy_of("qwen2", True)).data.clone()
+    with AsyncCollector(
+        Numbers,
+        policy_factory=lambda: policy_of("qwen2", True),
+        weight_updater=MultiProcessedRemoteWeightUpdate(None, {CPU: weights}),
+        **ON_DEMAND,
+    ) as collector:
+        batches = iter(collector)
+        others = ("model's", "parallel", "compiled", "safetensors")
+        forms = [name for name in FORMS if not name.startswith(others)]
+        for name, given, action in updates("qwen2", True, forms):
+            collector.update_policy_weights_(given)
+            assert set(next(batches)["action"].flatten().tolist()) == {action}, name
+        # Tensors that are not known to be parameters may all be: these are some of them.
+        with pytest.raises(ValueError, match=r"inv_freq' among them, as their names fit only with"):
+            collector.update_policy_weights_(FORMS["model's clones"](policy_of("qwen2", True)))
+        # A missing name stays as it is in the copies, and says nothing of the other.
+        collector.update_policy_weights_(FORMS["safetensors"](policy_of("qwen2", True)))
+        with pytest.raises(ValueError, match="since the module has one tensor for both"):
+            next(batches)
+
+
+@pytest.mark.parametrize("how", ["policy", "policy_factory"])
+def test_worker_processes_of_torchrl_take_each_form(forked, how):
+    policy = policy_of("qwen2", True)
+    weights = TensorDict.from_module(policy)
+    given = {"policy": policy, "policy_factory": lambda: policy_of("qwen2", True)}
+    updater = MultiProcessedRemoteWeightUpdate(
+        None, {CPU: weights} if how == "policy" else {0: weights}
+    )
+    collector = MultiSyncCollector(
+        [Numbers],
+        frames_per_batch=4,
+        total_frames=-1,
+        weight_updater=updater,
+        **{how: given[how]},
+    )
+    try:
+        check_updates(collector, "qwen2", True)
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("tied", TIES)
+def test_an_actor_takes_each_form(tied):
+    """What runs in an actor of a RayLLMCollector, without Ray."""
+    pytest.importorskip("ray")
+    actor = DialogActor()
+    policy = policy_of("qwen2", tied)
+    options = {"env": Numbers(), "policy": policy, "policy_factory": None}
+    actor.start({**options, "dialog_turns_per_batch": 2}, 0, 1, 0, {})
+    for version, (name, weights, action) in enumerate(updates("qwen2", tied), 1):
+        actor.update_policy_weights_(weights, version)
+        batch = unpack(actor.collect().batch)
+        assert set(batch["action"].flatten().tolist()) == {action}, name
+    actor.close(True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_sent_to_ray_actors_has_the_policys_names(form):
+    """torchrl's actors know no others, and die of them."""
+    pytest.importorskip("ray")
+    policy, trained = policy_of("qwen2", True), policy_of("qwen2", True, 1)
+    weights = TensorDict.from_module(policy)
+    updater = RayRemoteWeightUpdater(weights, remote_collectors=[])
+    sent = updater._maybe_map_weights(unwrap(FORMS[form](trained)))
+    sent = TensorDict(sent).unflatten_keys(".")
+    for name, tensor in sent.items(include_nested=True, leaves_only=True):
+        assert tensor.shape == weights[name].shape
+    with pytest.raises(ValueError, match=UNTIED):
+        updater._maybe_map_weights(untie(trained))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_updater_writes_each_form_once(form):
+    for tied in (True, False):
+        policy, trained = policy_of("gemma", tied), policy_of("gemma", tied, 1)
+        head = policy.module.model.lm_head.weight
+        weights = TensorDict.from_module(policy)
+        VanillaLocalWeightUpdater(None, weights).update_weights(FORMS[form](trained))
+        assert action_of(policy) == action_of(trained)
+        assert policy.module.model.lm_head.weight is head
+
+
+def test_an_updater_writes_nothing_of_weights_that_untie_what_is_tied():
+    policy = policy_of("llama", True)
+    before = clones(policy)
+    updater = VanillaLocalWeightUpdater(None, TensorDict.from_module(policy))
+    with pytest.raises(ValueError, match=UNTIED):
+        updater.update_weights(untie(policy_of("llama", True, 1)))
+    assert all(torch.equal(before[name], x) for name, x in policy.state_dict().items())
+
+
+def test_a_part_of_the_weights_has_the_policys_names():
+    policy = policy_of("llama", True)
+    updater = VanillaLocalWeightUpdater(None, TensorDict.from_module(policy))
+    norm = {"model.norm.weight": torch.full((32,), 2.0)}
+    updater.update_weights({f"module.model.{name}": x for name, x in norm.items()})
+    assert policy.module.model.model.norm.weight[0] == 2
+    message = r"weights: expected 'module.model.lm_head.weight'|expected 'module.model.model.embed"
+    with pytest.raises(ValueError, match=message):
+        updater.update_weights(norm)
