@@ -1,4 +1,4 @@
-"""exact_kl on host threads."""
+"""exact_kl with CUDA threads by turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""token_kl on host threads."""
+"""token_kl with CUDA threads by turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""token_log_probs on host threads."""
+"""token_log_probs with CUDA threads by turns."""
 
 from __future__ import annotations
 
