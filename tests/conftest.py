@@ -1,25 +1,77 @@
-"""How the tests are shared among processes."""
+"""How the tests are shared among processes, and what each of them starts from."""
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 from typing import Any
 
+# Threads that wait for others sleep: several processes share the cores, and those that spin take
+# them from each other. Read when OpenMP is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
+import torch
+
+# Those that take longest begin first, so that no process is left alone with one at the end.
+LONGEST = (
+    "ray",
+    "test_cuda_emulation.py",
+    "test_async_lifecycle.py",
+    "test_triton.py",
+    "test_updaters.py",
+    "test_docs.py",
+    "test_contract.py",
+)
+
+
+def group_of(nodeid: str) -> str:
+    """What one process runs: a file, or all ``test_ray*.py``.
+
+    Two Ray clusters side by side on two busy cores start actors minutes late.
+    """
+    file = nodeid.split("::", 1)[0]
+    return "ray" if Path(file).name.startswith("test_ray") else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        group = Path(group_of(item.nodeid)).name
+        return LONGEST.index(group) if group in LONGEST else len(LONGEST)
+
+    items.sort(key=rank)
 
 
 @pytest.hookimpl(optionalhook=True)  # `make gpu` runs where xdist need not be
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
-    class ByFile(LoadFileScheduling):
-        """A process runs a file at a time, and one of them all ``test_ray*.py``.
-
-        Two Ray clusters side by side on two busy cores start actors minutes late.
-        """
-
+    class ByGroup(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "ray" if Path(file).name.startswith("test_ray") else file
+            return group_of(nodeid)
 
-    return ByFile(config, log)
+    return ByGroup(config, log)
+
+
+def seed() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_collectstart() -> None:
+    """A module draws the same numbers whichever were imported before it."""
+    seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> None:
+    """So does a fixture that several tests share, whichever of them comes first."""
+    if fixturedef.scope != "function":
+        seed()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """So does every test, whichever ran before it."""
+    seed()

@@ -36,7 +36,6 @@ QUESTIONS = ["How are you?", "What is the capital of France?"]
 
 @pytest.fixture(autouse=True)
 def _torchrl_conventions():
-    torch.manual_seed(0)
     with set_list_to_stack(True):
         yield
 

@@ -1,9 +1,0 @@
-from __future__ import annotations
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
