@@ -1,6 +1,6 @@
 """Score conversations from Python and ask the tables which tokens moved most.
 
-Needs `pip install "fusedrl[score]"`; takes about half a minute, most of it to make the two models.
+Needs `pip install "fusedrl[score]"`; takes some seconds, most of them to make the two models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from fusedrl.scoring import Settings, score_chats
 
 with tempfile.TemporaryDirectory() as folder:
     policy, reference, out = (Path(folder) / name for name in ("policy", "reference", "out"))
-    make_models(policy, reference)  # Any two chat models that share a tokenizer do.
+    # Any two chat models that share a tokenizer do.
+    make_models(policy, reference, pretrain_steps=40, tune_steps=10)
     summary = score_chats(CHATS, str(policy), str(reference), out, Settings(estimator="k3"))
     print(f"{len(summary.rows)} chats, mean KL {summary.mean('kl_mean'):.3f} nats a token")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -154,6 +155,13 @@ def test_a_collector_acts_by_the_weights_that_were_fetched_or_given(make, known)
         assert actions(iterator) == [5, 5]
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Processes that are spawned import for seconds: some that act by one version are."""
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr("torchrl.collectors._multi_base._get_mp_ctx", lambda: context)
+
+
 @contextlib.contextmanager
 def two_processes(updater, **policy):
     collector = MultiSyncCollector(
@@ -170,6 +178,7 @@ def two_processes(updater, **policy):
         collector.shutdown(timeout=5, raise_on_error=False)
 
 
+@pytest.mark.usefixtures("forked")
 def test_processes_act_by_shared_weights_until_one_is_dead():
     policy, trained = make_policy(), make_policy(3.0)
     updater = MultiProcessedRemoteWeightUpdate(lambda: trained, {CPU: weights_of(policy)})
@@ -190,6 +199,7 @@ def test_processes_act_by_shared_weights_until_one_is_dead():
         collector.update_policy_weights_()
 
 
+@pytest.mark.usefixtures("forked")
 def test_processes_with_policies_of_their_own_act_by_their_channels():
     workers = {i: weights_of(make_policy()) for i in range(2)}
     updater = MultiProcessedRemoteWeightUpdate(lambda: make_policy(3.0), workers, timeout=30)
@@ -247,6 +257,7 @@ def test_every_policy_call_has_one_version_while_an_asynchronous_collector_is_it
     assert len(seen) > 2
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_policy_that_is_trained_in_place_reaches_the_workers_with_an_update():
     policy = make_policy()
     updater = MultiProcessedRemoteWeightUpdate(None, {CPU: weights_of(policy)})
@@ -275,6 +286,7 @@ def test_cuda_graphs_keep_their_addresses(caplog):
     assert "CUDA graphs" in caplog.text
 
 
+@pytest.mark.usefixtures("forked")
 def test_processes_that_run_already_get_weights_through_pipes_within_the_timeout():
     workers = {i: weights_of(make_policy()) for i in range(2)}
     updater = MultiProcessedRemoteWeightUpdate(lambda: make_policy(3.0), workers, timeout=30)

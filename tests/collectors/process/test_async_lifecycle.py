@@ -30,6 +30,7 @@ TESTS = Path(__file__).parents[2]
     ],
     ids=["policy", "unreadable", "environment"],
 )
+@pytest.mark.usefixtures("forked")
 def test_the_workers_exception_arrives_with_its_traceback(make, env, policy, error, text):
     collector = make(env, policy)
     pid = collector.procs[0].pid
@@ -60,6 +61,7 @@ def test_what_cannot_be_sent_to_a_process_is_refused(make):
 
 
 @pytest.mark.parametrize("how", ["exits", "killed"])
+@pytest.mark.usefixtures("forked")
 def test_a_worker_that_is_gone_is_an_error(make, how):
     collector = make(policy=Failing() if how == "exits" else ones)
     pid = collector.procs[0].pid
@@ -87,6 +89,7 @@ def test_shutdown_in_the_middle_of_a_batch_closes_the_environment(make, tmp_path
             use()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_worker_that_does_not_end_is_killed(make, tmp_path):
     collector = make(partial(Deaf, str(tmp_path)), prefetch=1)
     pid = collector.procs[0].pid
@@ -123,8 +126,8 @@ def test_collectors_leave_nothing_behind():
 
     collect(explicit=True)  # multiprocessing keeps what it needs once
     before = descriptors()
-    for n in range(4):
-        collect(explicit=n % 2 == 0)
+    for explicit in (True, False):
+        collect(explicit)
     assert descriptors() == before
 
 
