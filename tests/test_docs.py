@@ -23,7 +23,7 @@ NAMES += [f"models.{name}" for name in fusedrl.models.__all__]
 # name -> the package that its example imports
 NEEDS = {"patch_trl": "trl", "models.WithoutAdapters": "peft"}
 # Shown where they are returned.
-NO_EXAMPLE = {"TokenLogProbs", "TokenKL", "WeightHandle", "WeightReader"}
+NO_EXAMPLE = {"TokenLogProbs", "TokenKL", "VersionChange", "WeightHandle", "WeightReader"}
 ONLY_DEFINE = {
     "RayRetrieveKL",
     "RayKLRewardTransform",

@@ -286,7 +286,7 @@ def test_jobs_that_share_a_directory_leave_the_files_of_one(models, tmp_path, mo
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("name", sorted(OUTPUTS))
 def test_a_full_disk_is_named_and_leaves_the_earlier_files_alone(
     earlier, write_chats, score, monkeypatch, capsys, recwarn, name
 ):

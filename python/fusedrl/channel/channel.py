@@ -107,8 +107,8 @@ class WeightChannel:
         self._timeout = timeout
         self._checksum = checksum
         self._views = [layout.views(memory.slot(i)) for i in range(slots)]
-        self._lock = threading.Lock()
-        renew_in_children(self, _lock=threading.Lock)
+        self._lock: Any = threading.RLock()  # which knows its owner
+        renew_in_children(self, _lock=threading.RLock)
         self._closed = False
         self._found: Found | None = None
 
@@ -281,12 +281,16 @@ class WeightChannel:
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
         deadline = time.monotonic() + limit
         lock = self._lock
-        if not lock.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
-            raise FullError(
-                f"timeout: expected to begin within {limit} s, got another publish or writing "
-                "block of this channel that has not ended; publish from one thread, after the block"
-            )
+        full = FullError(
+            f"timeout: expected to begin within {limit} s, got another publish or writing "
+            "block of this channel that has not ended; publish from one thread, after the block"
+        )
+        if lock._is_owned():  # by a block around this one, which cannot end before it
+            raise full
+        # The lock itself says whether it is to be released: Ctrl-C may come right after `acquire`.
         try:
+            if not lock.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
+                raise full
             version = self._next(version)
             slot = self._begin(limit, deadline)
             try:
@@ -300,7 +304,8 @@ class WeightChannel:
                 raise
             self._end.commit(slot, version, total)
         finally:
-            lock.release()
+            if lock._is_owned():
+                lock.release()
 
     def _next(self, version: int | None) -> int:
         last = self._end.version()

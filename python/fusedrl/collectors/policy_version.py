@@ -49,6 +49,8 @@ class PolicyVersion(_PolicyVersion):
         >>> tracker.increment_version()
         >>> tracker(TensorDict(batch_size=2))["policy_version"]
         tensor([1, 1])
+        >>> [(change.old_version, change.new_version) for change in tracker.version_history]
+        [(None, 0), (0, 1)]
     """
 
     def __init__(

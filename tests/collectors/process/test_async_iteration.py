@@ -44,8 +44,8 @@ def test_verbose_logs_a_line_for_each_batch(make, caplog):
     with caplog.at_level("INFO", logger="fusedrl"):
         for _ in collector:
             collector.update_policy_weights_(weights_of(2.0))
-            collector._ask(1, collector._done)  # this batch has the version that is newest now
-            collector.map_fn("get_policy_version")
+            # The next batch is there, and has the version that is newest now.
+            collector._running().batch(collector._done.number, None)
             collector.update_policy_weights_(weights_of(3.0))
     lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
     assert all(line.startswith("AsyncCollector: turns=") for line in lines)

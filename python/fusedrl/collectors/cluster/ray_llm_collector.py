@@ -45,7 +45,7 @@ class RayLLMCollector(RayBatches):
     Takes the place of torchrl's class, and is one for ``isinstance``. Environment and policy live
     in the actors. Weights get there by one object of Ray's store an update: a policy takes them at
     its next call, also in the middle of a batch, and all actors have them under one version, which
-    tags the turns.
+    tags the turns. Pickled for a Ray task or actor, it is a handle of the same actors there.
 
     Args:
         env: an environment, or a function that makes one: for all actors, or a list, one each.
