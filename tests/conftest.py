@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
+
+# In the background of a shell, or under nohup, some are ignored that tests send.
+for _number, _default in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _default)
 
 # Those that take longest begin first, so that no process is left alone with one at the end.
 LONGEST = (

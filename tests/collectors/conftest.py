@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +36,13 @@ __all__ = [
     "tokenizer",
     "wrap",
 ]
+
+
+@pytest.fixture
+def forked_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of torchrl's pools are forked; those that are spawned import for seconds."""
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr("torchrl.envs.async_envs.multiprocessing", context)
 
 
 @pytest.fixture

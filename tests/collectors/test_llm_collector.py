@@ -106,7 +106,7 @@ def test_a_policy_that_returns_one_tensordict_twice_is_refused(collect, mode):
 def test_environments_in_processes(collect):
     whole, parallel = (
         [seen(batch.reshape(-1)) for batch in collect(batched(2, partial(Counting, None)))]
-        for batched in (SerialEnv, ParallelEnv)
+        for batched in (SerialEnv, partial(ParallelEnv, mp_start_method="fork"))
     )
     assert whole == parallel and len(whole) == 2
 

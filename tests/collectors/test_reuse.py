@@ -58,6 +58,7 @@ class TestReuse:
         assert whole == kept
         assert caplog.text.count("return the same tensors") == 1
 
+    @pytest.mark.usefixtures("forked_pools")
     def test_a_pool_of_processes_with_shared_slots(self, collect, caplog):
         makers = [partial(Numbers, None, 5) for _ in range(2)]
         pool = AsyncEnvPool(makers, backend="multiprocessing", stack="lazy", exchange="shm")

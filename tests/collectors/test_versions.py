@@ -360,6 +360,7 @@ class TestPools:
         assert set(after["env_index"]) == {0, 1}
 
     @pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
+    @pytest.mark.usefixtures("forked_pools")
     def test_processes(self, collect, mode):
         pool = AsyncEnvPool(
             [functools.partial(Counting, 1, n) for n in (2, 3)],

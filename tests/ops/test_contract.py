@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -20,10 +22,16 @@ def log_prob_args(kind, dtype, shift, entropy):
     return logits, tokens, mask, offsets, shift, torch.tensor(0.9, dtype=torch.float64), entropy
 
 
+def with_options():
+    """Every shift and option in float32; in halves those that do most, and the others if slow."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for dtype, shift, option in itertools.product(dtypes, (False, True), (False, True)):
+        quick = dtype == torch.float32 or (shift and option)
+        yield pytest.param(dtype, shift, option, marks=() if quick else pytest.mark.slow)
+
+
 @pytest.mark.parametrize("kind", SAMPLES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("dtype", "shift", "entropy"), with_options())
 def test_opcheck_token_log_probs(kind, dtype, shift, entropy):
     args = log_prob_args(kind, dtype, shift, entropy)
     torch.library.opcheck(torch.ops.fusedrl.token_log_probs.default, args)
@@ -76,9 +84,7 @@ def test_opcheck_token_kl_list(dtype, masked, reward):
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("jensen_shannon", [False, True])
+@pytest.mark.parametrize(("dtype", "shift", "jensen_shannon"), with_options())
 def test_opcheck_exact_kl(kind, dtype, shift, jensen_shannon):
     logits, _, *options, _ = log_prob_args(kind, dtype, shift, False)
     pair, options = (logits, torch.randn_like(logits)), (*options, jensen_shannon)

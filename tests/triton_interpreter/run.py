@@ -65,8 +65,9 @@ def problem(rows, classes, depth, dtype, spread=1.0):
 
 def sizes_and_dtypes():
     """Around tiles and steps; with splits of several tiles and a last one of fewer."""
-    for dtype in DTYPES:
-        for rows, classes, depth in itertools.product((1, 17), (1, 129), (1, 32, 75)):
+    sizes = list(itertools.product((1, 17), (1, 129), (1, 32, 75)))
+    for dtype in DTYPES:  # of which the kernels make float32 as they load
+        for rows, classes, depth in sizes if dtype == torch.float32 else sizes[-1:]:
             compare(*problem(rows, classes, depth, dtype))
     compare(*problem(77, 64 * 2 * SPLITS + 129, 33, torch.bfloat16))
 
