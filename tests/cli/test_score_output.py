@@ -34,16 +34,6 @@ OTHER = chat("Hi", "Hello again!")
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
-@pytest.fixture(autouse=True)
-def _signals_as_in_a_terminal():
-    """Whoever starts the tests with nohup has SIGHUP ignored, and a job leaves it so."""
-    default = [signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL]
-    before = [signal.signal(*pair) for pair in zip(SIGNALS, default, strict=True)]
-    yield
-    for number, handler in zip(SIGNALS, before, strict=True):
-        signal.signal(number, handler)
-
-
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 

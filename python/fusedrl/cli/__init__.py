@@ -35,9 +35,10 @@ EXTRAS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 for a failed check, 2 for refused input.
+    """Run one command and return its exit code.
 
-    130 after an interrupt; 141 where nobody reads the rest of the output, as behind ``| head``.
+    0; 1 for a failed check, or where chats were left out; 2 for refused input; 130 after an
+    interrupt; 141 where nobody reads the rest of the output, as behind ``| head``.
     """
     try:
         try:

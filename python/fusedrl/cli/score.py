@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
+from fusedrl.cli.console import Console
 from fusedrl.scoring import ChatError, ScoreError, Settings, Summary, score_chats
 from fusedrl.scoring.chats import count_records
 from fusedrl.scoring.errors import printable
