@@ -35,7 +35,7 @@ endef
 help:
 	@echo "make demo    score the bundled chats with two tiny models, into demo-out/"
 	@echo "make test    the tests, on the CPU"
-	@echo "make test-slow  the tests that search further, for hours' worth of cases"
+	@echo "make test-slow  the repetitions that make test leaves out"
 	@echo "make bench   every op timed against plain torch"
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make wheel   build, repair and check a wheel, in wheelhouse/"
