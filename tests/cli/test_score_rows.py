@@ -46,7 +46,7 @@ BAD = {
     "nested": (nested(200_000, {"messages": "DEEP"}), "nested too deeply"),
     "nested in what the template reads": (
         nested(940, messages(USER, {"role": "assistant", "tool_calls": [{"a": "DEEP"}]})),
-        "RecursionError",
+        ("RecursionError", "nested too deeply"),  # the parser's limit falls with the stack's depth
     ),
     "an enormous number": ('{"messages": ' + "9" * 10_000 + "}", "unreadable line"),
     "key twice": (
@@ -171,7 +171,8 @@ def mixed(models, tmp_path_factory):
 def test_a_bad_row_is_named_with_its_line_and_the_reason(mixed, name):
     start = f"{mixed.path}:{mixed.lines[name]}: "
     (said,) = [str(error) for error in mixed.skipped if str(error).startswith(start)]
-    assert BAD[name][1] in said
+    reasons = BAD[name][1]
+    assert any(part in said for part in ([reasons] if isinstance(reasons, str) else reasons))
     assert len(said) < 1000
 
 

@@ -375,4 +375,6 @@ class TestPools:
             turns += batch.numel()
             collector.increment_version()
         assert turns == collector.stats()["frames"] >= 16
-        assert newest[0] == 0 and newest == sorted(newest) and len(set(newest)) > 1
+        assert newest[0] == 0 and len(set(newest)) > 1
+        # Dialogs of two processes end in any order.
+        assert newest == sorted(newest) or mode
