@@ -20,6 +20,7 @@ import ray_models
 import torch
 from channel_collector import Says, of, policy_of
 from counting_dialogs import Counting
+from ray_dialogs import runs, wait_for
 from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm import MCAdvantage
@@ -73,21 +74,6 @@ def weights_of(version: float) -> TensorDict:
 
 def pids(collector: RayLLMCollector) -> list[int]:
     return [started.pid for started in collector._actors.started]
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def turns_of(batch: Any) -> list[tuple[int, int]]:

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -19,6 +18,7 @@ import torch
 from channel_collector import Says, of, policy_of
 from counting_dialogs import Counting
 from counting_dialogs import policy as numbers_policy
+from ray_dialogs import runs, wait_for
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors.llm import RayLLMCollector as TorchrlRayLLMCollector
@@ -108,21 +108,6 @@ def update(collector: RayLLMCollector) -> int:
 
 def pids(collector: RayLLMCollector) -> list[int]:
     return [started.pid for started in collector._actors.started]
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 class TestTwoNodes:
