@@ -12,7 +12,7 @@ from torchrl.envs.llm.transforms import DataLoadingPrimer
 from transforms.conftest import QUESTIONS, OneReward
 
 
-def _loader(size: int) -> Any:
+def loader(size: int) -> Any:
     return torch.utils.data.DataLoader(
         [{"query": question} for question in QUESTIONS * 8],
         batch_size=size,
@@ -25,11 +25,11 @@ def _loader(size: int) -> Any:
 def chat(tokenizer: Any) -> EnvBase:
     """Two dialogs at a time, of two turns, with a reward of 1 a turn."""
     env = TransformedEnv(ChatEnv(batch_size=(2,), tokenizer=tokenizer))
-    for part in (DataLoadingPrimer(dataloader=_loader(2)), OneReward(), StepCounter(2)):
+    for part in (DataLoadingPrimer(dataloader=loader(2)), OneReward(), StepCounter(2)):
         env.append_transform(part)
     return env
 
 
 def dataset(tokenizer: Any) -> EnvBase:
     """One dialog at a time, which asks the questions of a data set."""
-    return DatasetChatEnv.from_dataloader(tokenizer=tokenizer, dataloader=_loader(1))
+    return DatasetChatEnv.from_dataloader(tokenizer=tokenizer, dataloader=loader(1))

@@ -41,12 +41,12 @@ def test_a_child_counts_versions():
     )
 
     def count() -> bool:
-        free = collector._counting.acquire(blocking=False)
-        collector._counting.release()
+        free = collector._versions._counting.acquire(blocking=False)
+        collector._versions._counting.release()
         collector.increment_version()
         return free and collector.policy_version == 1
 
-    assert succeeds_in_a_child(count, collector._counting)
+    assert succeeds_in_a_child(count, collector._versions._counting)
 
 
 def test_a_child_calls_a_policy_that_follows_a_channel():

@@ -89,20 +89,6 @@ def test_a_policy_may_write_in_place_or_answer_with_another_tensordict(collect):
     ]
 
 
-@pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
-def test_a_policy_that_returns_one_tensordict_twice_is_refused(collect, mode):
-    answers = []
-
-    def forgetful(turn):
-        answers.append(policy(turn))
-        return answers[0]
-
-    with pytest.raises(
-        RuntimeError, match="policy: expected a tensordict of its own for each turn"
-    ):
-        list(collect(Counting(2, 3, lazy=True), policy=forgetful, **mode))
-
-
 def test_environments_in_processes(collect):
     whole, parallel = (
         [seen(batch.reshape(-1)) for batch in collect(batched(2, partial(Counting, None)))]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,19 +42,50 @@ class Hook:
         return Hook, ()
 
 
+class Held:
+    """A version that is held in several places, and let go where the last of them does.
+
+    Attributes:
+        version: its number.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self.version = lease.version
+        self.slot = lease._slot
+        self._lease = lease
+        self._places = 1
+        self._lock = threading.Lock()
+        renew_in_children(self, _lock=threading.Lock)
+
+    def share(self) -> Held:
+        """Hold it in one place more; returns itself."""
+        with self._lock:
+            self._places += 1
+        return self
+
+    def release(self) -> None:
+        """Let go of it in one place."""
+        with self._lock:
+            self._places -= 1
+            if self._places == 0:
+                self._lease.release()
+
+
 class Follower:
     """Keep a module at the newest version, between its calls and never during one.
 
     ``with follower as version:`` brackets a call: the version is chosen when it begins, and held
     until it ends. A check, without a copy, when nothing is new. Calls of several threads that
-    overlap, and calls within a call, share the version of the first.
+    overlap, and calls within a call, share the version of the first. Before the first version is
+    published, the module computes with the weights that it has, and the version is ``None``.
 
     Args:
         reader: of the channel that has the versions; :meth:`close` leaves it open.
         module: has the names and shapes of the channel; in alias mode also dtypes and device.
         mode: ``"alias"`` or ``"copy"``, as for :meth:`WeightReader.load_into`, but that the
-            version is held during calls in both, and at no other time: aliased weights may be
-            changing then, and ``state_dict()`` of the module answers copies.
+            version is held during calls in both, and ``state_dict()`` of the module answers copies.
+        keeps: in alias mode, hold the version also between calls, until the next one is loaded.
+            Otherwise aliased weights may be changing then.
 
     Raises:
         TypeError: an entry of the module that is no plain tensor.
@@ -74,8 +106,14 @@ class Follower:
     """
 
     def __init__(
-        self, reader: WeightReader, module: nn.Module, mode: Literal["alias", "copy"] = "alias"
+        self,
+        reader: WeightReader,
+        module: nn.Module,
+        mode: Literal["alias", "copy"] = "alias",
+        keeps: bool = False,
     ) -> None:
+        if mode not in ("alias", "copy"):
+            raise ValueError(f"mode: expected 'alias' or 'copy', got {mode!r}")
         self.reader = reader
         self.module = module
         self.version: int | None = None
@@ -83,7 +121,8 @@ class Follower:
         self._refuse_shared()
         self.mode: Literal["alias", "copy"] = mode
         self._aliases = mode == "alias"
-        self._lease: Lease | None = None
+        self._keeps = keeps and self._aliases
+        self._held: Held | None = None
         self._loaded = False  # what the module has is `version`
         self._calls = 0
         self._lock = threading.Lock()
@@ -116,16 +155,18 @@ class Follower:
             TimeoutError, RuntimeError: as for :meth:`WeightReader.lease`.
         """
         with self._lock:
-            return self._switch(timeout) if self._calls == 0 else self._current()
-
-    def __enter__(self) -> int:
-        """Begin a call; its version."""
-        with self._lock:
             if self._calls == 0:
+                self._switch(timeout)
+            assert self.version is not None
+            return self.version
+
+    def __enter__(self) -> int | None:
+        """Begin a call; its version, ``None`` before the first."""
+        with self._lock:
+            if self._calls == 0 and self.reader.version is not None:
                 self._switch(None)
-            version = self._current()
             self._calls += 1
-            return version
+            return self.version
 
     def __exit__(
         self,
@@ -136,14 +177,21 @@ class Follower:
         """End it."""
         with self._lock:
             self._calls = max(0, self._calls - 1)
-            if self._calls == 0:
+            if self._calls == 0 and not self._keeps:
                 self._release()
 
-    def _current(self) -> int:
-        assert self.version is not None
-        return self.version
+    def hold(self) -> Held | None:
+        """Hold the version of the call that this is in beyond the end of the call.
 
-    def _switch(self, timeout: float | None) -> int:
+        Returns:
+            What to release; ``None`` before the first version.
+        """
+        with self._lock:
+            return None if self._held is None else self._held.share()
+
+    def _switch(self, timeout: float | None) -> None:
+        if self._held is not None and self._loaded and self._held.version == self.reader.version:
+            return
         lease = self.reader.lease(timeout=timeout)
         try:
             if lease.version != self.version or not self._loaded:
@@ -156,13 +204,12 @@ class Follower:
             lease.release()
             raise
         self._release()
-        self._lease, self.version, self._loaded = lease, lease.version, True
-        return lease.version
+        self._held, self.version, self._loaded = Held(lease), lease.version, True
 
     def _release(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
 
     def _give_copies(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
@@ -188,8 +235,8 @@ class Follower:
             self._loaded = False
 
     def _own(self) -> None:
-        if self._calls and self._lease is not None:
-            self._target.copy(self.reader._views(self._lease._slot))
+        if self._held is not None and (self._calls or self._keeps):
+            self._target.copy(self.reader._views(self._held.slot))
             return
         with self.reader.lease() as lease:
             self._target.copy(self.reader._views(lease._slot))
@@ -198,8 +245,8 @@ class Follower:
         """Follow no more.
 
         Args:
-            detach: leave the module with the newest version, or that of a call which goes on, in
-                memory of its own. ``False`` where it is not used any more.
+            detach: leave the module with the newest version, or that of a call which goes on, or
+                the one that is kept, in memory of its own. ``False`` where it is not used any more.
         """
         with self._lock:
             for hook in self._hooks:
@@ -210,6 +257,23 @@ class Follower:
             self._loaded = False
             self._release()
         _FOLLOWERS.discard(self)
+
+
+@contextmanager
+def one_version(model: nn.Module) -> Iterator[None]:
+    """Let a model compute with one version in this block, or several models that are parts of one.
+
+    Args:
+        model: followed in whole or in part, or part of what is followed; any other is left alone.
+    """
+    with ExitStack() as stack:
+        if followers := list(_FOLLOWERS):
+            parts = set(map(id, model.modules()))
+            for follower in followers:
+                theirs = map(id, follower.module.modules())
+                if id(follower.module) in parts or not parts.isdisjoint(theirs):
+                    stack.enter_context(follower)
+        yield
 
 
 def version_of(policy: Any) -> int | None:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.collectors import Collector
+from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
+from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_device
 from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.channel.forking import renew_in_children
-from fusedrl.collectors.arguments import check_arguments, check_environment
-from fusedrl.collectors.dialogs import Dialogs, FlatTurns, Turns
-from fusedrl.collectors.from_channel import FromChannel
-from fusedrl.collectors.policy_version import KEY, PolicyVersion
-from fusedrl.collectors.progress import check_progress
+from fusedrl.channel.following import Follower
+from fusedrl.collectors.arguments import check_environment
+from fusedrl.collectors.batches import DialogBatches, FlatBatches, TurnBatches
+from fusedrl.collectors.options import DialogOptions
+from fusedrl.collectors.policy_version import KEY, PolicyVersion, versions_in
+from fusedrl.collectors.pool_turns import PoolLoop
+from fusedrl.collectors.progress import check_progress, progress_bar
 from fusedrl.collectors.queues import QueueBuffer
-from fusedrl.collectors.reuse import Reuse
+from fusedrl.collectors.rows import private_keys
+from fusedrl.collectors.staleness import is_too_old
 from fusedrl.collectors.state import check_state
-from fusedrl.collectors.stopwatch import Profile, Stopwatch
-from fusedrl.collectors.updates import Update, Updates
+from fusedrl.collectors.stopwatch import Profile
+from fusedrl.collectors.turns import TurnLoop
+from fusedrl.collectors.versions import Versions
 
 
-class LLMCollector(Updates):
+class LLMCollector(_LLMCollector):
     """Collect dialogs: iterate to get batches of turns, of shape (dialogs, time) or (turns,).
 
     Takes the place of torchrl's class, and is one for ``isinstance``. Turns carry the trajectory
@@ -34,9 +40,7 @@ class LLMCollector(Updates):
 
     Args:
         env: an environment, or a function that makes one.
-        policy: takes and returns a tensordict; a new one each turn, or the one it was given. What
-            it or ``env`` returns again within the first three turns is copied at each turn; memory
-            that is used again only later must be cloned by its owner.
+        policy: takes and returns a tensordict, a new one or the one that it was given.
         policy_factory: makes the policy, in its place.
         dialog_turns_per_batch: turns in a batch, rounded up to whole steps of the environment. May
             be left out for completed trajectories.
@@ -55,10 +59,14 @@ class LLMCollector(Updates):
         weight_updater: torchrl's or ours (or a function that makes it), registered with this.
         weight_sync_schemes: torchrl's schemes by the name of their model, instead of an updater.
         queue: takes single turns in the place of a ``replay_buffer``; drops its oldest if full.
-        channel: where the policy's weights come from: each call of the policy is with the newest
-            version, whose number is the policy's version; before the first with what the policy
-            has, as version 0. A handle is opened, and closed at shutdown.
+        channel: where the policy's weights come from: each turn is with the version that is newest
+            when it begins, from the policy's call to the last transform of ``env``; before the
+            first with what the policy has, as version 0. A handle is opened, and is closed at
+            shutdown.
         channel_mode: ``"alias"`` or ``"copy"``, as of :meth:`fusedrl.WeightReader.load_into`.
+        copy_turns: copy what policy and environment return, which may write into it again later.
+            ``False`` is for those that return new tensors at each turn: batches then share memory
+            with what they keep.
         track_policy_version: whether to tag turns, or with which :class:`PolicyVersion`. Added to
             the environment unless it is there; an ``AsyncEnvPool`` needs none.
         max_staleness: drop a batch if its oldest turn is more than so many versions behind the
@@ -70,9 +78,8 @@ class LLMCollector(Updates):
         TypeError: arguments that exclude each other, or one that is missing.
         ValueError: numbers out of range; an environment without the one batch dimension that
             completed trajectories take.
-        RuntimeError: ``async_envs`` without an ``AsyncEnvPool``; a queue and a replay buffer; a
-            policy that returns one tensordict twice; weights that are given to a collector with a
-            channel.
+        RuntimeError: ``async_envs`` without an ``AsyncEnvPool``; a queue and a replay buffer;
+            weights that are given to a collector with a channel.
 
     Example:
         >>> import torch
@@ -115,13 +122,32 @@ class LLMCollector(Updates):
         queue: Any | None = None,
         channel: WeightHandle | WeightReader | None = None,
         channel_mode: str = "alias",
+        copy_turns: bool = True,
         track_policy_version: bool | PolicyVersion = False,
         max_staleness: int | None = None,
         progress: bool = False,
         verbose: bool = False,
     ) -> None:
         self.closed = True
-        check_arguments(locals())
+        DialogOptions(
+            policy=policy,
+            policy_factory=policy_factory,
+            dialog_turns_per_batch=dialog_turns_per_batch,
+            yield_only_last_steps=yield_only_last_steps,
+            yield_completed_trajectories=yield_completed_trajectories,
+            total_dialog_turns=total_dialog_turns,
+            flatten_data=flatten_data,
+            reset_at_each_iter=reset_at_each_iter,
+            replay_buffer=replay_buffer,
+            queue=queue,
+            weight_updater=weight_updater,
+            weight_sync_schemes=weight_sync_schemes,
+            channel=channel,
+            channel_mode=channel_mode,
+            copy_turns=copy_turns,
+            track_policy_version=track_policy_version,
+            max_staleness=max_staleness,
+        ).check()
         check_progress(progress)
         env = env if isinstance(env, EnvBase) else env()
         self.yield_only_last_steps = bool(yield_only_last_steps)
@@ -129,14 +155,12 @@ class LLMCollector(Updates):
             yield_completed_trajectories or yield_only_last_steps
         )
         check_environment(env, async_envs, self.yield_completed_trajectories)
-        self._pool = self.async_envs = isinstance(env, AsyncEnvPool)
-        self._update, self._watch = Update(), Stopwatch()
-        self._counting = threading.Lock()  # held while a version is counted
-        renew_in_children(self, _counting=threading.Lock)
-        self._channel = None
+        self.async_envs = isinstance(env, AsyncEnvPool)
         policy = policy if policy_factory is None else policy_factory()
-        opened = None if channel is None else FromChannel(channel, policy, channel_mode)
-        env, self._tracker = self._tracked(env, track_policy_version)
+        self._versions = Versions()
+        if channel is not None:
+            self._versions.open(channel, policy, channel_mode)
+        env, self._versions.tracker = self._tracked(env, track_policy_version)
         replay_buffer = replay_buffer if queue is None else QueueBuffer(queue)
         # Past torchrl's own constructor, which has no weight_sync_schemes and runs what follows.
         Collector.__init__(
@@ -159,35 +183,61 @@ class LLMCollector(Updates):
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
         self.max_staleness, self.stale_turns = max_staleness, 0
         self.progress, self.verbose = progress, verbose
-        self._running, self._reuse = False, Reuse()
-        self._carried, self._asked, self._held = None, {}, {}
-        wanted = self.requested_frames_per_batch
-        self._batches = (
-            Dialogs(env.batch_size[0], 1 if self._pool else wanted, self.yield_only_last_steps)
-            if self.yield_completed_trajectories
-            else (FlatTurns if self.flatten_data else Turns)(wanted)
-        )
-        self._channel = opened
-        for inner in getattr(env, "envs", ()) if self._pool else ():
+        self._loop = self._new_loop(copy_turns)
+        for inner in getattr(env, "envs", ()) if self.async_envs else ():
             inner.register_collector(self)  # a pool of threads; processes cannot know it
+
+    def _new_loop(self, copy_turns: bool) -> TurnLoop | PoolLoop:
+        wanted = self.requested_frames_per_batch
+        if self.yield_completed_trajectories:
+            rows, least = self.env.batch_size[0], 1 if self.async_envs else wanted
+            batches = DialogBatches(rows, least, self.yield_only_last_steps)
+        else:
+            batches = (FlatBatches if self.flatten_data else TurnBatches)(wanted)
+        if self.async_envs:
+            return PoolLoop(self.env, batches, self._versions, copy_turns, self.total_frames)
+        return TurnLoop(self.env, batches, self._versions, copy_turns)
 
     def _tracked(self, env: Any, track: bool | PolicyVersion) -> tuple[Any, Any]:
         """The environment with the tracker, and the tracker."""
         if track is False:
             return env, None
         tracker = PolicyVersion() if track is True else track
-        if not self._pool and tracker.container is None:
+        if not self.async_envs and tracker.container is None:
             env = env.append_transform(tracker)
-        if not self._pool and KEY not in list(env.observation_spec):
+        if not self.async_envs and KEY not in list(env.observation_spec):
             raise ValueError(
                 "track_policy_version: expected a tracker that is in env or in none, got one of "
                 "another environment; make a PolicyVersion for each"
             )
         return env, tracker
 
+    # What torchrl's constructor and methods reach for.
+
     def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
-        # torchrl asks before it connects schemes, which may need the tracker, or replace it.
-        self.policy_version_tracker = self._tracker
+        """There is a tracker already."""
+
+    @property
+    def policy_version_tracker(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What tags turns with versions, if they are tracked."""
+        return self._versions.tracker
+
+    @policy_version_tracker.setter
+    def policy_version_tracker(self, tracker: Any) -> None:
+        self._versions.tracker = tracker
+
+    @property
+    def _frames(self) -> int:
+        return self._loop.frames if "_loop" in vars(self) else 0
+
+    @_frames.setter
+    def _frames(self, frames: int) -> None:
+        if "_loop" in vars(self):
+            self._loop.frames = frames
+
+    @property
+    def _traj_pool(self) -> Any:
+        return self._loop.trajectories.source
 
     def _make_carrier(self) -> None:
         # torchrl resets here and once more at the first rollout: a batch of prompts would be lost.
@@ -197,6 +247,68 @@ class LLMCollector(Updates):
         # torchrl calls the policy here, to know its keys; an LLM would answer the lost prompts.
         if make_rollout:
             super()._maybe_make_final_rollout(make_rollout)
+
+    # Batches.
+
+    def iterator(self) -> Iterator[Any]:
+        """Batches until ``total_dialog_turns`` have run; ``None`` each where a buffer gets them."""
+        self._require_open()
+        watch = self._loop.watch
+        with progress_bar(self) as advance:
+            while self._frames < self.total_frames:
+                self._iter += 1
+                batch = self.rollout()
+                watch.start()
+                self._increment_frames(batch.numel())
+                advance(batch)
+                if self._is_stale(batch):
+                    continue
+                batch = self._postproc(batch)
+                if self.post_collect_hook is not None:
+                    self.post_collect_hook(batch)
+                if self.replay_buffer is not None:
+                    batch = _maybe_normalize_replay_buffer_tensordict_device(
+                        batch, self.replay_buffer
+                    )
+                    self.replay_buffer.extend(batch)
+                    batch = None
+                watch.lap("queueing")
+                yield batch
+
+    @torch.no_grad()
+    def rollout(self) -> TensorDictBase:
+        """Run turns until there is a batch, and return it before any postprocessing."""
+        self._require_open()
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
+        self._loop.watch.start()
+        if self.reset_at_each_iter:
+            self._loop.interrupt()
+        self._loop.prepare(self.policy)
+        batch = self._loop.batch(self._call_policy)
+        self._loop.watch.lap("queueing")
+        return batch
+
+    def _call_policy(self, carried: TensorDictBase) -> TensorDictBase:
+        return self.policy(carried)
+
+    def _is_stale(self, batch: TensorDictBase) -> bool:
+        if self.max_staleness is None:
+            return False
+        late = self.policy_version - min(versions_in(batch))
+        if is_too_old(late, self.max_staleness, self.stale_turns, "LLMCollector.stale_turns"):
+            self.stale_turns += batch.numel()
+            return True
+        return False
+
+    def _postproc(self, batch: TensorDictBase) -> TensorDictBase:
+        if self.postproc is not None:
+            batch = self.postproc(batch)
+        first = batch  # has every key that all elements share: a look at each would take long
+        while isinstance(first, LazyStackedTensorDict):
+            first = first.tensordicts[0]
+        private = list(private_keys(first))
+        return batch.exclude(*private, inplace=True) if private else batch
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Set the postprocessing of a collector that has none.
@@ -242,6 +354,95 @@ class LLMCollector(Updates):
         batch = next(self._iterator, None)
         return batch if batch is None or batch.device is None else batch.clear_device_()
 
+    # Weights and versions.
+
+    @property
+    def weight_updater(self) -> Any:
+        """The weight updater, if any; one that is set is registered with this collector."""
+        return self._weight_updater
+
+    @weight_updater.setter
+    def weight_updater(self, value: Any) -> None:
+        if value is not None:
+            self._refuse_beside_channel()
+            made = hasattr(value, "register_collector") and not isinstance(value, type)
+            value = value if made else value()
+            hooks = len(value.post_hooks)
+            value.register_collector(self)
+            if len(value.post_hooks) == hooks:  # else it counts versions itself
+                self._versions.count_each_update_of(value)
+        self._weight_updater = value
+
+    @property
+    def policy_version(self) -> Any:
+        """The version that the next turn has, ``None`` if none is tracked.
+
+        With a channel that is the newest published one.
+        """
+        return self._versions.newest
+
+    def set_weight_updater(self, weight_updater: Any) -> bool:
+        """Set the weight updater; returns ``True``, as remote calls want an answer."""
+        self.weight_updater = weight_updater
+        return True
+
+    def increment_version(self) -> None:
+        """Count a new version of the policy; during an update, once for all of it."""
+        self._versions.count()
+
+    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
+        """Update the policy's weights, as torchrl's collectors do, and count one version.
+
+        With a channel there is nothing to be done, the next turn has the newest.
+        """
+        if self._versions.is_open and not args and not kwargs:
+            return
+        self._refuse_beside_channel()
+        with self._versions.one_update():
+            super().update_policy_weights_(*args, **kwargs)
+
+    def receive_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Take weights, those given or those of the receiving schemes, and count one version."""
+        if not args and not kwargs and getattr(self, "_receiver_schemes", None) is None:
+            return
+        self._refuse_beside_channel()
+        with self._versions.one_update():
+            super().receive_weights(*args, **kwargs)
+
+    def _receive_weights_scheme(self, model_version: int | None = None) -> None:
+        with self._versions.one_update(numbered=model_version is not None):
+            super()._receive_weights_scheme(model_version=model_version)
+
+    def _refuse_beside_channel(self) -> None:
+        if self._versions.is_open:
+            raise RuntimeError(
+                "channel: expected weights to come through it, got others; publish them"
+            )
+
+    def hold_turns(self, follower: Follower) -> Callable[[], None]:
+        """Let each turn have one version of what follows a channel; what is returned undoes it.
+
+        Raises:
+            ValueError: versions are tracked as UUIDs.
+        """
+        self._versions.follow(follower)
+        return self._versions.leave
+
+    @property
+    def scored_policy(self) -> Any:
+        """The policy that transforms of ``env`` compute with, within :meth:`scoring`."""
+        return self._loop.scored(self.policy)
+
+    def scoring(self) -> AbstractContextManager[Any]:
+        """Lets :attr:`scored_policy` have the version of the turn in which ``env`` calls this."""
+        return self._loop.scoring()
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise RuntimeError(
+                "collector: expected one that runs, got one that was shut down; make a new one"
+            )
+
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environment; returns the seed that follows.
 
@@ -261,8 +462,7 @@ class LLMCollector(Updates):
             raise NotImplementedError(
                 "index: expected None, got a part of the environment; all dialogs start anew"
             )
-        self._interrupt()
-        self._frames += self._batches.clear()
+        self._loop.clear()
 
     def shutdown(
         self,
@@ -280,19 +480,20 @@ class LLMCollector(Updates):
         try:
             super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         finally:
-            if self._channel is not None:
-                self._channel.close()
+            if "_loop" in vars(self):  # else the constructor was refused something
+                self._loop.close()
+                self._versions.close()
 
     def profile(self) -> Profile:
         """Where the time went since the collector was made: policy, env, stamping, queueing."""
-        return self._watch.profile()
+        return self._loop.watch.profile()
 
     def state_dict(self) -> Any:
         """Environment, policy, counts and version, which later rollouts do not change."""
         self._require_open()
         state = super().state_dict()
         weights = state.get("policy_state_dict", {})
-        for name, value in weights.items() if self._channel is not None else ():
+        for name, value in weights.items() if self._versions.follower is not None else ():
             weights[name] = value.clone() if isinstance(value, Tensor) else value
         return state
 
@@ -311,8 +512,7 @@ class LLMCollector(Updates):
         """
         strict = kwargs.get("strict", True)
         state_dict, owners = self._checked_state(state_dict, strict)
-        self._interrupt()
-        self._batches.clear()
+        self._loop.clear()
         if "policy_state_dict" not in owners:
             # torchrl refuses a state without a policy's, also its own, unless it is lenient.
             if strict:
@@ -324,10 +524,11 @@ class LLMCollector(Updates):
     def _checked_state(self, state_dict: Any, strict: bool) -> tuple[Any, dict[str, Any]]:
         """A state that fits, and what is to load which of its entries."""
         self._require_open()
-        given = self._channel is not None and self._channel.loaded is not None
+        follower = self._versions.follower
+        given = follower is not None and follower.version is not None
         if given:  # they are memory that is read-only
             state_dict = {k: v for k, v in state_dict.items() if k != "policy_state_dict"}
-        owners = {"env_state_dict": self.env}
+        owners: dict[str, Any] = {"env_state_dict": self.env}
         if not given and hasattr(self, "_policy_w_state_dict"):
             owners["policy_state_dict"] = self._policy_w_state_dict
         check_state(state_dict, owners, self.policy_version_tracker, strict)

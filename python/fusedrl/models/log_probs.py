@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedrl.channel.following import one_version
 from fusedrl.models import batches
 from fusedrl.models.arguments import (
     check_model,
@@ -86,7 +87,7 @@ def causal_log_probs(
     limit, kwargs = max_tokens_per_forward, dict(model_kwargs or {})
     if not any(len(row.kept) for row in work) and _ranks() == 1:
         return _nothing(target, len(tokens), entropy)
-    with context, context_checked(target, lengths):
+    with context, context_checked(target, lengths), one_version(target):
         way = way_of(target, int(tokens.max()) + 1 if len(tokens) else 1, kwargs)
         if way.parts is None:
             places, scored = _from_logits(target, way, tokens, work, limit, kwargs, options)

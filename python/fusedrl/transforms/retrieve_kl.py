@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -54,6 +55,10 @@ class RetrieveKL(_RetrieveKL):
         max_tokens_per_forward: see :class:`fusedrl.RetrieveLogProb`.
         use_ray_service: torchrl's old spelling of ``service_backend="ray"``, which builds a
             :class:`fusedrl.RayRetrieveKL`; ``actor_name`` names its actor, if there is one.
+
+    Attributes:
+        takes_policy: whether the policy is that of a collector. It then scores with the version of
+            the turn that is stepped, also in an ``AsyncEnvPool`` of threads.
 
     Raises:
         TypeError: an unknown argument; the message names the one that was meant.
@@ -137,7 +142,7 @@ class RetrieveKL(_RetrieveKL):
         self._history_key = history_key
         # torchrl's own deferral resolves the collector while specs are read, before there is one.
         self._initialized = True
-        self._pending = policy == "from_collector"
+        self._pending = self.takes_policy = policy == "from_collector"
         if self._pending:
             for name, key in zip(("gen", "ref"), self._keys, strict=True):
                 _check_full(f"{name}_log_probs_full_key", key)
@@ -171,7 +176,7 @@ class RetrieveKL(_RetrieveKL):
                 "gen_model: 'from_collector' expected an environment run by a collector, got one "
                 "without; build the collector before stepping, or pass gen_model"
             )
-        policy: Any = collector.policy
+        policy: Any = getattr(collector, "scored_policy", None) or collector.policy
         first: Any = self.transforms[0]
         given = first.model if isinstance(first, RetrieveLogProb) else None
         scoring_policy = _new_version(
@@ -193,10 +198,20 @@ class RetrieveKL(_RetrieveKL):
         self._pending = False
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        if self._pending:
-            self._init_deferred()
-        if tensordict.batch_dims == 0:
-            return columns.step_one(self._step, tensordict, next_tensordict)
+        with self._held():
+            if self._pending:
+                self._init_deferred()
+            if tensordict.batch_dims == 0:
+                return columns.step_one(self._score, tensordict, next_tensordict)
+            return self._score(tensordict, next_tensordict)
+
+    def _held(self) -> AbstractContextManager[Any]:
+        """Within it the collector's policy has the version of the turn that is stepped."""
+        container = self.container if self.takes_policy else None
+        scoring = getattr(getattr(container, "collector", None), "scoring", None)
+        return nullcontext() if scoring is None else scoring()
+
+    def _score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         # All is read before anything is written; a subclass that steps in its own way reads there.
         batch: TokenBatch | None = None
         steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
@@ -225,7 +240,7 @@ class RetrieveKL(_RetrieveKL):
         if "_pending" in state:
             return
         waiting = vars(self).get("_init_params")
-        self._pending = False
+        self._pending = self.takes_policy = False
         if waiting is not None:
             del self._init_params
             container = self._container

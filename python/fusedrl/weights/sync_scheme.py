@@ -16,9 +16,10 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 
 from fusedrl.channel import WeightChannel, WeightHandle
 from fusedrl.weights.arguments import check_timeout
-from fusedrl.weights.own_copies import Copied, unsaved_buffers
+from fusedrl.weights.follow import module_of
+from fusedrl.weights.policy_copies import Copied, unsaved_buffers
 from fusedrl.weights.trainer_end import TrainerEnd
-from fusedrl.weights.worker_end import WorkerEnd, find_model, is_policy, module_of
+from fusedrl.weights.worker_end import WorkerEnd, find_model, is_policy
 
 _OF_THIS_PROCESS = ("_trainer", "_worker", "_copied", "_local")
 
@@ -322,10 +323,10 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         A collector that goes on keeps the newest version. The trainer's end frees the memory, once
         the workers' ends are closed too.
         """
-        if self._copied is not None:
-            self._copied.put_back()
         if self._worker is not None:
             self._worker.close(detach=self._copied is None)
+        if self._copied is not None:
+            self._copied.put_back()
         if self._trainer is not None:
             self._trainer.channel.close()
         for name in _OF_THIS_PROCESS:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusedrl.channel import ReaderInfo, WeightChannel
-from fusedrl.weights.worker_end import module_of
+from fusedrl.weights.follow import module_of
 
 logger = logging.getLogger("fusedrl")
 

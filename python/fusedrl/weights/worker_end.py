@@ -13,8 +13,8 @@ from torchrl.weight_update.utils import _resolve_attr
 from fusedrl.channel import WeightHandle
 from fusedrl.channel.following import Follower
 from fusedrl.channel.sources import module_slots
-from fusedrl.weights.attachment import Attachment, is_compiled
-from fusedrl.weights.own_copies import materialise
+from fusedrl.weights.follow import Attachment, is_compiled, module_of
+from fusedrl.weights.policy_copies import materialise
 
 
 class WorkerEnd:
@@ -133,18 +133,3 @@ def find_model(collector: Any, model_id: str) -> Any:
             f"process, got {error}; for a model that only workers have, call "
             "scheme.init_on_sender(model_id=..., model=...) before the collector is made"
         ) from error
-
-
-def module_of(model: Any) -> nn.Module:
-    """The module that a model is, or has as its ``module``.
-
-    Raises:
-        TypeError: neither.
-    """
-    module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
-    if isinstance(module, nn.Module):
-        return module
-    raise TypeError(
-        f"model: expected a module, or what has one as .module, got {type(model).__name__}; name "
-        "the module in it, such as 'policy.actor', in weight_sync_schemes="
-    )

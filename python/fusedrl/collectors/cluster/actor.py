@@ -74,7 +74,7 @@ class _Collector(LLMCollector):
         self.oldest = None if self.policy_version_tracker is None else min(versions_in(batch))
         return batch
 
-    def _call_policy(self, carried: TensorDictBase) -> tuple[TensorDictBase, Any]:
+    def _call_policy(self, carried: TensorDictBase) -> TensorDictBase:
         if self.stopping:
             raise Stopped
         return super()._call_policy(carried)
@@ -121,7 +121,7 @@ class DialogActor:
             arguments["channel"] = self._channel.handle
         self._collector = _Collector(policy=policy, **arguments)
         self._collector.worker_idx = index
-        self._collector._traj_pool_val = _EveryNth(index, of)
+        self._collector._loop.trajectories.source = _EveryNth(index, of)
         self._batches = iter(self._collector)
         torch.manual_seed(seed)  # a factory may have set one for the weights
         layout = None if self._channel is None else self._channel.layout.to_json()
@@ -160,7 +160,7 @@ class DialogActor:
 
     def update_by_updater(self, weights: Any, worker_ids: Any, version: Any) -> None:
         """Let the updater of this collector do it; the version is the caller's."""
-        with self._collector._one_update(numbered=True):
+        with self._collector._versions.one_update(numbered=True):
             self._collector.update_policy_weights_(weights, worker_ids=worker_ids)
         self._tag(version)
 
@@ -206,9 +206,7 @@ class DialogActor:
 
     def set_updater(self, updater: Any) -> None:
         """Replace the updater; the policy follows the channel no more, and keeps its weights."""
-        following, self._collector._channel = self._collector._channel, None
-        if following is not None:
-            following.close()
+        self._collector._versions.close()
         if self._channel is not None:
             self._channel.close()
             self._channel = None

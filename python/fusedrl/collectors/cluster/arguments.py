@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
-from fusedrl.collectors.arguments import check_arguments
+from fusedrl.collectors.options import DialogOptions
 from fusedrl.weights.arguments import check_timeout
 
 
@@ -16,7 +17,8 @@ def check_ray_arguments(given: dict[str, Any]) -> int:
     Raises:
         TypeError, ValueError, RuntimeError: what does not go together.
     """
-    check_arguments({**given, "queue": None, "weight_sync_schemes": None, "channel": None})
+    names = {field.name for field in fields(DialogOptions)}
+    DialogOptions(**{name: given[name] for name in names & given.keys()}).check()
     check_timeout(given["timeout"])
     count = _count(given)
     total = given["total_dialog_turns"]

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fusedrl.collectors.from_channel import FromChannel
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.process.sealed import Job
-from fusedrl.weights.attachment import Attachment
+from fusedrl.weights.follow import Attachment, follow_channel
 
 
 def make_collector(job: Job) -> Any:
@@ -36,38 +35,10 @@ def make_collector(job: Job) -> Any:
     if job.schemes:
         collector.register_scheme_receiver(job.schemes)
     if job.channel is not None and not dialogs:
-        newest: Any = _Newest(collector, job)
-        Attachment(collector, newest, is_policy=True)
+        mode: Any = job.channel_mode
+        follower, _ = follow_channel(job.channel, collector.policy, mode)
+        Attachment(collector, follower, is_policy=True)
     return collector
-
-
-class _Newest:
-    """What an attachment takes as a follower: the newest version of a channel, once there is one.
-
-    Before that the policy computes with the weights that it has, as version 0.
-    """
-
-    def __init__(self, collector: Any, job: Job) -> None:
-        assert job.channel is not None
-        self._source = FromChannel(job.channel, collector.policy, job.channel_mode)
-        self.reader = _Versions(self._source)
-        self.module: nn.Module = collector.policy
-        self.version = None
-
-    def __enter__(self) -> int:
-        return self._source.take() or 0
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-
-class _Versions:
-    def __init__(self, source: FromChannel) -> None:
-        self._source = source
-
-    @property
-    def version(self) -> int:
-        return self._source.reader.version or 0
 
 
 # What the trainer asks; the collector comes first.

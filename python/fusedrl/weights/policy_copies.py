@@ -14,7 +14,7 @@ from torchrl.weight_update.utils import _resolve_attr
 from fusedrl.channel.following import version_of
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import module_slots
-from fusedrl.weights.attachment import replace
+from fusedrl.weights.follow import FollowedCall, module_of, replace
 
 logger = logging.getLogger("fusedrl")
 
@@ -86,7 +86,7 @@ class Copied:
                     "another; in the trainer's process, use 'policy' for all of it"
                 )
             wrapped = collector._wrapped_policy_uncompiled
-            policy, wrapped = _copy((collector.policy, wrapped), model, layout)
+            policy, wrapped = copied_for((collector.policy, wrapped), module_of(model), layout)
             self._undo = [
                 replace(collector, "policy", policy),
                 replace(collector, "_wrapped_policy_uncompiled", wrapped),
@@ -100,7 +100,7 @@ class Copied:
                 f"{model_id!r}; name the module in it, such as '{model_id}.model'"
             )
         owner = _resolve_attr(collector, parent) if parent else collector
-        (copied,) = _copy((model,), model, layout)
+        (copied,) = copied_for((model,), module_of(model), layout)
         self._undo = [replace(owner, name, copied)]
 
     def put_back(self) -> None:
@@ -109,21 +109,32 @@ class Copied:
             self._undo.pop()()
 
 
-def _copy(whole: tuple[Any, ...], model: Any, layout: Layout) -> tuple[Any, ...]:
-    """A deep copy of ``whole``, with memory of its own for what the layout brings to ``model``."""
-    module = model if isinstance(model, nn.Module) else model.module
+def copied_for(
+    whole: tuple[Any, ...], module: nn.Module, layout: Layout, memory: bool = True
+) -> tuple[Any, ...]:
+    """A deep copy of ``whole`` whose parameters are to be loaded with a layout.
+
+    Args:
+        whole: such as a policy.
+        module: a part of it, which the layout is of. Its parameters arrive without their values.
+        layout: of what is going to be loaded. Weights that it does not have stay shared.
+        memory: whether there is memory to load into; else views are to take its place.
+
+    Raises:
+        TypeError: something in it cannot be copied.
+    """
     memo: dict[int, Any] = {}
     for slot in module_slots(module):
         is_brought = slot.kind == "parameter" and slot.name in layout.view_of
         if is_brought and id(slot.tensor) not in memo:
-            memo[id(slot.tensor)] = _memory_like(slot.tensor, slot.tensor.device)
+            memo[id(slot.tensor)] = _memory_like(slot.tensor, slot.tensor.device, memory)
     for part in whole:
         if isinstance(part, nn.Module):
             for parameter in part.parameters():
                 memo.setdefault(id(parameter), parameter)
             for child in part.modules():
                 compiled = child._compiled_call_impl
-                if compiled is not None and id(compiled) not in memo:
+                if not isinstance(compiled, FollowedCall | None) and id(compiled) not in memo:
                     memo[id(compiled)] = None  # it computes with the original
                     logger.warning(
                         "policy: expected one that the collector compiles, got one whose compile() "
@@ -133,12 +144,16 @@ def _copy(whole: tuple[Any, ...], model: Any, layout: Layout) -> tuple[Any, ...]
         return copy.deepcopy(whole, memo)
     except (TypeError, RuntimeError) as error:
         raise TypeError(
-            "policy: expected one that copy.deepcopy takes, since a collector in the trainer's "
-            f"process computes with its own copy, got {error}; leave out what cannot be copied, "
-            "or collect in another process (AsyncCollector)"
+            "policy: expected one that copy.deepcopy takes, since a copy computes with the "
+            f"weights of the channel, got {error}; leave out what cannot be copied, or collect in "
+            "another process (AsyncCollector)"
         ) from error
 
 
-def _memory_like(tensor: Tensor, device: torch.device) -> Tensor:
-    memory = torch.empty_like(tensor, device=device, requires_grad=False)
+def _memory_like(tensor: Tensor, device: torch.device, whole: bool = True) -> Tensor:
+    """Memory of arbitrary content; of one element unless it is to be ``whole``."""
+    if whole:
+        memory = torch.empty_like(tensor, device=device, requires_grad=False)
+    else:
+        memory = torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape)
     return nn.Parameter(memory, requires_grad=False) if isinstance(tensor, nn.Parameter) else memory

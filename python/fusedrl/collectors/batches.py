@@ -14,7 +14,7 @@ from tensordict import TensorDictBase, lazy_stack
 from fusedrl.collectors.rows import rows_of
 
 
-class Turns:
+class TurnBatches:
     """Batches of at least ``wanted`` turns of all dialogs, finished or not, with time last.
 
     Args:
@@ -60,7 +60,7 @@ class Turns:
         return lazy_stack(turns, -1)
 
 
-class FlatTurns(Turns):
+class FlatBatches(TurnBatches):
     """The same in one dimension, dialog after dialog."""
 
     by_row = True
@@ -79,7 +79,7 @@ class FlatTurns(Turns):
         return lazy_stack(_by_dialog(turns))
 
 
-class Dialogs:
+class DialogBatches:
     """Batches of finished dialogs: those that make up ``wanted`` turns, in the order they ended.
 
     Args:

@@ -1,0 +1,187 @@
+"""The loop of a collector whose environment is a pool: each dialog goes on when it can."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDictBase, lazy_stack
+
+from fusedrl.collectors.batches import DialogBatches, TurnBatches
+from fusedrl.collectors.copying import Copies
+from fusedrl.collectors.histories import call_by_length
+from fusedrl.collectors.policy_version import stamp
+from fusedrl.collectors.pool_scoring import PoolScoring
+from fusedrl.collectors.rows import ended, rows_of, tag
+from fusedrl.collectors.stopwatch import Stopwatch
+from fusedrl.collectors.trajectories import Trajectories
+from fusedrl.collectors.turns import Policy
+from fusedrl.collectors.versions import Versions
+
+
+@dataclass
+class Asked:
+    """A turn that an environment of the pool has.
+
+    Attributes:
+        version: that of the policy when it was called for the turn.
+        copies: of what the environment was given, where turns are copied.
+    """
+
+    version: Any
+    copies: Copies | None
+
+
+class PoolLoop:
+    """Runs turns of those dialogs of an ``AsyncEnvPool`` that are the first to have one.
+
+    Args:
+        pool: steps each dialog by itself.
+        batches: where turns wait for a batch.
+        versions: of the policy's weights.
+        copies: whether turns are copied.
+        total: turns to run in all.
+
+    Attributes:
+        frames, trajectories, watch: as of :class:`TurnLoop`.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        batches: TurnBatches | DialogBatches,
+        versions: Versions,
+        copies: bool,
+        total: float,
+    ) -> None:
+        self._pool, self._batches, self._versions, self._copies = pool, batches, versions, copies
+        self._total = total
+        self.frames = 0
+        self.trajectories = Trajectories(by_first=True)
+        self.watch = Stopwatch()
+        self._scoring = PoolScoring(pool, versions)
+        self._running = False
+        self._carried: Any = None  # what the policy is called with; None while environments step
+        self._asked: dict[int, Asked] = {}  # by environment
+        # Dialogs that wait for room in the budget.
+        self._waiting: dict[int, TensorDictBase] = {}
+
+    def batch(self, policy: Policy) -> TensorDictBase:
+        """Run turns until there is a batch."""
+        while (batch := self._batches.take()) is None:
+            if not self._running:
+                self._carried = self._pool.reset()
+                self.trajectories.begin(self._pool.batch_size, self._pool.device)
+                self._running = True
+                self.watch.lap("env")
+            if self._carried is not None:
+                self._ask(policy)
+            self._take(policy)
+        return batch
+
+    def _ask(self, policy: Policy) -> None:
+        """Call the policy, and let the environments take their step."""
+        carried = self._carried
+        indices = _indices(carried, self._pool)
+        with self._versions.held() as version:
+            actions = call_by_length(policy, carried)
+            self.watch.lap("policy")
+            copies = Copies() if self._copies else None
+            if copies is not None:
+                copies.of(actions)  # before an environment can write into it
+            with self._scoring.turns_of(indices):
+                self._pool.async_step_and_maybe_reset_send(actions)
+        self._asked.update(dict.fromkeys(indices, Asked(version, copies)))
+        self._carried = None  # only now: a policy that raises is asked again
+        self.watch.lap("env")
+
+    def _take(self, policy: Policy) -> None:
+        """Wait for those that are the first to have stepped, and keep their turns."""
+        watch, batches = self.watch, self._batches
+        least = self._pool.min_get if isinstance(batches, DialogBatches) else self._pool.num_envs
+        least = min(least, len(self._asked))  # fewer run once the budget is used up
+        turn, self._carried = self._pool.async_step_and_maybe_reset_recv(least)
+        watch.lap("env")
+        indices, mask = _indices(turn, self._pool), ended(turn)
+        rows = [self._own(row, index) for index, row in zip(indices, turn.unbind(0), strict=True)]
+        watch.turns += turn.numel()
+        watch.lap("stamping")
+        if isinstance(batches, DialogBatches):
+            for index, row, over in zip(indices, rows, mask, strict=True):
+                self.frames += batches.add_row(index, row, bool(over.any()))
+            self.trajectories.renew(mask, indices)
+            watch.lap("queueing")
+            if self.frames + batches.pending < self._total:
+                self._ask(policy)
+            else:
+                self._hold(batches, indices)
+            return
+        whole = lazy_stack(rows)
+        batches.add(rows_of(whole) if batches.by_row else whole, [])
+        self.trajectories.renew(mask, indices)
+        if batches.complete:
+            self.trajectories.part()  # the batch is the caller's from now on
+            if not self._copies:
+                self._carried = self._carried.clone()
+        watch.lap("queueing")
+
+    def _own(self, row: TensorDictBase, index: int) -> TensorDictBase:
+        """One environment's turn, tagged."""
+        asked = self._asked.pop(index)
+        if asked.copies is not None:
+            row = asked.copies.of(row)
+        tag(row, self.trajectories.rows[index])
+        if asked.version is not None:
+            stamp(row, asked.version)
+            stamp(row.get("next"), asked.version)
+        return row
+
+    def _hold(self, batches: DialogBatches, indices: list[int]) -> None:
+        """Go on with what the last dialogs of the budget take only, the longest one first."""
+        self._waiting.update(zip(indices, self._carried.unbind(0), strict=True))
+        self._carried = None
+        if not self._asked:
+            longest = max(self._waiting, key=batches.lengths.__getitem__)
+            self._carried = lazy_stack([self._waiting.pop(longest)])
+
+    def prepare(self, policy: Any) -> None:
+        """Be ready for transforms that score with the policy, as :class:`PoolScoring` says."""
+        self._scoring.prepare(policy)
+
+    def scored(self, policy: Any) -> Any:
+        """What transforms score with, within :meth:`scoring`."""
+        return self._scoring.policy or policy
+
+    def scoring(self) -> AbstractContextManager[Any]:
+        """Lets it have the version of the turn that this thread steps."""
+        return self._scoring.held()
+
+    def close(self) -> None:
+        """Hold nothing."""
+        self._scoring.close()
+
+    def interrupt(self) -> None:
+        """Let running dialogs end here; their turns count, and no batch has them."""
+        if self._asked:
+            unseen, _ = self._pool.async_step_and_maybe_reset_recv(len(self._asked))
+            self.frames += unseen.numel()
+        self._asked, self._waiting, self._carried, self._running = {}, {}, None, False
+        self.frames += self._batches.interrupt()
+
+    def clear(self) -> None:
+        """As :meth:`interrupt`, and forget also the dialogs that have ended."""
+        self.interrupt()
+        self.frames += self._batches.clear()
+
+
+def _indices(carried: TensorDictBase, pool: Any) -> list[int]:
+    """Which environments of a pool the rows are of."""
+    indices = carried.get(pool._env_idx_key).tolist()
+    return [_first(index) for index in (indices if isinstance(indices, list) else [indices])]
+
+
+def _first(nested: Any) -> Any:
+    while isinstance(nested, list):
+        nested = nested[0]
+    return nested

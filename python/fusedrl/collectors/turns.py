@@ -1,0 +1,135 @@
+"""The loop of a collector: weights, policy, environment, version, batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from fusedrl.collectors.batches import DialogBatches, TurnBatches
+from fusedrl.collectors.copying import Copies
+from fusedrl.collectors.histories import call_by_length
+from fusedrl.collectors.policy_version import stamp
+from fusedrl.collectors.rows import IDS, ended, rows_of, tag
+from fusedrl.collectors.stopwatch import Stopwatch
+from fusedrl.collectors.trajectories import Trajectories
+from fusedrl.collectors.versions import Versions
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+class TurnLoop:
+    """Runs turns of all dialogs of an environment until there is a batch.
+
+    From the policy's call to the last transform of the environment, a turn computes with one
+    version of the weights, which it is tagged with.
+
+    Args:
+        env: steps all dialogs at a time.
+        batches: where turns wait for a batch.
+        versions: of the policy's weights.
+        copies: whether turns are copied.
+
+    Attributes:
+        frames: turns so far, those of batches when they are counted.
+        trajectories: those that the dialogs are in.
+        watch: where the time goes.
+    """
+
+    def __init__(
+        self, env: Any, batches: TurnBatches | DialogBatches, versions: Versions, copies: bool
+    ) -> None:
+        self._env, self._batches, self._versions, self._copies = env, batches, versions, copies
+        self.frames = 0
+        self.trajectories = Trajectories(by_first=False)
+        self.watch = Stopwatch()
+        self._carried: Any = None  # what the policy is called with; None before a reset
+        self._last: Any = None  # the turn before
+
+    def batch(self, policy: Policy) -> TensorDictBase:
+        """Run turns until there is a batch."""
+        while (batch := self._batches.take()) is None:
+            if self._carried is None:
+                self._begin()
+            self._turn(policy)
+        return batch
+
+    def _begin(self) -> None:
+        self._carried = self._env.reset()
+        self.trajectories.begin(self._env.batch_size, self._env.device)
+        self.watch.lap("env")
+
+    def _turn(self, policy: Policy) -> None:
+        watch = self.watch
+        with self._versions.held() as version:
+            actions = call_by_length(policy, self._carried)
+            watch.lap("policy")
+            copies = Copies() if self._copies else None
+            if copies is not None:
+                copies.of(actions)  # before the environment can write into it
+            turn, self._carried = self._env.step_and_maybe_reset(actions)
+            watch.lap("env")
+        mask = ended(turn)
+        over = mask.flatten().tolist()
+        watch.turns += len(over)
+        if not self._batches.skip(over):
+            turn = self._checked(turn) if copies is None else copies.of(turn)
+            if version is not None:
+                stamp(turn, version)
+                if self._versions.tracker.version != version:  # what the environment wrote
+                    stamp(turn.get("next"), version)
+            self._add(turn, over)
+            if True in over:
+                self.trajectories.renew(mask)
+            if isinstance(self._batches, TurnBatches) and self._batches.complete:
+                self.trajectories.part()  # the batch is the caller's from now on
+                if copies is None:
+                    self._carried = self._carried.clone()
+        watch.lap("queueing")
+
+    def _checked(self, turn: TensorDictBase) -> TensorDictBase:
+        if turn is self._last:
+            raise RuntimeError(
+                "copy_turns: expected a tensordict of its own for each turn, got that of the turn "
+                "before; leave out copy_turns=False"
+            )
+        self._last = turn
+        return turn
+
+    def _add(self, turn: TensorDictBase, over: list[bool]) -> None:
+        if not self._batches.by_row:
+            turn.set(IDS, self.trajectories.ids)
+            self.watch.lap("stamping")
+            self._batches.add(turn, over)
+            return
+        rows = rows_of(turn)
+        for row, traj_id in zip(rows, self.trajectories.rows, strict=True):
+            tag(row, traj_id)
+        self.watch.lap("stamping")
+        self.frames += self._batches.add(rows, over)
+
+    def prepare(self, policy: Any) -> None:
+        """Be ready for transforms that score with the policy: nothing is needed."""
+
+    def scored(self, policy: Any) -> Any:
+        """What transforms score with, within :meth:`scoring`."""
+        return policy
+
+    def scoring(self) -> AbstractContextManager[Any]:
+        """Lets it have the version of the turn."""
+        return self._versions.held()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def interrupt(self) -> None:
+        """Let running dialogs end here; their turns count, and no batch has them."""
+        self._carried = None
+        self.frames += self._batches.interrupt()
+
+    def clear(self) -> None:
+        """As :meth:`interrupt`, and forget also the dialogs that have ended."""
+        self.interrupt()
+        self.frames += self._batches.clear()

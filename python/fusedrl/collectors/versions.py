@@ -1,0 +1,151 @@
+"""Which version of the policy's weights a turn computes with, and how versions are counted."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fusedrl.channel import WeightHandle, WeightReader
+from fusedrl.channel.following import Follower
+from fusedrl.channel.forking import renew_in_children
+from fusedrl.collectors.policy_version import Version
+from fusedrl.weights.follow import follow_channel
+
+
+class Versions:
+    """Gives each turn of a collector one version of the policy's weights, and its number.
+
+    Weights come through a channel, with their number; or somebody writes them into the policy,
+    and each update is counted.
+
+    Attributes:
+        tracker: the transform that tags what the environment returns, if versions are tracked.
+        follower: what switches the policy's weights, if they come through a channel.
+    """
+
+    def __init__(self) -> None:
+        self.tracker: Any = None
+        self.follower: Follower | None = None
+        self._close: Callable[[], None] | None = None
+        self._update = _Update()
+        self._counting = threading.Lock()
+        renew_in_children(self, _counting=threading.Lock)
+
+    def open(self, channel: WeightHandle | WeightReader, policy: Any, mode: Any) -> None:
+        """Take the policy's weights from a channel, until :meth:`close`.
+
+        Raises:
+            ValueError: they are not those of the policy.
+        """
+        follower, self._close = follow_channel(channel, policy, mode)
+        self.follow(follower)
+
+    def follow(self, follower: Follower) -> None:
+        """Take the policy's weights from what follows a channel.
+
+        Raises:
+            ValueError: versions are tracked as UUIDs.
+        """
+        if self.tracker is not None and self.tracker.version_type not in (int, "int"):
+            raise ValueError(
+                "track_policy_version: expected True or PolicyVersion(version_type='int'), got "
+                f"version_type={self.tracker.version_type!r}; a channel numbers its versions"
+            )
+        self.follower = follower
+        self._tag(follower.version)
+
+    def leave(self) -> None:
+        """Follow no channel any more; the policy keeps the weights and the version that it has."""
+        self.follower = None
+
+    def close(self) -> None:
+        """End what :meth:`open` began."""
+        if self._close is not None:
+            self.leave()
+            self._close()
+            self._close = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether :meth:`open` was called, and :meth:`close` not yet."""
+        return self._close is not None
+
+    @contextmanager
+    def held(self) -> Iterator[Version | None]:
+        """Compute with one version in this block, the newest when it begins.
+
+        Yields:
+            Its number, ``None`` where versions are not tracked.
+        """
+        if self.follower is None:
+            yield None if self.tracker is None else self.tracker.version
+            return
+        with self.follower as version:
+            self._tag(version)
+            yield None if self.tracker is None else self.tracker.version
+
+    def _tag(self, version: int | None) -> None:
+        if self.tracker is not None and version not in (None, self.tracker.version):
+            self.tracker.version = version
+
+    @property
+    def newest(self) -> Version | None:
+        """The version that the next turn has; ``None`` where versions are not tracked."""
+        if self.tracker is None:
+            return None
+        published = None if self.follower is None else self.follower.reader.version
+        return self.tracker.version if published is None else published
+
+    def count(self) -> None:
+        """Count a new version; during an update, once for all of it."""
+        numbered = self.follower is not None and self.follower.reader.version is not None
+        if self.tracker is None or numbered or self._update.depth:
+            return
+        with self._counting:
+            self.tracker.increment_version()
+
+    @contextmanager
+    def one_update(self, numbered: bool = False) -> Iterator[None]:
+        """One new version at the end, however many of those inside count one or set one.
+
+        Args:
+            numbered: the weights come with their version, which may be the one there is.
+        """
+        update = self._update
+        outermost = not update.depth
+        update.depth += 1
+        update.numbered = numbered or (update.numbered and not outermost)
+        try:
+            yield
+        finally:
+            update.depth -= 1
+        if outermost and not update.numbered:
+            self.count()
+
+    def count_each_update_of(self, updater: Any) -> None:
+        """Count a version after each update of a weight updater.
+
+        The updater does not keep this alive.
+        """
+        this = weakref.ref(self)
+
+        def count() -> None:
+            if (versions := this()) is not None:
+                versions.count()
+
+        updater.register_post_hook(count)
+
+
+class _Update(threading.local):
+    """The update that a thread is in, if any; another thread's counts by itself.
+
+    Attributes:
+        depth: of updates one within the other.
+        numbered: one of them came with its version.
+    """
+
+    depth = 0
+    numbered = False

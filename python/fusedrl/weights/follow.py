@@ -1,0 +1,243 @@
+"""What makes a torchrl collector follow a channel: the version changes where its turns begin."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.collectors.llm import LLMCollector
+
+from fusedrl.channel import WeightHandle, WeightReader
+from fusedrl.channel.following import Follower
+from fusedrl.channel.sources import module_slots
+
+VERSION_KEY = "policy_version"
+
+
+class LeasedVersion:
+    """What a collector has as its version tracker: versions come with the weights.
+
+    The transform that tags frames gets the version of each policy call. Neither an update that
+    comes between that call and ``env.step`` nor a count of updates changes it.
+
+    Args:
+        transform: the collector's ``PolicyVersion``, of integers.
+        follower: of the collector's policy.
+    """
+
+    def __init__(self, transform: Any, follower: Follower) -> None:
+        self.transform = transform
+        self._follower = follower
+
+    @property
+    def version_type(self) -> Any:
+        """That of the transform."""
+        return self.transform.version_type
+
+    @property
+    def version(self) -> int:
+        """The newest published version, which the next policy call computes with."""
+        return self._follower.reader.version or 0
+
+    @version.setter
+    def version(self, _: Any) -> None:
+        """Ignored: the version comes with the weights."""
+
+    def increment_version(self) -> None:
+        """An update is counted when it is published."""
+
+
+class FollowedCall(partial):
+    """How a followed policy is called; copies of the module are called as any."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the policy."""
+        return getattr(self.args[0], name)
+
+    def __reduce__(self) -> Any:
+        """Of a copy."""
+        return type(None), ()
+
+
+class Attachment:
+    """A follower of one of a collector's models, attached to the calls of the model.
+
+    A turn of a policy begins with its call and lasts until the next one, or the end of the rollout:
+    what the environment's transforms compute with its weights has the version of the call, too.
+    Other models switch versions at each call.
+
+    Args:
+        collector: torchrl's ``Collector``, which may compile its policy and have a
+            ``policy_version_tracker``; or one that holds its turns itself, by ``hold_turns``.
+        follower: of the model.
+        is_policy: the model is the collector's policy, or in it: its versions tag the frames.
+
+    Raises:
+        ValueError: the collector tags frames with UUIDs.
+    """
+
+    def __init__(self, collector: Any, follower: Follower, is_policy: bool) -> None:
+        self._undo: list[Callable[[], Any]] = []
+        self._collector = weakref.ref(collector)
+        self._follower = follower
+        self._transform: Any = None
+        self._rollout = threading.local()  # the turn of a rollout, in the thread that runs it
+        if is_policy and hasattr(collector, "hold_turns"):
+            self._undo.append(collector.hold_turns(follower))
+        elif is_policy:
+            self._attach_turns(collector)
+        if not (is_policy and is_compiled(collector)):
+            # A module calls this, if it has it, in the place of its forward and hooks. Hooks would
+            # not run after KeyboardInterrupt, nor where the module is compiled already.
+            module = follower.module
+            call = module._compiled_call_impl or module._call_impl
+            self._undo.append(
+                replace(module, "_compiled_call_impl", FollowedCall(self._in_call, call))
+            )
+
+    def _attach_turns(self, collector: Any) -> None:
+        tracker = collector.policy_version_tracker
+        if tracker is not None and not isinstance(tracker, LeasedVersion):
+            self._track(collector, tracker)
+        if isinstance(collector, LLMCollector):
+            name, call = "policy", collector.policy
+            rollouts = ("_rollout_all", "_rollout_yield_trajs")
+        else:
+            name, call = "_wrapped_policy_maybe_compiled", collector._wrapped_policy
+            rollouts = ("rollout",)
+        self._undo.append(replace(collector, name, FollowedCall(self._in_turn, call)))
+        for rollout in rollouts:
+            whole_turns = partial(self._whole_turns, getattr(type(collector), rollout))
+            self._undo.append(replace(collector, rollout, whole_turns))
+
+    def _track(self, collector: Any, tracker: Any) -> None:
+        if tracker.version_type not in (int, "int"):
+            raise ValueError(
+                "track_policy_version: expected True or PolicyVersion(version_type='int'), got "
+                f"version_type={tracker.version_type!r}; a channel numbers its versions"
+            )
+        self._transform = tracker
+        if self._follower.version is not None:
+            tracker.version = self._follower.version
+        leased = LeasedVersion(tracker, self._follower)
+        self._undo.append(replace(collector, "policy_version_tracker", leased))
+
+    def _whole_turns(self, rollout: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A rollout of the collector."""
+        with ExitStack() as self._rollout.turn:
+            try:
+                return rollout(self._collector(), *args, **kwargs)
+            finally:
+                del self._rollout.turn
+
+    def _in_turn(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The collector's call of its policy, with which a turn begins."""
+        turn: ExitStack | None = getattr(self._rollout, "turn", None)
+        if turn is None:
+            return self._in_call(partial(self._tagged, call), *args, **kwargs)
+        turn.close()  # the turn before
+        turn.enter_context(self._follower)
+        return self._tagged(call, *args, **kwargs)
+
+    def _in_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._follower:
+            return call(*args, **kwargs)
+
+    def _tagged(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._transform is not None:
+            version = self._follower.version or 0
+            self._transform.version = version
+            # The transform tags ("next", "policy_version") of the frame. The frame's own tag is
+            # from the step before this call, or from the reset: it becomes that of this call.
+            for data in (*args, *kwargs.values(), getattr(self._collector(), "_carrier", None)):
+                if isinstance(data, TensorDictBase):
+                    tag = data.get(VERSION_KEY, None)
+                    if isinstance(tag, torch.Tensor):
+                        data.set(VERSION_KEY, torch.full_like(tag, version))
+        return call(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Leave the collector as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def follow_channel(
+    channel: WeightHandle | WeightReader, policy: Any, mode: Literal["alias", "copy"]
+) -> tuple[Follower, Callable[[], None]]:
+    """What gives a policy the newest version of a channel, and what ends that.
+
+    Args:
+        channel: a handle, which is opened and closed here, or a reader.
+        policy: the module that the channel has the weights of, or what has one as its ``model``.
+        mode: ``"alias"`` or ``"copy"``; in alias mode a version is held until the next one is
+            loaded, so that nothing of it changes between two calls.
+
+    Raises:
+        ValueError: neither has the names of the channel.
+    """
+    with ExitStack() as stack:
+        reader = (
+            stack.enter_context(channel.open()) if isinstance(channel, WeightHandle) else channel
+        )
+        follower = Follower(reader, _module_with(policy, reader), mode, keeps=True)
+        stack.callback(follower.close)
+        return follower, stack.pop_all().close
+
+
+def _module_with(policy: Any, reader: WeightReader) -> nn.Module:
+    names = {entry.name for entry in reader.layout.entries}
+    for module in (getattr(policy, "model", None), policy):
+        if isinstance(module, nn.Module) and names <= {s.name for s in module_slots(module)}:
+            return module
+    raise ValueError(
+        f"channel: expected weights of {type(policy).__name__} or of its model, got "
+        f"{min(names)}, ...; create the channel from the model that the policy wraps"
+    )
+
+
+def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute; the function that is returned undoes it, while the owner exists."""
+    shared = getattr(type(owner), name, owner)  # of all its instances, but a property
+    of_class = name not in vars(owner) and shared is not owner and not isinstance(shared, property)
+    before, reference = None if of_class else getattr(owner, name), weakref.ref(owner)
+    setattr(owner, name, value)
+
+    def put_back() -> None:
+        existing = reference()
+        if existing is not None and of_class:
+            delattr(existing, name)
+        elif existing is not None:
+            setattr(existing, name, before)
+
+    return put_back
+
+
+def is_compiled(collector: Any) -> bool:
+    """Whether the collector compiles its policy, or captures it as a CUDA graph."""
+    return bool(
+        getattr(collector, "compiled_policy", False)
+        or getattr(collector, "cudagraphed_policy", False)
+    )
+
+
+def module_of(model: Any) -> nn.Module:
+    """The module that a model is, or has as its ``module``.
+
+    Raises:
+        TypeError: neither.
+    """
+    module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
+    if isinstance(module, nn.Module):
+        return module
+    raise TypeError(
+        f"model: expected a module, or what has one as .module, got {type(model).__name__}; name "
+        "the module in it, such as 'policy.actor', in weight_sync_schemes="
+    )

@@ -1,0 +1,187 @@
+"""Turns of policies and environments that write into the same memory again."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from counting_dialogs import Counting, Numbers, policy, seen
+from tensordict import TensorDict, lazy_stack
+from torchrl.data.llm import History
+from torchrl.envs import AsyncEnvPool
+
+from fusedrl.collectors.copying import Copies
+
+IDS = ("collector", "traj_ids")
+MODES = [{}, {"flatten_data": True}, {"yield_completed_trajectories": True}]
+
+
+class Buffered(Counting):
+    """Writes what its steps return into the same tensors."""
+
+    def _step(self, tensordict):
+        state = super()._step(tensordict)
+        for key in ("seen", "done", "terminated"):
+            buffer = self.__dict__.setdefault(f"written {key}", state[key].clone())
+            state.set(key, buffer.copy_(state[key]))
+        return state
+
+
+class LateBuffers(Counting):
+    """Returns new tensors for some turns, then the same one every second turn."""
+
+    def _step(self, tensordict):
+        state = super()._step(tensordict)
+        if self.steps > 6:
+            buffer = self.__dict__.setdefault(f"buffer {self.steps % 2}", state["seen"].clone())
+            state.set("seen", buffer.copy_(state["seen"]))
+        return state
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_policy_with_a_buffer(collect, mode, lazy):
+    options = {"dialog_turns_per_batch": 12, "total_dialog_turns": 24} | mode
+    buffer = torch.zeros(2, 1, dtype=torch.int64)
+
+    def writing(turn):
+        for row in turn.unbind(0):
+            n = int(row["seen"].item() != turn["seen"][0].item())
+            row.set("action", buffer[n])
+        buffer.copy_(10 * turn["seen"])
+        return turn if lazy else turn.set("action", buffer)
+
+    whole, kept = (
+        [batch["action"].flatten().tolist() for batch in collect(env, policy=by, **options)]
+        for env, by in ((Counting(2, 5, lazy), policy), (Counting(2, 5, lazy), writing))
+    )
+    assert whole == kept
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("kind", [Buffered, LateBuffers])
+def test_an_environment_with_buffers(collect, kind, mode):
+    options = {"dialog_turns_per_batch": 12, "total_dialog_turns": 36} | mode
+    keys = ("seen", ("next", "seen"), "done", ("next", "done"), IDS)
+    whole, kept = (
+        [[batch[key].tolist() for key in keys] for batch in collect(env, **options)]
+        for env in (Counting(2, 5), kind(2, 5))
+    )
+    assert whole == kept
+
+
+def test_a_policy_that_keeps_what_it_was_given_and_writes_there_later(collect):
+    given = []
+
+    def late(turn):
+        if given:
+            given[-1]["action"].fill_(-1)
+            given[-1]["seen"].fill_(-1)
+        given.append(policy(turn))
+        return given[-1]
+
+    options = {"dialog_turns_per_batch": 16, "total_dialog_turns": 32}
+    whole, kept = (
+        [[batch[key].tolist() for key in ("seen", "action")] for batch in collect(**how, **options)]
+        for how in ({}, {"policy": late})
+    )
+    assert whole == kept
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_policy_that_returns_one_tensordict_for_all_turns(collect, mode):
+    answer = Counting(2, 3).reset()
+
+    def same(turn):
+        return answer.update(policy(turn))
+
+    options = {"dialog_turns_per_batch": 8, "total_dialog_turns": 16} | mode
+    keys = ("seen", "action")
+    whole, kept = (
+        [
+            [batch[key].tolist() for key in keys]
+            for batch in collect(Counting(2, 3), **how, **options)
+        ]
+        for how in ({}, {"policy": same})
+    )
+    assert whole == kept
+
+
+@pytest.mark.usefixtures("forked_pools")
+def test_a_pool_of_processes_with_shared_slots(collect):
+    makers = [partial(Numbers, None, 5) for _ in range(2)]
+    pool = AsyncEnvPool(makers, backend="multiprocessing", stack="lazy", exchange="shm")
+    batch = collect(pool, dialog_turns_per_batch=20).next()
+    assert seen(batch) == [[*range(100, 105), *range(200, 205)]] * 2
+    assert seen(batch["next"]) == [[*range(101, 106), *range(201, 206)]] * 2
+
+
+def test_a_batch_shares_no_memory_with_the_environment(collect):
+    made = []
+
+    def remembering(turn):
+        made.append(policy(turn)["action"])
+        return turn
+
+    batch = collect(policy=remembering, dialog_turns_per_batch=16).next()
+    for action in made:
+        action.fill_(-1)
+    assert (batch["action"] >= 0).all()
+
+
+class TestWithoutCopies:
+    """For those that reuse nothing."""
+
+    def test_turns_are_what_the_policy_returned(self, collect):
+        made = []
+
+        def remembering(turn):
+            made.append(policy(turn)["action"])
+            return turn
+
+        batch = collect(policy=remembering, dialog_turns_per_batch=16, copy_turns=False).next()
+        kept = [batch[:, n]["action"].data_ptr() for n in range(8)]
+        assert kept == [action.data_ptr() for action in made]
+
+    @pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
+    def test_one_tensordict_for_two_turns_is_refused(self, collect, mode):
+        answers = []
+
+        def forgetful(turn):
+            answers.append(policy(turn))
+            return answers[0]
+
+        with pytest.raises(RuntimeError, match="copy_turns: expected a tensordict of its own"):
+            list(collect(Counting(2, 3, lazy=True), policy=forgetful, copy_turns=False, **mode))
+
+
+class TestCopies:
+    """Copies know the private layout of tensordict's classes, which a release may change."""
+
+    def test_of_chats(self):
+        chats = [[{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}]] * 2
+        turn = TensorDict(history=History.from_chats(chats), batch_size=2).to_lazystack(0)
+        copy = Copies().of(turn)
+        assert copy["history"].content == turn["history"].content
+        copy["history"].tensordicts[0].content = ["other", "words"]
+        assert turn["history"].content[0] == ["2?", "4"]
+
+    def test_of_stacks_of_several_lengths(self):
+        rows = [TensorDict(ids=torch.arange(n), text=f"of {n}") for n in (1, 3)]
+        turn, copies = lazy_stack(rows), Copies()
+        copy = copies.of(turn)
+        rows[1]["ids"].fill_(7)
+        rows[1]["text"] = "another"
+        rows[1]["more"] = torch.ones(1)
+        assert [row.tolist() for row in copy.get("ids", as_list=True)] == [[0], [0, 1, 2]]
+        assert copy[1]["text"] == "of 3" and "more" not in copy[1]
+        later = copies.of(turn)
+        assert later[1]["ids"].tolist() == [0, 1, 2] and later[1]["more"].tolist() == [1]
+        assert later[1]["text"] == "another"  # it is another one, not the same written into
+
+    def test_of_names_and_devices(self):
+        turn = TensorDict(a=torch.ones(2), batch_size=2, names=["dialog"], device="cpu")
+        copy = Copies().of(turn)
+        assert copy.names == ["dialog"] and copy.device == turn.device and not copy.is_locked
+        assert Copies().of(turn.lock_()).set("b", torch.ones(2)) is not None

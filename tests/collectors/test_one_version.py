@@ -1,0 +1,130 @@
+"""From the policy's call to the last transform of the same step: one version, that of the tag."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from one_version import TURNS, Recomputed, generating, model_of, published, scored_chats
+from torchrl.collectors import Collector
+from torchrl.envs import AsyncEnvPool
+
+from fusedrl import AsyncCollector, ChannelWeightSyncScheme, LLMCollector, WeightChannel
+from fusedrl.collectors.process import async_collector
+
+
+@pytest.fixture
+def channel(tokenizer) -> Iterator[WeightChannel]:
+    with WeightChannel.create(model_of(tokenizer, 0), slots=8, timeout=60) as channel:
+        channel.publish(model_of(tokenizer, 1), 1)
+        yield channel
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked, which takes a tenth of the time."""
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr(async_collector, "_get_mp_ctx", lambda: context)
+
+
+def check(collector: Any, tokenizer: Any, publish: Callable[[Any, int], Any]) -> None:
+    recomputed = Recomputed(tokenizer)
+    batches = []
+    try:
+        with published(tokenizer, publish, 2):
+            for batch in collector:
+                batches.append(batch.copy())
+                if sum(batch.numel() for batch in batches) >= TURNS:
+                    break
+    finally:
+        collector.shutdown()
+    for batch in batches:
+        recomputed.check(batch)
+    assert recomputed.turns >= TURNS and len(recomputed.versions) > 10
+    assert recomputed.wrong == []
+
+
+@pytest.mark.parametrize("mode", ["alias", "copy"])
+def test_llm_collector_with_a_channel(tokenizer, channel, mode):
+    collector = LLMCollector(
+        scored_chats(tokenizer),
+        policy=generating(tokenizer, model_of(tokenizer, 0)),
+        dialog_turns_per_batch=40,
+        channel=channel.handle,
+        channel_mode=mode,
+        track_policy_version=True,
+    )
+    check(collector, tokenizer, channel.publish)
+
+
+@pytest.mark.parametrize("mode", ["alias", "copy"])
+@pytest.mark.parametrize("of", [LLMCollector, Collector])
+def test_the_scheme_in_the_trainers_process(tokenizer, of, mode):
+    scheme = ChannelWeightSyncScheme(mode=mode)
+    dialogs = {"dialog_turns_per_batch": 40, "total_dialog_turns": -1}
+    frames = {"frames_per_batch": 40, "total_frames": -1, "use_buffers": False}
+    collector = of(
+        scored_chats(tokenizer),
+        policy=generating(tokenizer, model_of(tokenizer, 1)),
+        weight_sync_schemes={"policy": scheme},
+        track_policy_version=True,
+        **(dialogs if of is LLMCollector else frames),
+    )
+    policies = {}
+
+    def publish(module: Any, version: int) -> None:
+        policy = policies.setdefault(id(module), generating(tokenizer, module))
+        scheme.send(policy, version=version)
+
+    check(collector, tokenizer, publish)
+
+
+@pytest.mark.parametrize("of", [LLMCollector, None], ids=["dialogs", "frames"])
+@pytest.mark.parametrize("mode", ["alias", "copy"])
+@pytest.mark.parametrize("way", ["scheme", "channel"])
+def test_a_process_of_its_own(tokenizer, channel, forked, of, mode, way):
+    scheme = ChannelWeightSyncScheme(mode=mode)
+    options: dict[str, Any] = (
+        {"weight_sync_schemes": {"policy": scheme}}
+        if way == "scheme"
+        else {"channel": channel.handle, "channel_mode": mode}
+    )
+    policy = generating(tokenizer, model_of(tokenizer, 1))
+    collector = AsyncCollector(
+        partial(scored_chats, tokenizer),
+        policy,
+        collector_class=of,
+        frames_per_batch=40,
+        track_policy_version=True,
+        **({"use_buffers": False} if of is None else {}),
+        **options,
+    )
+    policies = {}
+
+    def publish(module: Any, version: int) -> None:
+        if way == "channel":
+            channel.publish(module, version)
+            return
+        sent = policies.setdefault(id(module), generating(tokenizer, module))
+        scheme.send(sent, version=version)
+
+    check(collector, tokenizer, publish)
+
+
+@pytest.mark.parametrize("mode", ["alias", "copy"])
+def test_a_pool_of_threads(tokenizer, channel, mode):
+    """While an environment scores, the policy answers others with newer weights."""
+    pool = AsyncEnvPool([partial(scored_chats, tokenizer, 1)] * 3, stack="lazy")
+    collector = LLMCollector(
+        pool,
+        policy=generating(tokenizer, model_of(tokenizer, 0)),
+        yield_completed_trajectories=True,
+        dialog_turns_per_batch=2,
+        channel=channel.handle,
+        channel_mode=mode,
+        track_policy_version=True,
+    )
+    check(collector, tokenizer, channel.publish)
