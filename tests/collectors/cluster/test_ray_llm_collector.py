@@ -217,7 +217,7 @@ class TestTwoNodes:
         pair.next()
         state, stats = pair.state_dict(), pair.stats()
         assert set(state) == {"worker0", "worker1", "frames", "iter", "policy_version"}
-        assert stats["frames"] == state["frames"] == sum(pair._turns.values()) > 0
+        assert stats["frames"] == state["frames"] == sum(pair._batches.turns.values()) > 0
         assert stats["policy_version"] == state["policy_version"] == pair.policy_version
         assert pair.profile().turns >= state["frames"]
         pair.next()
@@ -249,8 +249,8 @@ class TestTwoNodes:
 
     def test_verbose_logs_a_line_for_each_batch_here(self, pair, caplog):
         pair.verbose = True
-        pair._ask()
-        ray.wait(list(pair._under_way), num_returns=2)
+        pair._batches.ask()
+        ray.wait(list(pair._batches.under_way), num_returns=2)
         version = update(pair)
         with caplog.at_level("INFO", logger="fusedrl"):
             list(islice(pair, 2))
@@ -292,7 +292,7 @@ class TestTwoNodes:
         assert pair.stats()["frames"] == frames
 
     def test_a_reset_starts_new_dialogs(self, pair):
-        pair._ask()
+        pair._batches.ask()
         pair.reset()
         assert (pair.next()["seen"] % 100 == 0).all()
         with pytest.raises(NotImplementedError, match="index: expected None"):
@@ -301,8 +301,8 @@ class TestTwoNodes:
     def test_a_batch_that_waits_for_too_long_is_dropped(self, pair):
         pair.max_staleness = 0
         try:
-            pair._ask()
-            ray.wait(list(pair._under_way), num_returns=2)
+            pair._batches.ask()
+            ray.wait(list(pair._batches.under_way), num_returns=2)
             version = update(pair)
             assert of(pair.next()) == [version] * 4
             assert pair.stale_turns == 4
@@ -327,7 +327,7 @@ class TestWhileThePolicyRuns:
         factory = partial(pausing, str(tmp_path))
         collector = collect(policy_factory=factory, sync_iter=False, dialog_turns_per_batch=2)
         batches = iter(collector)
-        collector._ask()
+        collector._batches.ask()
         wait_for((tmp_path / "begun").exists)
         for version in (1, 2):  # returns, though the call goes on only after it
             collector.update_policy_weights_(factory(float(version)))
