@@ -286,6 +286,14 @@ class TestTwoNodes:
         with pytest.raises(AttributeError, match="policy: expected a wrapper with a model"):
             pair.get_policy_model()
 
+    @pytest.mark.parametrize("work", [ray_dialogs.raise_unpicklable, ray_dialogs.raise_unreadable])
+    def test_an_exception_that_cannot_be_sent_comes_as_its_traceback(self, pair, work):
+        reference = pair._actors.handles[1].__ray_call__.remote(work)
+        told = rf"answer of actor 1 \(pid {pids(pair)[1]} on .*\), got .*: no such lock; its traceb"
+        with pytest.raises(RuntimeError, match=told) as caught:
+            pair._actors.answer(reference, 1)
+        assert work.__name__ in str(caught.value.__cause__)
+
     def test_a_rollout_does_not_count(self, pair):
         frames = pair.stats()["frames"]
         assert of(pair.rollout()) == [pair.policy_version] * 2
@@ -325,7 +333,12 @@ class TestWhileThePolicyRuns:
     def test_an_update_waits_for_no_call_and_is_not_half_taken(self, collect, tmp_path):
         """Then the actor is killed, which is an error that names it."""
         factory = partial(pausing, str(tmp_path))
-        collector = collect(policy_factory=factory, sync_iter=False, dialog_turns_per_batch=2)
+        collector = collect(
+            policy_factory=factory,
+            sync_iter=False,
+            dialog_turns_per_batch=2,
+            total_dialog_turns=float("inf"),
+        )
         batches = iter(collector)
         collector._batches.ask()
         wait_for((tmp_path / "begun").exists)
@@ -375,8 +388,9 @@ class TestBuffers:
         """The policy that it was given is what an update without weights sends."""
         buffer = ReplayBuffer(storage=LazyStackStorage(1000), batch_size=3)
         trained = policy_of(Says(0))
-        collector = collect(policy=trained, replay_buffer=buffer)
+        collector = collect(policy=trained, replay_buffer=buffer, total_dialog_turns=None)
         assert collector.next() is None and buffer[:].shape == (4,)
+        assert collector.total_dialog_turns == float("inf")
         assert collector.getattr_rb("write_count") == 4
         collector.start()
         assert collector.is_running()
