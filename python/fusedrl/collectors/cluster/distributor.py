@@ -104,8 +104,8 @@ class Distributor:
             failed = self._actors.failures(answers, None if between else self._actors.timeout)
             if failed.refused and version != before:
                 self._newest, self._versions.version = newest, before
-            for error in failed.errors:
-                raise error
+            if failed.first is not None:
+                raise failed.first
 
 
 class InFirstActor:

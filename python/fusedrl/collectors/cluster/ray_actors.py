@@ -36,9 +36,9 @@ class ActorDied(RuntimeError):
 
 @dataclass(frozen=True)
 class Failures:
-    """What went wrong in an update, and whether every actor refused it with an error of its own."""
+    """What first went wrong in an update, and whether every actor itself refused it."""
 
-    errors: list[Exception]
+    first: Exception | None
     refused: bool
 
 
@@ -199,7 +199,8 @@ class Actors:
         deadline = None if timeout is None else time.monotonic() + timeout
         for index, answer in enumerate(answers):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._ray.wait([answer], timeout=left)[0]:
+            ready, _ = self._ray.wait([answer], timeout=left)
+            if not ready:
                 failed.append(self._late([index], timeout))
                 continue
             try:
@@ -209,7 +210,7 @@ class Actors:
             except Exception as error:
                 failed.append(error)
                 refused += 1
-        return Failures(failed, refused == len(answers))
+        return Failures(next(iter(failed), None), refused == len(answers))
 
     def _late(self, indices: Sequence[int], timeout: float | None) -> TimeoutError:
         late = ", ".join(map(self.name, indices))

@@ -11,52 +11,20 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import ProfileConfig
-from torchrl.collectors._single import _CollectorMeta
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
 from fusedrl.collectors.cluster.ray_actors import Actors, FirstActor, start_ray
 from fusedrl.collectors.cluster.ray_batches import RayBatches
 from fusedrl.collectors.cluster.ray_options import RayOptions
 from fusedrl.collectors.cluster.ray_weights import RayWeights, one_of_policy
+from fusedrl.collectors.cluster.surface import OwnArguments, in_actors, of_part
 from fusedrl.collectors.progress import progress_bar
 from fusedrl.collectors.state import check_state
 from fusedrl.collectors.stopwatch import Profile
 from fusedrl.parcel import unpack
 
 
-class _OwnArguments(_CollectorMeta):
-    """torchrl's keeps ``num_collectors`` for ``Collector`` alone."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make one, with all that is given."""
-        return type.__call__(cls, *args, **kwargs)
-
-
-def _in_actors(name: str, doc: str) -> Any:
-    """An attribute of the actors' collectors: read from the first one, set in all."""
-
-    def read(self: RayLLMCollector) -> Any:
-        return self._actors.one(0, "get", name)
-
-    def write(self: RayLLMCollector, value: Any) -> None:
-        self._actors.each("set", name, value)
-
-    return property(read, write, doc=doc)
-
-
-def _of(part: str, name: str, doc: str) -> Any:
-    """An attribute that is one of a part."""
-
-    def read(self: RayLLMCollector) -> Any:
-        return getattr(getattr(self, part), name)
-
-    def write(self: RayLLMCollector, value: Any) -> None:
-        setattr(getattr(self, part), name, value)
-
-    return property(read, write, doc=doc)
-
-
-class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
+class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
     """Collect dialogs in actors of a Ray cluster, each of which is an :class:`LLMCollector`.
 
     Takes the place of torchrl's class, and is one for ``isinstance``. Environment and policy live
@@ -210,18 +178,18 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
         own = ("progress", "verbose", "requested_frames_per_batch", "total_frames")
         return {name: vars(self)[name] for name in (*own, "_actors", "_weights", "_batches")}
 
-    postproc = _in_actors("postproc", "The postprocessing, in the actors.")
-    pre_collect_hook = _in_actors("pre_collect_hook", "Called before each batch, in the actors.")
-    post_collect_hook = _in_actors("post_collect_hook", "Called with each batch, in the actors.")
-    sync_iter = _of("_batches", "sync_iter", "Whether a batch has a share of each actor.")
-    max_staleness = _of("_batches", "max_staleness", "Versions that a batch may be behind.")
-    replay_buffer = _of("_batches", "replay_buffer", "What gets the batches, if any.")
-    stale_turns = _of("_batches", "stale_turns", "Turns that ``max_staleness`` dropped.")
-    policy_version = _of("_weights", "version", "What the next policy calls have, if tracked.")
-    policy_version_tracker = _of("_weights", "tracker", "It knows what other processes counted.")
-    closed = _of("_actors", "closed", "Whether the collector is shut down.")
-    _frames = _of("_batches", "frames", "torchrl's name of the turns that were collected.")
-    _iter = _of("_batches", "number", "torchrl's name of the number of the last batch.")
+    postproc = in_actors("postproc", "The postprocessing, in the actors.")
+    pre_collect_hook = in_actors("pre_collect_hook", "Called before each batch, in the actors.")
+    post_collect_hook = in_actors("post_collect_hook", "Called with each batch, in the actors.")
+    sync_iter = of_part("_batches", "sync_iter", "Whether a batch has a share of each actor.")
+    max_staleness = of_part("_batches", "max_staleness", "Versions that a batch may be behind.")
+    replay_buffer = of_part("_batches", "replay_buffer", "What gets the batches, if any.")
+    stale_turns = of_part("_batches", "stale_turns", "Turns that ``max_staleness`` dropped.")
+    policy_version = of_part("_weights", "version", "What the next policy calls have, if tracked.")
+    policy_version_tracker = of_part("_weights", "tracker", "It knows what others counted, too.")
+    closed = of_part("_actors", "closed", "Whether the collector is shut down.")
+    _frames = of_part("_batches", "frames", "torchrl's name of the turns that were collected.")
+    _iter = of_part("_batches", "number", "torchrl's name of the number of the last batch.")
 
     def is_initialized(self) -> bool:
         """Whether the collector is ready: made, and not shut down."""

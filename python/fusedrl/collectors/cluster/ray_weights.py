@@ -33,7 +33,7 @@ class RayWeights:
 
     def __init__(self, actors: Actors, policy: Any, track: Any, has_updater: bool) -> None:
         self._actors, self._policy = actors, policy
-        self._updater: Any = None
+        self.updater: Any = None  # or a function that makes it in the actors, as it was set
         self._tracks = track is not False
         # It counts also where nobody asks.
         self._tracker: Any = PolicyVersion() if isinstance(track, bool) else track
@@ -45,8 +45,8 @@ class RayWeights:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a handle in another process has; :meth:`share` comes first."""
-        updater = None if self._sends_from_here else self._updater
-        return vars(self) | {"_policy": None, "_distributor": None, "_updater": updater}
+        updater = None if self._sends_from_here else self.updater
+        return vars(self) | {"_policy": None, "_distributor": None, "updater": updater}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Updates are numbered in the first actor."""
@@ -77,20 +77,15 @@ class RayWeights:
         return self._tracker
 
     @property
-    def updater(self) -> Any:
-        """The weight updater, or the function that makes it in the actors, as it was set."""
-        return self._updater
-
-    @property
     def _sends_from_here(self) -> bool:
-        return isinstance(self._updater, RemoteWeightUpdaterBase)
+        return isinstance(self.updater, RemoteWeightUpdaterBase)
 
     def update(self, weights: Any, worker_ids: Any) -> None:
         """Update all policies, with those of the policy that was given if ``None``."""
         self._actors.require_open()
         with self._distributor.lock:
             if self._sends_from_here:
-                self._updater(weights, worker_ids)
+                self.updater(weights, worker_ids)
             elif not self._updatable:
                 raise TypeError(
                     "policy: expected a module, or what has one as its model, got another, whose "
@@ -142,7 +137,7 @@ class RayWeights:
         """
         self._actors.require_open()
         sends = isinstance(updater, RemoteWeightUpdaterBase)
-        nothing = updater is None and (self._updater is None or self._sends_from_here)
+        nothing = updater is None and (self.updater is None or self._sends_from_here)
         if not sends and not nothing:
             if self._actors.shared:
                 raise RuntimeError(
@@ -157,7 +152,7 @@ class RayWeights:
 
     def register(self, updater: Any, collector: Any) -> None:
         """Keep an updater that the actors have copies of, or that sends to them."""
-        self._updater = updater
+        self.updater = updater
         if self._sends_from_here:
             hooks = len(updater.post_hooks)
             updater.register_collector(collector)
@@ -167,7 +162,7 @@ class RayWeights:
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Call ``init`` of the weight updater, where it runs."""
         if self._sends_from_here:
-            self._updater.init(*args, **kwargs)
+            self.updater.init(*args, **kwargs)
         else:
             self._actors.each("call", "init_updater", args, kwargs)
 
