@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from async_workers import Loading
 from channel_collector import Says, policy_of
 from counting_dialogs import Counting
 
 from fusedrl import AsyncCollector, LLMCollector
+from fusedrl.collectors.cluster.distributor import Distributor, InFirstActor
 from fusedrl.weights.worker_channels import _Calls
 
 
@@ -47,6 +49,12 @@ def test_a_child_counts_versions():
         return free and collector.policy_version == 1
 
     assert succeeds_in_a_child(count, collector._versions._counting)
+
+
+@pytest.mark.parametrize("kind", [Distributor, InFirstActor])
+def test_a_child_of_a_collector_on_ray_has_a_lock_of_its_own(kind):
+    distributor = kind(actors=None, versions=None)
+    assert succeeds_in_a_child(lambda: distributor.lock.acquire(blocking=False), distributor.lock)
 
 
 def test_a_child_calls_a_policy_that_follows_a_channel():

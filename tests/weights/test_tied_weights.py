@@ -26,7 +26,7 @@ from fusedrl import (
     VanillaLocalWeightUpdater,
     WeightChannel,
 )
-from fusedrl.collectors.cluster.actor import DialogActor
+from fusedrl.collectors.cluster.dialog_actor import DialogActor
 from fusedrl.parcel import unpack
 from fusedrl.weights.copying import unwrap
 

@@ -236,6 +236,10 @@ class LLMCollector(_LLMCollector):
             self._loop.frames = frames
 
     @property
+    def _watch(self) -> Any:
+        return self._loop.watch
+
+    @property
     def _traj_pool(self) -> Any:
         return self._loop.trajectories.source
 

@@ -14,15 +14,21 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from fusedrl.collectors.cluster import batches
-from fusedrl.collectors.cluster.actor import Collected
+from fusedrl import RayLLMCollector
+from fusedrl.collectors.cluster import ray_batches, ray_llm_collector
+from fusedrl.collectors.cluster.dialog_actor import Collected
+from fusedrl.collectors.cluster.ray_batches import RayBatches
 from fusedrl.collectors.interrupts import uninterrupted
 from fusedrl.parcel import pack
 
 ray = pytest.importorskip("ray")
 
 BATCHES = 2
-OURS = {batches.__file__, sys.modules[uninterrupted.__module__].__file__}
+OURS = {
+    ray_batches.__file__,
+    ray_llm_collector.__file__,
+    sys.modules[uninterrupted.__module__].__file__,
+}
 
 
 class Reference:
@@ -36,10 +42,13 @@ class FakeActors:
     """Each collects when it is told to, and forgets what nobody refers to."""
 
     indices = range(2)
-    handles = (0, 1)
+    closed = False
 
     def __init__(self) -> None:
         self.sent = dict.fromkeys(self.indices, 0)
+
+    def require_open(self) -> None:
+        pass
 
     def send(self, index: int, method: str) -> Reference:
         assert method == "collect"
@@ -54,24 +63,22 @@ class FakeActors:
         return Collected(parcel, reference.number, 0, False, None, None)
 
 
-class Offline(batches.RayBatches):
+class NoWeights:
+    """Of a collector whose versions nobody asks for."""
+
+    version = None
+
+
+class Offline(RayLLMCollector):
     """A collector of the fake actors."""
 
-    progress = verbose = False
-    closed = False
-    max_staleness = None
-    total_frames, requested_frames_per_batch = float("inf"), 2
-
     def __init__(self, sync_iter: bool, buffer: Any = None) -> None:
-        self._begin()
-        self.sync_iter, self.replay_buffer, self._extends = sync_iter, buffer, buffer is not None
-        self._tracks, self._actors = False, FakeActors()  # pyright: ignore[reportAttributeAccessIssue]
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def __del__(self) -> None:
-        pass
+        self.progress = self.verbose = False
+        self.total_frames, self.requested_frames_per_batch = float("inf"), 2
+        actors: Any = FakeActors()
+        weights: Any = NoWeights()
+        self._actors, self._weights = actors, weights
+        self._batches = RayBatches(actors, weights, buffer, buffer is not None, sync_iter, None)
 
 
 class ListBuffer(list):
@@ -102,7 +109,7 @@ def ctrl_c_at(line: int) -> Iterator[Callable[[], bool]]:
         if frame.f_code.co_filename not in OURS:
             return None
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and text not in ("yield ready[0]", "return ready[0]"):
+        if event == "line" and text not in ("yield ready.batch", "return ready.batch"):
             left -= 1
             if left == -1:
                 signal.raise_signal(signal.SIGINT)

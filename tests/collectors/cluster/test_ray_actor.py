@@ -12,7 +12,7 @@ from counting_dialogs import Counting, policy
 from tensordict import TensorDict
 
 from fusedrl import PolicyVersion, VanillaLocalWeightUpdater
-from fusedrl.collectors.cluster.actor import DialogActor, Stopped
+from fusedrl.collectors.cluster.dialog_actor import DialogActor, Stopped
 from fusedrl.parcel import unpack
 
 pytest.importorskip("ray")

@@ -9,6 +9,7 @@ import ray_dialogs
 from counting_dialogs import Counting
 
 from fusedrl import PolicyVersion, RayLLMCollector, patch_torchrl
+from fusedrl.collectors.cluster import ray_llm_collector
 
 ray = pytest.importorskip("ray")
 
@@ -57,6 +58,37 @@ def test_what_is_refused_before_ray_is_touched(no_ray, options, told):
     defaults |= {"dialog_turns_per_batch": 4, "track_policy_version": True}
     with pytest.raises((TypeError, ValueError), match=told):
         RayLLMCollector(given.pop("env"), **(defaults | given))
+
+
+class Started(Exception):
+    """What the actors would have been given, each for itself."""
+
+
+@pytest.mark.parametrize(
+    ("total", "shares"),
+    [
+        (10, [4, 3, 3]),
+        (3e0, [1, 1, 1]),
+        (-1, [-1] * 3),
+        (None, [-1] * 3),
+        (float("inf"), [-1] * 3),
+    ],
+)
+def test_turns_are_shared_out_or_never_end(monkeypatch, total, shares):
+    def start(actors: Any, shared: Any, own: list[dict[str, Any]], seed: int) -> None:
+        raise Started([one["total_dialog_turns"] for one in own])
+
+    monkeypatch.setattr(ray_llm_collector.Actors, "start", start)
+    monkeypatch.setattr(ray_llm_collector, "start_ray", lambda config: None)
+    with pytest.raises(Started) as caught:
+        RayLLMCollector(
+            Counting,
+            policy_factory=ray_dialogs.says,
+            dialog_turns_per_batch=4,
+            total_dialog_turns=total,
+            num_collectors=3,
+        )
+    assert caught.value.args == (shares,)
 
 
 def test_torchrls_name():

@@ -217,7 +217,7 @@ class TestTwoNodes:
         pair.next()
         state, stats = pair.state_dict(), pair.stats()
         assert set(state) == {"worker0", "worker1", "frames", "iter", "policy_version"}
-        assert stats["frames"] == state["frames"] == sum(pair._turns.values()) > 0
+        assert stats["frames"] == state["frames"] == sum(pair._batches.turns.values()) > 0
         assert stats["policy_version"] == state["policy_version"] == pair.policy_version
         assert pair.profile().turns >= state["frames"]
         pair.next()
@@ -249,8 +249,8 @@ class TestTwoNodes:
 
     def test_verbose_logs_a_line_for_each_batch_here(self, pair, caplog):
         pair.verbose = True
-        pair._ask()
-        ray.wait(list(pair._under_way), num_returns=2)
+        pair._batches.ask()
+        ray.wait(list(pair._batches.under_way), num_returns=2)
         version = update(pair)
         with caplog.at_level("INFO", logger="fusedrl"):
             list(islice(pair, 2))
@@ -286,13 +286,21 @@ class TestTwoNodes:
         with pytest.raises(AttributeError, match="policy: expected a wrapper with a model"):
             pair.get_policy_model()
 
+    @pytest.mark.parametrize("work", [ray_dialogs.raise_unpicklable, ray_dialogs.raise_unreadable])
+    def test_an_exception_that_cannot_be_sent_comes_as_its_traceback(self, pair, work):
+        reference = pair._actors.handles[1].__ray_call__.remote(work)
+        told = rf"answer of actor 1 \(pid {pids(pair)[1]} on .*\), got .*: no such lock; its traceb"
+        with pytest.raises(RuntimeError, match=told) as caught:
+            pair._actors.answer(reference, 1)
+        assert work.__name__ in str(caught.value.__cause__)
+
     def test_a_rollout_does_not_count(self, pair):
         frames = pair.stats()["frames"]
         assert of(pair.rollout()) == [pair.policy_version] * 2
         assert pair.stats()["frames"] == frames
 
     def test_a_reset_starts_new_dialogs(self, pair):
-        pair._ask()
+        pair._batches.ask()
         pair.reset()
         assert (pair.next()["seen"] % 100 == 0).all()
         with pytest.raises(NotImplementedError, match="index: expected None"):
@@ -301,8 +309,8 @@ class TestTwoNodes:
     def test_a_batch_that_waits_for_too_long_is_dropped(self, pair):
         pair.max_staleness = 0
         try:
-            pair._ask()
-            ray.wait(list(pair._under_way), num_returns=2)
+            pair._batches.ask()
+            ray.wait(list(pair._batches.under_way), num_returns=2)
             version = update(pair)
             assert of(pair.next()) == [version] * 4
             assert pair.stale_turns == 4
@@ -325,9 +333,14 @@ class TestWhileThePolicyRuns:
     def test_an_update_waits_for_no_call_and_is_not_half_taken(self, collect, tmp_path):
         """Then the actor is killed, which is an error that names it."""
         factory = partial(pausing, str(tmp_path))
-        collector = collect(policy_factory=factory, sync_iter=False, dialog_turns_per_batch=2)
+        collector = collect(
+            policy_factory=factory,
+            sync_iter=False,
+            dialog_turns_per_batch=2,
+            total_dialog_turns=float("inf"),
+        )
         batches = iter(collector)
-        collector._ask()
+        collector._batches.ask()
         wait_for((tmp_path / "begun").exists)
         for version in (1, 2):  # returns, though the call goes on only after it
             collector.update_policy_weights_(factory(float(version)))
@@ -375,8 +388,9 @@ class TestBuffers:
         """The policy that it was given is what an update without weights sends."""
         buffer = ReplayBuffer(storage=LazyStackStorage(1000), batch_size=3)
         trained = policy_of(Says(0))
-        collector = collect(policy=trained, replay_buffer=buffer)
+        collector = collect(policy=trained, replay_buffer=buffer, total_dialog_turns=None)
         assert collector.next() is None and buffer[:].shape == (4,)
+        assert collector.total_dialog_turns == float("inf")
         assert collector.getattr_rb("write_count") == 4
         collector.start()
         assert collector.is_running()

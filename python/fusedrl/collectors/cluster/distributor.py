@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fusedrl.collectors.cluster.actors import UPDATES, Actors
+from fusedrl.channel.forking import renew_in_children
+from fusedrl.collectors.cluster.ray_actors import UPDATES, Actors
 from fusedrl.collectors.interrupts import uninterrupted
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Weights in Ray's store: in here their reference stays one, where Ray would fetch them."""
+
+    reference: Any
 
 
 class Distributor:
@@ -19,86 +27,85 @@ class Distributor:
     Args:
         actors: of the collector.
         versions: the tracker that counts, a :class:`PolicyVersion`.
+        newest: what names the object of Ray's store that has the newest version.
+
+    Attributes:
+        lock: held while an update is on its way.
     """
 
-    def __init__(self, actors: Actors, versions: Any) -> None:
-        self.actors, self.versions = actors, versions
-        self._stored: str | None = None  # the object of Ray's store that has the newest version
-        self._updating = threading.RLock()  # held until an update is everywhere
+    def __init__(self, actors: Actors, versions: Any, newest: str | None = None) -> None:
+        self.lock: Any = threading.RLock()
+        renew_in_children(self, lock=threading.RLock)
+        self._actors, self._versions, self._newest = actors, versions, newest
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the lock, which nobody holds while the distributor moves."""
-        return {name: value for name, value in vars(self).items() if name != "_updating"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """With a lock of its own."""
-        vars(self).update(state, _updating=threading.RLock())
-
-    @property
-    def lock(self) -> Any:
-        """Held while an update is on its way."""
-        return self._updating
+    def to_first_actor(self) -> InFirstActor:
+        """Number updates in the first actor from here on; what asks for it there."""
+        told = self._actors.share(), self._versions, self._newest
+        asked = self._actors.send(0, "take_over", *told, between=False)
+        self._actors.wait([asked], self._actors.timeout)
+        return InFirstActor(self._actors, self._versions)
 
     def version(self) -> Any:
         """The newest version."""
-        return self.versions.version
+        return self._versions.version
 
-    def publish(self, stored: Sequence[Any]) -> None:
-        """Let each actor publish the weights of a reference, which comes in a list."""
-        self._to_all("update_policy_weights_", stored[0], between=False)
+    def publish(self, stored: Stored) -> None:
+        """Let each actor publish weights."""
+        self._to_all("update_policy_weights_", stored, between=False)
 
-    def update(self, stored: Sequence[Any], worker_ids: Any) -> None:
-        """Let the updater in each actor take the weights of a reference, which comes in a list."""
-        self._to_all("update_by_updater", stored[0], worker_ids, between=True)
+    def update(self, stored: Stored, worker_ids: Any) -> None:
+        """Let the updater in each actor take weights."""
+        self._to_all("update_by_updater", stored, worker_ids, between=True)
 
     def count(self) -> None:
         """A version of the weights that there are."""
-        with self._updating:
+        with self.lock:
             with uninterrupted():
-                self.versions.increment_version()
-                version = self.versions.version
-                answers = self.actors.ask_all("renumber", version, between=False)
-            self.actors.wait(answers, self.actors.timeout)
+                self._versions.increment_version()
+                version = self._versions.version
+                answers = self._actors.ask_all("renumber", version, between=False)
+            self._actors.wait(answers, self._actors.timeout)
 
-    def send(self, stored: Sequence[Any], index: int) -> Any:
-        """Weights of a reference for one actor: a reference to its answer."""
-        with self._updating:
-            version = self._number(stored[0])
-            return self.actors.send(
-                index, "update_policy_weights_", stored[0], version, between=False
+    def send(self, stored: Stored, index: int) -> Any:
+        """Weights for one actor: a reference to its answer."""
+        with self.lock:
+            version = self._number(stored)
+            return self._actors.send(
+                index, "update_policy_weights_", stored.reference, version, between=False
             )
 
-    def send_and_wait(self, stored: Sequence[Any], index: int) -> None:
+    def send_and_wait(self, stored: Stored, index: int) -> None:
         """As :meth:`send`, with the actor's answer."""
-        self.actors.answer(self.send(stored, index), index)
+        self._actors.answer(self.send(stored, index), index)
 
     def load(self, version: Any, follows: bool) -> None:
         """The version of a state, unless policies that follow a channel keep what was sent."""
-        with self._updating:
-            if self._stored is None or not follows:
-                self.versions.version = version
+        with self.lock:
+            if self._newest is None or not follows:
+                self._versions.version = version
 
-    def _number(self, reference: Any) -> Any:
+    def _number(self, stored: Stored) -> Any:
         """The version of what is stored: a new one for each object."""
-        if reference.hex() != self._stored:
-            self._stored = reference.hex()
-            self.versions.increment_version()
-        return self.versions.version
+        name = stored.reference.hex()
+        if name != self._newest:
+            self._newest = name
+            self._versions.increment_version()
+        return self._versions.version
 
-    def _to_all(self, method: str, reference: Any, *args: Any, between: bool) -> None:
+    def _to_all(self, method: str, stored: Stored, *args: Any, between: bool) -> None:
         """Send it under one version, which is taken back where every actor refuses it."""
-        with self._updating:
-            before = (self._stored, self.versions.version)
+        with self.lock:
+            newest, before = self._newest, self._versions.version
             with uninterrupted():
-                version = self._number(reference)
-                answers = self.actors.ask_all(method, reference, *args, version, between=between)
-            failures, refused = self.actors.failures(
-                answers, None if between else self.actors.timeout
-            )
-            if refused and version != before[1]:
-                self._stored, self.versions.version = before
-            if failures:
-                raise failures[0]
+                version = self._number(stored)
+                answers = self._actors.ask_all(
+                    method, stored.reference, *args, version, between=between
+                )
+            failed = self._actors.failures(answers, None if between else self._actors.timeout)
+            if failed.refused and version != before:
+                self._newest, self._versions.version = newest, before
+            if failed.first is not None:
+                raise failed.first
 
 
 class InFirstActor:
@@ -107,41 +114,48 @@ class InFirstActor:
     Args:
         actors: of the collector.
         versions: the tracker of this process, which is told what it counts there.
+
+    Attributes:
+        lock: held while this process has an update on its way.
     """
 
     def __init__(self, actors: Actors, versions: Any) -> None:
-        self.actors, self.versions = actors, versions
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock()
+        renew_in_children(self, lock=threading.RLock)
+        self._actors, self._versions = actors, versions
+
+    def to_first_actor(self) -> InFirstActor:
+        """It is there."""
+        return self
 
     def version(self) -> Any:
         """The newest version."""
         # Not in the group of updates: these may wait for batches.
-        version = self.actors.wait(
-            [self.actors.send(0, "version", between=False)], self.actors.timeout
-        )[0]
-        if version != self.versions.version:
-            self.versions.version = version
+        asked = self._actors.send(0, "version", between=False)
+        (version,) = self._actors.wait([asked], self._actors.timeout)
+        if version != self._versions.version:
+            self._versions.version = version
         return version
 
-    def publish(self, stored: Sequence[Any]) -> None:
+    def publish(self, stored: Stored) -> None:
         """As :meth:`Distributor.publish`."""
-        self.actors.wait([self._ask("publish", stored)], self.actors.timeout)
+        self._actors.wait([self._ask("publish", stored)], self._actors.timeout)
 
-    def update(self, stored: Sequence[Any], worker_ids: Any) -> None:
+    def update(self, stored: Stored, worker_ids: Any) -> None:
         """As :meth:`Distributor.update`."""
-        self.actors.wait([self._ask("update", stored, worker_ids)], None)
+        self._actors.wait([self._ask("update", stored, worker_ids)], None)
 
     def count(self) -> None:
         """As :meth:`Distributor.count`."""
-        self.actors.wait([self._ask("count")], self.actors.timeout)
+        self._actors.wait([self._ask("count")], self._actors.timeout)
 
-    def send(self, stored: Sequence[Any], index: int) -> Any:
+    def send(self, stored: Stored, index: int) -> Any:
         """As :meth:`Distributor.send`."""
         return self._ask("send_and_wait", stored, index)
 
     def load(self, version: Any, follows: bool) -> None:
         """As :meth:`Distributor.load`."""
-        self.actors.wait([self._ask("load", version, follows)], self.actors.timeout)
+        self._actors.wait([self._ask("load", version, follows)], self._actors.timeout)
 
     def _ask(self, method: str, *args: Any) -> Any:
-        return self.actors.send(0, "distribute", method, args, group=UPDATES)
+        return self._actors.send(0, "distribute", method, args, group=UPDATES)

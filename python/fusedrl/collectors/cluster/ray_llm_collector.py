@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, replace
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import ProfileConfig
+from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
-from fusedrl.channel.layout import Layout
-from fusedrl.collectors.cluster.actors import Actors, FirstActor, buffer_client, start_ray
-from fusedrl.collectors.cluster.arguments import check_ray_arguments, ray_options, shares
-from fusedrl.collectors.cluster.batches import RayBatches
-from fusedrl.collectors.cluster.distributor import Distributor, InFirstActor
-from fusedrl.collectors.policy_version import PolicyVersion
-from fusedrl.collectors.progress import check_progress
+from fusedrl.collectors.cluster.ray_actors import Actors, FirstActor, start_ray
+from fusedrl.collectors.cluster.ray_batches import RayBatches
+from fusedrl.collectors.cluster.ray_options import RayOptions
+from fusedrl.collectors.cluster.ray_weights import RayWeights, one_of_policy
+from fusedrl.collectors.cluster.surface import OwnArguments, in_actors, of_part
+from fusedrl.collectors.progress import progress_bar
 from fusedrl.collectors.state import check_state
 from fusedrl.collectors.stopwatch import Profile
 from fusedrl.parcel import unpack
-from fusedrl.weights.base import RemoteWeightUpdaterBase
-
-_OF_HANDLES = {
-    "sync_iter",
-    "max_staleness",
-    "progress",
-    "verbose",
-    "requested_frames_per_batch",
-    "total_frames",
-    "_extends",
-    "_layout",
-    "_updatable",
-    "_tracks",
-    "_versions",
-    "_actors",
-}  # the attributes that a handle in another process has from the collector
 
 
-class RayLLMCollector(RayBatches):
+class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
     """Collect dialogs in actors of a Ray cluster, each of which is an :class:`LLMCollector`.
 
     Takes the place of torchrl's class, and is one for ``isinstance``. Environment and policy live
@@ -52,7 +37,8 @@ class RayLLMCollector(RayBatches):
         policy: sent to the actors; trained here, it is what an update without weights sends.
         policy_factory: makes the policy in each actor, in its place.
         dialog_turns_per_batch: turns in a batch, rounded up to whole steps of the environments.
-        total_dialog_turns: turns to run in all, shared out equally; -1 never ends.
+        total_dialog_turns: turns to run in all, shared out equally; -1, ``None`` or infinity never
+            ends.
         yield_only_last_steps: as for :class:`LLMCollector`.
         yield_completed_trajectories: as for :class:`LLMCollector`.
         postproc: is given each batch of an actor, in the actor.
@@ -75,6 +61,7 @@ class RayLLMCollector(RayBatches):
         num_gpus: of each actor, where ``remote_config`` does not say.
         num_collectors: actors; as many as a list has.
         channel_mode: ``"alias"`` or ``"copy"``, as of :meth:`fusedrl.WeightReader.load_into`.
+        copy_turns: as of :class:`fusedrl.LLMCollector`.
         max_staleness: drop a batch if its oldest turn is more than so many versions behind as it
             is handed out; ``stale_turns`` counts what is dropped.
         timeout: seconds that an actor may take to find a place, and an update to reach it.
@@ -112,7 +99,7 @@ class RayLLMCollector(RayBatches):
         policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
         policy_factory: Callable[[], Callable[[TensorDictBase], TensorDictBase]] | None = None,
         dialog_turns_per_batch: int | None = None,
-        total_dialog_turns: int = -1,
+        total_dialog_turns: float | None = -1,
         yield_only_last_steps: bool | None = None,
         yield_completed_trajectories: bool | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
@@ -131,61 +118,55 @@ class RayLLMCollector(RayBatches):
         num_gpus: float | None = None,
         num_collectors: int | None = None,
         channel_mode: str = "alias",
+        copy_turns: bool = True,
         max_staleness: int | None = None,
         timeout: float = 300.0,
     ) -> None:
-        self.closed = True
-        count = check_ray_arguments(locals())
-        check_progress(progress)
+        options = RayOptions(
+            env=env,
+            policy=policy,
+            policy_factory=policy_factory,
+            dialog_turns_per_batch=dialog_turns_per_batch,
+            total_dialog_turns=total_dialog_turns,
+            yield_only_last_steps=yield_only_last_steps,
+            yield_completed_trajectories=yield_completed_trajectories,
+            postproc=postproc,
+            async_envs=async_envs,
+            replay_buffer=replay_buffer,
+            reset_at_each_iter=reset_at_each_iter,
+            flatten_data=flatten_data,
+            weight_updater=weight_updater,
+            ray_init_config=ray_init_config,
+            remote_config=remote_config,
+            track_policy_version=track_policy_version,
+            sync_iter=sync_iter,
+            progress=progress,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            num_collectors=num_collectors,
+            channel_mode=channel_mode,
+            copy_turns=copy_turns,
+            max_staleness=max_staleness,
+            timeout=timeout,
+        )
         start_ray(ray_init_config)
-        self.sync_iter, self.max_staleness = sync_iter, max_staleness
         self.progress, self.verbose = progress, verbose
-        self.replay_buffer, remote_buffer = replay_buffer, buffer_client(replay_buffer)
-        self._extends = replay_buffer is not None and remote_buffer is None
-        if flatten_data is None and self._extends and not yield_only_last_steps:
-            flatten_data = True
         self.requested_frames_per_batch = dialog_turns_per_batch or 1
-        self.total_frames: Any = float("inf") if total_dialog_turns == -1 else total_dialog_turns
-        self._begin()
-        given = not isinstance(track_policy_version, bool)
-        self._versions = track_policy_version if given else PolicyVersion()
-        self._tracks = track_policy_version is not False
-        sends = isinstance(weight_updater, RemoteWeightUpdaterBase)
-        shared = {
-            "policy": policy,
-            "policy_factory": policy_factory,
-            "yield_only_last_steps": yield_only_last_steps,
-            "yield_completed_trajectories": yield_completed_trajectories,
-            "postproc": postproc,
-            "async_envs": async_envs,
-            "replay_buffer": remote_buffer,
-            "reset_at_each_iter": reset_at_each_iter,
-            "flatten_data": flatten_data,
-            "weight_updater": None if sends else weight_updater,
-            "track_policy_version": track_policy_version,
-            "channel_mode": channel_mode,
-            "max_staleness": max_staleness,
-        }
-        if sync_iter and dialog_turns_per_batch is not None:
-            dialog_turns_per_batch = -(-dialog_turns_per_batch // count)
-        envs = env if isinstance(env, list) else [env] * count
-        own = [
-            {
-                "env": one,
-                "total_dialog_turns": turns,
-                "dialog_turns_per_batch": dialog_turns_per_batch,
-            }
-            for one, turns in zip(envs, shares(total_dialog_turns, count), strict=True)
-        ]
-        self._actors = Actors(ray_options(remote_config, count, num_cpus, num_gpus), timeout)
-        self._actors.start(shared, own, torch.initial_seed() % 2**62)
-        self._distributor = Distributor(self._actors, self._versions)
-        self.closed = False
-        layout = self._actors.started[0].layout
-        self._layout = None if layout is None else Layout.from_json(layout)
-        self._updatable = layout is not None or weight_updater is not None
-        self._policy = policy
-        self._register(weight_updater)
+        self.total_frames: Any = options.total
+        self._actors = Actors(options.of_ray(), timeout)
+        self._actors.start(options.for_all(), options.for_each(), torch.initial_seed() % 2**62)
+        self._weights = RayWeights(
+            self._actors, policy, track_policy_version, has_updater=weight_updater is not None
+        )
+        self._weights.register(weight_updater, self)
+        self._batches = RayBatches(
+            self._actors,
+            self._weights,
+            replay_buffer,
+            options.extends_here,
+            sync_iter,
+            max_staleness,
+        )
 
     def __del__(self) -> None:
         """Nothing: an actor ends with its last handle."""
@@ -195,69 +176,27 @@ class RayLLMCollector(RayBatches):
 
         Updates are numbered in the first actor from here on, for all handles.
         """
-        self._refuse_closed()
-        self._share()
-        state = {name: value for name, value in vars(self).items() if name in _OF_HANDLES}
-        sends = isinstance(self._weight_updater, RemoteWeightUpdaterBase)  # the weights here
-        return state | {
-            "replay_buffer": buffer_client(self.replay_buffer),
-            "_weight_updater": None if sends else self._weight_updater,
-        }
+        self._actors.require_open()
+        self._weights.share()
+        own = ("progress", "verbose", "requested_frames_per_batch", "total_frames")
+        return {name: vars(self)[name] for name in (*own, "_actors", "_weights", "_batches")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A handle, which has collected nothing itself."""
-        updater = state.pop("_weight_updater")
-        vars(self).update(state)
-        self._begin()
-        self._policy = None  # of it this process would have a copy, with other weights
-        self._distributor = InFirstActor(self._actors, self._versions)
-        self._register(updater)
-        self.closed = False
-
-    @property
-    def _collector(self) -> FirstActor:
-        """torchrl's name of its one actor."""
-        self._refuse_closed()
-        return FirstActor(self._actors)
+    postproc = in_actors("postproc", "The postprocessing, in the actors.")
+    pre_collect_hook = in_actors("pre_collect_hook", "Called before each batch, in the actors.")
+    post_collect_hook = in_actors("post_collect_hook", "Called with each batch, in the actors.")
+    sync_iter = of_part("_batches", "sync_iter", "Whether a batch has a share of each actor.")
+    max_staleness = of_part("_batches", "max_staleness", "Versions that a batch may be behind.")
+    replay_buffer = of_part("_batches", "replay_buffer", "What gets the batches, if any.")
+    stale_turns = of_part("_batches", "stale_turns", "Turns that ``max_staleness`` dropped.")
+    policy_version = of_part("_weights", "version", "What the next policy calls have, if tracked.")
+    policy_version_tracker = of_part("_weights", "tracker", "It knows what others counted, too.")
+    closed = of_part("_actors", "closed", "Whether the collector is shut down.")
+    _frames = of_part("_batches", "frames", "torchrl's name of the turns that were collected.")
+    _iter = of_part("_batches", "number", "torchrl's name of the number of the last batch.")
 
     def is_initialized(self) -> bool:
         """Whether the collector is ready: made, and not shut down."""
         return not self.closed
-
-    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
-        """Set the postprocessing of a collector that has none; it runs in the actors.
-
-        Raises:
-            RuntimeError: it has one.
-        """
-        self._each("set_postproc", postproc)
-
-    @property
-    def postproc(self) -> Any:
-        """The postprocessing, as the first actor has it."""
-        return self._of_first("get", "postproc")
-
-    @postproc.setter
-    def postproc(self, value: Any) -> None:
-        self._set("postproc", value)
-
-    @property
-    def pre_collect_hook(self) -> Any:
-        """Called before each batch, in the actors."""
-        return self._of_first("get", "pre_collect_hook")
-
-    @pre_collect_hook.setter
-    def pre_collect_hook(self, hook: Any) -> None:
-        self._set("pre_collect_hook", hook)
-
-    @property
-    def post_collect_hook(self) -> Any:
-        """Called with each batch, in the actors."""
-        return self._of_first("get", "post_collect_hook")
-
-    @post_collect_hook.setter
-    def post_collect_hook(self, hook: Any) -> None:
-        self._set("post_collect_hook", hook)
 
     @property
     def total_dialog_turns(self) -> Any:
@@ -269,25 +208,40 @@ class RayLLMCollector(RayBatches):
         """Turns in a batch, before they are rounded up to whole steps."""
         return self.requested_frames_per_batch
 
+    def __iter__(self) -> Iterator[Any]:
+        """Batches until all actors have run their turns; ``None`` each where a buffer gets them.
+
+        An exception of an actor shuts the collector down.
+        """
+        return self.iterator()
+
+    def iterator(self) -> Iterator[Any]:
+        """As ``iter``."""
+        yield from self._batches.rest(progress_bar(self))
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch; ``None`` at the end, and where a replay buffer gets it.
+
+        An exception of an actor shuts the collector down.
+        """
+        # Not the collector itself, which would be a reference to itself, and stay.
+        return self._batches.next(lambda: progress_bar(weakref.proxy(self)))
+
+    def start(self) -> None:
+        """Collect into the replay buffer in the background, in all actors at once.
+
+        Raises:
+            RuntimeError: no replay buffer, or one that only another process has.
+        """
+        self._batches.start(progress_bar(self))
+
+    def is_running(self) -> bool:
+        """Whether it collects in the background."""
+        return self._batches.is_running()
+
     def rollout(self) -> TensorDictBase:
         """A batch of the first actor that does not count, before any postprocessing."""
-        return unpack(self._of_first("rollout"))
-
-    def get_policy_model(self) -> Any:
-        """A copy of the model that the first actor's policy wraps."""
-        return self._of_first("call", "get_policy_model")
-
-    def get_model(self, model_id: str) -> Any:
-        """A copy of a model of the first actor's collector."""
-        return self._of_first("call", "get_model", (model_id,))
-
-    def getattr_policy(self, attr: str) -> Any:
-        """A copy of an attribute of the first actor's policy."""
-        return self._of_first("call", "getattr_policy", (attr,))
-
-    def getattr_env(self, attr: str) -> Any:
-        """A copy of an attribute of the first actor's environment."""
-        return self._of_first("call", "getattr_env", (attr,))
+        return unpack(self._actors.one(0, "rollout"))
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Start new dialogs in every actor, between two batches.
@@ -299,18 +253,112 @@ class RayLLMCollector(RayBatches):
             raise NotImplementedError(
                 "index: expected None, got a part of the environments; all dialogs start anew"
             )
-        self._refuse_closed()
-        self._forget()
+        self._actors.require_open()
+        self._batches.forget()
         self._actors.each("call", "reset")
 
-    def _forget(self) -> None:
-        """Whatever was collected before the actors are told to start anew is not handed out."""
-        self._under_way.clear()
-        self._ready = None
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+        weights_dict: dict[str, Any] | None = None,
+        policy_weights: Any = None,
+    ) -> None:
+        """Update the weights of all actors' policies: one version, the same for all.
+
+        Without a weight updater every call of a policy that begins afterwards uses the weights,
+        also in the middle of a batch; a call that runs is neither changed nor waited for. An
+        updater runs where it belongs: one of :class:`fusedrl.RemoteWeightUpdaterBase` here, any
+        other in the actors, between two batches.
+
+        Args:
+            policy_or_weights: a tensordict, a module or a state dict of the policy, or of the model
+                that it wraps; the policy that the collector was given if ``None``.
+            weights: the same.
+            policy: the same.
+            worker_ids: of the updater; without one ``None``, or all actors.
+            model_id: ``None`` or ``"policy"``.
+            weights_dict: weights for ``"policy"``, and for nothing else.
+            policy_weights: the same as ``policy_or_weights``, by its former name.
+
+        Raises:
+            TypeError: a policy that has no module, and no weight updater.
+            ValueError: weights that do not fit, which changes nothing; chosen workers.
+            RuntimeError: a dead actor; the others have the weights.
+            TimeoutError: an actor does not answer.
+        """
+        forms = [policy_or_weights, weights, policy, policy_weights]
+        self._weights.update(one_of_policy(forms, model_id, weights_dict), worker_ids)
+
+    def receive_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As :meth:`update_policy_weights_`."""
+        self.update_policy_weights_(*args, **kwargs)
+
+    def increment_version(self) -> None:
+        """Count a version in every actor, without other weights."""
+        self._weights.count()
+
+    @property
+    def weight_updater(self) -> Any:
+        """The weight updater, or the function that makes it in the actors, as it was set."""
+        return self._weights.updater
+
+    @weight_updater.setter
+    def weight_updater(self, value: Any) -> None:
+        self._weights.replace_updater(value, self)
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Call ``init`` of the weight updater, where it runs."""
+        self._weights.init_updater(*args, **kwargs)
+
+    @property
+    def remote_collectors(self) -> list[Any]:
+        """The actors, as :class:`fusedrl.RayRemoteWeightUpdater` takes them."""
+        return self._weights.numbered_actors()
+
+    @property
+    def _collector(self) -> FirstActor:
+        """torchrl's name of its one actor."""
+        self._actors.require_open()
+        return FirstActor(self._actors)
+
+    def _first(self, name: str, *args: Any) -> Any:
+        return self._actors.one(0, "call", name, args)
+
+    def _each(self, name: str, *args: Any) -> list[Any]:
+        return self._actors.each("call", name, args)
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Set the postprocessing of a collector that has none; it runs in the actors.
+
+        Raises:
+            RuntimeError: it has one.
+        """
+        self._each("set_postproc", postproc)
+
+    def get_policy_model(self) -> Any:
+        """A copy of the model that the first actor's policy wraps."""
+        return self._first("get_policy_model")
+
+    def get_model(self, model_id: str) -> Any:
+        """A copy of a model of the first actor's collector."""
+        return self._first("get_model", model_id)
+
+    def getattr_policy(self, attr: str) -> Any:
+        """A copy of an attribute of the first actor's policy."""
+        return self._first("getattr_policy", attr)
+
+    def getattr_env(self, attr: str) -> Any:
+        """A copy of an attribute of the first actor's environment."""
+        return self._first("getattr_env", attr)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments one after the other; returns the seed that would follow."""
-        self._refuse_closed()
+        self._actors.require_open()
         for index in self._actors.indices:
             seed = self._actors.one(index, "call", "set_seed", (seed, static_seed))
         return seed
@@ -349,7 +397,7 @@ class RayLLMCollector(RayBatches):
             ValueError: a state of another number of actors, or one that does not fit one of them;
                 nothing has changed then.
         """
-        self._refuse_closed()
+        self._actors.require_open()
         names = [f"worker{index}" for index in self._actors.indices]
         workers = [key for key in state_dict if str(key).startswith("worker")]
         if sorted(workers) != sorted(names):
@@ -359,34 +407,39 @@ class RayLLMCollector(RayBatches):
             )
         check_state(state_dict, {}, self.policy_version_tracker, True)
         states = [state_dict[name] for name in names]
-        self._each_state("check_state_dict", states, kwargs)
-        self._forget()
-        self._each_state("load_state_dict", states, kwargs)
-        self._over.clear()
-        self._iter = state_dict["iter"]
-        self._turns = {index: state["frames"] for index, state in enumerate(states)}
+        self._actors.each_its_own("call", [("check_state_dict", (one,), kwargs) for one in states])
+        self._batches.forget()
+        self._actors.each_its_own("call", [("load_state_dict", (one,), kwargs) for one in states])
+        self._batches.load(state_dict["iter"], [state["frames"] for state in states])
         if "policy_version" in state_dict:
-            self._distributor.load(state_dict["policy_version"], self._layout is not None)
+            self._weights.load(state_dict["policy_version"])
 
-    def _each_state(self, name: str, states: list[Any], kwargs: Any) -> None:
-        """Call a method of each collector with its state."""
-        asked = [
-            self._actors.send(index, "call", name, (state,), kwargs)
-            for index, state in enumerate(states)
-        ]
-        self._actors.wait(asked, None)
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """End the actors; a turn that runs may end first. May be called again.
 
-    def _of_first(self, method: str, *args: Any) -> Any:
-        self._refuse_closed()
-        return self._actors.one(0, method, *args)
+        Args:
+            timeout: seconds that they may take, 10 if ``None``; then they are killed.
+            close_env: whether environments are closed.
+            raise_on_error: whether to raise what failed in the background or in closing.
 
-    def _set(self, name: str, value: Any) -> None:
-        self._refuse_closed()
-        self._actors.each("set", name, value)
+        Raises:
+            RuntimeError: what actors could not close, by their names.
+        """
+        self._batches.end(timeout, close_env, raise_on_error)
 
-    def _each(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        self._refuse_closed()
-        return self._actors.each("call", name, args, kwargs)
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """As :meth:`shutdown`."""
+        self.shutdown(timeout, close_env)
+
+    def __enter__(self) -> Any:
+        """The collector."""
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Shut it down; an exception of the block is not hidden."""
+        self.shutdown(raise_on_error=kind is None)
 
     def __repr__(self) -> str:
         """How many actors, and where."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -19,7 +20,8 @@ from fusedrl.collectors.progress import tokens_in
 from fusedrl.parcel import Parcel, pack
 
 
-class Started(NamedTuple):
+@dataclass(frozen=True)
+class Started:
     """What the caller has to know of an actor: where it is, and the layout of its weights."""
 
     pid: int
@@ -27,7 +29,8 @@ class Started(NamedTuple):
     layout: str | None
 
 
-class Collected(NamedTuple):
+@dataclass(frozen=True)
+class Collected:
     """A batch, ``None`` where a replay buffer got it, and the counts of its collector.
 
     Its tokens and its oldest version, ``None`` where there are none, are those that it had before
@@ -176,13 +179,22 @@ class DialogActor:
         if self._collector.policy_version_tracker is not None:
             self._collector.policy_version_tracker.version = version
 
-    def take_over(self, distributor: Any) -> None:
-        """Number and distribute updates here, for the collector's handles in any process."""
+    def take_over(self, actors: Any, versions: Any, newest: str | None) -> None:
+        """Number and distribute updates here, for the collector's handles in any process.
+
+        Args:
+            actors: without this one.
+            versions: the tracker that counts.
+            newest: what names the weights of the newest version in Ray's store.
+        """
         import ray
 
+        # Which imports the actors, which import this.
+        from fusedrl.collectors.cluster.distributor import Distributor
+
         # As it knows itself: a handle that was sent here would keep this actor alive for ever.
-        distributor.actors.handles[0] = ray.get_runtime_context().current_actor
-        self._distributor = distributor
+        me = ray.get_runtime_context().current_actor
+        self._distributor = Distributor(actors.with_first(me), versions, newest)
 
     def distribute(self, method: str, args: tuple[Any, ...]) -> None:
         """Call a method of the distributor."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import copy
 import re
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from fusedrl.collectors.cluster.actor import DialogActor, Started
-
-logger = logging.getLogger("fusedrl")
+from fusedrl.collectors.cluster.dialog_actor import DialogActor, Started
 
 BETWEEN = "between_batches"  # a group of its own, so that weights need not wait for a batch
 OF_ALL = {
@@ -35,8 +34,16 @@ class ActorDied(RuntimeError):
     """An actor that is asked is dead."""
 
 
+@dataclass(frozen=True)
+class Failures:
+    """What first went wrong in an update, and whether every actor itself refused it."""
+
+    first: Exception | None
+    refused: bool
+
+
 class Actors:
-    """Starts an actor for each of the given options of Ray, and calls them.
+    """Starts an actor for each of the given options of Ray, calls them, and ends them.
 
     Args:
         options: of Ray, for each actor.
@@ -48,6 +55,7 @@ class Actors:
 
         self._ray: Any = ray
         self.timeout = timeout
+        self.closed = True  # before they have started, and from the beginning of their end
         self.started: list[Started] = []
         self.handles: list[Any] = []
         self.shared = False  # whether other processes have handles of the collector
@@ -55,7 +63,7 @@ class Actors:
 
     def __getstate__(self) -> dict[str, Any]:
         """Handles of the same actors, for another process."""
-        kept = ("timeout", "started", "handles", "shared")
+        kept = ("timeout", "closed", "started", "handles", "shared")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -63,6 +71,24 @@ class Actors:
         import ray
 
         vars(self).update(state, _ray=ray)
+
+    def share(self) -> Actors:
+        """These for the first of them, where :meth:`with_first` has to say who that is."""
+        self.shared = True
+        return self.with_first(None)
+
+    def with_first(self, handle: Any) -> Actors:
+        """The same actors with another handle of the first one."""
+        others = copy.copy(self)
+        others.handles = [handle, *self.handles[1:]]
+        return others
+
+    def require_open(self) -> None:
+        """Raise ``RuntimeError`` after :meth:`close`."""
+        if self.closed:
+            raise RuntimeError(
+                "collector: expected one that runs, got one after shutdown(); make another"
+            )
 
     def start(self, arguments: dict[str, Any], own: Sequence[dict[str, Any]], seed: int) -> None:
         """Make the collectors; no actor is left if one fails.
@@ -82,6 +108,7 @@ class Actors:
                 for index, (handle, mine) in enumerate(zip(self.handles, own, strict=True))
             ]
             self.started = self.wait(answers, None)
+            self.closed = False
         except BaseException:
             self.kill()
             raise
@@ -119,7 +146,14 @@ class Actors:
 
     def ask_all(self, method: str, *args: Any, between: bool = True) -> list[Any]:
         """As :meth:`each`, without waiting: references to the answers."""
+        self.require_open()
         return [self.send(index, method, *args, between=between) for index in self.indices]
+
+    def each_its_own(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """As :meth:`each`, between two batches, with arguments for each actor."""
+        self.require_open()
+        answers = [self.send(index, method, *own) for index, own in enumerate(arguments)]
+        return self.wait(answers, None)
 
     def one(self, index: int, method: str, *args: Any) -> Any:
         """Call a method of one actor, between two batches."""
@@ -134,6 +168,7 @@ class Actors:
         self, index: int, method: str, *args: Any, between: bool = True, group: str = BETWEEN
     ) -> Any:
         """Call a method of one actor; a reference to its answer."""
+        self.require_open()
         bound = getattr(self.handles[index], method)
         if between:
             bound = bound.options(concurrency_group=group)
@@ -146,7 +181,7 @@ class Actors:
             RuntimeError: a dead actor. Its own exception, where it raised one.
             TimeoutError: no answer in time.
         """
-        got: dict[int, Any] = {}
+        got: dict[Any, Any] = {}
         index_of = {answer: index for index, answer in enumerate(answers)}
         waiting, deadline = list(answers), None if timeout is None else time.monotonic() + timeout
         while waiting:
@@ -154,19 +189,18 @@ class Actors:
             ready, waiting = self._ray.wait(waiting, timeout=left)
             if not ready:
                 raise self._late([index_of[answer] for answer in waiting], timeout)
-            got[index_of[ready[0]]] = self.answer(ready[0], index_of[ready[0]])
-        return [got[index] for index in range(len(answers))]
+            got.update({answer: self.answer(answer, index_of[answer]) for answer in ready})
+        return [got[answer] for answer in answers]
 
-    def failures(
-        self, answers: Sequence[Any], timeout: float | None
-    ) -> tuple[list[Exception], bool]:
-        """What went wrong, once all have answered, and whether every actor raised it itself."""
+    def failures(self, answers: Sequence[Any], timeout: float | None) -> Failures:
+        """What went wrong, once all have answered."""
         failed: list[Exception] = []
         refused = 0
         deadline = None if timeout is None else time.monotonic() + timeout
         for index, answer in enumerate(answers):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._ray.wait([answer], timeout=left)[0]:
+            ready, _ = self._ray.wait([answer], timeout=left)
+            if not ready:
                 failed.append(self._late([index], timeout))
                 continue
             try:
@@ -176,7 +210,7 @@ class Actors:
             except Exception as error:
                 failed.append(error)
                 refused += 1
-        return failed, refused == len(answers)
+        return Failures(next(iter(failed), None), refused == len(answers))
 
     def _late(self, indices: Sequence[int], timeout: float | None) -> TimeoutError:
         late = ", ".join(map(self.name, indices))
@@ -186,20 +220,36 @@ class Actors:
         )
 
     def answer(self, reference: Any, index: int) -> Any:
-        """The answer of an actor, or its own exception; an error with its name if it is dead."""
+        """The answer of an actor, or its own exception.
+
+        Raises:
+            RuntimeError: the actor is dead, or its exception cannot be pickled.
+        """
         errors = self._ray.exceptions
+        unreadable = getattr(errors, "UnserializableException", errors.RayTaskError)  # not in 2.40
         try:
             return self._ray.get(reference)
         except errors.RayTaskError as error:
+            if type(error.cause) is errors.RayError:  # in the place of what was not pickled
+                self._raise_unpickled(index, error)
             if isinstance(error.cause, Exception):
                 raise error.cause from error
             raise
+        except unreadable as error:
+            self._raise_unpickled(index, error)
         except (errors.RayActorError, errors.ObjectLostError) as error:
             reason = re.sub(r"\s+", " ", str(error)).strip()
             raise ActorDied(
                 f"collectors: expected living actors, got a dead one, {self.name(index)}: "
                 f"{reason[:300]}; make another collector"
             ) from error
+
+    def _raise_unpickled(self, index: int, error: Exception) -> NoReturn:
+        last = str(error).rstrip().rsplit("\n", 1).pop()
+        raise RuntimeError(
+            f"collectors: expected an answer of {self.name(index)}, got {last}; its traceback is "
+            "above, and the exception would be raised as it is if it could be pickled"
+        ) from error
 
     def name(self, index: int) -> str:
         """What an error calls an actor."""
@@ -208,16 +258,22 @@ class Actors:
         return f"actor {index} (pid {self.started[index].pid} on {self.started[index].node})"
 
     def close(self, close_env: bool, timeout: float) -> list[str]:
-        """End all actors; what kept one from closing its environment by itself."""
+        """End all actors; what kept one from closing its environment by itself.
+
+        May be called again, also where Ctrl-C ended the first call.
+        """
+        self.closed = True
         try:
-            return self._closed(close_env, timeout) if self._ray.is_initialized() else []
+            answering = self.handles and self._ray.is_initialized()
+            return self._closed(close_env, timeout) if answering else []
         finally:
             self.kill()
 
     def _closed(self, close_env: bool, timeout: float) -> list[str]:
-        for index in self.indices:
-            self.send(index, "stop", between=False)
-        answers = {self.send(index, "close", close_env): index for index in self.indices}
+        for handle in self.handles:
+            handle.stop.remote()
+        ends = [handle.close.options(concurrency_group=BETWEEN) for handle in self.handles]
+        answers = {end.remote(close_env): index for index, end in enumerate(ends)}
         _, late = self._ray.wait(list(answers), num_returns=len(answers), timeout=timeout)
         told = [f"{self.name(answers[ref])}: no end within {timeout} s" for ref in late]
         for reference in answers.keys() - set(late):
@@ -254,7 +310,8 @@ class FirstActor:
         return RemoteMethod(self._actors, name)
 
 
-class RemoteMethod(NamedTuple):
+@dataclass(frozen=True)
+class RemoteMethod:
     """A method of the first actor's collector."""
 
     actors: Actors
@@ -279,16 +336,3 @@ def start_ray(config: dict[str, Any] | None) -> None:
         from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
 
         ray.init(**(DEFAULT_RAY_INIT_CONFIG if config is None else config))
-
-
-def buffer_client(replay_buffer: Any) -> Any:
-    """What actors extend, of a buffer that is an actor itself; ``None`` for any other."""
-    from torchrl.data.replay_buffers.ray_buffer import (
-        RayReplayBuffer,
-        _LazyDistributedReplayClient,
-        _RayReplayBufferClient,
-    )
-
-    if isinstance(replay_buffer, _RayReplayBufferClient | _LazyDistributedReplayClient):
-        return replay_buffer
-    return replay_buffer.client() if isinstance(replay_buffer, RayReplayBuffer) else None
