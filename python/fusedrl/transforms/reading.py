@@ -173,10 +173,10 @@ def marks(
 def _apply_template(
     history: History, tokenizer: Any, options: Mapping[str, Any], masked: bool
 ) -> Any:
-    defaults = {"add_generation_prompt": False, "tokenize": True, "return_dict": True}
-    given = {name: value for name, value in options.items() if value is not None}
-    marker = MarkingTokenizer(tokenizer) if masked else tokenizer
-    return history.apply_chat_template(tokenizer=marker, **defaults | given)
+    given: dict[str, Any] = {"add_generation_prompt": False, "tokenize": True, "return_dict": True}
+    given |= {name: value for name, value in options.items() if value is not None}
+    marker: Any = MarkingTokenizer(tokenizer) if masked else tokenizer
+    return history.apply_chat_template(tokenizer=marker, **given)
 
 
 def masks_over(tokens: Sequence[Tensor], marked: TensorDictBase) -> list[Tensor]:
