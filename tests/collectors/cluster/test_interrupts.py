@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from fusedrl.collectors.cluster import batches
 from fusedrl.collectors.cluster.actor import Collected
 from fusedrl.collectors.interrupts import uninterrupted
-from fusedrl.parcel import pack
+from fusedrl.transport import pack
 
 ray = pytest.importorskip("ray")
 

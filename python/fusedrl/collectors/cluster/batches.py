@@ -17,7 +17,7 @@ from fusedrl.collectors.cluster.updates import RayUpdates
 from fusedrl.collectors.interrupts import uninterrupted
 from fusedrl.collectors.progress import OpenBar, progress_bar
 from fusedrl.collectors.staleness import is_too_old
-from fusedrl.parcel import unpack
+from fusedrl.transport import unpack
 
 logger = logging.getLogger("fusedrl")
 

@@ -20,7 +20,7 @@ from fusedrl.collectors.policy_version import PolicyVersion
 from fusedrl.collectors.progress import check_progress
 from fusedrl.collectors.state import check_state
 from fusedrl.collectors.stopwatch import Profile
-from fusedrl.parcel import unpack
+from fusedrl.transport import unpack
 from fusedrl.weights.base import RemoteWeightUpdaterBase
 
 _OF_HANDLES = {
