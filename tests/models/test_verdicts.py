@@ -13,7 +13,7 @@ from torch import nn
 
 from fusedrl.models import WithoutAdapters, causal_log_probs
 from fusedrl.models.signature import modules_of, signature
-from fusedrl.models.trial import way_of
+from fusedrl.models.ways import way_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import definition, model_of

@@ -13,8 +13,8 @@ from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs import Compose, Transform
 
-from fusedrl.transforms.arguments import RENAMED
 from fusedrl.transforms.kl_computation import KLComputation
+from fusedrl.transforms.renamed_arguments import RENAMED
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transforms.token_columns import ATTENTION
 from fusedrl.transport import Parcel, pack, unpack
