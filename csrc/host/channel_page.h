@@ -1,10 +1,12 @@
 // What the processes of a weight channel share: the control page at the start of a memory file.
 //
-// begin    lock a slot that is not published and that nobody leases; mark it WRITING
-// (copy)   the publisher writes the weights into the slot
-// commit   mark it READY under its version; unlock; publish (version, slot) in one word; wake
-// waiters lease    read the published word; lock its slot shared; keep it if it is READY under that
-// version release  unlock; tell the publisher
+//  - begin: lock a slot that is not published and that nobody leases, and mark it WRITING.
+//  - copy: the publisher writes the weights into the slot.
+//  - commit: mark it READY under its version, unlock it, publish (version, slot) in one word, and
+//    wake those who wait.
+//  - lease: read the published word, lock its slot shared, and keep it if it is READY under that
+//    version.
+//  - release: unlock the slot, and tell the publisher.
 //
 // Locks are the kernel's, on open file descriptions: a process that dies lets go of its own. So no
 // state here has to be repaired: a slot that stays WRITING is locked by nobody and is taken again.

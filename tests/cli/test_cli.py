@@ -121,6 +121,61 @@ def test_another_broken_pipe_is_an_error_like_any_other(monkeypatch):
         main(["info"])
 
 
+def run_onto_a_full_disk(*arguments, stderr=subprocess.PIPE):
+    code = "import sys; from fusedrl.cli import main; sys.exit(main())"
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            stdout=full,
+            stderr=full if stderr is None else stderr,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+
+BENCH = ["bench", "--quick", "--op", "token_kl", "--limit", "0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [
+        *itertools.product([["info", "--json"], ["--version"], ["info", "--help"]], ["", "1"]),
+        *itertools.product([["info"], ["check"], BENCH, ["demo"]], [""]),
+    ],
+    ids=str,
+)
+def test_output_that_cannot_be_written(arguments, unbuffered, monkeypatch, tmp_path):
+    """Without a buffer argparse sees that its write fails, and says nothing."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.chdir(tmp_path)
+    done = run_onto_a_full_disk(*arguments)
+    command = "fusedrl" if arguments[0].startswith("-") else arguments[0]
+    assert done.stderr == f"{command}: cannot write output: No space left on device\n"
+    assert done.returncode == 2
+
+
+def test_output_that_cannot_be_written_where_errors_cannot_be_told_either():
+    assert run_onto_a_full_disk("info", stderr=None).returncode == 2
+
+
+def test_another_error_of_the_system_is_no_failed_write(monkeypatch):
+    def missing(args):
+        raise FileNotFoundError(2, "of a worker")
+
+    monkeypatch.setattr(info, "run", missing)
+    with pytest.raises(FileNotFoundError, match="of a worker"):
+        main(["info"])
+
+
+def test_a_closed_output_is_no_error():
+    code = "import os, sys; os.close(1); os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-m", "fusedrl", "info"]
+    done = python("-c", code, *command)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 LEVELS = ("portable", "avx2", "avx512")
 
 

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from chat_templates import (
+    BRACKETS,
+    CHANNEL,
+    CHATML,
+    HEADERLESS_PROMPT,
+    REASONING,
+    TRIMMED,
+    with_markers,
+    without_markers,
+)
 
 pytest.importorskip("transformers")
 
@@ -15,81 +25,6 @@ from fusedrl.demo import CHATS
 from fusedrl.scoring.chats import Chat, parse_chat, read_records
 from fusedrl.scoring.errors import ChatError
 from fusedrl.scoring.masks import tokenize_chat
-
-CHATML = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message.role + '\n' }}
-{%- if message.role == 'assistant' -%}
-GENERATION{{ message.content + '<|im_end|>' }}END
-{%- else -%}
-{{ message.content + '<|im_end|>' }}
-{%- endif -%}
-{{ '\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
-"""
-TRIMMED = """\
-{{- '<|endoftext|>' }}
-{%- for message in messages -%}
-{{ '<|im_start|>' + message.role + '<|im_start|>\n\n' }}
-{%- if message.role == 'assistant' -%}
-GENERATION{{ message.content | trim + '<|im_end|>' }}END
-{%- else -%}
-{{ message.content | trim + '<|im_end|>' }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant<|im_start|>\n\n' }}{%- endif -%}
-"""
-# Brackets and no header: the prompt of an assistant turn is just what the user said.
-BRACKETS = """\
-{%- for message in messages -%}
-{%- if message.role == 'assistant' -%}
-GENERATION{{ ' ' + message.content + '<|im_end|>' }}END
-{%- else -%}
-{{ '[INST] ' + message.content + ' [/INST]' }}
-{%- endif -%}
-{%- endfor -%}
-"""
-# Opens the last turn, and no earlier one, with an empty block for reasoning.
-REASONING = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message.role + '\n' }}
-{%- if message.role == 'assistant' and loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}
-{%- set parts = message.content.split('</think>') -%}
-{{ (message.content if loop.last else parts[-1]) + '<|im_end|>\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
-"""
-HEADERLESS_PROMPT = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
-{%- endfor -%}
-"""
-
-
-# The model itself emits the channel behind the generation prompt.
-CHANNEL = """\
-{%- for message in messages -%}
-{%- if message.role == 'assistant' -%}
-{{ '<|im_start|>assistant' }}
-{%- set answer = '<|endoftext|>final\n' + message.content -%}
-GENERATION{{ answer + '<|im_end|>' }}END
-{%- else -%}
-{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant' }}{%- endif -%}
-"""
-
-
-def without_markers(template):
-    return template.replace("GENERATION", "").replace("END", "")
-
-
-def with_markers(template):
-    return template.replace("GENERATION", "{%- generation -%}").replace(
-        "END", "{%- endgeneration -%}"
-    )
 
 
 def make_chat(*messages):

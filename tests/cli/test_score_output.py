@@ -91,6 +91,15 @@ PHASES = {
 }
 
 
+def test_a_summary_that_cannot_be_written_leaves_the_files(score, write_chats, monkeypatch, capsys):
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        code, out = score(write_chats(GOOD))
+    assert code == 2
+    assert capsys.readouterr().err.endswith("score: cannot write output: No space left on device\n")
+    assert set(contents(out)) == OUTPUTS
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_signal_ends_the_job_and_leaves_nothing_unfinished(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusedrl.models import causal_log_probs
-from fusedrl.models.trial import way_of
+from fusedrl.models.ways import way_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import definition, model_of

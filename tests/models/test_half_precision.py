@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from fusedrl.models import causal_log_probs
-from fusedrl.models.trial import way_of
+from fusedrl.models.ways import way_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import PACKING, VOCAB, definition, model_of

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from fusedrl.models import causal_log_probs, trial
-from fusedrl.models.trial import way_of
+from fusedrl.models.ways import way_of
 
 from .test_log_probs import close
 from .tiny import PACKING, VOCAB, config_of, definition, model_of

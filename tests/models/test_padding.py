@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from fusedrl.models import causal_log_probs, log_probs
-from fusedrl.models.trial import way_of
+from fusedrl.models.ways import way_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import VOCAB, definition, model_of

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from fusedrl.models import WithoutAdapters, causal_log_probs
-from fusedrl.models.trial import way_of
+from fusedrl.models.signature import modules_of, signature
+from fusedrl.models.ways import way_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import definition, model_of
@@ -207,3 +208,32 @@ def test_states_that_alternate_are_tried_once_each():
     for train in (True, False) * 3:
         way_of(model.train(train))
     assert sorted(calls) == [False, False, True, True]
+
+
+def test_every_module_counts_once():
+    model = model_of("llama")
+    model.again, model.nothing = model.model.norm, None
+    model.more = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(2, 2)]), "b": model.lm_head})
+    found = modules_of(model)
+    assert found[0] is model and len(found) == len(set(found))
+    assert set(found) == set(model.modules())
+
+
+def test_settings_that_are_set_in_the_middle_count():
+    """A rotary embedding that follows the length, and a dtype, of one module among many."""
+    model = model_of("llama")
+    assert way_of(model).below is None
+    model.model.rotary_emb.rope_type = "dynamic"
+    assert way_of(model).below is not None
+    model.model.rotary_emb.rope_type = "default"
+    ends = (model, model.model, model.lm_head)
+    before = signature(modules_of(model), ends)
+    assert signature(modules_of(model), ends) == before
+    norm = model.model.layers[1].input_layernorm
+    for change, undo in ((norm.double, norm.float), (norm.train, norm.eval)):
+        change()
+        assert signature(modules_of(model), ends) != before
+        undo()
+        assert signature(modules_of(model), ends) == before
+    model.model.layers[1].input_layernorm = type(norm)(32)
+    assert signature(modules_of(model), ends) != before

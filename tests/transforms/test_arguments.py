@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from fusedrl import KLComputation, KLRewardTransform
-from fusedrl.transforms import arguments
+from fusedrl.transforms import renamed_arguments
 
 GEN, REF = ("a", "full"), ("b", "full")
 OLD = {"gen_log_probs_key": GEN, "ref_log_probs_key": REF, "coef": 0.25}
@@ -15,7 +15,7 @@ OLD = {"gen_log_probs_key": GEN, "ref_log_probs_key": REF, "coef": 0.25}
 
 @pytest.fixture(autouse=True)
 def _nothing_warned_of(monkeypatch):
-    monkeypatch.setattr(arguments, "_warned", set())
+    monkeypatch.setattr(renamed_arguments, "_warned", set())
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_present_names_do_not_warn(caught):
     assert not caught
 
 
-@pytest.mark.parametrize("old", arguments.RENAMED)
+@pytest.mark.parametrize("old", renamed_arguments.RENAMED)
 def test_refusing_an_old_name_tells_the_new_one(old):
-    with pytest.raises(TypeError, match=f"{old}: .*{arguments.RENAMED[old]}"):
-        arguments.refuse({old: 1})
+    with pytest.raises(TypeError, match=f"{old}: .*{renamed_arguments.RENAMED[old]}"):
+        renamed_arguments.refuse({old: 1})

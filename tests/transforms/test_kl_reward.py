@@ -16,7 +16,7 @@ from torchrl.envs.llm.transforms import KLRewardTransform as TorchrlKLRewardTran
 from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl import KLRewardTransform
-from fusedrl.transforms import arguments
+from fusedrl.transforms import renamed_arguments
 
 from .conftest import QUESTIONS, OneReward
 from .dialogs import assert_rows_equal, rows
@@ -300,7 +300,7 @@ def test_a_pickled_copy_scores_alike(tokens_reference, reference_model):
 
 
 def test_coeff_is_another_name_of_coef(tokens_reference, monkeypatch):
-    monkeypatch.setattr(arguments, "_warned", set())
+    monkeypatch.setattr(renamed_arguments, "_warned", set())
     with pytest.warns(DeprecationWarning, match="coeff is called coef"):
         assert KLRewardTransform(tokens_reference(), coeff=0.5).coef == 0.5
 

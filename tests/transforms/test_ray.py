@@ -20,8 +20,8 @@ from torchrl.envs.llm.transforms.kl import RayRetrieveKL as TorchrlRayRetrieveKL
 from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl import KLRewardTransform, RayKLRewardTransform, RayRetrieveKL, RetrieveKL
-from fusedrl.parcel import unpack
 from fusedrl.transforms import ray_service
+from fusedrl.transport import unpack
 
 from .dialogs import CHATS, assert_rows_equal, conversations, rows
 from .test_kl_reward import QUESTIONS, chat_env, samples, with_reward

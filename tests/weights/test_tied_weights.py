@@ -27,7 +27,7 @@ from fusedrl import (
     WeightChannel,
 )
 from fusedrl.collectors.cluster.dialog_actor import DialogActor
-from fusedrl.parcel import unpack
+from fusedrl.transport import unpack
 from fusedrl.weights.copying import unwrap
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import select
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from fusedrl import __version__
+from fusedrl.cli import stdout
 
 COMMANDS = {
     "score": "score chats under a policy and a reference: log-probs, KL, a heat map of the drift",
@@ -37,20 +38,28 @@ EXTRAS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0; 1 for a failed check, or where chats were left out; 2 for refused input; 130 after an
-    interrupt; 141 where nobody reads the rest of the output, as behind ``| head``.
+    0; 1 for a failed check, or where chats were left out; 2 for refused input, or output that
+    cannot be written; 130 after an interrupt; 141 where nobody reads the rest of the output, as
+    behind ``| head``.
     """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    named = argv[0] if argv and argv[0] in COMMANDS else None
     try:
-        try:
-            return _run(argv)
-        finally:
-            sys.stdout.flush()  # here rather than at exit, where an error could not be caught
+        with stdout.watched():
+            return _run(argv, named)
     except BrokenPipeError:
         if not _nobody_reads_stdout():
             raise
-        # What is still buffered goes nowhere, or it would be the error of Python's own last flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        stdout.drop()
         return 128 + signal.SIGPIPE
+    except stdout.CannotWrite as error:
+        stdout.drop()
+        with suppress(OSError):  # it may have the same disk
+            print(
+                f"{named or 'fusedrl'}: cannot write output: {error.strerror or error}",
+                file=sys.stderr,
+            )
+        return 2
 
 
 def _nobody_reads_stdout() -> bool:
@@ -59,9 +68,7 @@ def _nobody_reads_stdout() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
-    named = argv[0] if argv and argv[0] in COMMANDS else None
+def _run(argv: list[str], named: str | None) -> int:
     parser = argparse.ArgumentParser(prog="fusedrl", description="LLM post-training kernels.")
     parser.add_argument("--version", action="version", version=f"fusedrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

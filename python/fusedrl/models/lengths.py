@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,22 +14,30 @@ _CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 _OFFSET = 8
 
 
-def shared_below(model: nn.Module) -> int | None:
+def shared_below(modules: Sequence[nn.Module]) -> int | None:
     """The length that every sequence of a call must stay below for the calls to be alike.
 
-    ``None``: no rotary embedding of the model says that it follows the length of the call.
+    ``modules`` are the model and what it consists of. ``None``: no rotary embedding of the model
+    says that it follows the length of the call.
     """
     bounds = []
-    config = getattr(model, "config", None)
+    config = getattr(modules[0], "config", None)
     for owner, settings in _rope_settings(config):
         if follows_length(settings.get("rope_type", settings.get("type"))):
             bounds.append(_bound(settings, owner, config))
-    for module in model.modules():
-        if follows_length(getattr(module, "rope_type", None)):
+    for module in modules:
+        if _may_have(module, "rope_type") and follows_length(getattr(module, "rope_type", None)):
             own = getattr(module, "config", None)
             trained = {"max_position_embeddings": getattr(module, "original_max_seq_len", None)}
             bounds.append(_bound(trained, own, config))
     return min(bounds, default=None)
+
+
+def _may_have(module: nn.Module, name: str) -> bool:
+    """Whether it is worth asking: ``nn.Module.__getattr__`` is slow where there is nothing."""
+    kind: Any = type(module)
+    own = kind.__getattr__ is not nn.Module.__getattr__
+    return own or name in vars(module) or hasattr(kind, name)
 
 
 def follows_length(rope_type: Any) -> bool:

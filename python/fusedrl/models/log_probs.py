@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusedrl.channel.following import one_version
 from fusedrl.models import batches
-from fusedrl.models.arguments import (
+from fusedrl.models.input_checks import (
     check_model,
     check_sequences,
     check_vocabulary,
@@ -19,7 +19,7 @@ from fusedrl.models.arguments import (
 )
 from fusedrl.models.sequences import Scored, nothing_of, passes_of, sequences_of
 from fusedrl.models.split import Parts, device_of, unwrapped, vocabulary_of
-from fusedrl.models.trial import Way, way_of
+from fusedrl.models.ways import Way, way_of
 from fusedrl.ops import linear_token_log_probs, token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fusedrl.models import batches
-from fusedrl.models.trial import Way
+from fusedrl.models.ways import Way
 
 
 class Scored(NamedTuple):

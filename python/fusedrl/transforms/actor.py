@@ -13,11 +13,11 @@ from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs import Compose, Transform
 
-from fusedrl.parcel import Parcel, pack, unpack
-from fusedrl.transforms.arguments import RENAMED
 from fusedrl.transforms.kl_computation import KLComputation
+from fusedrl.transforms.renamed_arguments import RENAMED
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transforms.token_columns import ATTENTION
+from fusedrl.transport import Parcel, pack, unpack
 
 CALLS = ("forward", "_call")  # methods that are given one tensordict, with its ``"next"`` in it
 

@@ -15,8 +15,8 @@ from torchrl.envs.llm.transforms import KLComputation as _KLComputation
 from fusedrl import ragged
 from fusedrl.ops.token_kl import PackedSamples, kl_in_place, pack_samples, token_kl
 from fusedrl.transforms import columns, transitions
-from fusedrl.transforms.arguments import accept_renamed, refuse
 from fusedrl.transforms.columns import Column, Columns, Rows, column_rows, is_dense
+from fusedrl.transforms.renamed_arguments import accept_renamed, refuse
 
 Data = Rows | Columns
 

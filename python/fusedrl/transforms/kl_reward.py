@@ -16,10 +16,10 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 from fusedrl import ragged
 from fusedrl.ops.token_kl import pack_samples, token_kl
 from fusedrl.transforms import columns, transitions
-from fusedrl.transforms.arguments import accept_renamed, refuse
 from fusedrl.transforms.columns import Column, Columns, Rows, column_rows, is_dense
 from fusedrl.transforms.ray import RayKLRewardTransform
 from fusedrl.transforms.ray_service import RayService
+from fusedrl.transforms.renamed_arguments import accept_renamed, refuse
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transforms.token_columns import (
     ASSISTANT,

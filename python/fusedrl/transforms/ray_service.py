@@ -11,9 +11,9 @@ from torchrl.data import Composite
 from torchrl.envs import Transform
 from torchrl.envs.transforms.ray_service import RayTransform
 
-from fusedrl.parcel import pack, unpack
 from fusedrl.transforms import transitions
 from fusedrl.transforms.actor import CALLS, Description, TransformActor, full_name
+from fusedrl.transport import pack, unpack
 
 SECONDS_TO_START = 300  # an autoscaler may have to add a machine first
 

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrl.data.llm import History
 from torchrl.modules.llm import TransformersWrapper
 
+from fusedrl.transforms.assistant_masks import MarkingTokenizer
 from fusedrl.transforms.columns import column_rows, is_dense
 from fusedrl.transforms.token_columns import ATTENTION
 
@@ -141,12 +142,8 @@ def _read_history(reading: Reading, history: Any) -> TokenBatch:
             f"{type(history).__name__}; use another input_mode of the wrapper for other inputs"
         )
     marks_itself = reading.marker is not None or reading.marker_kwargs is not None
-    answer = _apply_template(
-        history,
-        reading.tokenizer,
-        reading.template,
-        return_assistant_tokens_mask=reading.assistant_only and not marks_itself,
-    )
+    masked = reading.assistant_only and not marks_itself
+    answer = _apply_template(history, reading.tokenizer, reading.template, masked)
     rows = _list(answer, "input_ids")
     mask = None
     if reading.assistant_only:
@@ -162,8 +159,9 @@ def marks(
     history: History, tokenizer: Any, template: Mapping[str, Any], kwargs: Mapping[str, Any]
 ) -> TensorDictBase:
     """Tokens and assistant masks as another tokenizer or template gives them."""
-    options = {"return_assistant_tokens_mask": True, **template, **kwargs}
-    marked = _apply_template(history, tokenizer, options)
+    options = {**template, **kwargs}
+    masked = options.pop("return_assistant_tokens_mask", True)
+    marked = _apply_template(history, tokenizer, options, masked)
     if not isinstance(marked, TensorDictBase) or "assistant_masks" not in marked:
         raise ValueError(
             f"tokenizer_kwargs: expected arguments that give an assistant mask, got "
@@ -173,11 +171,12 @@ def marks(
 
 
 def _apply_template(
-    history: History, tokenizer: Any, options: Mapping[str, Any], **more: Any
+    history: History, tokenizer: Any, options: Mapping[str, Any], masked: bool
 ) -> Any:
-    defaults = {"add_generation_prompt": False, "tokenize": True, "return_dict": True}
-    given = {name: value for name, value in options.items() if value is not None}
-    return history.apply_chat_template(tokenizer=tokenizer, **{**defaults, **given, **more})
+    given: dict[str, Any] = {"add_generation_prompt": False, "tokenize": True, "return_dict": True}
+    given |= {name: value for name, value in options.items() if value is not None}
+    marker: Any = MarkingTokenizer(tokenizer) if masked else tokenizer
+    return history.apply_chat_template(tokenizer=marker, **given)
 
 
 def masks_over(tokens: Sequence[Tensor], marked: TensorDictBase) -> list[Tensor]:

@@ -17,11 +17,11 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from fusedrl.models.adapters import WithoutAdapters, has_adapters
 from fusedrl.transforms import columns, transitions
-from fusedrl.transforms.arguments import accept_renamed, refuse
 from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.ray import RayRetrieveKL
 from fusedrl.transforms.ray_service import RayService
 from fusedrl.transforms.reading import TokenBatch
+from fusedrl.transforms.renamed_arguments import accept_renamed, refuse
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 
 

@@ -23,7 +23,7 @@ from fusedrl.models import causal_log_probs
 from fusedrl.models.batches import check_limit
 from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.reading import TokenBatch, can_read, read, reading_of
-from fusedrl.transforms.self_scored import score_by_itself
+from fusedrl.transforms.wrapper_scores import score_by_itself
 
 
 class RetrieveLogProb(_RetrieveLogProb):

@@ -19,7 +19,7 @@ from fusedrl.collectors.cluster import ray_batches, ray_llm_collector
 from fusedrl.collectors.cluster.dialog_actor import Collected
 from fusedrl.collectors.cluster.ray_batches import RayBatches
 from fusedrl.collectors.interrupts import uninterrupted
-from fusedrl.parcel import pack
+from fusedrl.transport import pack
 
 ray = pytest.importorskip("ray")
 

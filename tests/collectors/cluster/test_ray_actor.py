@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from fusedrl import PolicyVersion, VanillaLocalWeightUpdater
 from fusedrl.collectors.cluster.dialog_actor import DialogActor, Stopped
-from fusedrl.parcel import unpack
+from fusedrl.transport import unpack
 
 pytest.importorskip("ray")
 

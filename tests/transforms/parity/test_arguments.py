@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrl.data import Composite, Unbounded
 
-from fusedrl.transforms import arguments
+from fusedrl.transforms import renamed_arguments
 
 from .comparison import both
 
@@ -41,7 +41,7 @@ def test_arguments_of_the_examples(name):
         for argument in re.findall(r"(\w+)=", call)
     }
     assert used
-    known = set(inspect.signature(ours.__init__).parameters) | set(arguments.RENAMED)
+    known = set(inspect.signature(ours.__init__).parameters) | set(renamed_arguments.RENAMED)
     assert used <= known
 
 

@@ -17,7 +17,7 @@ from fusedrl.channel import WeightChannel
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import versions_in
 from fusedrl.collectors.progress import tokens_in
-from fusedrl.parcel import Parcel, pack
+from fusedrl.transport import Parcel, pack
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from fusedrl.collectors.cluster.ray_weights import RayWeights
 from fusedrl.collectors.interrupts import uninterrupted
 from fusedrl.collectors.progress import OpenBar
 from fusedrl.collectors.staleness import is_too_old
-from fusedrl.parcel import unpack
+from fusedrl.transport import unpack
 
 logger = logging.getLogger("fusedrl")
 

@@ -21,7 +21,7 @@ from fusedrl.collectors.cluster.surface import OwnArguments, in_actors, of_part
 from fusedrl.collectors.progress import progress_bar
 from fusedrl.collectors.state import check_state
 from fusedrl.collectors.stopwatch import Profile
-from fusedrl.parcel import unpack
+from fusedrl.transport import unpack
 
 
 class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):

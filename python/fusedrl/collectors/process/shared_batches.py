@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl.parcel import Contents, put_together, take_apart
+from fusedrl.transport import Contents, put_together, take_apart
 
 SMALLEST = 1 << 16
 SPARE = 4  # free segments that keep their memory

@@ -23,8 +23,8 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs
 from transforms.dialogs import assert_rows_equal, conversations, rows
 
 from fusedrl import RetrieveKL
-from fusedrl.parcel import Parcel, pack, unpack
 from fusedrl.transforms.actor import TransformActor
+from fusedrl.transport import Parcel, pack, unpack
 
 
 def sent(value):

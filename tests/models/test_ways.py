@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedrl.models import causal_log_probs, trial
-from fusedrl.models.trial import way_of
+from fusedrl.models.ways import way_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import definition, model_of

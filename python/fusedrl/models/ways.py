@@ -16,7 +16,7 @@ from torch import nn
 
 from fusedrl.models.lengths import shared_below
 from fusedrl.models.probes import Finding, try_parts, try_whole
-from fusedrl.models.signature import signature
+from fusedrl.models.signature import modules_of, signature
 from fusedrl.models.split import CannotSplit, Parts, device_of, split, uncompiled, vocabulary_of
 
 logger = logging.getLogger("fusedrl")
@@ -82,15 +82,16 @@ def way_of(model: Any, known_ids: int = 1, kwargs: Mapping[str, Any] | None = No
     Raises:
         TypeError: a model of encoders, whose tokens see later ones.
     """
-    below = shared_below(model)
+    modules = modules_of(model)
+    below = shared_below(modules)
     try:
         parts = split(model)
     except CannotSplit as why:
         _warn(model, f"{why}; its log-probs are computed from all its logits")
         parts = None
-    finding = Finding(False) if parts is None else _parts_finding(model, parts, below)
+    finding = Finding(False) if parts is None else _parts_finding(modules, parts, below)
     if not finding.splits:
-        parts, finding = None, _whole_finding(model, known_ids, kwargs or {})
+        parts, finding = None, _whole_finding(modules, known_ids, kwargs or {})
     if finding.ahead:
         _check_decoder(model)
     if not finding.steady:
@@ -111,11 +112,12 @@ def _check_decoder(model: Any) -> None:
         )
 
 
-def _parts_finding(model: Any, parts: Parts, below: int | None) -> Finding:
+def _parts_finding(modules: list[Any], parts: Parts, below: int | None) -> Finding:
+    model = modules[0]
     attention = getattr(parts.config, "_attn_implementation", None)
     packable = parts.config.model_type in PACKABLE and attention in ATTENTIONS
     ends = (model, parts.base, parts.decoder, parts.head)
-    key = signature(model, ends, "parts", packable, below)
+    key = signature(modules, ends, "parts", packable, below)
     finding = _kept(model, key)
     if finding is None:
         try:
@@ -130,8 +132,9 @@ def _parts_finding(model: Any, parts: Parts, below: int | None) -> Finding:
     return finding
 
 
-def _whole_finding(model: Any, known_ids: int, kwargs: Mapping[str, Any]) -> Finding:
-    key = signature(model, (), "whole", sorted(kwargs))
+def _whole_finding(modules: list[Any], known_ids: int, kwargs: Mapping[str, Any]) -> Finding:
+    model = modules[0]
+    key = signature(modules, (), "whole", sorted(kwargs))
     finding = _kept(model, key)
     if finding is not None:
         return finding

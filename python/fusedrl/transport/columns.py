@@ -27,7 +27,7 @@ from tensordict import (
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from fusedrl.parcel.groups import Places, TensorGroups, nested_parts, nested_view
+from fusedrl.transport.groups import Places, TensorGroups, nested_parts, nested_view
 
 # What tensordicts keep beside their values and find again themselves, or where these lay;
 # is_locked is set apart.

@@ -2,6 +2,26 @@
 
 The rows of a ragged column are views of one storage, which a pickle of its own would carry once a
 row; and each tensor in a pickle costs as much as a small message.
+
+What libraries have for it is slower where turns are many. ``consolidate()`` of tensordict 0.14.3
+raises a ``TypeError`` for stacks of dialogs. A pickle of protocol 5 with its tensors as buffers out
+of band, which are copied into one piece of memory, takes for dialogs of 8 turns, as an LLMCollector
+makes them with a tiny model (packing and unpacking together, and bytes, relative to this package):
+
+======  =====  =====  =======
+turns   time   bytes  here
+======  =====  =====  =======
+8       0.77   1.5    8 ms
+64      1.73   2.4    40 ms
+512     2.36   2.9    0.5 s
+4096    2.44   3.0    5.4 s
+======  =====  =====  =======
+
+Plain pickle takes 2.6 and 5.8 times as long for 8 and 64 turns, torch's ForkingPickler 5.5 and 11
+times. For a dense tensordict, where columns are few, buffers out of band need 0.4 to 0.6 of the
+time here, half a millisecond less, and ``consolidate()`` with pickle 1.4 to 4.1 times of it.
+(Medians of CPU time over 3 repetitions of 4096 turns to 678 of 8, taken in alternation on two
+cores of an AMD EPYC that other processes used, too; Python 3.11, torch 2.13.)
 """
 
 from __future__ import annotations
@@ -13,8 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedrl.parcel.columns import ColumnPickler, ColumnUnpickler
-from fusedrl.parcel.groups import Group, TensorGroups
+from fusedrl.transport.columns import ColumnPickler, ColumnUnpickler
+from fusedrl.transport.groups import Group, TensorGroups
 
 __all__ = ["Contents", "Parcel", "pack", "put_together", "take_apart", "unpack"]
 

@@ -1,0 +1,199 @@
+"""Which tokens of a conversation the assistant had to emit: the only definition in this package.
+
+They are those that the model produces when it is given the conversation up to a turn and the
+generation prompt. A chat template with ``{% generation %}`` markers says itself which text that is.
+For any other template it follows from rendering the conversation turn by turn, and is the content
+of a turn and the special token that ends it (``<|im_end|>``, ``<|eot_id|>``, ...), without the line
+break that a template puts after that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Message = Mapping[str, Any]
+
+_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class Unknown(ValueError):
+    """The assistant's text cannot be told from the rest of a conversation."""
+
+
+class Refused(Exception):
+    """A chat template raised its ``__cause__`` for the first ``count`` messages."""
+
+    def __init__(self, count: int, cause: Exception) -> None:
+        super().__init__(f"the chat template refuses the first {count} messages: {cause!r}")
+        self.count = count
+
+
+class Span(NamedTuple):
+    """Characters of a rendered conversation."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """Makes text of conversations.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        template: a Jinja chat template; ``None`` for the tokenizer's own.
+        variables: what the template sees beside the messages, such as ``tools``.
+    """
+
+    tokenizer: Any
+    template: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """The text of ``messages``, with or without a generation prompt behind them.
+
+        Raises:
+            Refused: the template raised an error.
+        """
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **self.variables,
+            )
+        except Exception as error:  # a template is a program: it raises what it likes
+            raise Refused(len(messages), error) from error
+
+    def marks(self) -> bool:
+        """Whether the template has generation markers."""
+        return _MARKER.search(self._source()) is not None
+
+    def marked(self, messages: Sequence[Message]) -> list[Span]:
+        """What the markers of the template enclose, block by block.
+
+        Raises:
+            Refused: the template raised an error.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        present = [{k: v for k, v in m.items() if v is not None} for m in messages]
+        variables: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.variables}
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[present],
+                chat_template=self._source(),
+                return_assistant_tokens_mask=True,
+                **variables,
+            )
+        except Exception as error:
+            raise Refused(len(messages), error) from error
+        return [Span(start, end) for start, end in rendered[1][0]]
+
+    def _source(self) -> str:
+        return self.tokenizer.get_chat_template(self.template, self.variables.get("tools"))
+
+
+def assistant_spans(
+    renderer: Renderer, messages: Sequence[Message], text: str | None = None
+) -> list[Span]:
+    """The assistant's characters in the rendered ``messages``.
+
+    Args:
+        renderer: makes text of them.
+        messages: the conversation.
+        text: what the renderer makes of them, where it is known.
+
+    Returns:
+        The marked blocks; without markers, a span for each message of the assistant.
+
+    Raises:
+        Unknown: a template without markers renders the turns so that they cannot be told apart.
+        Refused: the template raised an error for the first messages of the conversation.
+    """
+    if renderer.marks():
+        return renderer.marked(messages)
+    text = renderer.text(messages) if text is None else text
+    return [
+        _derived(renderer, messages, turn, text)
+        for turn, message in enumerate(messages)
+        if message["role"] == "assistant"
+    ]
+
+
+def tokens_in(spans: Sequence[Span], offsets: Tensor) -> Tensor:
+    """For each token the number of the span that it spells a part of, -1 where there is none.
+
+    A character that several tokens spell is of all of them. The first token of a conversation is of
+    no span: nothing comes before it that could predict it.
+
+    Args:
+        spans: characters of a text.
+        offsets: int ``[T, 2]``, the characters of each token, as a fast tokenizer tells them.
+
+    Returns:
+        int64 ``[T]``.
+    """
+    first, last = covering(offsets).unbind(1)
+    found = torch.full_like(last, -1)
+    for number, (start, end) in enumerate(spans):
+        if start < end:
+            found[(first < end) & (last > start)] = number
+    found[:1] = -1
+    return found
+
+
+def covering(offsets: Tensor) -> Tensor:
+    """Offsets ``[T, 2]`` without gaps: some tokenizers leave a token's leading white space out."""
+    last = offsets[:, 1].cummax(0).values
+    reached = torch.cat((last.new_zeros(1), last))[:-1]
+    return torch.stack((torch.minimum(offsets[:, 0], reached), last), 1)
+
+
+def _derived(renderer: Renderer, messages: Sequence[Message], turn: int, text: str) -> Span:
+    """Where message ``turn`` stands in ``text``, from what it adds to the messages before it."""
+    where = f"messages[{turn}]"
+    if turn == 0:
+        raise Unknown(f"{where}: no message prompts the first turn")
+    before = messages[:turn]
+    prompt = renderer.text(before, prompt=True)
+    content = (messages[turn].get("content") or "").strip()
+    said = _said(prompt, renderer.text(messages[: turn + 1]), text, content)
+    if said is None:
+        raise Unknown(
+            f"{where}: the chat template renders this turn differently once later messages follow, "
+            "so its tokens cannot be found"
+        )
+    decoder = renderer.tokenizer.added_tokens_decoder
+    specials = [str(token) for token in decoder.values() if token.special]
+    closing = max((said.rfind(s) + len(s) for s in specials if s in said), default=len(said))
+    if not said[closing:].strip():
+        said = said[:closing]
+    # Behind a generation prompt, a special token is the first that the model has to emit.
+    opens = any(said != s and said.startswith(s) for s in specials)
+    if opens and prompt == renderer.text(before):
+        raise Unknown(
+            f"{where}: the chat template ignores add_generation_prompt and the turn opens with a "
+            "special token, so where its header ends is not known"
+        )
+    return Span(len(prompt), len(prompt) + len(said))
+
+
+def _said(prompt: str, turn: str, text: str, content: str) -> str | None:
+    """What ``turn`` adds to ``prompt``, as far as the whole ``text`` still has it there.
+
+    Some templates open only the last turn with an empty reasoning block; what was said is then the
+    turn without it. ``None`` where more than that differs.
+    """
+    if not (turn.startswith(prompt) and text.startswith(prompt)):
+        return None
+    said, rest = turn[len(prompt) :], text[len(prompt) :]
+    last = max(said.rfind(content), 0) if content else 0
+    return next((said[k:] for k in range(last + 1) if rest.startswith(said[k:])), None)
