@@ -33,10 +33,18 @@ LONGEST = (
     "ray",
     "test_cuda_emulation.py",
     "test_async_lifecycle.py",
-    "test_triton.py",
-    "test_updaters.py",
     "test_docs.py",
+    "test_triton.py",
+    "test_tied_weights.py",
+    "test_sync_scheme.py",
     "test_contract.py",
+    "test_cli.py",
+    "test_native.py",
+    "test_sanitizers.py",
+    "test_updaters.py",
+    "test_verdicts.py",
+    "test_async_interrupts.py",
+    "test_score_output.py",
 )
 
 
