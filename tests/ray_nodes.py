@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,14 @@ class Nodes:
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._cluster.add_node(**node, resources={NODES[1]: 1})
         tests = str(Path(__file__).parent)
+        environment: dict[str, Any] = {"env_vars": {"PYTHONPATH": tests, "OMP_NUM_THREADS": "1"}}
+        if sys.platform == "linux":
+            environment["py_executable"] = ray_forks.EXECUTABLE
         ray.init(
             address=self._cluster.address,
             namespace=NAMESPACE,
             log_to_driver=False,
-            runtime_env={
-                "env_vars": {"PYTHONPATH": tests, "OMP_NUM_THREADS": "1"},
-                "py_executable": ray_forks.EXECUTABLE,
-            },
+            runtime_env=environment,
         )
         return self._cluster
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -476,7 +477,8 @@ def test_torchrls_profiler_runs_in_the_actors(collect, tmp_path):
 
 
 def test_our_collector_as_an_actor(cluster):
-    remote = LLMCollector.as_remote()
+    """In a worker that Ray starts as it does for users: it imports by itself."""
+    remote = LLMCollector.as_remote().options(runtime_env={"py_executable": sys.executable})
     actor = remote.remote(Counting(), policy=ray_dialogs.says(), dialog_turns_per_batch=2)
     batch = ray.get(actor.next.remote())
     assert batch.shape == (2, 1) and ray.get(actor.is_initialized.remote())
