@@ -9,8 +9,8 @@ CUDA_ARCHS ?=
 WERROR ?= OFF
 # what .venv runs: the checkout as it changes, or the wheel, made of the sdist, as users get it
 PACKAGE ?= checkout
-# processes that share the tests, a file at a time; each takes two cores now and then
-JOBS ?= 2
+# processes that share the tests, a file at a time; for two cores, as a third of them wait for others
+JOBS ?= 3
 
 override PY := $(shell $(PY) -c 'import sys; print(sys.executable)')
 export PATH := $(CURDIR)/.venv/bin:$(PATH)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from prepared import processes
 from tensordict import TensorDict
 
 from fusedrl import _host
 from fusedrl.channel import WeightChannel
-
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["fusedrl.channel"])
 
 
 def weights_of(version: int, numbers: int = 4096) -> TensorDict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
+from ray_nodes import nodes
+
+HANDLERS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
 
 # In the background of a shell, or under nohup, some are ignored that tests send.
-for _number, _default in (
-    (signal.SIGINT, signal.default_int_handler),
-    (signal.SIGHUP, signal.SIG_DFL),
-):
+for _number, _default in HANDLERS.items():
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _default)
 
@@ -28,10 +33,18 @@ LONGEST = (
     "ray",
     "test_cuda_emulation.py",
     "test_async_lifecycle.py",
-    "test_triton.py",
-    "test_updaters.py",
     "test_docs.py",
+    "test_triton.py",
+    "test_tied_weights.py",
+    "test_sync_scheme.py",
     "test_contract.py",
+    "test_cli.py",
+    "test_native.py",
+    "test_sanitizers.py",
+    "test_updaters.py",
+    "test_verdicts.py",
+    "test_async_interrupts.py",
+    "test_score_output.py",
 )
 
 
@@ -63,6 +76,13 @@ def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
     return ByGroup(config, log)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ray's nodes end with the last test of its group, behind what the tests ended themselves."""
+    if nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid):
+        nodes.stop()
+
+
 def seed() -> None:
     random.seed(0)
     torch.manual_seed(0)
@@ -78,6 +98,15 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> None:
     """So does a fixture that several tests share, whichever of them comes first."""
     if fixturedef.scope != "function":
         seed()
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Signals do what they do in a fresh program, whoever has set a handler before, as Ray does."""
+    before = {number: signal.signal(number, default) for number, default in HANDLERS.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

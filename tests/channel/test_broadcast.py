@@ -7,18 +7,17 @@ import contextlib
 import broadcast_workers as workers
 import pytest
 import torch
-import torch.multiprocessing as mp
+from prepared import processes
 
 
 class Ranks:
     """Two processes of a group, and readers of their channels in this one."""
 
     def __init__(self, store):
-        ctx = mp.get_context("spawn")
-        pipes = [ctx.Pipe() for _ in range(2)]
+        pipes = [processes.Pipe() for _ in range(2)]
         self.pipes = [ours for ours, _ in pipes]
         self.processes = [
-            ctx.Process(target=workers.run, args=(i, str(store), theirs), daemon=True)
+            processes.Process(target=workers.run, args=(i, str(store), theirs), daemon=True)
             for i, (_, theirs) in enumerate(pipes)
         ]
         for process in self.processes:

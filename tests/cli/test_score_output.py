@@ -28,6 +28,8 @@ from fusedrl.scoring import ScoreError, job, output, score_chats, signals
 
 from .conftest import chat
 
+pytestmark = pytest.mark.usefixtures("default_signals")
+
 OUTPUTS = {"tokens.parquet", "chats.parquet", "report.html"}
 GOOD = chat("Hi", "Hello!")
 OTHER = chat("Hi", "Hello again!")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from channel_collector import Says, of, policy_of
 from counting_dialogs import Counting
+from prepared import processes
 from torchrl.envs import AsyncEnvPool, TransformedEnv
 
 from fusedrl import ChannelWeightSyncScheme, LLMCollector, WeightChannel
@@ -247,10 +247,9 @@ def test_the_scheme_of_the_channel_with_a_pool():
 
 
 def test_a_collector_in_another_process(channel):
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
+    answers = processes.Queue()
     publish(channel, 1)
-    process = context.Process(target=workers.collect_until_two, args=(channel.handle, answers))
+    process = processes.Process(target=workers.collect_until_two, args=(channel.handle, answers))
     process.start()
     assert answers.get(timeout=120) == 1
     publish(channel, 2)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fusedrl.models import WithoutAdapters, causal_log_probs
 from fusedrl.models.signature import modules_of, signature
@@ -147,12 +149,29 @@ def test_a_cap_that_is_set_in_the_configuration_counts():
         assert way_of(model).packs
 
 
-def test_another_attention_counts():
+@pytest.fixture
+def unknown_attention(monkeypatch) -> str:
+    """The name of an attention that a user has registered, which is torch's own."""
+    name = "unknown"
+    for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        monkeypatch.setitem(table._global_mapping, name, table["sdpa"])
+    return name
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "unknown",
+        pytest.param("flex_attention", marks=pytest.mark.slow),  # which torch compiles for a minute
+    ],
+)
+@pytest.mark.usefixtures("unknown_attention")
+def test_another_attention_counts(other):
     model = model_of("llama")
     assert way_of(model).packs
     model.set_attn_implementation("eager")
     check(model)
-    model.config._attn_implementation = "flex_attention"
+    model.config._attn_implementation = other
     assert not way_of(model).packs
 
 
@@ -168,9 +187,9 @@ def test_another_dtype_counts(dtype):
 
 
 def test_a_compiled_forward_counts():
-    model = model_of("llama")
+    model = model_of("llama", num_hidden_layers=1)
     check(model)
-    model.forward = torch.compile(model.forward, backend="eager")
+    model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
     check(model)
 
 

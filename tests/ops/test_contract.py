@@ -107,7 +107,10 @@ def linear_args(kind, dtype, shift):
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("full", [False, True])
 def test_opcheck_linear_token_log_probs(kind, dtype, full):
     """Without any option, and as a shard with a bias, a softcap, an entropy and fixed blocks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -151,9 +152,16 @@ SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
 TENSOR_CORES = {80: "mma.sync", 86: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
+def on_every_architecture():
+    """The first case on all of them, the others on one if not slow."""
+    for case, capability in itertools.product(CASES, (80, 90, 100)):
+        quick = case is CASES[0] or capability == 90
+        marks = () if quick else pytest.mark.slow
+        yield pytest.param(*case.values, capability, id=f"{case.id}-{capability}", marks=marks)
+
+
 @needs_compiler
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(("dtype", "depth", "options"), CASES)
+@pytest.mark.parametrize(("dtype", "depth", "options", "capability"), on_every_architecture())
 def test_compiles_without_spills(compiler_for, tmp_path, dtype, depth, options, capability):
     check(compiler_for(capability), tmp_path, dtype, depth, options)
 

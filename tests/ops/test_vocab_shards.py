@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from prepared import processes
 from vocab_ranks import CLASSES, WIDTH, on_a_rank, problem, run
 
 from fusedrl import VocabPart, linear_token_log_probs
@@ -123,16 +122,18 @@ def test_parts_that_do_not_belong_together():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bounds", [[0, 1150, CLASSES], [0, 2290, CLASSES]], ids=["even", "uneven"])
 def test_ranks_with_a_shard_each_equal_the_whole(tmp_path: Path, bounds, dtype):
-    processes = multiprocessing.start_processes(
-        on_a_rank, (bounds, dtype, str(tmp_path)), nprocs=2, join=False, start_method="spawn"
-    )
-    assert processes is not None
+    started = [
+        processes.Process(target=on_a_rank, args=(rank, bounds, dtype, str(tmp_path)))
+        for rank in (0, 1)
+    ]
     try:
-        deadline = time.monotonic() + 120
-        while not processes.join(timeout=10):  # returns as each of them ends
-            assert time.monotonic() < deadline, "the ranks are still running"
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(120)
+        assert [process.exitcode for process in started] == [0, 0]
     finally:
-        for process in processes.processes:
+        for process in started:
             process.kill()
     hidden, weight, bias, tokens, mask = problem(dtype)
     upstream = torch.randn(2, *tokens.shape)

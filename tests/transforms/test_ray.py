@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import ray_models
 import torch
+from ray_nodes import NAMESPACE, living_actors, nodes
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import Composite, Unbounded
 from torchrl.envs.llm.transforms.kl import RayKLRewardTransform as TorchrlRayKLRewardTransform
@@ -38,18 +39,8 @@ FACTORIES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    """A Ray of this machine alone, whose workers can import the factories."""
-    ray.init(
-        address="local",  # not a cluster that other tests run beside this one
-        num_cpus=2,
-        object_store_memory=100 * 2**20,  # a container's /dev/shm may be small
-        include_dashboard=False,
-        namespace="fusedrl-tests",
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}},
-    )
-    yield ray.get_runtime_context().gcs_address
-    ray.shutdown()
+    nodes.start()
+    return ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +71,12 @@ def local_reward():
 
 
 def alive() -> int:
-    """The actors that run, once those that end have ended."""
-    from ray._private.state import actors
-
-    return sum(actor["State"] in ("ALIVE", "PENDING_CREATION") for actor in actors().values())
+    return len(living_actors())
 
 
 def assert_ends_with(before: int) -> None:
     gc.collect()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while alive() > before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive() == before
@@ -336,7 +324,7 @@ class TestNames:
         code = f"""
 import ray
 from fusedrl import RayRetrieveKL
-ray.init(address={address!r}, namespace="fusedrl-tests", log_to_driver=False)
+ray.init(address={address!r}, namespace={NAMESPACE!r}, log_to_driver=False)
 print(RayRetrieveKL(actor_name="kl"))
 """
         environment = {**os.environ, "PYTHONPATH": str(TESTS)}

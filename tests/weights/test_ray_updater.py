@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ray_nodes import nodes
 from tensordict import TensorDict
 from weights_workers import Ones, make_policy
 
@@ -18,17 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.fixture(scope="module")
 def ray():
     ray = pytest.importorskip("ray")
-    tests = str(Path(__file__).parents[1])
-    ray.init(
-        address="local",  # not a cluster that other tests run beside this one
-        num_cpus=2,
-        object_store_memory=100 * 2**20,  # a container's /dev/shm may be small
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": tests}},
-    )
-    yield ray
-    ray.shutdown()
+    nodes.start()
+    return ray
 
 
 def actions(iterator) -> list[float]:

@@ -200,7 +200,9 @@ def check_updates(collector: Any, kind: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", TIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["qwen2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
+)
 @pytest.mark.parametrize("how", ["scheme", "updater"])
 @pytest.mark.parametrize("make", [Collector, LLMCollector])
 def test_a_collector_in_this_process_takes_each_form(make, how, kind, tied):

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from prepared import processes
 from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -232,7 +233,11 @@ def stop(pid: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["policy", "policy_factory"])
-def test_every_policy_call_has_one_version_while_an_asynchronous_collector_is_iterated(how):
+def test_every_policy_call_has_one_version_while_an_asynchronous_collector_is_iterated(
+    how, monkeypatch
+):
+    if how == "policy_factory":
+        monkeypatch.setattr("torchrl.collectors._multi_base._get_mp_ctx", lambda: processes)
     policy = make_wide_policy()
     given = {"policy": policy} if how == "policy" else {"policy_factory": make_wide_policy}
     keys = [CPU] if how == "policy" else [0, 1]

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ import torch
 from channel_collector import Says, of, policy_of
 from counting_dialogs import Counting
 from ray_dialogs import runs, wait_for
+from ray_nodes import nodes
 from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm import MCAdvantage
@@ -29,22 +29,10 @@ from fusedrl import KLRewardTransform, RayLLMCollector, RayRemoteWeightUpdater
 
 ray = pytest.importorskip("ray")
 
-TESTS = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """A Ray of this machine alone, whose workers can import the tests' modules."""
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=100 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}},
-    )
-    yield
-    ray.shutdown()
+def cluster() -> None:
+    nodes.start()
 
 
 def make(env: Any = Counting, **options: Any) -> RayLLMCollector:

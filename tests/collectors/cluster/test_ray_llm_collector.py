@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from channel_collector import Says, of, policy_of
 from counting_dialogs import Counting
 from counting_dialogs import policy as numbers_policy
 from ray_dialogs import runs, wait_for
+from ray_nodes import NODES, nodes
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors.llm import RayLLMCollector as TorchrlRayLLMCollector
@@ -34,29 +35,12 @@ from fusedrl import (
 
 ray = pytest.importorskip("ray")
 
-TESTS = Path(__file__).parents[2]
-NODES = ["left", "right"]
 ON_NODES = [{"num_cpus": 0, "resources": {node: 0.1}} for node in NODES]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Two nodes of this machine, whose workers can import the tests' modules."""
-    from ray.cluster_utils import Cluster
-
-    node = {"num_cpus": 2, "object_store_memory": 80 * 2**20}  # /dev/shm may be small
-    head = {**node, "include_dashboard": False, "resources": {NODES[0]: 1}}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(**node, resources={NODES[1]: 1})
-    ray.init(
-        address=cluster.address,
-        namespace="fusedrl-tests",
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}},
-    )
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+def cluster() -> Any:
+    return nodes.start()
 
 
 def make(env: Any = Counting, **options: Any) -> RayLLMCollector:
@@ -507,7 +491,8 @@ def test_torchrls_profiler_runs_in_the_actors(collect, tmp_path):
 
 
 def test_our_collector_as_an_actor(cluster):
-    remote = LLMCollector.as_remote()
+    """In a worker that Ray starts as it does for users: it imports by itself."""
+    remote = LLMCollector.as_remote().options(runtime_env={"py_executable": sys.executable})
     actor = remote.remote(Counting(), policy=ray_dialogs.says(), dialog_turns_per_batch=2)
     batch = ray.get(actor.next.remote())
     assert batch.shape == (2, 1) and ray.get(actor.is_initialized.remote())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from async_workers import ones
+from prepared import processes
 from torchrl.testing.mocking_classes import CountingEnv
 
 from fusedrl import AsyncCollector
@@ -18,6 +19,12 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is spawned imports for seconds: those are in ``test_async_lifecycle.py``."""
     context = multiprocessing.get_context("fork")
     monkeypatch.setattr("fusedrl.collectors.process.async_collector._get_mp_ctx", lambda: context)
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is no fork of this process either, and starts at once."""
+    monkeypatch.setattr("fusedrl.collectors.process.async_collector._get_mp_ctx", lambda: processes)
 
 
 @pytest.fixture

@@ -47,6 +47,7 @@ def test_the_workers_exception_arrives_with_its_traceback(make, env, policy, err
     [(no_env, None, ValueError, "no_env"), (CountingEnv, no_policy, LookupError, "no_policy")],
     ids=["environment", "policy"],
 )
+@pytest.mark.usefixtures("prepared")
 def test_what_a_factory_raises_is_raised_when_the_collector_is_made(
     make, env, factory, error, function
 ):
@@ -73,6 +74,7 @@ def test_a_worker_that_is_gone_is_an_error(make, how):
     assert not is_there(pid)
 
 
+@pytest.mark.usefixtures("prepared")
 def test_shutdown_in_the_middle_of_a_batch_closes_the_environment(make, tmp_path):
     buffer = ReplayBuffer(storage=LazyTensorStorage(10))
     collector = make(partial(Slow, str(tmp_path)), replay_buffer=buffer)
@@ -107,6 +109,7 @@ def test_a_worker_ends_without_taking_its_interpreter_apart(make, tmp_path):
     assert (tmp_path / "atexit").exists() and not (tmp_path / "apart").exists()
 
 
+@pytest.mark.usefixtures("prepared")
 def test_collectors_leave_nothing_behind():
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))

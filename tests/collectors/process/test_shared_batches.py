@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
+from prepared import processes
 from shared_batch_workers import open_files, pack_on_request, ragged, unpack_and_add
 from tensordict import TensorDict, lazy_stack
 
@@ -192,7 +193,7 @@ class Worker:
 
     def __init__(self, method: str) -> None:
         gc.collect()  # files of what other tests left are closed before these are counted
-        context = mp.get_context(method)
+        context = processes if method == "no fork" else mp.get_context(method)
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=pack_on_request, args=(theirs,))
         self.process.start()
@@ -216,7 +217,7 @@ class Worker:
         assert self.process.exitcode == 0
 
 
-@pytest.fixture(params=["fork", "spawn"])
+@pytest.fixture(params=["fork", "no fork"])
 def worker(request) -> Iterator[Worker]:
     made = Worker(request.param)
     yield made
@@ -262,10 +263,9 @@ def test_a_file_of_another_process_is_not_taken_for_a_segment(ends, tmp_path):
 
 
 def test_both_processes_see_one_memory():
-    context = mp.get_context("spawn")
     segments, mappings = Segments(), Mappings()
-    connection, theirs = context.Pipe()
-    process = context.Process(target=unpack_and_add, args=(theirs,))
+    connection, theirs = processes.Pipe()
+    process = processes.Process(target=unpack_and_add, args=(theirs,))
     process.start()
     shipment = segments.pack(ragged())
     connection.send(shipment)
