@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import queue
 import time
 from typing import Any
 
@@ -315,6 +316,11 @@ def test_it_is_torchrls_under_both_names(make):
             "ChannelWeightSyncScheme",
         ),
         ({"track_policy_version": "yes"}, TypeError, "track_policy_version"),
+        (
+            {"collector_class": LLMCollector, "queue": queue.Queue(), "replay_buffer": object()},
+            RuntimeError,
+            "queue: expected a queue or a replay_buffer, got both",
+        ),
         ({"create_env_kwargs": [{}, {}]}, ValueError, "create_env_kwargs"),
     ],
 )

@@ -252,6 +252,21 @@ def test_what_the_listener_cannot_read_is_the_end_of_the_worker(make):
     until(lambda: not runs(pid))
 
 
+def test_values_and_errors_of_a_class_that_nobody_can_import(make):
+    class Own(Exception):
+        pass
+
+    def fail() -> None:
+        raise Own("raised")
+
+    collector = make(Loading, prefetch=0)
+    (value,) = collector.map_fn("env.load", [(Own("sent"),)])
+    assert type(value) is Own and value.args == ("sent",)
+    collector.pre_collect_hook = fail
+    with pytest.raises(Own, match="raised"):
+        collector.next()
+
+
 def test_what_the_trainer_cannot_read_is_an_error_of_all_calls(make, monkeypatch):
     collector = make(Loading)
 

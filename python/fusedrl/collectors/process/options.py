@@ -125,6 +125,11 @@ class Options:
             self.preemptive_threshold = 1.0
         queue = self.of_dialogs.pop("queue", None)
         if queue is not None:
+            if self.replay_buffer is not None:
+                raise RuntimeError(
+                    "queue: expected a queue or a replay_buffer, got both; fill the buffer where "
+                    "the queue is read"
+                )
             self.replay_buffer = QueueBuffer(queue)
 
     def _take_size(self, name: str, own: str, default: int | None) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
+import cloudpickle
 import torch
 import torchrl
 
@@ -154,7 +155,7 @@ class Worker:
     def _answer(self, call: messages.Call) -> None:
         try:
             function, args = pickle.loads(call.pickled)
-            value = pickle.dumps(function(self._collector, *args))
+            value = cloudpickle.dumps(function(self._collector, *args))
         except Exception as error:
             self._send(messages.Refusal(call.number, Failure.of(error)))
         else:
