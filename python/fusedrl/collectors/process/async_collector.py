@@ -264,7 +264,7 @@ class AsyncCollector(_AsyncCollector):
             names = ("storing_device", "policy_device", "env_device")
             devices = {name: getattr(self, name)[0] for name in names}
             job = options.job(self._weights.schemes, devices)
-            self._worker = WorkerProcess(_get_mp_ctx(), PackedJob(job, self._weights.of_policy()))
+            self._worker = WorkerProcess(_get_mp_ctx(), PackedJob(job, self._weights.brought()))
             undo.callback(self._worker.stop, SHUTDOWN_S)
             self._use_buffers = self._worker.ready()  # torchrl's, of the worker's collector
             undo.pop_all()
@@ -546,6 +546,7 @@ class AsyncCollector(_AsyncCollector):
         self.shutdown(raise_on_error=kind is None)
 
 
+# Arguments that are attributes under their own names.
 _ATTRIBUTES = (
     *("policy", "policy_factory", "collector_class", "create_env_fn", "create_env_kwargs"),
     *("total_frames", "reset_at_each_iter", "trajs_per_batch", "trajs_per_write", "postproc"),

@@ -13,7 +13,7 @@ logger = logging.getLogger("fusedrl")
 
 
 class BufferThread:
-    """Fills a replay buffer by taking one batch after the other, which go there on their way."""
+    """Takes one batch after the other, each of which goes into the buffer as it is taken."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

@@ -60,7 +60,7 @@ class PublishedWeights:
         """Whether somebody else publishes them, in a channel that is only read here."""
         return self._reader is not None
 
-    def of_policy(self) -> list[Tensor]:
+    def brought(self) -> list[Tensor]:
         """Tensors of the policy that need not be sent to the worker: the channel has them."""
         scheme, policy = self.schemes.get("policy"), self._options.policy
         if scheme is None or not isinstance(policy, nn.Module):
