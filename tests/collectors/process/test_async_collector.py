@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import queue
 import time
 from typing import Any
 
@@ -146,7 +147,9 @@ def test_stale_batches_are_dropped_and_counted(make, caplog):
         track_policy_version=True,
     )
     first = collector.next()
-    collector._running().batch(collector._done.number, None)  # the next one is there, and stays
+    collector._worker.batch(
+        collector._batches.taken.number, None
+    )  # the next one is there, and stays
     collector.update_policy_weights_(weights_of(2.0))
     rest = list(collector)
     assert first["low"].unique().tolist() == [1.0]
@@ -313,6 +316,11 @@ def test_it_is_torchrls_under_both_names(make):
             "ChannelWeightSyncScheme",
         ),
         ({"track_policy_version": "yes"}, TypeError, "track_policy_version"),
+        (
+            {"collector_class": LLMCollector, "queue": queue.Queue(), "replay_buffer": object()},
+            RuntimeError,
+            "queue: expected a queue or a replay_buffer, got both",
+        ),
         ({"create_env_kwargs": [{}, {}]}, ValueError, "create_env_kwargs"),
     ],
 )
@@ -327,7 +335,7 @@ def test_shutdown_raises_what_closing_raises_unless_told_not_to(make, monkeypatc
 
     first, second = make(), make()
     for collector in (first, second):
-        monkeypatch.setattr(collector, "_close_weights", stuck)
+        monkeypatch.setattr(collector._weights, "close", stuck)
     with pytest.raises(ValueError, match="stuck"):
         first.shutdown()
     second.shutdown(raise_on_error=False)
@@ -337,6 +345,16 @@ def test_shutdown_raises_what_closing_raises_unless_told_not_to(make, monkeypatc
 def test_totals_may_be_whole_floats_as_torchrls(make):
     assert len(list(make(total_frames=8.0))) == 2
     assert make(total_frames=float("inf")).total_frames == float("inf")
+
+
+def test_what_is_set_later_holds_from_the_next_batch(make):
+    collector = make()
+    batches = iter(collector)
+    assert next(batches).shape == (4,)
+    collector.postproc = lambda batch: batch[:1]
+    assert next(batches).shape == (1,)
+    collector.postproc, collector.total_frames = None, 12
+    assert [batch.shape for batch in batches] == [(4,)] and len(collector) == 3
 
 
 @pytest.mark.parametrize("own", ["storing_device", "env_device", "policy_device"])

@@ -65,7 +65,7 @@ def test_ctrl_c_anywhere_in_an_iteration_loses_no_batch(make, prefetch):
         assert batch["observation"].flatten().tolist() == list(range(frames, frames + 4))
         frames += 4
         assert collector._frames == frames
-        assert collector._worker.under_way(collector._done.number) == prefetch
+        assert collector._worker.under_way(collector._batches.taken.number) == prefetch
         if not hit:
             break
         hits += 1
@@ -126,7 +126,7 @@ def test_ctrl_c_in_what_makes_batches_outdated(make, what):
         function()
         assert collector._frames == frames
         assert collector.next() is not None and collector._frames == frames + 4
-        assert collector._worker.under_way(collector._done.number) == 2
+        assert collector._worker.under_way(collector._batches.taken.number) == 2
     assert hits > 20
 
 

@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from async_workers import Deaf, Failing, FailingEnv, Odd, Slow, no_env, no_policy, ones, witnessed
+from sync_workers import canary_policy
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.testing.mocking_classes import CountingEnv
 
-from fusedrl import AsyncCollector
+from fusedrl import AsyncCollector, ChannelWeightSyncScheme
 
 from .ends import LONG_S, is_there, runs, until
 
@@ -61,6 +63,15 @@ def test_what_cannot_be_sent_to_a_process_is_refused(make):
         make(policy=(n for n in ()))
 
 
+def test_what_is_refused_after_weights_were_published_leaves_nothing(make):
+    policy, scheme = canary_policy(), ChannelWeightSyncScheme()
+    policy.unsendable = (n for n in ())
+    threads = torch.get_num_threads()
+    with pytest.raises(TypeError, match="create_env_fn, policy"):
+        make(policy=policy, weight_sync_schemes={"policy": scheme}, num_threads=threads + 1)
+    assert torch.get_num_threads() == threads and scheme.version is None
+
+
 @pytest.mark.parametrize("how", ["exits", "killed"])
 @pytest.mark.usefixtures("forked")
 def test_a_worker_that_is_gone_is_an_error(make, how):
@@ -95,7 +106,7 @@ def test_shutdown_in_the_middle_of_a_batch_closes_the_environment(make, tmp_path
 def test_a_worker_that_does_not_end_is_killed(make, tmp_path):
     collector = make(partial(Deaf, str(tmp_path)), prefetch=1)
     pid = collector.procs[0].pid
-    collector._ask(1, collector._done)
+    collector._batches.ask(1, collector._batches.taken)
     until((tmp_path / "steps").exists)
     collector.shutdown(timeout=0.1)
     assert not is_there(pid)

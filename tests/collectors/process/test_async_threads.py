@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from counting_dialogs import Counting, policy
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from fusedrl import LLMCollector
-from fusedrl.collectors.process import kin, worker_process
+from fusedrl.collectors.process import process_tree, worker_process
 
 from .ends import LONG_S, is_there, runs, until
 
@@ -166,7 +167,7 @@ def test_shutdown_that_ctrl_c_breaks_off_can_be_called_again(make, tmp_path):
     """As if it came while the worker, which does not end, is waited for."""
     collector = make(partial(Deaf, str(tmp_path)))
     pid = collector.procs[0].pid
-    collector._ask(1, collector._done)
+    collector._batches.ask(1, collector._batches.taken)
     until((tmp_path / "steps").exists)
 
     def interrupt(*_: Any) -> None:
@@ -187,9 +188,9 @@ def test_a_stopped_worker_is_called_stopped(make, monkeypatch, caplog):
     pid = collector.procs[0].pid
     collector.next()
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: kin.is_stopped(pid))
+    until(lambda: process_tree.is_stopped(pid))
     with pytest.raises(TimeoutError, match=f"stopped it: let it go on with kill -CONT {pid}"):
-        collector._running().batch(1, 0.2)
+        collector._worker.batch(1, 0.2)
     monkeypatch.setattr(worker_process, "LOOK_S", 0.05)
     calls = threading.Thread(target=lambda: caplog.set_level(0) or collector.reset(), daemon=True)
     calls.start()
@@ -228,20 +229,42 @@ def test_a_killed_worker_whose_child_lives_on(make, tmp_path):
 def test_the_end_of_a_worker_that_tells_of_an_error(make, tmp_path, capfd):
     """It prints no traceback of its own."""
     collector = make(policy=Failing(SlowToTell, str(tmp_path)))
-    collector._ask(2, collector._done)
+    collector._batches.ask(2, collector._batches.taken)
     until((tmp_path / "telling").exists)
     collector.shutdown(timeout=LONG_S)
     assert "Stop" not in capfd.readouterr().err
 
 
+class Unreadable:
+    """A message whose pickle cannot be read."""
+
+    def __reduce__(self) -> Any:
+        return pickle.loads, (b"no pickle",)
+
+
 def test_what_the_listener_cannot_read_is_the_end_of_the_worker(make):
     collector = make(Loading)
     pid = collector.procs[0].pid
-    collector._worker._outbox.put(b"no pickle")
+    collector._worker._outbox.put(Unreadable())
     with pytest.raises(Exception, match=r"pickle|load key|opcode") as raised:
         collector.reset()
     assert "_listen" in str(raised.value.__cause__)
     until(lambda: not runs(pid))
+
+
+def test_values_and_errors_of_a_class_that_nobody_can_import(make):
+    class Own(Exception):
+        pass
+
+    def fail() -> None:
+        raise Own("raised")
+
+    collector = make(Loading, prefetch=0)
+    (value,) = collector.map_fn("env.load", [(Own("sent"),)])
+    assert type(value) is Own and value.args == ("sent",)
+    collector.pre_collect_hook = fail
+    with pytest.raises(Own, match="raised"):
+        collector.next()
 
 
 def test_what_the_trainer_cannot_read_is_an_error_of_all_calls(make, monkeypatch):
@@ -290,7 +313,7 @@ def test_the_workers_end_is_told_once_for_each_batch(make):
     for _ in range(2):
         assert len(list(collector)) == 2
         for _ in range(4):
-            collector._ask(2, collector._done)
+            collector._batches.ask(2, collector._batches.taken)
             assert collector.next() is None
         collector.load_state_dict(state)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from async_workers import NoException, Odd, Unsendable, Unspeakable
 
-from fusedrl.collectors.process import kin
+from fusedrl.collectors.process import process_tree
 from fusedrl.collectors.process.errors import Failure
 from fusedrl.collectors.process.wire import Wire
 
@@ -46,7 +46,7 @@ def test_messages_of_several_threads_do_not_mix(wires):
 
     def send(name: int) -> None:
         for number in range(20):
-            ours.send(name, number, bytes([name]) * 100_000)
+            ours.send((name, number, bytes([name]) * 100_000))
 
     def receive() -> None:
         got.extend(theirs.receive() for _ in range(60))
@@ -68,14 +68,14 @@ def test_big_messages_in_both_directions_at_once(wires):
         got.extend(wire.receive() for _ in range(5))
 
     in_threads(*[lambda do=do, wire=wire: do(wire) for wire in wires for do in (send, receive)])
-    assert got == [(BIG,)] * 10
+    assert got == [BIG] * 10
 
 
 def test_what_was_said_before_the_end_is_heard(wires):
     ours, theirs = wires
     ours.send("last")
     ours.close()
-    assert theirs.receive() == ("last",) and theirs.receive() is None
+    assert theirs.receive() == "last" and theirs.receive() is None
 
 
 def test_hanging_up_ends_a_thread_that_sends_to_nobody(wires):
@@ -145,7 +145,11 @@ def test_descendants_are_those_of_children_too():
     process = context.Process(target=child)
     process.start()
     grandchild = ours.recv()
-    assert {process.pid, grandchild} <= set(kin.descendants(multiprocessing.current_process().pid))
-    assert kin.descendants(process.pid) == [grandchild] and not kin.is_stopped(grandchild)
-    kin.send(9, [process.pid, grandchild])
+    assert {process.pid, grandchild} <= set(
+        process_tree.descendants(multiprocessing.current_process().pid)
+    )
+    assert process_tree.descendants(process.pid) == [grandchild] and not process_tree.is_stopped(
+        grandchild
+    )
+    process_tree.send(9, [process.pid, grandchild])
     process.join()

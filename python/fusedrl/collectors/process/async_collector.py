@@ -4,48 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from operator import methodcaller
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torchrl._utils import _get_mp_ctx
-from torchrl.collectors import Collector
-from torchrl.collectors._base import BaseCollector
+from torchrl.collectors import AsyncCollector as _AsyncCollector
+from torchrl.collectors._base import BaseCollector, ProfileConfig, _ProfilerHook
 from torchrl.collectors._constants import DEFAULT_EXPLORATION_TYPE
 from torchrl.collectors.utils import _validate_traj_format
 from torchrl.envs.utils import ExplorationType
 
 from fusedrl.channel import WeightHandle
 from fusedrl.channel.forking import renew_in_children
-from fusedrl.collectors.process.arguments import (
-    DEVICES,
-    check_arguments,
-    collector_options,
-    dialog_options,
-    environment,
-    is_of_dialogs,
-    name_sizes,
-)
-from fusedrl.collectors.process.calls import Done
-from fusedrl.collectors.process.iteration import AsyncIteration
-from fusedrl.collectors.process.sealed import Job, Sealed
-from fusedrl.collectors.process.shared_batches import Mappings
-from fusedrl.collectors.process.updates import tracker_of
+from fusedrl.collectors.process import worker_collector
+from fusedrl.collectors.process.batch_stream import BatchStream
+from fusedrl.collectors.process.buffer_thread import BufferThread
+from fusedrl.collectors.process.job import PackedJob
+from fusedrl.collectors.process.options import Options
+from fusedrl.collectors.process.published_weights import PublishedWeights
 from fusedrl.collectors.process.worker_process import SHUTDOWN_S, WorkerProcess
-from fusedrl.collectors.progress import check_progress
-from fusedrl.collectors.queues import QueueBuffer
-
-# Arguments that are attributes under their own names.
-KEPT = (
-    *("policy", "policy_factory", "collector_class", "postproc", "reset_at_each_iter"),
-    *("update_at_each_batch", "exploration_type", "set_truncated", "num_threads"),
-    *("num_sub_threads", "create_env_fn", "create_env_kwargs", "prefetch", "max_staleness"),
-    *("progress", "verbose", "timeout"),
-)
+from fusedrl.collectors.progress import check_progress, progress_bar
+from fusedrl.collectors.stopwatch import Profile
 
 
-class AsyncCollector(AsyncIteration):
+def _option(name: str) -> property:
+    """An attribute that is an option: read, and set, where the parts of a collector read it."""
+    return property(
+        lambda collector: getattr(collector._options, name),
+        lambda collector, value: setattr(collector._options, name, value),
+    )
+
+
+class AsyncCollector(_AsyncCollector):
     """Collect in a process of its own, which goes on while the trainer trains.
 
     Takes the place of torchrl's class, and is one for ``isinstance``. Batches lie in memory that
@@ -125,6 +119,12 @@ class AsyncCollector(AsyncIteration):
         [(4,), (4,)]
     """
 
+    requested_frames_per_batch = _option("frames_per_batch")
+    policy_version_tracker = _option("tracker")
+    closed = True  # until it is made
+    num_workers = 1
+    _ignore_rb = False  # torchrl's: whether whole trajectories go into the buffer elsewhere
+
     def __init__(
         self,
         create_env_fn: Any,
@@ -179,88 +179,314 @@ class AsyncCollector(AsyncIteration):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "kwargs")}
-        self.closed, self._worker = True, None
-        self._dialogs = is_of_dialogs(collector_class)
-        if self._dialogs:
-            name_sizes(given, kwargs)
-        check_arguments(given, kwargs)
+        self._options = Options(
+            create_env_fn=create_env_fn,
+            policy=policy,
+            policy_factory=policy_factory,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            device=device,
+            storing_device=storing_device,
+            env_device=env_device,
+            policy_device=policy_device,
+            create_env_kwargs=create_env_kwargs,
+            max_frames_per_traj=max_frames_per_traj,
+            init_random_frames=init_random_frames,
+            reset_at_each_iter=reset_at_each_iter,
+            postproc=postproc,
+            split_trajs=split_trajs,
+            exploration_type=exploration_type,
+            reset_when_done=reset_when_done,
+            preemptive_threshold=preemptive_threshold,
+            num_threads=num_threads,
+            num_sub_threads=num_sub_threads,
+            set_truncated=set_truncated,
+            track_policy_version=track_policy_version,
+            use_buffers=use_buffers,
+            replay_buffer=replay_buffer,
+            trust_policy=trust_policy,
+            compile_policy=compile_policy,
+            cudagraph_policy=cudagraph_policy,
+            no_cuda_sync=no_cuda_sync,
+            weight_updater=weight_updater,
+            weight_sync_schemes=weight_sync_schemes,
+            collector_class=collector_class,
+            trajs_per_batch=trajs_per_batch,
+            trajs_per_write=trajs_per_write,
+            init_fn=init_fn,
+            auto_register_policy_transforms=auto_register_policy_transforms,
+            pre_collect_hook=pre_collect_hook,
+            post_collect_hook=post_collect_hook,
+            compact_obs=compact_obs,
+            channel=channel,
+            channel_mode=channel_mode,
+            prefetch=prefetch,
+            max_staleness=max_staleness,
+            timeout=timeout,
+            of_dialogs=kwargs,
+        )
         check_progress(progress)
         BaseCollector.__init__(
             self, pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook
         )
-        queue = kwargs.get("queue")
-        self.replay_buffer = replay_buffer if queue is None else QueueBuffer(queue)
+        self.progress, self.verbose = progress, verbose
+        self.update_at_each_batch = update_at_each_batch
         self.traj_format = _validate_traj_format(
             traj_format, trajs_per_batch, has_replay_buffer=replay_buffer is not None
         )
-        self.trajs_per_batch, self.trajs_per_write = trajs_per_batch, trajs_per_write
-        for name in KEPT:
-            setattr(self, name, given[name])
-        self._set_numbers(given)
-        self.num_workers = 1
-        self.storing_device, self.policy_device, self.env_device = self._get_devices(
-            **{name: given[name] for name in DEVICES}
-        )
+        self.max_frames_per_traj = int(max_frames_per_traj or 0)
+        self.init_random_frames = int(init_random_frames or 0)
         self._read_compile_kwargs(compile_policy, cudagraph_policy)
-        self.policy_version_tracker = tracker_of(track_policy_version)
-        threads = torch.get_num_threads()
-        self._former_threads = threads if num_threads else None
-        if num_threads:
-            torch.set_num_threads(num_threads)
-        try:
-            self._set_up_weights(weight_sync_schemes, weight_updater, channel)
-            sealed = Sealed(self._job(given, kwargs), self._brought())
-            self._worker = WorkerProcess(_get_mp_ctx(), sealed, self._mappings)
-            self.closed = False
-            ready = self._worker.ready()
-        except BaseException:
-            self.shutdown(raise_on_error=False)
-            raise
-        self._use_buffers = ready["use_buffers"]  # torchrl's, of the worker's collector
-        if weight_recv_schemes is not None:
-            self.register_scheme_receiver(weight_recv_schemes)
-
-    def _set_numbers(self, given: dict[str, Any]) -> None:
-        total, wanted = given["total_frames"], given["frames_per_batch"]
-        endless = total in (None, -1, float("inf"))
-        self.total_frames = float("inf") if endless else int(total)
-        self.requested_frames_per_batch = wanted
-        self.split_trajs = bool(given["split_trajs"])
-        self.max_frames_per_traj = int(given["max_frames_per_traj"] or 0)
-        self.init_random_frames = int(given["init_random_frames"] or 0)
-        threshold = given["preemptive_threshold"]
-        self.preemptive_threshold = 1.0 if threshold is None else float(threshold)
-        self._done = self._loaded = Done()
-        self._mappings = Mappings()
-        self._thread = self._thread_error = None
-        self._stop = False
-        self._storing = threading.Lock()  # held while a batch goes into the buffer
+        self.storing_device, self.policy_device, self.env_device = self._get_devices(
+            storing_device=storing_device,
+            policy_device=policy_device,
+            env_device=env_device,
+            device=device,
+        )
         # A signal's handler may shut down what is shutting down.
         self._ending = threading.RLock()
         renew_in_children(self, _ending=threading.RLock)
+        self._thread = BufferThread()
+        self._former_threads = torch.get_num_threads()
+        self._start_worker()
+        if weight_recv_schemes is not None:
+            self.register_scheme_receiver(weight_recv_schemes)
 
-    def _job(self, given: dict[str, Any], more: dict[str, Any]) -> Job:
-        """What the worker is started with."""
-        if self._dialogs:
-            options = dialog_options(given, more)
-        else:
+    def _start_worker(self) -> None:
+        options = self._options
+        with contextlib.ExitStack() as undo:
+            if options.num_threads:
+                undo.callback(torch.set_num_threads, self._former_threads)
+                torch.set_num_threads(options.num_threads)
+            self._weights = PublishedWeights(options, self)
+            undo.callback(self._weights.close)
+            self._weight_sync_schemes = self._weights.schemes
             names = ("storing_device", "policy_device", "env_device")
-            options = collector_options(given, {name: getattr(self, name)[0] for name in names})
-        return Job(
-            collector_class=given["collector_class"] or Collector,
-            env=environment(given, self._dialogs),
-            policy=None if given["policy_factory"] is not None else self.policy,
-            policy_factory=given["policy_factory"],
-            options={**options, "track_policy_version": self.policy_version_tracker or False},
-            schemes=dict(self._weight_sync_schemes),
-            channel=given["channel"],
-            channel_mode=given["channel_mode"],
-            init_fn=given["init_fn"],
-            hooks={name: given[name] for name in ("pre_collect_hook", "post_collect_hook")},
-            threads=given["num_sub_threads"],
-            dated=given["max_staleness"] is not None,
-        )
+            devices = {name: getattr(self, name)[0] for name in names}
+            job = options.job(self._weights.schemes, devices)
+            self._worker = WorkerProcess(_get_mp_ctx(), PackedJob(job, self._weights.brought()))
+            undo.callback(self._worker.stop, SHUTDOWN_S)
+            self._use_buffers = self._worker.ready()  # torchrl's, of the worker's collector
+            undo.pop_all()
+        self._batches = BatchStream(self._worker, self._weights, options)
+        self.closed = False
+
+    def iterator(self) -> Iterator[Any]:
+        """Batches until ``total_frames`` were collected; ``None`` each where a buffer gets them.
+
+        Where Ctrl-C breaks this off, the next iterator goes on with the batch that was to come.
+        """
+        self._thread.refuse_others()
+        self._thread.check()
+        update = self.update_policy_weights_ if self.update_at_each_batch else None
+        if update is not None:
+            update()
+        with progress_bar(self) as advance:
+            yield from self._batches.take(update, advance, store=not self._ignore_rb)
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch without its device; ``None`` at the end, and where a buffer gets it."""
+        if self._iterator is None:
+            self._iterator = iter(self)
+        try:
+            for batch in self._iterator:
+                if batch is None or batch.device is None:
+                    return batch
+                return batch.copy().clear_device_()
+        except BaseException:
+            self._iterator = None  # it is over; another one goes on
+            raise
+        self._iterator = None
+
+    def start(self) -> None:
+        """Fill the replay buffer from a thread, until the end or :meth:`async_shutdown`.
+
+        What goes wrong in the thread is logged at once, and raised by the next call.
+
+        Raises:
+            RuntimeError: there is no replay buffer.
+        """
+        if self.replay_buffer is None:
+            raise RuntimeError(
+                "replay_buffer: expected one for start(), got None; pass it, or iterate"
+            )
+        self._thread.check()
+        self._worker.check()
+        by_frames = self.trajs_per_batch is None
+        self._thread.start(self.iterator if by_frames else self._iter_by_trajectories)
+
+    def is_running(self) -> bool:
+        """Whether :meth:`start` was called and its thread still fills the buffer."""
+        return self._thread.is_running()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let nothing into the buffer in this block; the worker goes on for ``prefetch`` batches.
+
+        Raises:
+            RuntimeError: there is nothing to pause.
+        """
+        if not self.is_running():
+            self._thread.check()
+            raise RuntimeError("pause: expected a collector after start(), got none that runs")
+        with self._batches.storing:
+            yield
+
+    @property
+    def stale_frames(self) -> int:
+        """Frames that ``max_staleness`` dropped."""
+        return self._batches.taken.stale
+
+    @property
+    def _frames(self) -> int:
+        return self._batches.frames
+
+    @property
+    def _iter(self) -> int:
+        return self._batches.batches - 1
+
+    @property
+    def weight_updater(self) -> Any:
+        """The weight updater, if any; one that is set is registered with this collector."""
+        return self._weights.updater
+
+    @weight_updater.setter
+    def weight_updater(self, value: Any) -> None:
+        self._weights.set_updater(value, self)
+
+    @property
+    def _legacy_weight_updater(self) -> bool:
+        return self._weights.updater is not None
+
+    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
+        """Publish one version, as torchrl's collectors do; the worker is not waited for.
+
+        With a ``channel`` there is nothing to be done: the next call of the policy has the newest.
+
+        Raises:
+            RuntimeError: weights beside a channel, or no way for them to reach the policy.
+        """
+        self._thread.check()
+        if not self._weights.come_from_others:
+            super().update_policy_weights_(*args, **kwargs)
+        elif args or kwargs:
+            raise RuntimeError(
+                "channel: expected weights to come through it, got others; publish them"
+            )
+
+    @property
+    def policy_version(self) -> Any:
+        """The newest published version; ``None`` if none is tracked.
+
+        Frames have that of the call of the policy that made them.
+        """
+        return self._weights.version
+
+    def increment_version(self) -> None:
+        """Count a version, also in the worker; versions of a channel are counted as they come."""
+        version = self._weights.count()
+        if version is not None and not self.closed:
+            self._worker.set_version(version)
+
+    def _call(self, function: Callable[..., Any], *args: Any, anew: bool = False) -> Any:
+        self._thread.check()
+        return self._worker.call(function, *args, anew=anew)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment, torch and numpy in the worker, and reset the environment.
+
+        Args:
+            seed: of the environment, or the first of several.
+            static_seed: whether all environments have the same one.
+
+        Returns:
+            The last environment's seed.
+        """
+        return self._call(worker_collector.set_seed, seed, static_seed, anew=True)
+
+    def reset(self, reset_idx: Any = None) -> None:
+        """Start new trajectories; nothing of before is in any batch from now on.
+
+        Args:
+            reset_idx: ``None``, or a list of one: whether to reset the one worker's.
+        """
+        self._flush_trajectory_assembly()
+        if reset_idx is None or any(reset_idx):
+            self._call(methodcaller("reset"), anew=True)
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """The worker's (``"worker0"``), and what was collected (``"frames"``, ``"iter"``)."""
+        worker = self._call(worker_collector.state_dict)
+        state = OrderedDict(worker0=worker, frames=self._frames, iter=self._iter)
+        if "traj_pool" in worker:
+            state["traj_pool"] = worker.pop("traj_pool")
+        if self.policy_version_tracker is not None:
+            state["policy_version"] = self.policy_version
+        return state
+
+    def load_state_dict(self, state_dict: OrderedDict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        The policy's weights are published as one version, whose number is not less than theirs.
+        """
+        worker = dict(state_dict["worker0"])
+        if "traj_pool" in state_dict:
+            worker["traj_pool"] = state_dict["traj_pool"]
+        # First: the worker goes on with the next batch as soon as it has its state.
+        version = self._weights.restore(worker, state_dict.get("policy_version"))
+        strict = "policy" not in self._weights.schemes
+        self._call(worker_collector.load_state_dict, worker, strict, anew=True)
+        if version is not None and self.policy_version_tracker is not None:
+            self.policy_version_tracker.version = version
+        self._batches.count_on(state_dict["frames"], state_dict["iter"] + 1)
+
+    def profile(self) -> Profile:
+        """Where the worker's time went: policy, env, stamping, queueing (packing is in this).
+
+        Raises:
+            RuntimeError: the worker's collector does not know.
+        """
+        return self._call(worker_collector.profile)
+
+    def getattr_policy(self, attr: str) -> Any:
+        """An attribute of the worker's policy."""
+        return self._call(worker_collector.getattr_policy, attr)
+
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the worker's environment."""
+        return self._call(worker_collector.getattr_env, attr)
+
+    def get_distant_attr(self, attr: str) -> list[Any]:
+        """What a path names in the worker's collector, as a list of one."""
+        return [self._call(methodcaller("get_distant_attr", attr))]
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: list[tuple[Any, ...]] | None = None,
+        list_of_kwargs: list[dict[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call a method of the worker's collector; arguments and result are lists of one."""
+        args, kwargs = self._normalize_worker_calls(list_of_args, list_of_kwargs)
+        return [self._call(methodcaller("cascade_execute", method_name, *args[0], **kwargs[0]))]
+
+    def _set_worker_attr(self, attr_name: str, value: Any) -> None:
+        if not self.closed:
+            self._call(setattr, attr_name, value)
+
+    def _install_profile_hooks(self, config: ProfileConfig) -> None:
+        if 0 in config.workers:
+            self._set_worker_attr("post_collect_hook", _ProfilerHook(config, worker_idx=0))
+
+    def _uninstall_profile_hooks(self, config: ProfileConfig) -> None:
+        if not self.closed and 0 in config.workers:
+            self._call(methodcaller("cascade_execute", "post_collect_hook.stop"))
+            self._set_worker_attr("post_collect_hook", self._post_collect_hook)
+
+    @property
+    def procs(self) -> list[Any]:
+        """The worker's process in a list, empty after :meth:`shutdown`."""
+        return [] if self.closed else [self._worker.process]
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
@@ -281,41 +507,31 @@ class AsyncCollector(AsyncIteration):
             raise RuntimeError(
                 "close_env: expected True, got False; the environment ends with its process"
             )
-        timeout = SHUTDOWN_S if timeout is None else timeout
-        self._stop = True
+        self._thread.stop()
         try:
             with self._ending:
-                self._end(timeout)
-            if raise_on_error:
-                self._raise_thread_error()
-            self._thread_error = None
+                self._end(SHUTDOWN_S if timeout is None else timeout)
+            self._thread.check()
         except Exception:
             if raise_on_error:
                 raise
 
     def _end(self, timeout: float) -> None:
-        worker = self._worker
-        if worker is None or worker.is_inherited:  # a process forked from the trainer has no worker
-            self.closed, self._worker = True, None
+        if self.closed:
             return
+        self._iterator = None
         try:
-            with contextlib.ExitStack() as stack:
-                stack.callback(self._close_weights)
-                stack.callback(self._join_thread, timeout)
-                worker.stop(timeout)
-            self._worker = None
+            if not self._worker.is_inherited:  # a process forked from the trainer has no worker
+                with contextlib.ExitStack() as stack:
+                    if self.num_threads:
+                        stack.callback(torch.set_num_threads, self._former_threads)
+                    stack.callback(self._weights.close)
+                    stack.callback(self._thread.join, timeout)
+                    self._worker.stop(timeout)
         except Exception:
-            self._worker = None
+            self.closed = True
             raise
-        finally:
-            self.closed, self._iterator = True, None
-            self._mappings.close()
-            if self._former_threads is not None:
-                torch.set_num_threads(self._former_threads)
-
-    def _join_thread(self, timeout: float) -> None:
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+        self.closed = True  # not where Ctrl-C breaks it off: it can be called again
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """As :meth:`shutdown`."""
@@ -330,4 +546,13 @@ class AsyncCollector(AsyncIteration):
         self.shutdown(raise_on_error=kind is None)
 
 
+# Arguments that are attributes under their own names.
+_ATTRIBUTES = (
+    *("policy", "policy_factory", "collector_class", "create_env_fn", "create_env_kwargs"),
+    *("total_frames", "reset_at_each_iter", "trajs_per_batch", "trajs_per_write", "postproc"),
+    *("replay_buffer", "exploration_type", "set_truncated", "num_threads", "num_sub_threads"),
+    *("split_trajs", "preemptive_threshold", "prefetch", "max_staleness", "timeout"),
+)
+for _name in _ATTRIBUTES:
+    setattr(AsyncCollector, _name, _option(_name))
 aSyncDataCollector = AsyncCollector

@@ -7,6 +7,8 @@ import pickle
 import traceback
 from typing import NamedTuple
 
+import cloudpickle
+
 
 class ShutDown(RuntimeError):
     """A collector that was shut down is used."""
@@ -36,7 +38,7 @@ class Failure(NamedTuple):
         """Make it portable, whatever it is."""
         data = None
         with contextlib.suppress(Exception):
-            data = pickle.dumps(error)
+            data = cloudpickle.dumps(error)  # its class may have come by value, or be a local one
         return cls(data if _read(data) is not None else None, _text(error))
 
     def exception(self) -> Exception:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
+from fusedrl.collectors.process.messages import Answer, Refusal
+
 T = TypeVar("T")
 
 
@@ -37,8 +39,8 @@ class Arrived(NamedTuple):
         return self.batch is None and self.error is None
 
 
-class Call:
-    """A call of the worker, which gives ``answer``: its kind and a value.
+class Awaited:
+    """A call that is under way, and its ``answer`` once that is there.
 
     Args:
         anew: whether nobody is to get batches from before it.
@@ -46,7 +48,7 @@ class Call:
 
     def __init__(self, anew: bool) -> None:
         self.anew = anew
-        self.answer: tuple[str, Any] | None = None
+        self.answer: Answer | Refusal | None = None
 
 
 class Inbox:
@@ -62,10 +64,10 @@ class Inbox:
         self.outdated = 0
         self._batches: deque[Arrived] = deque()
         self._trimming = threading.Lock()
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, Awaited] = {}
         self._waiting: set[queue.SimpleQueue[None]] = set()
 
-    def expect(self, number: int, call: Call) -> None:
+    def expect(self, number: int, call: Awaited) -> None:
         """Note that a call is under way; its answer is dropped if nobody holds it any more."""
         self._calls[number] = call
 
@@ -80,6 +82,11 @@ class Inbox:
         with self._trimming:
             while self._batches and self._batches[0].number <= max(taken, self.outdated):
                 self._batches.popleft()
+
+    def clear(self) -> None:
+        """Let go of all batches."""
+        with self._trimming:
+            self._batches.clear()
 
     def wait_for(self, look: Callable[[], T | None], timeout: float | None) -> T | None:
         """What ``look()`` finds, be it after ``timeout`` seconds; ``None`` after that.
@@ -111,13 +118,13 @@ class Inbox:
             self._batches.append(arrived)
         self._wake()
 
-    def answer(self, number: int, made: int, kind: str, value: Any) -> None:
-        """Give a call its answer; ``made`` batches were sent before."""
-        call = self._calls.pop(number)
-        if call.anew and kind == "answer":
-            self.outdated = made
-            self.drop(made)
-        call.answer = kind, value
+    def answer(self, answer: Answer | Refusal) -> None:
+        """Give a call its answer."""
+        call = self._calls.pop(answer.number)
+        if call.anew and isinstance(answer, Answer):
+            self.outdated = answer.made
+            self.drop(answer.made)
+        call.answer = answer
         self._wake()
 
     def fail(self, failure: Callable[[], BaseException]) -> None:

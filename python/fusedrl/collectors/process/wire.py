@@ -31,16 +31,13 @@ class Wire:
         self._sending = threading.Lock()
         self._arrived = bytearray()
 
-    def send(self, *message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send a message.
 
         Raises:
             OSError: nobody can receive it.
         """
-        self.send_pickled(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-    def send_pickled(self, data: bytes) -> None:
-        """Send a message that is pickled already."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
             self._socket.sendall(SIZE.pack(len(data)) + data)
 

@@ -23,28 +23,28 @@ from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
+import cloudpickle
 import torch
 import torchrl
 
 from fusedrl.collectors.policy_version import versions_in
-from fusedrl.collectors.process import kin
+from fusedrl.collectors.process import messages, process_tree
 from fusedrl.collectors.process.errors import Failure
-from fusedrl.collectors.process.inner import describe, make_collector
-from fusedrl.collectors.process.sealed import Sealed
+from fusedrl.collectors.process.job import PackedJob
 from fusedrl.collectors.process.shared_batches import Segments
 from fusedrl.collectors.process.wire import POLL_S, Wire
+from fusedrl.collectors.process.worker_collector import make_collector, uses_buffers
 
 ORPHANED_S = 1.0  # to end in, once the trainer is gone
-READY = 0  # the number of the answer that there is a collector
 
 logger = logging.getLogger("fusedrl")
 
 
-class Stop(BaseException):
+class Interrupted(BaseException):
     """Raised in the main thread, wherever it is, when the worker has to end."""
 
 
-def main(end: socket.socket, sealed: Sealed) -> None:
+def main(end: socket.socket, packed: PackedJob) -> None:
     """Collect what is asked for through a wire, until it is closed or says stop."""
     # Ctrl-C is sent to the trainer and its workers: the trainer says what it means for them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -52,7 +52,7 @@ def main(end: socket.socket, sealed: Sealed) -> None:
     with warnings.catch_warnings():
         if torchrl.filter_warnings_subprocess:
             warnings.simplefilter("ignore")
-        Worker(Wire(end)).run(sealed)
+        Worker(Wire(end)).run(packed)
     # The first that a spawned process does at its exit; a forked one has none.
     atexit.register(_leave)
 
@@ -82,7 +82,7 @@ class Worker:
         self._changed = threading.Condition()
         self._made = self._wanted = 0  # batches
         self._released: list[int] = []
-        self._calls: deque[tuple[int, bytes]] = deque()
+        self._calls: deque[messages.Call] = deque()
         self._stopping = self._orphaned = False
         self._interruptible = True
         self._segments = Segments()
@@ -90,37 +90,37 @@ class Worker:
         self._collector: Any = None
         self._batches: Iterator[Any] | None = None
 
-    def run(self, sealed: Sealed) -> None:
+    def run(self, packed: PackedJob) -> None:
         """Make the collector, then collect and answer until the end."""
         try:
             signal.signal(signal.SIGTERM, self._interrupt)
             for name, target in (("listen", self._listen), ("watch", self._watch)):
                 threading.Thread(target=target, daemon=True, name=f"fusedrl-{name}").start()
-            self._work(sealed)
-        except Stop:  # also where an error is being told: the trainer wants to hear no more
+            self._work(packed)
+        except Interrupted:  # also where an error is being told: the trainer wants to hear no more
             pass
         finally:
             self._interruptible = False
             self._close()
 
-    def _work(self, sealed: Sealed) -> None:
+    def _work(self, packed: PackedJob) -> None:
         try:
-            job = sealed.open()
+            job = packed.unpack()
             torch.set_num_threads(job.threads)
             self._dated = job.dated
             self._collector = make_collector(job)
-            self._answer(READY, pickle.dumps((describe, ())))
+            self._answer(messages.Call(messages.READY, pickle.dumps((uses_buffers, ()))))
             while (asked := self._next()) is not None:
-                if isinstance(asked, int):
-                    self._collect(asked)
+                if isinstance(asked, messages.Call):
+                    self._answer(asked)
                 else:
-                    self._answer(*asked)
-        except Stop:
+                    self._collect(asked)
+        except Interrupted:
             raise
         except BaseException as error:  # also what a policy or a tool ends a program with
-            self._send("error", Failure.of(error))
+            self._send(messages.Failed(Failure.of(error)))
 
-    def _next(self) -> tuple[int, bytes] | int | None:
+    def _next(self) -> messages.Call | int | None:
         """A call, or the number of a batch; ``None`` at the end."""
         with self._changed:
             while not self._stopping:
@@ -141,29 +141,29 @@ class Worker:
         batch = next(self._batches, None)
         if batch is None:
             self._batches = None  # another state may be loaded, from which it goes on
-            self._send("end", number)
+            self._send(messages.End(number))
             return
         frames = getattr(collector, "_frames", before + batch.numel()) - before
         watch = getattr(collector, "_watch", None)
         if watch is not None:
             watch.start()
         oldest = min(versions_in(batch)) if self._dated else None
-        self._send("batch", number, self._segments.pack(batch), frames, oldest)
+        self._send(messages.Batch(number, self._segments.pack(batch), frames, oldest))
         if watch is not None:
             watch.lap("queueing")
 
-    def _answer(self, number: int, call: bytes) -> None:
+    def _answer(self, call: messages.Call) -> None:
         try:
-            function, args = pickle.loads(call)
-            value = pickle.dumps(function(self._collector, *args))
+            function, args = pickle.loads(call.pickled)
+            value = cloudpickle.dumps(function(self._collector, *args))
         except Exception as error:
-            self._send("refused", number, self._made, Failure.of(error))
+            self._send(messages.Refusal(call.number, Failure.of(error)))
         else:
-            self._send("answer", number, self._made, value)
+            self._send(messages.Answer(call.number, self._made, value))
 
-    def _send(self, *message: Any) -> None:
+    def _send(self, message: messages.ToTrainer) -> None:
         with contextlib.suppress(OSError):  # the trainer is gone, which ends this process
-            self._wire.send(*message)
+            self._wire.send(message)
 
     def _close(self) -> None:
         if self._collector is not None:
@@ -171,22 +171,22 @@ class Worker:
                 self._collector.shutdown()
         self._segments.close()
         if self._orphaned:
-            kin.send(signal.SIGKILL, kin.descendants(os.getpid()))
+            process_tree.send(signal.SIGKILL, process_tree.descendants(os.getpid()))
 
     def _interrupt(self, *_: Any) -> None:
         if self._interruptible:
             self._interruptible = False
-            raise Stop
+            raise Interrupted
 
     # What follows runs in the threads that listen and watch.
 
     def _listen(self) -> None:
         try:
             while (message := self._wire.receive()) is not None:
-                self._take(*message)
+                self._take(message)
         except BaseException as error:
             logger.exception("AsyncCollector: the worker ends, as it can hear its trainer no more")
-            self._send("error", Failure.of(error))
+            self._send(messages.Failed(Failure.of(error)))
         self._abandon()
 
     def _watch(self) -> None:
@@ -209,23 +209,23 @@ class Worker:
         self._orphaned = True
         self._stop(ORPHANED_S)
 
-    def _take(self, kind: str, *rest: Any) -> None:
-        if kind == "stop":
-            self._stop(rest[0])
-        if kind == "version":
-            tracker = getattr(self._collector, "policy_version_tracker", None)
-            if tracker is not None:
-                tracker.version = rest[0]
-            return
-        with self._changed:
-            if kind == "more":
-                last, released = rest
-                self._wanted = max(self._wanted, last)
-                self._released += released
-            else:
-                number, call = rest
-                self._calls.append((number, call))
-            self._changed.notify()
+    def _take(self, message: messages.ToWorker) -> None:
+        match message:
+            case messages.More(last, released):
+                with self._changed:
+                    self._wanted = max(self._wanted, last)
+                    self._released += released
+                    self._changed.notify()
+            case messages.Call():
+                with self._changed:
+                    self._calls.append(message)
+                    self._changed.notify()
+            case messages.SetVersion(version):
+                tracker = getattr(self._collector, "policy_version_tracker", None)
+                if tracker is not None:
+                    tracker.version = version
+            case messages.Stop(timeout):
+                self._stop(timeout)
 
     def _stop(self, timeout: float) -> NoReturn:
         """Interrupt the main thread, and end the process if that does not end it in time."""
@@ -234,5 +234,5 @@ class Worker:
         assert main_thread is not None
         signal.pthread_kill(main_thread, signal.SIGTERM)
         time.sleep(timeout)
-        kin.send(signal.SIGKILL, kin.descendants(os.getpid()))
+        process_tree.send(signal.SIGKILL, process_tree.descendants(os.getpid()))
         os._exit(1)

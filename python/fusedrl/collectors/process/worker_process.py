@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from fusedrl.collectors.process import kin
+from fusedrl.collectors.process import messages, process_tree
 from fusedrl.collectors.process.errors import ShutDown
-from fusedrl.collectors.process.inbox import Arrived, Call, Inbox
-from fusedrl.collectors.process.sealed import Sealed
+from fusedrl.collectors.process.inbox import Arrived, Awaited, Inbox
+from fusedrl.collectors.process.job import PackedJob
 from fusedrl.collectors.process.shared_batches import Mappings
 from fusedrl.collectors.process.wire import Wire
-from fusedrl.collectors.process.worker import READY, main
+from fusedrl.collectors.process.worker import main
 
 SHUTDOWN_S = 10.0
 KILL_S = 1.0  # beyond the time in which a worker ends itself
@@ -43,16 +43,15 @@ class WorkerProcess:
 
     Args:
         context: of multiprocessing.
-        sealed: what the worker makes its collector of.
-        mappings: unpack its batches.
+        packed: what the worker makes its collector of.
 
     Raises:
         TypeError: something in the job cannot be pickled.
     """
 
-    def __init__(self, context: Any, sealed: Sealed, mappings: Mappings) -> None:
+    def __init__(self, context: Any, packed: PackedJob) -> None:
         ours, theirs = socket.socketpair()
-        self.process = context.Process(target=main, args=(theirs, sealed), name="fusedrl-collector")
+        self.process = context.Process(target=main, args=(theirs, packed), name="fusedrl-collector")
         try:
             with _undisturbed():
                 self.process.start()
@@ -65,12 +64,13 @@ class WorkerProcess:
         finally:
             theirs.close()
         self._trainer, self.pid = os.getpid(), self.process.pid
+        self._stopped = False
         self._asked = 0
-        self._numbers = itertools.count(READY + 1)
+        self._numbers = itertools.count(messages.READY + 1)
         self._inbox, self._outbox = Inbox(), queue.SimpleQueue()
-        self._ready = Call(anew=False)
-        self._inbox.expect(READY, self._ready)
-        self._link = _Link(self.process, Wire(ours), self._inbox, self._outbox, mappings)
+        self._ready = Awaited(anew=False)
+        self._inbox.expect(messages.READY, self._ready)
+        self._link = _Link(self.process, Wire(ours), self._inbox, self._outbox)
         # Before multiprocessing joins its children at exit, and if nobody shuts the worker down.
         self._finalizer = Finalize(self, self._link.end, (SHUTDOWN_S,), exitpriority=100)
 
@@ -79,9 +79,19 @@ class WorkerProcess:
         """Whether this process was forked from the trainer, whose worker it is."""
         return self._trainer != os.getpid()
 
+    def check(self) -> None:
+        """Raise ``RuntimeError`` where nothing more can be asked of the worker."""
+        if self._stopped:
+            raise ShutDown
+        if self.is_inherited:
+            raise RuntimeError(
+                "collector: expected the process that made it, got one that was forked from it; "
+                "make another one here"
+            )
+
     def ready(self) -> Any:
-        """Wait until there is a collector; returns what it is like."""
-        return self._answer_of(self._ready)
+        """Wait until there is a collector; returns whether it uses buffers."""
+        return self._answer_to(self._ready)
 
     def under_way(self, taken: int) -> int:
         """How many batches after those that are taken it was asked for."""
@@ -91,7 +101,7 @@ class WorkerProcess:
         """Have ``ahead`` batches made after those that are taken."""
         last = max(taken, self._inbox.outdated) + ahead
         if last > self._asked:
-            self._outbox.put(last)
+            self._outbox.put(messages.More(last))
             self._asked = last  # asked for once more if Ctrl-C comes before this: that is harmless
 
     def batch(self, taken: int, timeout: float | None) -> Arrived:
@@ -100,6 +110,7 @@ class WorkerProcess:
         Raises:
             TimeoutError: none arrives.
         """
+        self.check()
 
         def look() -> Arrived | None:
             self.ask(taken, 1)  # another thread's call may have made outdated what was asked for
@@ -109,7 +120,7 @@ class WorkerProcess:
         if arrived is not None:
             return arrived
         remedy = "it is alive: raise timeout"
-        if kin.is_stopped(self.pid):
+        if process_tree.is_stopped(self.pid):
             remedy = f"a signal has stopped it: let it go on with kill -CONT {self.pid}"
         raise TimeoutError(
             f"timeout: expected a batch of the worker (pid {self.pid}) within {timeout} s, got "
@@ -122,11 +133,12 @@ class WorkerProcess:
 
     def drop(self, taken: int) -> None:
         """Let go of batches that are taken."""
+        self.check()
         self._inbox.drop(taken)
 
     def set_version(self, version: Any) -> None:
         """Let the worker's tracker have a version, also while it collects."""
-        self._send("version", version)
+        self._send(messages.SetVersion(version))
 
     def call(self, function: Callable[..., Any], *args: Any, anew: bool = False) -> Any:
         """What ``function(collector, *args)`` returns in the worker, between batches.
@@ -139,26 +151,26 @@ class WorkerProcess:
         Raises:
             Exception: what it raises, with the worker's traceback as its cause.
         """
-        number, call = next(self._numbers), Call(anew)
-        data = cloudpickle.dumps((function, args))
+        self.check()
+        number, call = next(self._numbers), Awaited(anew)
+        pickled = cloudpickle.dumps((function, args))
         self._inbox.expect(number, call)
-        self._send("call", number, data)
-        return self._answer_of(call)
+        self._send(messages.Call(number, pickled))
+        return self._answer_to(call)
 
-    def _answer_of(self, call: Call) -> Any:
+    def _answer_to(self, call: Awaited) -> Any:
         answer = self._wait_for(lambda: call.answer, None)
         assert answer is not None
-        kind, value = answer
-        if kind == "refused":
-            raise value.exception()
-        return pickle.loads(value)
+        if isinstance(answer, messages.Refusal):
+            raise answer.failure.exception()
+        return pickle.loads(answer.pickled)
 
     def _wait_for(self, look: Callable[[], T | None], timeout: float | None) -> T | None:
         """As of the inbox; say so where a worker that is stopped would be waited for in silence."""
         left = float("inf") if timeout is None else timeout
         while (found := self._inbox.wait_for(look, min(left, LOOK_S))) is None and left > LOOK_S:
             left -= LOOK_S
-            if kin.is_stopped(self.pid):
+            if process_tree.is_stopped(self.pid):
                 logger.warning(
                     "AsyncCollector: waiting for the worker (pid %s), which a signal has stopped; "
                     "let it go on with kill -CONT %s",
@@ -166,18 +178,20 @@ class WorkerProcess:
                 )
         return found
 
-    def _send(self, *message: Any) -> None:
+    def _send(self, message: messages.Call | messages.SetVersion) -> None:
         if self._inbox.failure is not None:
             raise self._inbox.failure()
-        self._outbox.put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        self._outbox.put(message)
 
     def stop(self, timeout: float) -> None:
         """End the worker: by itself within ``timeout`` seconds, or else by force.
 
         May be called again, also if the call before was broken off.
         """
+        self._stopped = True
         self._inbox.fail(ShutDown)
         self._link.end(timeout)
+        self._inbox.clear()
         self._finalizer.cancel()
 
 
@@ -192,11 +206,11 @@ class _Link:
         process: Any,
         wire: Wire,
         inbox: Inbox,
-        outbox: queue.SimpleQueue[bytes | int | None],
-        mappings: Mappings,
+        outbox: queue.SimpleQueue[messages.ToWorker | None],
     ) -> None:
-        self._process, self._wire, self._mappings = process, wire, mappings
+        self._process, self._wire = process, wire
         self._inbox, self._outbox = inbox, outbox
+        self._mappings = Mappings()
         self._threads = [
             threading.Thread(target=target, daemon=True, name=f"fusedrl-{name}")
             for name, target in (("read", self._read), ("write", self._write))
@@ -207,16 +221,15 @@ class _Link:
     def _write(self) -> None:
         # The thread that reads tells why the worker does not.
         with contextlib.suppress(OSError):
-            while (item := self._outbox.get()) is not None:
-                if isinstance(item, int):
-                    self._wire.send("more", item, self._mappings.released())
-                else:
-                    self._wire.send_pickled(item)
+            while (message := self._outbox.get()) is not None:
+                if isinstance(message, messages.More):
+                    message = messages.More(message.last, self._mappings.released())
+                self._wire.send(message)
 
     def _read(self) -> None:
         try:
             while (message := self._wire.receive(self._process)) is not None:
-                self._take(*message)
+                self._take(message)
                 del message  # it may be a batch
         except BaseException as error:
             self._inbox.fail(functools.partial(_unreadable, error))
@@ -224,22 +237,23 @@ class _Link:
             self._process.join(KILL_S)
             self._inbox.fail(functools.partial(_gone, self._process.pid, self._process.exitcode))
 
-    def _take(self, kind: str, *rest: Any) -> None:
-        if kind == "batch":
-            self._unpack(*rest)
-        elif kind == "end":
-            self._inbox.put(Arrived(*rest))
-        elif kind == "error":
-            self._inbox.fail(rest[0].exception)
-        else:
-            number, made, value = rest
-            self._inbox.answer(number, made, kind, value)
+    def _take(self, message: messages.ToTrainer) -> None:
+        match message:
+            case messages.Batch():
+                self._unpack(message)
+            case messages.End(number):
+                self._inbox.put(Arrived(number))
+            case messages.Answer() | messages.Refusal():
+                self._inbox.answer(message)
+            case messages.Failed(failure):
+                self._inbox.fail(failure.exception)
 
-    def _unpack(self, number: int, shipment: Any, frames: int, oldest: int | None) -> None:
+    def _unpack(self, batch: messages.Batch) -> None:
         try:
-            arrived = Arrived(number, self._mappings.unpack(shipment), frames, oldest)
+            unpacked = self._mappings.unpack(batch.shipment)
+            arrived = Arrived(batch.number, unpacked, batch.frames, batch.oldest)
         except Exception as error:
-            arrived = Arrived(number, error=error)
+            arrived = Arrived(batch.number, error=error)
             self._process.join(KILL_S)  # the memory of a worker that was killed cannot be opened
             if not self._process.is_alive():
                 return
@@ -250,11 +264,13 @@ class _Link:
         process = self._process
         with contextlib.suppress(ValueError):  # it was closed before
             if process.is_alive():
-                self._outbox.put(pickle.dumps(("stop", timeout)))
-                kin.send(signal.SIGCONT, [process.pid])  # it may have been stopped
+                self._outbox.put(messages.Stop(timeout))
+                process_tree.send(signal.SIGCONT, [process.pid])  # it may have been stopped
                 process.join(timeout + KILL_S)
             if process.is_alive():
-                kin.send(signal.SIGKILL, [process.pid, *kin.descendants(process.pid)])
+                process_tree.send(
+                    signal.SIGKILL, [process.pid, *process_tree.descendants(process.pid)]
+                )
                 process.join()
             self._outbox.put(None)
             self._wire.hang_up()
@@ -262,6 +278,7 @@ class _Link:
                 if thread is not threading.current_thread():
                     thread.join()
             self._wire.close()
+            self._mappings.close()
             process.close()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fusedrl.collectors.llm_collector import LLMCollector
-from fusedrl.collectors.process.sealed import Job
+from fusedrl.collectors.process.job import Job
 from fusedrl.weights.follow import Attachment, follow_channel
 
 
@@ -44,9 +44,9 @@ def make_collector(job: Job) -> Any:
 # What the trainer asks; the collector comes first.
 
 
-def describe(collector: Any) -> dict[str, Any]:
-    """What the trainer's end shows of the collector."""
-    return {"use_buffers": getattr(collector, "_use_buffers", None)}
+def uses_buffers(collector: Any) -> bool | None:
+    """Whether torchrl's collector gathers frames in one preallocated tensordict."""
+    return getattr(collector, "_use_buffers", None)
 
 
 def set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
@@ -56,11 +56,6 @@ def set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
     np.random.seed(seed)
     collector.reset()
     return last
-
-
-def reset(collector: Any) -> None:
-    """Start new trajectories."""
-    collector.reset()
 
 
 def state_dict(collector: Any) -> Any:
@@ -81,21 +76,6 @@ def getattr_policy(collector: Any, name: str) -> Any:
 def getattr_env(collector: Any, name: str) -> Any:
     """An attribute of the environment."""
     return getattr(collector.env, name)
-
-
-def execute(collector: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call what a path names."""
-    return collector.cascade_execute(path, *args, **kwargs)
-
-
-def get(collector: Any, path: str) -> Any:
-    """What a path names."""
-    return collector.get_distant_attr(path)
-
-
-def assign(collector: Any, name: str, value: Any) -> None:
-    """Set an attribute."""
-    setattr(collector, name, value)
 
 
 def profile(collector: Any) -> Any:

@@ -48,8 +48,8 @@ class Job:
     dated: bool = False
 
 
-class Sealed:
-    """A job on its way; it is opened where errors can be reported.
+class PackedJob:
+    """A job on its way to a worker, which unpacks it where errors can be reported.
 
     Args:
         job: may have functions that only cloudpickle takes.
@@ -67,7 +67,7 @@ class Sealed:
         _Pickler(file, self._brought).dump(self._job)
         return {"_job": None, "_brought": {}, "_data": file.getvalue()}
 
-    def open(self) -> Job:
+    def unpack(self) -> Job:
         """The job: in a forked process the trainer's own."""
         return pickle.loads(self._data) if self._job is None else self._job
 

@@ -1,0 +1,145 @@
+"""How a trainer takes batches from its worker, and what becomes of them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from tensordict import TensorDictBase
+from torchrl.collectors.utils import (
+    _maybe_normalize_replay_buffer_tensordict_device,
+    split_trajectories,
+)
+
+from fusedrl.collectors.process.inbox import Arrived
+from fusedrl.collectors.process.options import Options
+from fusedrl.collectors.process.published_weights import PublishedWeights
+from fusedrl.collectors.process.worker_process import WorkerProcess
+from fusedrl.collectors.staleness import is_too_old
+
+
+class Taken(NamedTuple):
+    """What the trainer has got: the number of its last batch, and how much that is in all."""
+
+    number: int = 0
+    frames: int = 0
+    batches: int = 0
+    stale: int = 0
+
+    def with_batch(self, number: int, frames: int, stale: int) -> Taken:
+        """The same after one more batch."""
+        return Taken(number, self.frames + frames, self.batches + 1, self.stale + stale)
+
+
+class BatchStream:
+    """The batches of a worker, one after the other.
+
+    Args:
+        worker: makes them.
+        weights: tell which version is the newest.
+        options: how many there are, how many are made ahead, and what is done with each.
+
+    Attributes:
+        taken: what this process has got of them.
+        storing: held while a batch goes into the buffer.
+    """
+
+    def __init__(self, worker: WorkerProcess, weights: PublishedWeights, options: Options) -> None:
+        self._worker, self._weights, self._options = worker, weights, options
+        self._loaded = Taken()  # what a state that was loaded counts beside it
+        self.taken = Taken()
+        self.storing = threading.Lock()
+
+    @property
+    def frames(self) -> int:
+        """Frames so far, with those of a state that was loaded."""
+        return self._loaded.frames + self.taken.frames
+
+    @property
+    def batches(self) -> int:
+        """Batches so far, in the same way."""
+        return self._loaded.batches + self.taken.batches
+
+    def count_on(self, frames: int, batches: int) -> None:
+        """Go on from the counts of a state."""
+        self._loaded = Taken(
+            frames=frames - self.taken.frames, batches=batches - self.taken.batches
+        )
+
+    def take(
+        self, update: Callable[[], None] | None, advance: Callable[..., None], store: bool
+    ) -> Iterator[Any]:
+        """Batches until the last frame was collected; ``None`` each where a buffer gets them.
+
+        Where Ctrl-C breaks this off, the next iterator goes on with the batch that was to come.
+
+        Args:
+            update: is called for each batch, before the next one is asked for.
+            advance: is told of each batch.
+            store: whether the buffer, if any, gets them here.
+        """
+        while self.frames < self._options.total_frames:
+            arrived = self._worker.batch(self.taken.number, self._options.timeout)
+            if arrived.error is not None:
+                raise arrived.error
+            stale = self._stale_frames(arrived)
+            taken = self.taken.with_batch(arrived.number, arrived.frames, stale)
+            if arrived.is_end:
+                self.taken = taken._replace(batches=self.taken.batches)
+                return
+            if update is not None:
+                update()
+            self.ask(self._options.prefetch, taken)
+            advance(arrived.batch, turns=self._loaded.frames + taken.frames)
+            batch, as_it_is = arrived.batch, self._is_handed_out_as_it_is()
+            if self._worker.is_outdated(arrived.number):
+                continue
+            # Ctrl-C comes before the next line, or after the batch is handed out: nothing is called
+            # in between. What it breaks off of a postproc or a buffer's extend() is not begun
+            # again, as they may have changed the batch, or kept a part of it.
+            self.taken = taken
+            if as_it_is and not stale:
+                yield batch
+            elif not stale:
+                yield self._handed_out(batch, store)
+            del batch, arrived
+            self._worker.drop(taken.number)  # its memory is given back with the next question
+
+    def ask(self, ahead: int, taken: Taken) -> None:
+        """Have ``ahead`` batches made after what is taken, but for those that nobody would get."""
+        left = self._options.total_frames - self._loaded.frames - taken.frames
+        wanted = math.ceil(min(ahead, left / (self._options.frames_per_batch or 1)))
+        self._worker.ask(taken.number, wanted)
+
+    def _is_handed_out_as_it_is(self) -> bool:
+        options = self._options
+        return (
+            options.postproc is None and options.replay_buffer is None and not options.split_trajs
+        )
+
+    def _handed_out(self, batch: TensorDictBase, store: bool) -> TensorDictBase | None:
+        buffer, postproc = self._options.replay_buffer, self._options.postproc
+        if buffer is None and self._options.split_trajs:
+            batch = split_trajectories(batch, prefix="collector")
+        if postproc is not None:
+            batch = postproc(batch)
+            private = [key for key in list(batch.keys()) if key.startswith("_")]
+            batch = batch.exclude(*private) if private else batch
+        if buffer is None or not store:
+            return batch
+        batch.names = None
+        batch = _maybe_normalize_replay_buffer_tensordict_device(batch, buffer)
+        with self.storing:
+            buffer.extend(batch)
+        return None
+
+    def _stale_frames(self, arrived: Arrived) -> int:
+        """How many frames are dropped: all of a batch that is too old, else none."""
+        most = self._options.max_staleness
+        if most is None or arrived.oldest is None:
+            return 0
+        late = self._weights.version - arrived.oldest
+        dropped = is_too_old(late, most, self.taken.stale, "AsyncCollector.stale_frames")
+        return arrived.batch.numel() if dropped else 0
