@@ -7,7 +7,7 @@ follow each other give very different log-probs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -129,3 +129,23 @@ class Recomputed:
             self.versions.add(version)
             if not off < 1e-4:
                 self.wrong.append((version, off))
+
+
+def check_versions(
+    collector: Any, tokenizer: Any, publish: Callable[[Any, int], Any], first: int = 2
+) -> None:
+    """Collect while versions are published without a pause, and recompute every turn."""
+    recomputed = Recomputed(tokenizer)
+    batches = []
+    try:
+        with published(tokenizer, publish, first):
+            for batch in collector:
+                batches.append(batch.copy())
+                if sum(batch.numel() for batch in batches) >= TURNS:
+                    break
+    finally:
+        collector.shutdown()
+    for batch in batches:
+        recomputed.check(batch)
+    assert recomputed.turns >= TURNS and len(recomputed.versions) > 10
+    assert recomputed.wrong == []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-from one_version import TURNS, Recomputed, generating, model_of, published, scored_chats
+from one_version import check_versions, generating, model_of, scored_chats
 from torchrl.collectors import Collector
 from torchrl.envs import AsyncEnvPool
 
@@ -30,23 +30,6 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_collector, "_get_mp_ctx", lambda: context)
 
 
-def check(collector: Any, tokenizer: Any, publish: Callable[[Any, int], Any]) -> None:
-    recomputed = Recomputed(tokenizer)
-    batches = []
-    try:
-        with published(tokenizer, publish, 2):
-            for batch in collector:
-                batches.append(batch.copy())
-                if sum(batch.numel() for batch in batches) >= TURNS:
-                    break
-    finally:
-        collector.shutdown()
-    for batch in batches:
-        recomputed.check(batch)
-    assert recomputed.turns >= TURNS and len(recomputed.versions) > 10
-    assert recomputed.wrong == []
-
-
 @pytest.mark.parametrize("mode", ["alias", "copy"])
 def test_llm_collector_with_a_channel(tokenizer, channel, mode):
     collector = LLMCollector(
@@ -57,7 +40,7 @@ def test_llm_collector_with_a_channel(tokenizer, channel, mode):
         channel_mode=mode,
         track_policy_version=True,
     )
-    check(collector, tokenizer, channel.publish)
+    check_versions(collector, tokenizer, channel.publish)
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
@@ -79,7 +62,7 @@ def test_the_scheme_in_the_trainers_process(tokenizer, of, mode):
         policy = policies.setdefault(id(module), generating(tokenizer, module))
         scheme.send(policy, version=version)
 
-    check(collector, tokenizer, publish)
+    check_versions(collector, tokenizer, publish)
 
 
 @pytest.mark.parametrize("of", [LLMCollector, None], ids=["dialogs", "frames"])
@@ -111,7 +94,7 @@ def test_a_process_of_its_own(tokenizer, channel, forked, of, mode, way):
         sent = policies.setdefault(id(module), generating(tokenizer, module))
         scheme.send(sent, version=version)
 
-    check(collector, tokenizer, publish)
+    check_versions(collector, tokenizer, publish)
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
@@ -127,4 +110,4 @@ def test_a_pool_of_threads(tokenizer, channel, mode):
         channel_mode=mode,
         track_policy_version=True,
     )
-    check(collector, tokenizer, channel.publish)
+    check_versions(collector, tokenizer, channel.publish)
