@@ -116,8 +116,7 @@ def main(batches: int) -> None:
         model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 12, "do_sample": True}
     )
     # The ratio and the KL are of the policy that sampled the answers, so the scorer gets the
-    # weights of the version that made a batch. The trained model has newer ones by then, and in
-    # the collector's process RetrieveKL("from_collector") may meet newer ones while it scores.
+    # weights of the version that made a batch: the trained model has newer ones by then.
     scorer = frozen_copy()
     score = RetrieveKL(reads(scorer), reads(frozen_copy(), "ref_log_probs"), add_to_reward=False)
     buffer = ReplayBuffer(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from fusedrl.models import causal_log_probs, trial
+from fusedrl.models import causal_log_probs, ways
 from fusedrl.models.ways import way_of
 
 from .test_log_probs import close
@@ -182,7 +182,7 @@ def test_the_trial_leaves_rotary_embeddings_as_they_were():
     model(input_ids=TOKENS[None])  # the long factors
     model(input_ids=TOKENS[None, :2])  # the short ones, as the trial's sequences have
     before, buffer, state = rotary.inv_freq.clone(), rotary.inv_freq, dict(vars(rotary))
-    assert trial.way_of(model).packs
+    assert ways.way_of(model).packs
     assert rotary.inv_freq is buffer and torch.equal(buffer, before)
     assert vars(rotary).keys() == state.keys()
     for name, value in state.items():

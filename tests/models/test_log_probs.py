@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from fusedrl.models import causal_log_probs, log_probs, trial
+from fusedrl.models import causal_log_probs, log_probs, ways
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
 from .tiny import PACKING, VOCAB, definition, model_of
@@ -24,14 +24,14 @@ def close(ours, theirs, tolerance=1e-5):
 
 
 def test_every_type_that_packs_is_tested():
-    assert set(PACKING) == trial.PACKABLE
+    assert set(PACKING) == ways.PACKABLE
 
 
 @pytest.mark.parametrize("kind", [*PACKING, "opt", "gpt2", "mamba"])
 @pytest.mark.parametrize("mask", [MASK, None])
 def test_log_probs_are_those_of_each_sequence_alone(kind, mask):
     model = model_of(kind)
-    assert trial.way_of(model).packs == (kind in PACKING)
+    assert ways.way_of(model).packs == (kind in PACKING)
     with torch.no_grad():
         expected = definition(model, TOKENS, LENGTHS, mask)
         for limit in (None, 20):
@@ -44,7 +44,7 @@ def test_log_probs_are_those_of_each_sequence_alone(kind, mask):
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_eager_attention_packs(kind):
     model = model_of(kind, attention="eager")
-    assert trial.way_of(model).packs
+    assert ways.way_of(model).packs
     close(causal_log_probs(model, TOKENS, LENGTHS, MASK), definition(model, TOKENS, LENGTHS, MASK))
 
 
@@ -177,7 +177,7 @@ def test_the_head_multiplies_kept_rows_alone(monkeypatch):
 
 
 def test_a_slower_way_is_logged_once(caplog, monkeypatch):
-    monkeypatch.setattr(trial, "_warned", set())
+    monkeypatch.setattr(ways, "_warned", set())
     with caplog.at_level(logging.WARNING, "fusedrl"):
         for _ in range(2):
             causal_log_probs(model_of("opt"), TOKENS, LENGTHS)

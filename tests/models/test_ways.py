@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedrl.models import causal_log_probs, trial
+from fusedrl.models import causal_log_probs, ways
 from fusedrl.models.ways import way_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
@@ -117,7 +117,7 @@ def test_offloaded_weights_are_scored(tmp_path):
 
 
 def test_a_forward_with_other_arguments_is_asked_for_its_logits(caplog, monkeypatch):
-    monkeypatch.setattr(trial, "_warned", set())
+    monkeypatch.setattr(ways, "_warned", set())
     model = model_of("llama")
 
     class Narrow(type(model)):
