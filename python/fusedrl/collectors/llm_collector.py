@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -158,28 +158,31 @@ class LLMCollector(_LLMCollector):
         self.async_envs = isinstance(env, AsyncEnvPool)
         policy = policy if policy_factory is None else policy_factory()
         self._versions = Versions()
-        if channel is not None:
-            self._versions.open(channel, policy, channel_mode)
-        env, self._versions.tracker = self._tracked(env, track_policy_version)
-        replay_buffer = replay_buffer if queue is None else QueueBuffer(queue)
-        # Past torchrl's own constructor, which has no weight_sync_schemes and runs what follows.
-        Collector.__init__(
-            self,
-            env,
-            policy,
-            frames_per_batch=dialog_turns_per_batch or 1,
-            total_frames=total_dialog_turns,
-            replay_buffer=replay_buffer,
-            weight_updater=weight_updater,
-            weight_sync_schemes=weight_sync_schemes,
-            reset_at_each_iter=reset_at_each_iter,
-            postproc=postproc,
-            trust_policy=True,
-            use_buffers=False,
-            no_cuda_sync=True,
-            # That would add an InitTracker, which no language model reads, and otherwise warns.
-            auto_register_policy_transforms=False,
-        )
+        with ExitStack() as undo:
+            undo.callback(self._versions.close)
+            if channel is not None:
+                self._versions.open(channel, policy, channel_mode)
+            env, self._versions.tracker = self._tracked(env, track_policy_version)
+            replay_buffer = replay_buffer if queue is None else QueueBuffer(queue)
+            # Past torchrl's LLMCollector, which has no weight_sync_schemes and runs this one.
+            Collector.__init__(
+                self,
+                env,
+                policy,
+                frames_per_batch=dialog_turns_per_batch or 1,
+                total_frames=total_dialog_turns,
+                replay_buffer=replay_buffer,
+                weight_updater=weight_updater,
+                weight_sync_schemes=weight_sync_schemes,
+                reset_at_each_iter=reset_at_each_iter,
+                postproc=postproc,
+                trust_policy=True,
+                use_buffers=False,
+                no_cuda_sync=True,
+                # That would add an InitTracker, which no language model reads, and otherwise warns.
+                auto_register_policy_transforms=False,
+            )
+            undo.pop_all()
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
         self.max_staleness, self.stale_turns = max_staleness, 0
         self.progress, self.verbose = progress, verbose
