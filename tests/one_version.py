@@ -7,6 +7,7 @@ follow each other give very different log-probs.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -74,7 +75,7 @@ def scored_chats(tokenizer: Any, rows: int = 10) -> EnvBase:
 
 @contextmanager
 def published(tokenizer: Any, publish: Any, first: int = 1) -> Iterator[None]:
-    """Versions without a pause, from a thread: ``publish(module, version)``."""
+    """Versions one after the other, from a thread: ``publish(module, version)``."""
     over = threading.Event()
     models = [model_of(tokenizer, version) for version in range(MODELS)]
     errors = []
@@ -85,6 +86,7 @@ def published(tokenizer: Any, publish: Any, first: int = 1) -> Iterator[None]:
             while not over.is_set():
                 publish(models[version % MODELS], version)
                 version += 1
+                time.sleep(0.002)  # a turn takes many times as long
         except BaseException as error:
             errors.append(error)
 

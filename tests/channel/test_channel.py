@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
@@ -477,6 +478,7 @@ def test_files_and_memory_stay_flat():
         for _ in range(50):
             channel.publish(weights)
             channel.handle.open().close()
+        gc.collect()  # what other tests have left
         before = memory()
         for _ in range(10_000):
             channel.publish(weights)
@@ -484,7 +486,7 @@ def test_files_and_memory_stay_flat():
             with channel.handle.open() as reader, reader.lease():
                 pass
         after = memory()
-    assert after[0] == before[0]
+    assert after[0] <= before[0]
     assert after[1] <= before[1] + 1000  # pages; a mapping of one reader has more than ten
 
 

@@ -190,8 +190,6 @@ class Follower:
             return None if self._held is None else self._held.share()
 
     def _switch(self, timeout: float | None) -> None:
-        if self._held is not None and self._loaded and self._held.version == self.reader.version:
-            return
         lease = self.reader.lease(timeout=timeout)
         try:
             if lease.version != self.version or not self._loaded:
