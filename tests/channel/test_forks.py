@@ -76,11 +76,11 @@ def test_a_child_goes_on_whatever_lock_another_thread_had(channel, reader):
     locks = (
         channel._lock,
         reader._lock,
-        reader._holds._lock,
+        reader._alias_leases._lock,
         reader._releases._lock,
         follower._lock,
         follower.reader._lock,
-        follower.reader._holds._lock,
+        follower.reader._alias_leases._lock,
     )
 
     def use() -> None:

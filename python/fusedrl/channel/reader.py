@@ -13,9 +13,9 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from fusedrl import _host
+from fusedrl.channel.alias_leases import AliasLeases
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.forking import renew_in_children
-from fusedrl.channel.holds import Holds
 from fusedrl.channel.loading import Target
 from fusedrl.channel.manifest import Manifest
 from fusedrl.channel.memory import Memory, checksum, open_memory
@@ -109,7 +109,7 @@ class WeightReader:
         self._weights_of: dict[int, TensorDict] = {}
         self._verified: dict[int, int] = {}
         self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
-        self._holds = Holds()
+        self._alias_leases = AliasLeases()
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         # Re-entrant: a reader may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
@@ -292,9 +292,9 @@ class WeightReader:
                 lease.release()
                 raise
             if mode == "alias":
-                self._holds.hold(target.parameters, lease.release)
+                self._alias_leases.hold(target.parameters, lease.release)
             else:
-                self._holds.forget(target.parameters)
+                self._alias_leases.forget(target.parameters)
                 lease.release()
             self._end.applied(lease.version)
             self._applied = lease.version
@@ -303,7 +303,7 @@ class WeightReader:
     def close(self) -> None:
         """End all leases; modules that were loaded by alias get copies of their own."""
         with self._lock:
-            self._holds.close()
+            self._alias_leases.close()
             for lease in list(self._leases):
                 lease.release()
             self._releases.close(self._end.close)

@@ -9,8 +9,8 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from fusedrl.collectors.batches import DialogBatches, TurnBatches
+from fusedrl.collectors.call_by_length import call_by_length
 from fusedrl.collectors.copying import Copies
-from fusedrl.collectors.histories import call_by_length
 from fusedrl.collectors.policy_version import stamp
 from fusedrl.collectors.rows import IDS, ended, rows_of, tag
 from fusedrl.collectors.stopwatch import Stopwatch

@@ -37,7 +37,7 @@ class WithoutAdapters(nn.Module):
 
     def __init__(self, adapted: nn.Module) -> None:
         super().__init__()
-        if not has_adapters(adapted):
+        if not is_peft_model(adapted):
             raise TypeError(
                 f"adapted: expected a peft model with adapters to disable, got "
                 f"{type(adapted).__name__}; pass the reference model itself instead"
@@ -71,6 +71,6 @@ class WithoutAdapters(nn.Module):
             return adapted(*args, **kwargs)
 
 
-def has_adapters(model: Any) -> bool:
+def is_peft_model(model: Any) -> bool:
     """Whether ``model`` is a peft model, whose adapters can be disabled."""
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")

@@ -15,7 +15,7 @@ from torchrl.envs import Compose, Transform
 from torchrl.envs.llm.transforms import RetrieveKL as _RetrieveKL
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from fusedrl.models.adapters import WithoutAdapters, has_adapters
+from fusedrl.models.adapters import WithoutAdapters, is_peft_model
 from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.ray import RayRetrieveKL
@@ -285,7 +285,7 @@ def _one_of(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
 def _without_adapters(policy: Any, key: NestedKey) -> Any:
     """A wrapper of the policy's base model, as the reference of a policy with adapters."""
     model: Any = getattr(policy, "model", None)
-    if not has_adapters(model):
+    if not is_peft_model(model):
         raise ValueError(
             "ref_model: expected a log-prob wrapper or ref_model_factory, got neither; only a "
             f"policy with peft adapters is its own reference, not a {type(model).__name__}"

@@ -33,10 +33,10 @@ class _Place:
 
 
 # Those with parameters: their readers stay open without another reference to them.
-_IN_USE: set[Holds] = set()
+_IN_USE: set[AliasLeases] = set()
 
 
-class Holds:
+class AliasLeases:
     """Keeps leases until no parameter lies in their memory.
 
     By parameter, not by module: a wrapper may be gone while the module in it computes on.
