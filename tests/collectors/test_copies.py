@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from counting_dialogs import Counting, Numbers, policy, seen
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from torchrl.data.llm import History
 from torchrl.envs import AsyncEnvPool
 
@@ -162,7 +162,7 @@ class TestCopies:
     def test_of_chats(self):
         chats = [[{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}]] * 2
         turn = TensorDict(history=History.from_chats(chats), batch_size=2).to_lazystack(0)
-        copy = Copies().of(turn)
+        copy = Copies().after(turn)
         assert copy["history"].content == turn["history"].content
         copy["history"].tensordicts[0].content = ["other", "words"]
         assert turn["history"].content[0] == ["2?", "4"]
@@ -170,18 +170,75 @@ class TestCopies:
     def test_of_stacks_of_several_lengths(self):
         rows = [TensorDict(ids=torch.arange(n), text=f"of {n}") for n in (1, 3)]
         turn, copies = lazy_stack(rows), Copies()
-        copy = copies.of(turn)
+        copies.before(turn)
         rows[1]["ids"].fill_(7)
         rows[1]["text"] = "another"
         rows[1]["more"] = torch.ones(1)
-        assert [row.tolist() for row in copy.get("ids", as_list=True)] == [[0], [0, 1, 2]]
-        assert copy[1]["text"] == "of 3" and "more" not in copy[1]
-        later = copies.of(turn)
-        assert later[1]["ids"].tolist() == [0, 1, 2] and later[1]["more"].tolist() == [1]
+        later = copies.after(turn)
+        assert [row.tolist() for row in later.get("ids", as_list=True)] == [[0], [0, 1, 2]]
+        assert later[1]["more"].tolist() == [1]
         assert later[1]["text"] == "another"  # it is another one, not the same written into
 
     def test_of_names_and_devices(self):
         turn = TensorDict(a=torch.ones(2), batch_size=2, names=["dialog"], device="cpu")
-        copy = Copies().of(turn)
+        copy = Copies().after(turn)
         assert copy.names == ["dialog"] and copy.device == turn.device and not copy.is_locked
-        assert Copies().of(turn.lock_()).set("b", torch.ones(2)) is not None
+        assert Copies().after(turn.lock_()).set("b", torch.ones(2)) is not None
+
+    def test_of_what_shares_memory(self):
+        flags = torch.zeros(2, 1, dtype=torch.bool)
+        turn, copies = TensorDict(done=flags, terminated=flags, batch_size=2), Copies()
+        copies.before(turn)
+        flags.fill_(True)
+        made = copies.after(turn)
+        made["done"].logical_not_()
+        assert made["done"].all() and not made["terminated"].any()
+
+    @pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+    def test_of_columns_that_differ_from_row_to_row(self, lazy):
+        rows = [
+            TensorDict(a=torch.ones(1), n=TensorDict(b=torch.ones(2))),
+            TensorDict(a=torch.ones(1, dtype=torch.int64), n=TensorDict(b=torch.ones(300))),
+            TensorDict(a=torch.ones(2), c=torch.ones(()), n=TensorDict(b=torch.zeros(2))),
+        ]
+        turn = lazy_stack(rows) if lazy else TensorDict(rows=lazy_stack(rows), batch_size=3)
+        made = Copies().after(turn)
+        for row, copy in zip(rows, (made if lazy else made.get("rows")).tensordicts, strict=True):
+            assert copy.keys() == row.keys() and copy["a"].dtype == row["a"].dtype
+            assert torch.equal(copy["a"], row["a"]) and torch.equal(copy["n", "b"], row["n", "b"])
+            assert copy["n", "b"].data_ptr() != row["n", "b"].data_ptr()
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_an_environment_that_appends_to_a_list(collect, mode, lazy):
+    class Logging(Counting):
+        """Returns the same list at every step, which grows."""
+
+        def _state(self, **more):
+            log = self.__dict__.setdefault("log", [])
+            log.append(len(log))
+            logs = [NonTensorData(log) for _ in range(2)]
+            self.lazy, before = False, self.lazy
+            state = super()._state(**more).set("log", NonTensorStack(*logs))
+            self.lazy = before
+            return state.to_lazystack(0) if before else state
+
+    def logs(batch):
+        return [len(row["next"].get("log").data) for row in batch.reshape(-1).unbind(0)]
+
+    collector = collect(
+        Logging(2, 5, lazy), **{"dialog_turns_per_batch": 12, "total_dialog_turns": 24} | mode
+    )
+    batch = collector.next()
+    before = logs(batch)
+    assert len(set(before)) > 3  # not as the list is by now
+    collector.next()
+    assert logs(batch) == before
+
+
+def test_entries_of_a_batch_share_no_memory(collect):
+    batch = collect(dialog_turns_per_batch=16).next()
+    before = batch[IDS].clone()
+    batch["collector"].apply_(lambda ids: ids.add_(100))
+    assert (batch[IDS] == before + 100).all()

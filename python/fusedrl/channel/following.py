@@ -125,8 +125,9 @@ class Follower:
         self._held: Held | None = None
         self._loaded = False  # what the module has is `version`
         self._calls = 0
-        self._lock = threading.Lock()
-        renew_in_children(self, _lock=threading.Lock)
+        # Re-entrant: a follower may be closed by what the garbage collector finds.
+        self._lock = threading.RLock()
+        renew_in_children(self, _lock=threading.RLock)
         self._warned = False
         take = Hook(self._take_loads)  # state dicts of parts are loaded, too
         self._hooks = [
@@ -252,8 +253,9 @@ class Follower:
             self._hooks = []
             if detach and self._aliases and self._loaded:
                 self._own()
-            self._loaded = False
-            self._release()
+            self._loaded = self._keeps = False  # a call that goes on lets go at its end
+            if self._calls == 0:
+                self._release()
         _FOLLOWERS.discard(self)
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
@@ -311,10 +311,7 @@ class LLMCollector(_LLMCollector):
     def _postproc(self, batch: TensorDictBase) -> TensorDictBase:
         if self.postproc is not None:
             batch = self.postproc(batch)
-        first = batch  # has every key that all elements share: a look at each would take long
-        while isinstance(first, LazyStackedTensorDict):
-            first = first.tensordicts[0]
-        private = list(private_keys(first))
+        private = list(private_keys(batch))
         return batch.exclude(*private, inplace=True) if private else batch
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:

@@ -64,6 +64,11 @@ class DialogOptions:
                 f"track_policy_version: expected a bool or a PolicyVersion, got "
                 f"{type(self.track_policy_version).__name__}; pass True"
             )
+        if not isinstance(self.copy_turns, bool):
+            raise TypeError(
+                f"copy_turns: expected a bool, got {self.copy_turns!r}; False is for policies and "
+                "environments that return new tensors at each turn"
+            )
         check_staleness(self.max_staleness, self.track_policy_version)
 
     def _check_trajectories(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,8 @@ from fusedrl.channel.loading import Target
 from fusedrl.collectors.versions import Versions
 from fusedrl.weights.follow import replace
 from fusedrl.weights.policy_copies import copied_for
+
+CLOSE_S = 10.0  # that environments have to end their steps in, which compute with held weights
 
 
 class PoolScoring:
@@ -127,7 +130,10 @@ class PoolScoring:
             yield
 
     def close(self) -> None:
-        """Leave the environments as they were, and hold nothing."""
+        """Leave the environments as they were, once they have stepped, and hold nothing."""
+        deadline = time.monotonic() + CLOSE_S
+        while self._turns and time.monotonic() < deadline:
+            time.sleep(0.005)
         while self._undo:
             self._undo.pop()()
         for index in list(self._turns):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
 
 from fusedrl.collectors.batches import DialogBatches, TurnBatches
 from fusedrl.collectors.call_by_length import call_by_length
@@ -89,7 +90,7 @@ class PoolLoop:
             self.watch.lap("policy")
             copies = Copies() if self._copies else None
             if copies is not None:
-                copies.of(actions)  # before an environment can write into it
+                copies.before(actions)  # before an environment can write into it
             with self._scoring.turns_of(indices):
                 self._pool.async_step_and_maybe_reset_send(actions)
         self._asked.update(dict.fromkeys(indices, Asked(version, copies)))
@@ -104,7 +105,11 @@ class PoolLoop:
         turn, self._carried = self._pool.async_step_and_maybe_reset_recv(least)
         watch.lap("env")
         indices, mask = _indices(turn, self._pool), ended(turn)
-        rows = [self._own(row, index) for index, row in zip(indices, turn.unbind(0), strict=True)]
+        ids = self.trajectories.rows
+        rows = [
+            self._own(row, index, ids[index])
+            for index, row in zip(indices, turn.unbind(0), strict=True)
+        ]
         watch.turns += turn.numel()
         watch.lap("stamping")
         if isinstance(batches, DialogBatches):
@@ -120,18 +125,16 @@ class PoolLoop:
         whole = lazy_stack(rows)
         batches.add(rows_of(whole) if batches.by_row else whole, [])
         self.trajectories.renew(mask, indices)
-        if batches.complete:
-            self.trajectories.part()  # the batch is the caller's from now on
-            if not self._copies:
-                self._carried = self._carried.clone()
+        if batches.complete and not self._copies:
+            self._carried = self._carried.clone()  # the batch is the caller's from now on
         watch.lap("queueing")
 
-    def _own(self, row: TensorDictBase, index: int) -> TensorDictBase:
+    def _own(self, row: TensorDictBase, index: int, traj_id: Tensor) -> TensorDictBase:
         """One environment's turn, tagged."""
         asked = self._asked.pop(index)
         if asked.copies is not None:
-            row = asked.copies.of(row)
-        tag(row, self.trajectories.rows[index])
+            row = asked.copies.after(row)
+        tag(row, traj_id)
         if asked.version is not None:
             stamp(row, asked.version)
             stamp(row.get("next"), asked.version)

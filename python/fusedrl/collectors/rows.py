@@ -15,6 +15,7 @@ from tensordict import (
     TensorDictBase,
     is_non_tensor,
     is_tensor_collection,
+    is_tensorclass,
 )
 from torch import Tensor
 
@@ -52,7 +53,9 @@ def tag(row: Any, traj_id: Tensor) -> None:
 
 
 def private_keys(row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Keys with a part that begins with ``_``."""
+    """Keys with a part that begins with ``_``; those of the first row where rows are stacked."""
+    while isinstance(row, LazyStackedTensorDict) or is_tensorclass(row):
+        row = row._tensordict if is_tensorclass(row) else row.tensordicts[0]
     for key, value in row.items():
         if key.startswith("_"):
             yield (*path, key)

@@ -15,23 +15,27 @@ class Trajectories:
 
     Attributes:
         source: gives ids that no trajectory has had.
-        ids: of each element, in the shape of the environment.
-        rows: the same, of each row of a turn.
     """
 
     def __init__(self, by_first: bool) -> None:
         self.source = _TrajectoryPool()
         self._by_first = by_first
-        self._set(torch.empty(0, dtype=torch.int64))
+        self._ids = torch.empty(0, dtype=torch.int64)
 
-    def _set(self, ids: Tensor) -> None:
-        self.ids = ids
-        self.rows = (ids if self._by_first else ids.flatten()).unbind(0)
+    @property
+    def ids(self) -> Tensor:
+        """Of each element, in the shape of the environment; another tensor each time."""
+        return self._ids.clone()
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """The same, of each row of a turn."""
+        return (self.ids if self._by_first else self.ids.flatten()).unbind(0)
 
     def begin(self, shape: torch.Size, device: torch.device | None) -> None:
         """A new trajectory in each element."""
         ids = self.source.get_traj_and_increment(shape.numel(), device=device)
-        self._set(ids.reshape(shape))
+        self._ids = ids.reshape(shape)
 
     def renew(self, over: Tensor, rows: list[int] | None = None) -> None:
         """Another trajectory where one is over.
@@ -43,15 +47,8 @@ class Trajectories:
         count = int(over.sum())
         if not count:
             return
-        fresh = self.source.get_traj_and_increment(count, device=self.ids.device)
-        # A new tensor: turns refer to the former one.
+        fresh = self.source.get_traj_and_increment(count, device=self._ids.device)
         if rows is None:
-            ids = self.ids.masked_scatter(over, fresh)
+            self._ids.masked_scatter_(over, fresh)
         else:
-            ids = self.ids.clone()
-            ids[rows] = ids[rows].masked_scatter(over, fresh)
-        self._set(ids)
-
-    def part(self) -> None:
-        """Share no memory with turns of before."""
-        self._set(self.ids.clone())
+            self._ids[rows] = self._ids[rows].masked_scatter(over, fresh)

@@ -68,14 +68,14 @@ class TurnLoop:
             watch.lap("policy")
             copies = Copies() if self._copies else None
             if copies is not None:
-                copies.of(actions)  # before the environment can write into it
+                copies.before(actions)  # before the environment can write into it
             turn, self._carried = self._env.step_and_maybe_reset(actions)
             watch.lap("env")
         mask = ended(turn)
         over = mask.flatten().tolist()
         watch.turns += len(over)
         if not self._batches.skip(over):
-            turn = self._checked(turn) if copies is None else copies.of(turn)
+            turn = self._checked(turn) if copies is None else copies.after(turn)
             if version is not None:
                 stamp(turn, version)
                 if self._versions.tracker.version != version:  # what the environment wrote
@@ -83,10 +83,8 @@ class TurnLoop:
             self._add(turn, over)
             if True in over:
                 self.trajectories.renew(mask)
-            if isinstance(self._batches, TurnBatches) and self._batches.complete:
-                self.trajectories.part()  # the batch is the caller's from now on
-                if copies is None:
-                    self._carried = self._carried.clone()
+            if copies is None and isinstance(self._batches, TurnBatches) and self._batches.complete:
+                self._carried = self._carried.clone()  # the batch is the caller's from now on
         watch.lap("queueing")
 
     def _checked(self, turn: TensorDictBase) -> TensorDictBase:

@@ -100,9 +100,8 @@ class Versions:
         return self.tracker.version if published is None else published
 
     def count(self) -> None:
-        """Count a new version; during an update, once for all of it."""
-        numbered = self.follower is not None and self.follower.reader.version is not None
-        if self.tracker is None or numbered or self._update.depth:
+        """Count a new version, unless they are a channel's; once for all of an update."""
+        if self.tracker is None or self.follower is not None or self._update.depth:
             return
         with self._counting:
             self.tracker.increment_version()

@@ -320,8 +320,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     def shutdown(self) -> None:
         """Close this end of the channel; may be called again.
 
-        A collector that goes on keeps the newest version. The trainer's end frees the memory, once
-        the workers' ends are closed too.
+        A collector that goes on keeps the newest version; one in the trainer's process has the
+        policy that it was given again, which nobody numbers. The trainer's end frees the memory,
+        once the workers' ends are closed too.
         """
         if self._worker is not None:
             self._worker.close(detach=self._copied is None)
