@@ -136,7 +136,7 @@ class Recomputed:
 def check_versions(
     collector: Any, tokenizer: Any, publish: Callable[[Any, int], Any], first: int = 2
 ) -> None:
-    """Collect while versions are published without a pause, and recompute every turn."""
+    """Collect while versions are published all the time, and recompute every turn."""
     recomputed = Recomputed(tokenizer)
     batches = []
     try:

@@ -43,6 +43,7 @@ class PoolScoring:
         )
         self.policy: Any = None
         self._model: _SecondModel | None = None
+        self._checked: Follower | None = None
         self._turns: dict[int, Held | None] = {}  # by environment
         self._stepping = threading.local()  # the turn of the environment that a thread steps
         self._undo: list[Callable[[], None]] = []
@@ -56,9 +57,10 @@ class PoolScoring:
             TimeoutError: the channel's first version is not published in time.
         """
         follower = self._versions.follower
-        if follower is None or self._model is not None:
+        if follower is None or follower is self._checked or self._model is not None:
             return
         self._refuse_shared(follower)
+        self._checked = follower
         if not self._is_needed:
             return
         follower.load()  # what the policy began with is in no version

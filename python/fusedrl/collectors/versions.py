@@ -12,7 +12,7 @@ from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Follower
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.policy_version import Version
-from fusedrl.weights.follow import follow_channel
+from fusedrl.weights.follow import check_counts, follow_channel
 
 
 class Versions:
@@ -49,11 +49,8 @@ class Versions:
         Raises:
             ValueError: versions are tracked as UUIDs.
         """
-        if self.tracker is not None and self.tracker.version_type not in (int, "int"):
-            raise ValueError(
-                "track_policy_version: expected True or PolicyVersion(version_type='int'), got "
-                f"version_type={self.tracker.version_type!r}; a channel numbers its versions"
-            )
+        if self.tracker is not None:
+            check_counts(self.tracker)
         self.follower = follower
         self._tag(follower.version)
 

@@ -118,11 +118,7 @@ class Attachment:
             self._undo.append(replace(collector, rollout, whole_turns))
 
     def _track(self, collector: Any, tracker: Any) -> None:
-        if tracker.version_type not in (int, "int"):
-            raise ValueError(
-                "track_policy_version: expected True or PolicyVersion(version_type='int'), got "
-                f"version_type={tracker.version_type!r}; a channel numbers its versions"
-            )
+        check_counts(tracker)
         self._transform = tracker
         if self._follower.version is not None:
             tracker.version = self._follower.version
@@ -201,6 +197,15 @@ def _module_with(policy: Any, reader: WeightReader) -> nn.Module:
         f"channel: expected weights of {type(policy).__name__} or of its model, got "
         f"{min(names)}, ...; create the channel from the model that the policy wraps"
     )
+
+
+def check_counts(tracker: Any) -> None:
+    """Raise ``ValueError`` unless a tracker's versions are integers."""
+    if tracker.version_type not in (int, "int"):
+        raise ValueError(
+            "track_policy_version: expected True or PolicyVersion(version_type='int'), got "
+            f"version_type={tracker.version_type!r}; a channel numbers its versions"
+        )
 
 
 def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
