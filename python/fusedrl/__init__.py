@@ -20,6 +20,9 @@ _HOME = {
     "TokenKL": "fusedrl.ops",
     "exact_kl": "fusedrl.ops",
     "linear_exact_kl": "fusedrl.ops",
+    "linear_policy_loss": "fusedrl.ops",
+    "PolicyLoss": "fusedrl.ops",
+    "RatioStatistics": "fusedrl.ops",
     "KLComputation": "fusedrl.transforms",
     "RetrieveLogProb": "fusedrl.transforms",
     "RetrieveKL": "fusedrl.transforms",
@@ -59,11 +62,14 @@ if TYPE_CHECKING:
     from fusedrl.collectors import aSyncDataCollector as aSyncDataCollector
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.integrations.trl import patch_trl as patch_trl
+    from fusedrl.ops import PolicyLoss as PolicyLoss
+    from fusedrl.ops import RatioStatistics as RatioStatistics
     from fusedrl.ops import TokenKL as TokenKL
     from fusedrl.ops import TokenLogProbs as TokenLogProbs
     from fusedrl.ops import VocabPart as VocabPart
     from fusedrl.ops import exact_kl as exact_kl
     from fusedrl.ops import linear_exact_kl as linear_exact_kl
+    from fusedrl.ops import linear_policy_loss as linear_policy_loss
     from fusedrl.ops import linear_token_log_probs as linear_token_log_probs
     from fusedrl.ops import token_kl as token_kl
     from fusedrl.ops import token_log_probs as token_log_probs

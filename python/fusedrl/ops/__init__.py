@@ -2,16 +2,20 @@
 
 from fusedrl.ops.exact_kl import exact_kl
 from fusedrl.ops.linear_exact_kl import linear_exact_kl
+from fusedrl.ops.linear_policy_loss import PolicyLoss, RatioStatistics, linear_policy_loss
 from fusedrl.ops.linear_token_log_probs import VocabPart, linear_token_log_probs
 from fusedrl.ops.token_kl import TokenKL, token_kl
 from fusedrl.ops.token_log_probs import TokenLogProbs, token_log_probs
 
 __all__ = [
+    "PolicyLoss",
+    "RatioStatistics",
     "TokenKL",
     "TokenLogProbs",
     "VocabPart",
     "exact_kl",
     "linear_exact_kl",
+    "linear_policy_loss",
     "linear_token_log_probs",
     "token_kl",
     "token_log_probs",

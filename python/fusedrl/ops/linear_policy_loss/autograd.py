@@ -1,0 +1,171 @@
+"""The compiled op behind ``linear_policy_loss``: gradients are made in the forward pass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl.ops import _autograd, _dispatch
+from fusedrl.ops._head import Head
+from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
+
+# Columns of the op's rows: as PolicyRow in math.h has them.
+LOG_PROB, ENTROPY, TERMS, SLOPES = 0, 1, slice(2, 5), slice(5, 8)
+
+
+class Rows(NamedTuple):
+    """Which hidden state predicts which token, as :func:`linear_policy_loss` takes it."""
+
+    tokens: Tensor
+    mask: Tensor | None
+    offsets: Tensor | None
+    shift: bool
+    temperature: Tensor
+
+
+class Terms(NamedTuple):
+    """What the loss of a batch is made of.
+
+    Args:
+        values: objective, KL to the reference, KL to the old policy and entropy ``[4]``, weighted.
+            Where all have the same upstream gradient, the gradients of the forward pass are scaled.
+            Separate ones may differ, and are then differentiated once more.
+        log_probs: of each token, without gradient; 0 for a dropped one.
+        entropy: of each token's distribution; 0 where it was not asked for.
+    """
+
+    values: Tensor
+    log_probs: Tensor
+    entropy: Tensor
+
+
+class Task(NamedTuple):
+    """Everything that a loss depends on; checked, on one device."""
+
+    head: Head
+    rows: Rows
+    batch: PolicyBatch
+    weights: TermWeights
+    surrogate: Surrogate
+    entropy: bool
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a gradient has to be recorded."""
+        hidden, weight, bias, *_ = self.head
+        return _autograd.needs_grad(hidden=hidden, weight=weight, bias=bias)
+
+
+def run(task: Task, main_grad: Tensor | None = None, separate: bool = False) -> Terms:
+    """The terms of a loss whose ratio is that of each token: one product, two more for gradients.
+
+    The head is of a dtype that kernels take. Terms may have upstream gradients of their own only
+    where they are ``separate``.
+    """
+    head, rows, batch, weights, surrogate, entropy = task
+    args = (
+        *(head.hidden, head.weight, head.bias, *rows, head.scale, head.softcap),
+        *(*batch, weights.stacked(), *surrogate.codes, entropy),
+    )
+    if task.needs_grad:
+        values, results = _Autograd.apply(main_grad, separate, *args)
+    else:
+        results, *_ = torch.ops.fusedrl.linear_policy_loss(*args, False, False, False, False)
+        values = _values(results, args[WEIGHTS])
+    return Terms(values, results[..., LOG_PROB], results[..., ENTROPY])
+
+
+WEIGHTS, SURROGATE = 13, slice(14, 19)  # in the op's arguments
+
+
+def _values(results: Tensor, weights: Tensor) -> Tensor:
+    terms = torch.cat((results[..., TERMS], results[..., ENTROPY, None]), -1)
+    return torch.where(weights == 0, 0, terms * weights).flatten(0, -2).sum(0)
+
+
+class _Autograd(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, main_grad: Tensor | None, separate: bool, *args: Any
+    ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[2:5]
+        # What a float16 holds of a gradient before a loss scale is applied may be 0.
+        in_float = main_grad is not None or args[0].dtype == torch.float16
+        results, *grads = torch.ops.fusedrl.linear_policy_loss(*args, *wanted, in_float)
+        tensors = [x if isinstance(x, Tensor) else None for x in args]
+        ctx.save_for_backward(results, *grads, *tensors)
+        ctx.constants = [None if isinstance(x, Tensor) else x for x in args]
+        ctx.options = (main_grad, separate, in_float)
+        ctx.mark_non_differentiable(results)
+        return _values(results, args[WEIGHTS]), results
+
+    @staticmethod
+    @_autograd.first_derivative_only(
+        "linear_policy_loss", "pass impl='reference', which has a second one"
+    )
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        results, *tensors = ctx.saved_tensors
+        grads, tensors = tensors[:3], tensors[3:]
+        args = [c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True)]
+        main_grad, separate, in_float = ctx.options
+        wanted, factors = ctx.needs_input_grad[2:5], upstream[0]
+        scale = factors[0]
+        if separate:
+            counting = factors[(args[WEIGHTS] != 0).flatten(0, -2).any(0)]
+            if len(counting) and bool((counting != counting[0]).any()):
+                grads = _again(results, args, factors, wanted, in_float)
+                counting = counting.new_ones(1)
+            scale = counting[0] if len(counting) else scale
+        inputs = (args[0], args[1], args[2])
+        found = [
+            _scaled(grad, scale, x.dtype) if want else None
+            for grad, x, want in zip(grads, inputs, wanted, strict=True)
+        ]
+        if main_grad is not None and wanted[1]:
+            main_grad.add_(grads[1] * scale)
+            found[1] = None
+        return (None, None, *found, *(None,) * (len(args) - 3))
+
+
+def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    # Where the loss itself is differentiated: no pass over the gradients.
+    if not torch.compiler.is_compiling() and scale == 1:
+        return grad.to(dtype)
+    return (grad * scale.to(grad.dtype)).to(dtype)
+
+
+def _again(
+    results: Tensor, args: list[Any], factors: Tensor, wanted: tuple[bool, ...], in_float: bool
+) -> list[Tensor]:
+    """Gradients where the terms have different upstream gradients: that of each token is known."""
+    weights = args[WEIGHTS] * factors
+    slopes = torch.where(weights[..., :3] == 0, 0, results[..., SLOPES] * weights[..., :3]).sum(-1)
+    one = torch.zeros_like(weights)
+    one[..., 0], one[..., 3] = slopes != 0, weights[..., 3]
+    args = list(args)
+    args[10:13] = [-slopes, None, None]  # advantages, old and reference log-probs
+    args[WEIGHTS], args[SURROGATE] = one, REINFORCE.codes
+    _, *grads = torch.ops.fusedrl.linear_policy_loss(*args, *wanted, in_float)
+    return grads
+
+
+REINFORCE = Surrogate("reinforce", 0.0, 0.0, 0.0, "k3")
+
+
+def _fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, of_hidden, of_weight, of_bias, in_float = options
+    dtype = torch.float32 if in_float else weight.dtype
+    return (
+        hidden.new_empty((*tokens.shape, 8), dtype=_dispatch.result_dtype(hidden)),
+        *(
+            hidden.new_empty((0,)) if x is None or not want else x.new_empty(x.shape, dtype=dtype)
+            for x, want in ((hidden, of_hidden), (weight, of_weight), (bias, of_bias))
+        ),
+    )
+
+
+_dispatch.register_fakes({"linear_policy_loss": _fake})
