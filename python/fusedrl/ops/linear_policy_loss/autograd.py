@@ -159,13 +159,12 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, of_hidden, of_weight, of_bias, in_float = options
     dtype = torch.float32 if in_float else weight.dtype
-    return (
-        hidden.new_empty((*tokens.shape, 8), dtype=_dispatch.result_dtype(hidden)),
-        *(
-            hidden.new_empty((0,)) if x is None or not want else x.new_empty(x.shape, dtype=dtype)
-            for x, want in ((hidden, of_hidden), (weight, of_weight), (bias, of_bias))
-        ),
+    grad_hidden, grad_weight, grad_bias = (
+        hidden.new_empty((0,)) if x is None or not want else x.new_empty(x.shape, dtype=dtype)
+        for x, want in ((hidden, of_hidden), (weight, of_weight), (bias, of_bias))
     )
+    rows = hidden.new_empty((*tokens.shape, 8), dtype=_dispatch.result_dtype(hidden))
+    return rows, grad_hidden, grad_weight, grad_bias
 
 
 _dispatch.register_fakes({"linear_policy_loss": _fake})

@@ -52,13 +52,12 @@ def from_sequence_ratios(
         values = policy_terms(
             leaf, entropy, task.batch, task.weights, task.surrogate, level, sequences
         )
-        if task.needs_grad:
-            (slopes,) = torch.autograd.grad(values.sum(), leaf)
+        (slopes,) = torch.autograd.grad(values.sum(), leaf)
     values, log_probs = values.detach(), log_probs.detach()
     if task.needs_grad:
         linear = task._replace(
             batch=PolicyBatch(-slopes, None, None),
-            weights=TermWeights((slopes != 0).to(slopes), entropy=task.weights.entropy),
+            weights=TermWeights((slopes != 0).to(slopes.dtype), entropy=task.weights.entropy),
             surrogate=REINFORCE,
         )
         terms = autograd.run(linear, main_grad).values
