@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,31 @@ class Task(NamedTuple):
         return _autograd.needs_grad(hidden=hidden, weight=weight, bias=bias)
 
 
+class Call(NamedTuple):
+    """The arguments of the compiled op but for which gradients it makes, in its order."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    tokens: Tensor
+    mask: Tensor | None
+    offsets: Tensor | None
+    shift: bool
+    temperature: Tensor
+    scale: float
+    softcap: float
+    advantages: Tensor
+    old_log_probs: Tensor | None
+    ref_log_probs: Tensor | None
+    weights: Tensor
+    surrogate: int
+    low: float
+    high: float
+    most: float
+    estimator: int
+    entropy: bool
+
+
 def run(task: Task, main_grad: Tensor | None = None, separate: bool = False) -> Terms:
     """The terms of a loss whose ratio is that of each token: one product, two more for gradients.
 
@@ -65,19 +91,16 @@ def run(task: Task, main_grad: Tensor | None = None, separate: bool = False) -> 
     where they are ``separate``.
     """
     head, rows, batch, weights, surrogate, entropy = task
-    args = (
+    call = Call(
         *(head.hidden, head.weight, head.bias, *rows, head.scale, head.softcap),
         *(*batch, weights.stacked(), *surrogate.codes, entropy),
     )
     if task.needs_grad:
-        values, results = _Autograd.apply(main_grad, separate, *args)
+        values, results = _Autograd.apply(main_grad, separate, *call)
     else:
-        results, *_ = torch.ops.fusedrl.linear_policy_loss(*args, False, False, False, False)
-        values = _values(results, args[WEIGHTS])
+        results, *_ = torch.ops.fusedrl.linear_policy_loss(*call, False, False, False, False)
+        values = _values(results, call.weights)
     return Terms(values, results[..., LOG_PROB], results[..., ENTROPY])
-
-
-WEIGHTS, SURROGATE = 13, slice(14, 19)  # in the op's arguments
 
 
 def _values(results: Tensor, weights: Tensor) -> Tensor:
@@ -85,48 +108,60 @@ def _values(results: Tensor, weights: Tensor) -> Tensor:
     return torch.where(weights == 0, 0, terms * weights).flatten(0, -2).sum(0)
 
 
+def _with_gradients(
+    call: Call, wanted: Sequence[bool], in_float: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """The op's rows, and the gradients of hidden states, weight and bias that are wanted."""
+    if call.hidden.dtype != torch.float16:
+        results, *grads = torch.ops.fusedrl.linear_policy_loss(*call, *wanted, in_float)
+        return results, grads
+    # A loss scale comes too late for gradients that are made here: float16 holds those of a token
+    # that counts about 1, not those of one among many.
+    largest = call.weights.abs().amax() if call.weights.numel() else call.weights.new_ones(())
+    gain = torch.exp2(-largest.clamp(min=1e-30).log2().ceil())
+    scaled = call._replace(weights=call.weights * gain)
+    results, *grads = torch.ops.fusedrl.linear_policy_loss(*scaled, *wanted, True)
+    return results, [grad / gain for grad in grads]
+
+
 class _Autograd(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, main_grad: Tensor | None, separate: bool, *args: Any
     ) -> tuple[Tensor, Tensor]:
-        wanted = ctx.needs_input_grad[2:5]
-        # What a float16 holds of a gradient before a loss scale is applied may be 0.
-        in_float = main_grad is not None or args[0].dtype == torch.float16
-        results, *grads = torch.ops.fusedrl.linear_policy_loss(*args, *wanted, in_float)
+        call = Call(*args)
+        results, grads = _with_gradients(call, ctx.needs_input_grad[2:5], main_grad is not None)
         tensors = [x if isinstance(x, Tensor) else None for x in args]
         ctx.save_for_backward(results, *grads, *tensors)
         ctx.constants = [None if isinstance(x, Tensor) else x for x in args]
-        ctx.options = (main_grad, separate, in_float)
+        ctx.options = (main_grad, separate)
         ctx.mark_non_differentiable(results)
-        return _values(results, args[WEIGHTS]), results
+        return _values(results, call.weights), results
 
     @staticmethod
     @_autograd.first_derivative_only(
         "linear_policy_loss", "pass impl='reference', which has a second one"
     )
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        results, *tensors = ctx.saved_tensors
-        grads, tensors = tensors[:3], tensors[3:]
-        args = [c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True)]
-        main_grad, separate, in_float = ctx.options
+        results, grad_hidden, grad_weight, grad_bias, *tensors = ctx.saved_tensors
+        args = (c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True))
+        call, (main_grad, separate) = Call(*args), ctx.options
         wanted, factors = ctx.needs_input_grad[2:5], upstream[0]
-        scale = factors[0]
+        grads, scale = [grad_hidden, grad_weight, grad_bias], factors[0]
         if separate:
-            counting = factors[(args[WEIGHTS] != 0).flatten(0, -2).any(0)]
+            counting = factors[(call.weights != 0).flatten(0, -2).any(0)]
             if len(counting) and bool((counting != counting[0]).any()):
-                grads = _again(results, args, factors, wanted, in_float)
-                counting = counting.new_ones(1)
+                grads = _again(results, call, factors, wanted, main_grad is not None)
+                counting = torch.ones_like(counting)
             scale = counting[0] if len(counting) else scale
-        inputs = (args[0], args[1], args[2])
-        found = [
-            _scaled(grad, scale, x.dtype) if want else None
-            for grad, x, want in zip(grads, inputs, wanted, strict=True)
-        ]
         if main_grad is not None and wanted[1]:
             main_grad.add_(grads[1] * scale)
-            found[1] = None
-        return (None, None, *found, *(None,) * (len(args) - 3))
+            wanted = (wanted[0], False, wanted[2])
+        found = (
+            _scaled(grad, scale, call.hidden.dtype) if want else None
+            for grad, want in zip(grads, wanted, strict=True)
+        )
+        return (None, None, *found, *(None,) * (len(call) - 3))
 
 
 def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,18 +172,25 @@ def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _again(
-    results: Tensor, args: list[Any], factors: Tensor, wanted: tuple[bool, ...], in_float: bool
+    results: Tensor, call: Call, factors: Tensor, wanted: Sequence[bool], in_float: bool
 ) -> list[Tensor]:
     """Gradients where the terms have different upstream gradients: that of each token is known."""
-    weights = args[WEIGHTS] * factors
+    weights = call.weights * factors
     slopes = torch.where(weights[..., :3] == 0, 0, results[..., SLOPES] * weights[..., :3]).sum(-1)
-    one = torch.zeros_like(weights)
-    one[..., 0], one[..., 3] = slopes != 0, weights[..., 3]
-    args = list(args)
-    args[10:13] = [-slopes, None, None]  # advantages, old and reference log-probs
-    args[WEIGHTS], args[SURROGATE] = one, REINFORCE.codes
-    _, *grads = torch.ops.fusedrl.linear_policy_loss(*args, *wanted, in_float)
-    return grads
+    of_terms = TermWeights((slopes != 0).to(slopes.dtype), entropy=weights[..., 3])
+    surrogate, low, high, most, estimator = REINFORCE.codes
+    linear = call._replace(
+        advantages=-slopes,
+        old_log_probs=None,
+        ref_log_probs=None,
+        weights=of_terms.stacked(),
+        surrogate=surrogate,
+        low=low,
+        high=high,
+        most=most,
+        estimator=estimator,
+    )
+    return _with_gradients(linear, wanted, in_float)[1]
 
 
 REINFORCE = Surrogate("reinforce", 0.0, 0.0, 0.0, "k3")
