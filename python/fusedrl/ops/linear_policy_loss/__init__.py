@@ -14,7 +14,6 @@ from fusedrl.ops.linear_policy_loss.autograd import Task
 from fusedrl.ops.linear_policy_loss.statistics import RatioStatistics, ratio_statistics
 from fusedrl.ops.linear_policy_loss.ways import from_log_probs, from_sequence_ratios
 from fusedrl.ops.token_kl.reference import estimate
-from fusedrl.ops.token_log_probs.reference import rows_of_tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -185,10 +184,7 @@ def linear_policy_loss(
         shift,
         _dispatch.temperature_tensor(temperature, head.hidden.device, chosen),
     )
-    _, present = rows_of_tokens(tokens, offsets, shift)
-    sequences = losses.sequences_of(
-        tokens, offsets, present if mask is None else present & mask.flatten()
-    )
+    sequences = losses.sequences_of(tokens, rows.mask, rows.offsets, shift)
     dtype = _dispatch.result_dtype(head.hidden)
     batch = losses.PolicyBatch(
         _advantages(advantages, tokens, sequences, dtype),
@@ -196,6 +192,9 @@ def linear_policy_loss(
         _constant("ref_log_probs", ref_log_probs, tokens, dtype),
     )
     factors = _constant("token_weights", token_weights, tokens, dtype)
+    if normalizer is not None:
+        low = 1 / _dispatch.LARGEST
+        normalizer = _dispatch.scalar_tensor("normalizer", normalizer, head.hidden.device, low)
     share = losses.shares(sequences, aggregation, normalizer).to(dtype).view(tokens.shape)
     weights = losses.TermWeights(
         share if factors is None else torch.where(share > 0, share * factors, 0),
@@ -228,9 +227,9 @@ def linear_policy_loss(
 
 
 def _aggregated(share: Tensor, column: Tensor | None) -> Tensor:
-    return (
-        share.new_zeros(()) if column is None else torch.where(share > 0, share * column, 0).sum()
-    )
+    if column is None:
+        return share.new_zeros(())
+    return torch.where(share > 0, share * column, 0).sum()
 
 
 def _check_coefficients(
@@ -246,16 +245,11 @@ def _check_coefficients(
             raise ValueError(f"{name}: expected a finite number, got {value!r}")
     if kl_coeff and ref_log_probs is None:
         raise ValueError(f"ref_log_probs: expected a tensor with kl_coeff={kl_coeff}, got None")
-    if normalizer is None:
-        if aggregation == "constant":
-            raise ValueError(
-                "normalizer: expected a number with aggregation='constant', such as the number of "
-                "sequences times the longest length that may be generated, got None"
-            )
-        return
-    number = normalizer.item() if isinstance(normalizer, Tensor) else normalizer
-    if _dispatch.real_number(number) is None or not number > 0:
-        raise ValueError(f"normalizer: expected a number > 0, got {normalizer!r}")
+    if aggregation == "constant" and normalizer is None:
+        raise ValueError(
+            "normalizer: expected a number with aggregation='constant', such as the number of "
+            "sequences times the longest length that may be generated, got None"
+        )
 
 
 def _check_main_grad(main_grad: Tensor | None, weight: Tensor, group: object) -> None:

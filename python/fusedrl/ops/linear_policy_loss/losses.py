@@ -159,18 +159,25 @@ class Sequences(NamedTuple):
         return self.sums(self.kept.to(dtype)).clamp(min=1)
 
 
-def sequences_of(tokens: Tensor, offsets: Tensor | None, kept: Tensor) -> Sequences:
-    """The sequences of a packed batch with offsets, or the rows of a padded one."""
-    total = tokens.numel()
+def sequences_of(
+    tokens: Tensor, mask: Tensor | None, offsets: Tensor | None, shift: bool
+) -> Sequences:
+    """The sequences of a packed batch with offsets, or the rows of a padded one.
+
+    With ``shift`` no row predicts the first token of a sequence, which therefore is not kept.
+    """
+    places = torch.arange(tokens.numel(), device=tokens.device)
     if offsets is not None:
         count = len(offsets) - 1
         each = torch.arange(count, device=tokens.device)
-        index = torch.repeat_interleave(each, offsets.diff(), output_size=total)
+        index = torch.repeat_interleave(each, offsets.diff(), output_size=tokens.numel())
+        first = offsets[:-1][index]
     else:
-        count = len(tokens) if tokens.dim() == 2 else 1
-        width = max(tokens.shape[-1], 1)
-        index = torch.arange(total, device=tokens.device) // width
-    return Sequences(index, count, kept.flatten())
+        count, width = len(tokens) if tokens.dim() == 2 else 1, max(tokens.shape[-1], 1)
+        index = places // width
+        first = index * width
+    kept = places >= 0 if mask is None else mask.flatten()
+    return Sequences(index, count, kept & (places != first) if shift else kept)
 
 
 def log_ratios(log_ratio: Tensor, level: str, sequences: Sequences) -> Tensor:
@@ -183,7 +190,7 @@ def log_ratios(log_ratio: Tensor, level: str, sequences: Sequences) -> Tensor:
     return of_sequences[sequences.index].view(log_ratio.shape)
 
 
-def shares(sequences: Sequences, aggregation: str, normalizer: float | Tensor | None) -> Tensor:
+def shares(sequences: Sequences, aggregation: str, normalizer: Tensor | None) -> Tensor:
     """How much each token counts in the loss, packed; 0 for a dropped one.
 
     ``"token"``: 1 over the kept tokens. ``"sequence"``: 1 over the sequences and over the kept
@@ -192,7 +199,7 @@ def shares(sequences: Sequences, aggregation: str, normalizer: float | Tensor | 
     """
     kept = sequences.kept.float()
     if aggregation == "sequence":
-        divisor: float | Tensor = max(sequences.count, 1) if normalizer is None else normalizer
+        divisor = max(sequences.count, 1) if normalizer is None else normalizer
         return kept / sequences.lengths(torch.float32)[sequences.index] / divisor
     divisor = kept.sum().clamp(min=1) if normalizer is None else normalizer
     return kept / divisor

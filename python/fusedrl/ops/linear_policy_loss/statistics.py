@@ -41,7 +41,7 @@ def ratio_statistics(
     """Statistics at the level of the loss; all 0 where no token is kept."""
     old = log_probs if batch.old_log_probs is None else batch.old_log_probs.to(log_probs)
     difference = log_probs - old
-    kept, count = sequences.kept, sequences.kept.sum()
+    kept, count = sequences.kept, sequences.kept.sum().to(difference.dtype)
     log_ratio = log_ratios(difference, level, sequences).flatten()
     ratio = torch.where(kept, log_ratio.exp(), 0)
     advantages = batch.advantages.flatten()
