@@ -58,7 +58,7 @@ CASES = {
     ),
     "linear_policy_loss": lambda i: (
         linear_policy_loss(
-            *(*i.head(), i.tokens(4), i.mask(4), i.values(2).detach()),
+            *(*i.head(), i.tokens(4), i.mask(4), torch.stack([i.scalar(), i.scalar()])),
             bias=i.values(5),
             offsets=i.offsets(),
             shift=True,

@@ -45,16 +45,11 @@ def from_sequence_ratios(
     task: Task, level: str, sequences: Sequences, main_grad: Tensor | None
 ) -> Terms:
     """A loss whose ratio is that of a sequence: its log-probs come first, then its gradients."""
+    differentiates = task.needs_grad
     with torch.no_grad():
         log_probs, entropy = _log_probs(task)
-    with torch.enable_grad():
-        leaf = log_probs.requires_grad_()
-        values = policy_terms(
-            leaf, entropy, task.batch, task.weights, task.surrogate, level, sequences
-        )
-        (slopes,) = torch.autograd.grad(values.sum(), leaf)
-    values, log_probs = values.detach(), log_probs.detach()
-    if task.needs_grad:
+    values, slopes = _slopes(task, level, sequences, log_probs, entropy)
+    if differentiates:
         linear = task._replace(
             batch=PolicyBatch(-slopes, None, None),
             weights=TermWeights((slopes != 0).to(slopes.dtype), entropy=task.weights.entropy),
@@ -63,6 +58,20 @@ def from_sequence_ratios(
         terms = autograd.run(linear, main_grad).values
         values = values + (terms - terms.detach())
     return Terms(values, log_probs, torch.zeros_like(log_probs) if entropy is None else entropy)
+
+
+@torch.compiler.disable
+def _slopes(
+    task: Task, level: str, sequences: Sequences, log_probs: Tensor, entropy: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The terms of a loss, and the derivative of their sum by each log-prob."""
+    with torch.enable_grad():
+        leaf = log_probs.detach().requires_grad_()
+        values = policy_terms(
+            leaf, entropy, task.batch, task.weights, task.surrogate, level, sequences
+        )
+        (slopes,) = torch.autograd.grad(values.sum(), leaf)
+    return values.detach(), slopes
 
 
 def _log_probs(
