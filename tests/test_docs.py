@@ -51,7 +51,7 @@ def test_every_example_shows_an_answer(name):
     assert any(example.want for example in examples)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/channel.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/channel.md", "docs/losses.md"])
 def test_python_on_pages_runs(page):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks

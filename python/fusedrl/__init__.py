@@ -22,7 +22,6 @@ _HOME = {
     "linear_exact_kl": "fusedrl.ops",
     "linear_policy_loss": "fusedrl.ops",
     "PolicyLoss": "fusedrl.ops",
-    "RatioStatistics": "fusedrl.ops",
     "KLComputation": "fusedrl.transforms",
     "RetrieveLogProb": "fusedrl.transforms",
     "RetrieveKL": "fusedrl.transforms",
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.integrations.trl import patch_trl as patch_trl
     from fusedrl.ops import PolicyLoss as PolicyLoss
-    from fusedrl.ops import RatioStatistics as RatioStatistics
     from fusedrl.ops import TokenKL as TokenKL
     from fusedrl.ops import TokenLogProbs as TokenLogProbs
     from fusedrl.ops import VocabPart as VocabPart

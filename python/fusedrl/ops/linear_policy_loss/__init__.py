@@ -31,7 +31,19 @@ class PolicyLoss(NamedTuple):
         entropy: the aggregated entropy, 0 where it was not asked for.
         log_probs: float32, shaped like the tokens; 0 for a dropped one.
         entropies: of each token's distribution, ``None`` where they were not asked for.
-        ratio: statistics of the ratios of kept tokens.
+        ratio: statistics of the ratios of kept tokens, a
+            :class:`fusedrl.ops.linear_policy_loss.RatioStatistics`.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import linear_policy_loss
+        >>> hidden, weight, tokens = torch.ones(2, 4), torch.zeros(10, 4), torch.tensor([1, 7])
+        >>> log_probs = torch.full((2,), 0.1).log()
+        >>> result = linear_policy_loss(
+        ...     hidden, weight, tokens, None, torch.tensor([2.0, 1.0]), old_log_probs=log_probs - 1
+        ... )
+        >>> result.objective, result.ratio.clipped_high
+        (tensor(-1.8000), tensor(1.))
     """
 
     loss: Tensor
