@@ -132,6 +132,37 @@ def test_sequences_take_one_advantage_each():
     assert all(map(torch.equal, grads, other_grads))
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_nested_batches_equal_packed_ones(layout, of_tokens):
+    problem, lengths = Problem(), OFFSETS.diff().tolist()
+    mask = torch.arange(9) % 4 != 1
+    advantages = problem.advantages if of_tokens else problem.advantages[:4]
+
+    def nested(x):
+        return torch.nested.as_nested_tensor(list(x.split(lengths)), layout=layout)
+
+    results = []
+    for batch, options in ((lambda x: x, {"offsets": OFFSETS}), (nested, {})):
+        leaves = [x.clone().requires_grad_() for x in problem.head]
+        results.append(
+            linear_policy_loss(
+                *(batch(leaves[0]), leaves[1], batch(problem.tokens), batch(mask)),
+                batch(advantages) if of_tokens else advantages, bias=leaves[2], shift=True,
+                old_log_probs=batch(problem.old), ref_log_probs=batch(problem.ref), kl_coeff=0.1,
+                entropy=True, **options,
+            )
+        )  # fmt: skip
+        results[-1].loss.backward()
+        results.append([x.grad for x in leaves])
+    packed, grads, ragged, other_grads = results
+    assert torch.equal(packed.loss, ragged.loss)
+    for name in ("log_probs", "entropies"):
+        parts = torch.cat(list(getattr(ragged, name).unbind()))
+        assert torch.equal(parts, getattr(packed, name))
+    assert all(map(torch.equal, grads, other_grads))
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_nothing_of_a_dropped_token_is_read(loss):
     problem = Problem()

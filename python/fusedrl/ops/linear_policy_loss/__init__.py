@@ -112,10 +112,11 @@ def linear_policy_loss(
     needed, summed in float32, and scaled in the backward pass.
 
     Args:
-        hidden: ``[N, H]`` packed or ``[B, T, H]`` padded; float32, bfloat16 or float16 (float64
-            runs through the reference).
+        hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``; float32, bfloat16
+            or float16 (float64 runs through the reference).
         weight: ``[V, H]`` of the dtype of ``hidden``.
-        tokens: integer class of each token, ``[N]`` or ``[B, T]``.
+        tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged, as is every other tensor
+            of one entry a token.
         mask: bool, shaped like ``tokens``; ``None`` keeps all. Nothing of a dropped token is read.
         advantages: one a token, shaped like ``tokens``, or one a sequence, ``[B]``.
         old_log_probs: log-probs of the policy that generated, shaped like ``tokens``; ``None``:
@@ -174,6 +175,53 @@ def linear_policy_loss(
         >>> weight.grad.shape
         torch.Size([100, 8])
     """
+    _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
+    if hidden.is_nested:
+        columns: dict[str, Tensor | None] = {
+            "mask": mask,
+            "old_log_probs": old_log_probs,
+            "ref_log_probs": ref_log_probs,
+            "token_weights": token_weights,
+        }
+        if isinstance(advantages, Tensor) and advantages.is_nested:
+            columns["advantages"] = advantages
+        packed = _rows.pack("hidden", hidden, offsets, over="tokens", tokens=tokens, **columns)
+        values, *of_columns = packed.companions
+        columns = dict(zip(columns, of_columns, strict=True))
+        of_tokens = columns.get("advantages", advantages)
+        assert values is not None and of_tokens is not None
+        result = linear_policy_loss(
+            packed.values,
+            weight,
+            values,
+            columns["mask"],
+            of_tokens,
+            old_log_probs=columns["old_log_probs"],
+            ref_log_probs=columns["ref_log_probs"],
+            token_weights=columns["token_weights"],
+            offsets=packed.offsets,
+            shift=shift,
+            loss=loss,
+            ratio=ratio,
+            clip=clip,
+            dual_clip=dual_clip,
+            aggregation=aggregation,
+            normalizer=normalizer,
+            kl_coeff=kl_coeff,
+            kl_estimator=kl_estimator,
+            entropy_coeff=entropy_coeff,
+            entropy=entropy,
+            bias=bias,
+            softcap=softcap,
+            scale=scale,
+            temperature=temperature,
+            vocab_offset=vocab_offset,
+            group=group,
+            main_grad=main_grad,
+            impl=impl,
+        )
+        entropies = None if result.entropies is None else packed.rewrap(result.entropies)
+        return result._replace(log_probs=packed.rewrap(result.log_probs), entropies=entropies)
     surrogate, level, aggregation = losses.recipe_of(
         loss, ratio, aggregation, clip, dual_clip, kl_estimator
     )

@@ -91,9 +91,19 @@ def run(task: Task, main_grad: Tensor | None = None, separate: bool = False) -> 
     where they are ``separate``.
     """
     head, rows, batch, weights, surrogate, entropy = task
+    code, low, high, most, estimator = surrogate.codes
     call = Call(
-        *(head.hidden, head.weight, head.bias, *rows, head.scale, head.softcap),
-        *(*batch, weights.stacked(), *surrogate.codes, entropy),
+        *head[:3],
+        *rows,
+        *head[3:],
+        *batch,
+        weights=weights.stacked(),
+        surrogate=code,
+        low=low,
+        high=high,
+        most=most,
+        estimator=estimator,
+        entropy=entropy,
     )
     if task.needs_grad:
         values, results = _Autograd.apply(main_grad, separate, *call)

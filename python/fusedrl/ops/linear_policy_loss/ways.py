@@ -60,7 +60,7 @@ def from_sequence_ratios(
     return Terms(values, log_probs, torch.zeros_like(log_probs) if entropy is None else entropy)
 
 
-@torch.compiler.disable
+@torch.compiler.disable()  # a compiled graph has no autograd.grad in it
 def _slopes(
     task: Task, level: str, sequences: Sequences, log_probs: Tensor, entropy: Tensor | None
 ) -> tuple[Tensor, Tensor]:
