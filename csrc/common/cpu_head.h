@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/cpu_memory.h"
 #include "common/row_map.h"
 #include "common/tensor.h"
 
@@ -63,7 +64,7 @@ inline Tensor rows_of(const Tensor& matrix, int64_t first, int64_t count) {
 inline Tensor transposed(const Tensor& matrix) { return torch::stable::transpose(matrix, 0, 1); }
 
 inline Tensor new_matrix(const Tensor& like, int64_t rows, int64_t columns) {
-  return torch::stable::new_empty(like, std::vector<int64_t>{rows, columns}, ScalarType::Float);
+  return new_uninitialised(like, std::vector<int64_t>{rows, columns}, ScalarType::Float);
 }
 
 // A float32 matrix whose number of rows and columns changes from tile to tile.

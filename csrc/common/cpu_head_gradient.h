@@ -20,7 +20,9 @@ class CpuHeadGradient {
     if (of_hidden) hidden_ = zeros(hidden, {head.padded_rows(), width}, ScalarType::Float);
     if (of_weight) {
       const ScalarType dtype = weight_dtype.value_or(weight.scalar_type());
-      weight_ = zeros(weight, weight.sizes(), dtype);
+      // The first block of rows overwrites every tile.
+      weight_ = head.padded_rows() > 0 ? new_uninitialised(weight, weight.sizes(), dtype)
+                                       : zeros(weight, weight.sizes(), dtype);
       if (dtype != ScalarType::Float) {
         upcast_.emplace(weight, head.most_classes() * width);
       }

@@ -11,7 +11,7 @@
 namespace fusedrl {
 namespace {
 
-constexpr int64_t kBlockLogits = int64_t(32) << 20;  // of a block of rows: 128 MiB
+constexpr int64_t kBlockLogits = int64_t(64) << 20;  // of a block of rows: 256 MiB
 
 // Rows of a block, so that blocks are about equal. Gradients of half weights are summed in float32
 // over blocks, in as much memory as H rows of logits take: one larger block may take less.

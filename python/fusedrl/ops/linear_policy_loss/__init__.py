@@ -106,7 +106,7 @@ def linear_policy_loss(
     A block of rows is multiplied by the head once, reduced to log-probs, weighed, overwritten by
     the gradient of its logits, and multiplied into both gradients before the next block starts:
     three matrix products, where a log-prob op and a loss behind it take four. The logits of one
-    block exist at a time: at most 128 MiB on the CPU (or one row). A ratio of whole sequences needs
+    block exist at a time: at most 256 MiB (or one row). A ratio of whole sequences needs
     their log-probs first, and a vocabulary that is sharded over ranks those of all ranks: four
     products. Only kept rows are multiplied. Gradients are made in the forward pass, where any are
     needed, summed in float32, and scaled in the backward pass.
