@@ -75,11 +75,27 @@ def test_sizes_around_a_tile_of_classes(classes, dtype):
     check(Problem(classes=classes, dtype=dtype), temperature=0.7, entropy=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_more_rows_than_a_block(dtype):
-    """Two blocks of rows: 140 MiB of logits each, with a narrow head."""
-    problem = Problem(rows=600, classes=130_000, width=3, dtype=dtype)
-    check(problem, loss="dapo", entropy_coeff=0.1, mask=torch.arange(600) % 8 != 0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_float", [True, False])
+def test_several_blocks_of_rows_add_up(dtype, in_float):
+    """What needs two blocks, 140 MiB of logits each, is the sum of its parts, one block each."""
+    hidden, weight = torch.randn(560, 3), torch.randn(130_000, 3)
+    tokens, advantages = torch.randint(0, 130_000, (560,)), torch.randn(560)
+    results = []
+    for parts in ((slice(0, 560),), (slice(0, 280), slice(280, 560))):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        main_grad = torch.zeros(weight.shape) if in_float else None
+        for part in parts:
+            out = linear_policy_loss(
+                *(leaves[0][part], leaves[1], tokens[part], None, advantages[part]),
+                old_log_probs=torch.full((part.stop - part.start,), -12.0), loss="dapo",
+                normalizer=560, main_grad=main_grad,
+            )  # fmt: skip
+            out.loss.backward()
+        results.append((leaves[0].grad, main_grad if in_float else leaves[1].grad))
+    rounded = 1e-4 if in_float or dtype == torch.float32 else 1e-2  # of two halves, or of their sum
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=rounded, atol=1e-5 * want.abs().max().item())
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
