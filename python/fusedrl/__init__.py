@@ -20,6 +20,9 @@ _HOME = {
     "TokenKL": "fusedrl.ops",
     "exact_kl": "fusedrl.ops",
     "linear_exact_kl": "fusedrl.ops",
+    "importance_weights": "fusedrl.ops",
+    "ImportanceWeights": "fusedrl.ops",
+    "Mismatch": "fusedrl.ops",
     "KLComputation": "fusedrl.transforms",
     "RetrieveLogProb": "fusedrl.transforms",
     "RetrieveKL": "fusedrl.transforms",
@@ -59,10 +62,13 @@ if TYPE_CHECKING:
     from fusedrl.collectors import aSyncDataCollector as aSyncDataCollector
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.integrations.trl import patch_trl as patch_trl
+    from fusedrl.ops import ImportanceWeights as ImportanceWeights
+    from fusedrl.ops import Mismatch as Mismatch
     from fusedrl.ops import TokenKL as TokenKL
     from fusedrl.ops import TokenLogProbs as TokenLogProbs
     from fusedrl.ops import VocabPart as VocabPart
     from fusedrl.ops import exact_kl as exact_kl
+    from fusedrl.ops import importance_weights as importance_weights
     from fusedrl.ops import linear_exact_kl as linear_exact_kl
     from fusedrl.ops import linear_token_log_probs as linear_token_log_probs
     from fusedrl.ops import token_kl as token_kl

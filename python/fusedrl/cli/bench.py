@@ -32,6 +32,7 @@ OPS = (
     "linear_token_log_probs",
     "exact_kl",
     "linear_exact_kl",
+    "importance_weights",
     "retrieve_kl",
     "trl",
     "channel",
