@@ -66,10 +66,8 @@ class Mismatch(NamedTuple):
 
     def total(self) -> Mismatch:
         """The same over all sequences together, as 0-dim tensors."""
-        if self.max_ratio.numel() == 0:
-            return Mismatch(*(field.sum() for field in self))
-        *sums, max_ratio = self
-        return Mismatch(*(field.sum() for field in sums), max_ratio.amax())
+        sums = Mismatch._make(field.sum() for field in self)
+        return sums if len(self.max_ratio) == 0 else sums._replace(max_ratio=self.max_ratio.amax())
 
 
 class ImportanceWeights(NamedTuple):
@@ -239,19 +237,16 @@ def _dense(
     dtype = torch.promote_types(log_probs.dtype, rollout_log_probs.dtype)
     device = log_probs.device
     chosen = _dispatch.choose(options["impl"], "importance_weights", device, dtype)
-    bounds = _bounds(options["low"], options["high"], device)
-    missing = options["nan"] == "missing"
+    low, high = _bounds(options["low"], options["high"], device)
+    level, mode, missing = options["level"], options["mode"], options["nan"] == "missing"
     # Constants, whichever way a caller differentiates.
     log_probs, rollout_log_probs = (x.detach().to(dtype) for x in (log_probs, rollout_log_probs))
     if chosen == "reference":
-        flat = (None if x is None else x.flatten() for x in (log_probs, rollout_log_probs, mask))
+        sequences, count = _sequences(log_probs, offsets)
+        kept = None if mask is None else mask.flatten()
+        values = log_probs.flatten(), rollout_log_probs.flatten()
         weights, counts, sums = reference.importance_weights(
-            *flat,  # pyright: ignore[reportArgumentType]
-            *_sequences(log_probs, offsets),
-            *bounds,
-            options["level"],
-            options["mode"],
-            missing,
+            *values, kept, sequences, count, low, high, level, mode, missing
         )
         weights = weights.view(log_probs.shape)
     else:
@@ -260,9 +255,10 @@ def _dense(
             rollout_log_probs.contiguous(),
             None if mask is None else mask.contiguous(),
             None if offsets is None else offsets.to(torch.int64).contiguous(),
-            *bounds,
-            LEVELS.index(options["level"]),
-            options["mode"] == "mask",
+            low,
+            high,
+            LEVELS.index(level),
+            mode == "mask",
             missing,
         )
     return ImportanceWeights(weights, Mismatch(*counts.unbind(1), *sums.unbind(1)))
