@@ -67,7 +67,9 @@ class Mismatch(NamedTuple):
     def total(self) -> Mismatch:
         """The same over all sequences together, as 0-dim tensors."""
         sums = Mismatch._make(field.sum() for field in self)
-        return sums if len(self.max_ratio) == 0 else sums._replace(max_ratio=self.max_ratio.amax())
+        return (
+            sums if self.max_ratio.numel() == 0 else sums._replace(max_ratio=self.max_ratio.amax())
+        )
 
 
 class ImportanceWeights(NamedTuple):
