@@ -8,9 +8,10 @@ namespace fusedrl {
 
 inline SequenceBounds sequence_bounds(const Tensor& log_probs,
                                       const std::optional<Tensor>& offsets) {
-  if (offsets.has_value()) return {data<int64_t>(offsets), offsets->numel() - 1, 0};
-  if (log_probs.dim() == 2) return {nullptr, log_probs.size(0), log_probs.size(1)};
-  return {nullptr, 1, log_probs.numel()};
+  const int64_t tokens = log_probs.numel();
+  if (offsets.has_value()) return {data<int64_t>(offsets), offsets->numel() - 1, 0, tokens};
+  if (log_probs.dim() == 2) return {nullptr, log_probs.size(0), log_probs.size(1), tokens};
+  return {nullptr, 1, tokens, tokens};
 }
 
 struct Results {

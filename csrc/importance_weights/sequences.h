@@ -10,11 +10,19 @@ struct SequenceBounds {
   const int64_t* offsets;  // null where all sequences are `length` long
   int64_t sequences;
   int64_t length;
+  int64_t tokens;  // of all sequences
 
   FUSEDRL_HD int64_t begin(int64_t sequence) const {
     return offsets == nullptr ? sequence * length : offsets[sequence];
   }
   FUSEDRL_HD int64_t end(int64_t sequence) const { return begin(sequence + 1); }
+
+  // Where this is true of every sequence, each token is of one.
+  FUSEDRL_HD bool in_order(int64_t sequence) const {
+    const int64_t first = begin(sequence), past = end(sequence);
+    return 0 <= first && first <= past && past <= tokens && (sequence > 0 || first == 0) &&
+           (sequence + 1 < sequences || past == tokens);
+  }
 };
 
 constexpr int64_t kCounts = 2;  // known tokens, clipped tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from values import DTYPES
 
@@ -42,6 +43,15 @@ def check_padded_and_missing():
             p[0, 5], q[-1, 7], q[-1, 9] = torch.nan, torch.nan, -torch.inf
         compare(p, q, level=level, nan=nan)
         compare(p, q, level=level, nan=nan, high=None)
+
+
+def check_offsets():
+    """Where they do not partition the tokens, nothing outside of these is touched."""
+    p, bound = torch.zeros(8), torch.ones((), dtype=torch.float64)
+    for bounds in ([0, 3, 1, 8], [0, 3, 4], [1, 8], [0, 9], [-1, 8]):
+        offsets = torch.tensor(bounds)
+        with pytest.raises(RuntimeError, match="offsets: expected non-decreasing values from 0 to"):
+            torch.ops.fusedrl.importance_weights(p, p, None, offsets, bound, bound, 0, False, False)
 
 
 def check_bits():

@@ -183,9 +183,9 @@ def _list(
     companions |= {} if mask is None else {"mask": mask}
     check_lists(**companions)
     if not any(map(len, (log_probs, *companions.values()))):
-        nothing = torch.zeros(0)
-        none = ragged.offsets_of([])
-        return ImportanceWeights([], _dense(nothing, nothing, None, none, options).mismatch)
+        counts = torch.zeros((2, 0), dtype=torch.int64, device="cpu")
+        sums = torch.zeros((5, 0), dtype=torch.float32, device="cpu")
+        return ImportanceWeights([], Mismatch(*counts.unbind(), *sums.unbind()))
     packed = pack_columns(log_probs, companions)
     of_samples = ragged.offsets_of(packed.lengths, packed.log_probs.device)
     kept = None if mask is None else packed.companions[1]
