@@ -36,7 +36,7 @@ def absent(device: str, third_party: bool) -> dict[str, str]:
 
 def _why_absent(name: str, device: str, third_party: bool) -> str | None:
     module = MODULES[name]
-    if importlib.util.find_spec(module) is None:
+    if not is_installed(name):
         return f"{module} is not installed"
     if name == LINEAR_CE and not hasattr(F, "linear_cross_entropy"):
         return f"torch {torch.__version__} does not have it"
@@ -45,6 +45,11 @@ def _why_absent(name: str, device: str, third_party: bool) -> str | None:
     if name in THIRD_PARTY and not third_party:
         return "not asked for: add --peers"
     return None
+
+
+def is_installed(name: str) -> bool:
+    """Whether a peer's module is there: parts of Liger run on a CPU."""
+    return importlib.util.find_spec(MODULES[name]) is not None
 
 
 def chosen(functions: dict[str, Callable], usable: set[str]) -> dict[str, Callable]:

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fusedrl import linear_token_log_probs
+from fusedrl import linear_policy_loss, linear_token_log_probs
 
 CLASSES, WIDTH = 2300, 12
 
@@ -31,6 +31,20 @@ def run(hidden, weight, bias, upstream, tokens, mask, **options):
     )
 
 
+def run_loss(hidden, weight, bias, upstream, tokens, mask, **options):
+    """A loss whose ratio is that of each token, one of whole sequences, and their gradients."""
+    advantages, old_log_probs = upstream
+    found = []
+    for loss in ("dapo", "gspo"):
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+        value = linear_policy_loss(
+            *(*leaves[:2], tokens, mask, advantages), bias=leaves[2], loss=loss, entropy_coeff=0.1,
+            old_log_probs=old_log_probs - 8, clip=0.9, **options,
+        ).loss  # fmt: skip
+        found += [value.detach(), *torch.autograd.grad(value, leaves)]
+    return found
+
+
 def on_a_rank(rank: int, bounds: list[int], dtype: torch.dtype, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -48,5 +62,6 @@ def on_a_rank(rank: int, bounds: list[int], dtype: torch.dtype, folder: str) -> 
         run(hidden, weight[mine], bias[mine], upstream, tokens, mask, shift=shift, **shard)
         for shift in (False, True)
     ]
-    torch.save(found, f"{folder}/{rank}")
+    losses = run_loss(hidden, weight[mine], bias[mine], upstream, tokens, mask, **shard)
+    torch.save((found, losses), f"{folder}/{rank}")
     dist.destroy_process_group()

@@ -71,8 +71,8 @@ class Workspace {
  public:
   Workspace(const Tensor& like, int64_t most) : flat_(new_matrix(like, most, 1)) {}
 
-  Tensor matrix(int64_t rows, int64_t columns) const {
-    return torch::stable::view(rows_of(flat_, 0, rows * columns), {rows, columns});
+  Tensor matrix(int64_t rows, int64_t columns, int64_t first = 0) const {
+    return torch::stable::view(rows_of(flat_, first, rows * columns), {rows, columns});
   }
 
  private:
@@ -125,16 +125,18 @@ inline int64_t tile_classes(const Tensor& weight, int64_t block) {
 // Computes tiles of logits = scale (h W^T + b) over the kept rows.
 class CpuHead {
  public:
+  // With `whole_rows`, blocks have so many rows, and the logits of all their classes are held.
   CpuHead(const Tensor& hidden, const std::vector<int64_t>& rows, const Tensor& weight,
           const std::optional<Tensor>& bias, float scale, bool batch_invariant,
-          int64_t most_classes)
-      : block_(block_rows(rows.size(), batch_invariant)),
+          int64_t most_classes, int64_t whole_rows = 0)
+      : block_(whole_rows > 0 ? whole_rows : block_rows(rows.size(), batch_invariant)),
         most_classes_(most_classes),
         rows_(rows.size()),
         batch_invariant_(batch_invariant),
+        holds_blocks_(whole_rows > 0),
         hidden_(gathered(hidden, rows, scale, batch_invariant ? block_ : 1)),
         weight_(weight),
-        logits_(hidden, block_ * most_classes),
+        logits_(hidden, block_ * (holds_blocks_ ? weight.size(0) : most_classes)),
         upcast_(hidden, is_float() ? 0 : most_classes * weight.size(1)),
         tile_(weight) {
     if (!bias.has_value()) return;
@@ -183,12 +185,16 @@ class CpuHead {
     return rows_of(hidden_, first, std::min(block_, hidden_.size(0) - first));
   }
 
-  // Logits [rows, classes] of a block of rows and the loaded classes, in a workspace that the next
-  // call overwrites.
+  // Where the logits [rows, classes] of a block of rows and the loaded classes belong: the next
+  // tile overwrites them unless all of a block are held.
+  Tensor place(int64_t first_row) const {
+    const int64_t rows = hidden_block(first_row).size(0);
+    return logits_.matrix(rows, tile_.size(0), holds_blocks_ ? rows * first_class_ : 0);
+  }
+
   Tensor logits(int64_t first_row) const {
-    const Tensor hidden = hidden_block(first_row);
-    Tensor out = logits_.matrix(hidden.size(0), tile_.size(0));
-    multiply_rows(out, hidden, transposed(tile_), false);
+    Tensor out = place(first_row);
+    multiply_rows(out, hidden_block(first_row), transposed(tile_), false);
     return out;
   }
 
@@ -213,7 +219,7 @@ class CpuHead {
   bool is_float() const { return weight_.scalar_type() == ScalarType::Float; }
 
   int64_t block_, most_classes_, rows_;
-  bool batch_invariant_;
+  bool batch_invariant_, holds_blocks_;
   Tensor hidden_, weight_;
   Workspace logits_, upcast_;
   Tensor tile_;

@@ -11,21 +11,21 @@ namespace fusedrl {
 
 class CpuHeadGradient {
  public:
+  // The weight's gradient is of its dtype unless another is asked for.
   CpuHeadGradient(CpuHead& head, const Tensor& hidden, const Tensor& weight,
-                  const std::optional<Tensor>& bias, bool of_hidden, bool of_weight, bool of_bias)
+                  const std::optional<Tensor>& bias, bool of_hidden, bool of_weight, bool of_bias,
+                  std::optional<ScalarType> weight_dtype = std::nullopt)
       : head_(head), hidden_like_(hidden) {
     const int64_t width = weight.size(1);
     if (of_hidden) hidden_ = zeros(hidden, {head.padded_rows(), width}, ScalarType::Float);
     if (of_weight) {
-      weight_ = zeros(weight, weight.sizes(), weight.scalar_type());
-      if (weight.scalar_type() != ScalarType::Float) {
+      const ScalarType dtype = weight_dtype.value_or(weight.scalar_type());
+      weight_ = zeros(weight, weight.sizes(), dtype);
+      if (dtype != ScalarType::Float) {
         upcast_.emplace(weight, head.most_classes() * width);
       }
     }
-    if (of_bias) {
-      bias_ = zeros(*bias, bias->sizes(), bias->scalar_type());
-      bias_sums_.resize(bias->numel());
-    }
+    if (of_bias) bias_sums_.resize(bias->numel());
   }
 
   // Adds what `grads`, the gradients of head.logits(first_row), contribute.
@@ -43,7 +43,7 @@ class CpuHeadGradient {
         multiply_add(out, transposed(grads), block);
       }
     }
-    if (bias_.has_value()) add_bias(grads);
+    if (!bias_sums_.empty()) add_bias(grads);
   }
 
   // After the last block of a tile of classes.
@@ -78,13 +78,17 @@ class CpuHeadGradient {
     return weight_.has_value() ? *weight_ : empty_vector(hidden_like_, hidden_like_.scalar_type());
   }
 
-  Tensor bias(float scale) const {
-    if (!bias_.has_value()) return empty_vector(hidden_like_, hidden_like_.scalar_type());
-    dispatch_half_or_float(*bias_, "bias", [&]<typename T>() {
-      T* to = mutable_data<T>(*bias_);
+  // Of the dtype of the hidden states unless another is asked for.
+  Tensor bias(float scale, std::optional<ScalarType> dtype = std::nullopt) const {
+    const ScalarType type = dtype.value_or(hidden_like_.scalar_type());
+    if (bias_sums_.empty()) return empty_vector(hidden_like_, hidden_like_.scalar_type());
+    const Tensor out = torch::stable::new_empty(
+        hidden_like_, std::vector<int64_t>{static_cast<int64_t>(bias_sums_.size())}, type);
+    dispatch_half_or_float(out, "bias", [&]<typename T>() {
+      T* to = mutable_data<T>(out);
       for (size_t v = 0; v < bias_sums_.size(); ++v) to[v] = T(scale * bias_sums_[v]);
     });
-    return *bias_;
+    return out;
   }
 
  private:
@@ -112,7 +116,7 @@ class CpuHeadGradient {
 
   CpuHead& head_;
   Tensor hidden_like_;
-  std::optional<Tensor> hidden_, weight_, bias_;
+  std::optional<Tensor> hidden_, weight_;
   std::optional<Workspace> upcast_;
   std::vector<double> bias_sums_;
 };

@@ -36,13 +36,14 @@ inline Tensor new_zeros(const Tensor& like, std::vector<int64_t> sizes, ScalarTy
   return torch::stable::new_zeros(like, sizes, dtype);
 }
 
-// The rows of a batch that are multiplied, and how many of them and of the classes at a time. The
+// The rows of a batch that are multiplied, and how many of them and of the classes at a time: all
+// classes of a few rows where whole rows are asked for. The
 // host waits for the device where a mask or a shift drops rows: it has to know how many are left.
 class HeadRows {
  public:
   HeadRows(const OnDeviceOf& device, const Tensor& hidden, const std::optional<Tensor>& mask,
            const std::optional<Tensor>& offsets, bool shift, const Tensor& temperature,
-           int64_t classes, bool batch_invariant)
+           int64_t classes, bool batch_invariant, bool whole_rows = false)
       : rows{data<bool>(mask), row_map(hidden, offsets, shift), classes,
              scalar_argument("temperature", temperature, hidden)} {
     const int64_t tokens = rows.map.tokens;
@@ -55,11 +56,13 @@ class HeadRows {
       index_ = torch::stable::contiguous(indices_of(flags));
       kept = {rows.map, data<int64_t>(index_), index_->numel()};
     }
-    block =
-        batch_invariant ? kInvariantRows : std::max<int64_t>(1, std::min(kept.count, kMostRows));
+    const int64_t all = (classes + kColumnStep - 1) / kColumnStep * kColumnStep;
+    const int64_t most = whole_rows ? std::min(kMostRows, kTileElements / all) : kMostRows;
+    block = batch_invariant ? kInvariantRows : std::max<int64_t>(1, std::min(kept.count, most));
     padded = batch_invariant ? (kept.count + block - 1) / block * block : kept.count;
-    tile = std::min((classes + kColumnStep - 1) / kColumnStep * kColumnStep,
-                    std::max(kTileElements / block / kColumnStep * kColumnStep, kColumnStep));
+    tile = whole_rows ? all
+                      : std::min(all, std::max(kTileElements / block / kColumnStep * kColumnStep,
+                                               kColumnStep));
   }
 
   KeptRows rows;
@@ -157,19 +160,21 @@ class CudaHeadGradient {
  public:
   CudaHeadGradient(const OnDeviceOf& device, const HeadRows& rows, const CudaHead<T>& head,
                    const Tensor& hidden, const Tensor& weight, bool of_hidden, bool of_weight,
-                   bool of_bias)
+                   bool of_bias, bool in_float = false)
       : device_(device),
         rows_(rows),
         head_(head),
         like_(hidden),
         width_(weight.size(1)),
+        in_float_(in_float),
         grads_(new_matrix(hidden, std::min(rows.block, rows.padded), rows.tile,
                           hidden.scalar_type())) {
     if (of_hidden) hidden_ = new_zeros(hidden, {rows.padded, width_}, ScalarType::Float);
-    if (of_weight) weight_ = new_zeros(weight, {weight.size(0), width_}, weight.scalar_type());
+    const ScalarType dtype = in_float ? ScalarType::Float : weight.scalar_type();
+    if (of_weight) weight_ = new_zeros(weight, {weight.size(0), width_}, dtype);
     if (of_bias) bias_ = new_zeros(weight, {weight.size(0)}, ScalarType::Float);
     // One block's products go where they belong, rounded once by the GEMM itself.
-    if (of_weight && rows.kept.count > rows.block) {
+    if (of_weight && rows.kept.count > rows.block && !in_float) {
       weight_sum_ = new_matrix(weight, rows.tile, width_, ScalarType::Float);
     }
   }
@@ -211,7 +216,8 @@ class CudaHeadGradient {
     Tensor hidden = none(), weight = none(), bias = none();
     if (hidden_.has_value()) hidden = hidden_in_float ? scattered<float>() : scattered<T>();
     if (weight_.has_value()) weight = *weight_;
-    if (bias_.has_value()) bias = torch::stable::to(*bias_, like_.scalar_type());
+    if (bias_.has_value())
+      bias = in_float_ ? *bias_ : torch::stable::to(*bias_, like_.scalar_type());
     return {hidden, weight, bias};
   }
 
@@ -241,18 +247,19 @@ class CudaHeadGradient {
 
   void add_weight(const Tile<T>& tile, int64_t first_class, const Tensor& grads,
                   const Tensor& block) {
-    if (!weight_sum_.has_value()) {
-      multiply(rows_of(*weight_, first_class, tile.classes), grads, block);
-      return;
-    }
-    const Tensor sum = rows_of(*weight_sum_, 0, tile.classes);
+    const Tensor sum = weight_sum_.has_value() ? rows_of(*weight_sum_, 0, tile.classes)
+                                               : rows_of(*weight_, first_class, tile.classes);
     if (tile.first_row == 0) {
       multiply(sum, grads, block);
       return;
     }
-    const Tensor term = new_matrix(like_, tile.classes, width_, ScalarType::Float);
-    multiply(term, grads, block);
-    add_to(sum, term);
+    const int64_t most = std::max<int64_t>(kTileElements / width_, 1);
+    for (int64_t first = 0; first < tile.classes; first += most) {
+      const int64_t classes = std::min(most, tile.classes - first);
+      const Tensor term = new_matrix(like_, classes, width_, ScalarType::Float);
+      multiply(term, rows_of(grads, first, classes), block);
+      add_to(rows_of(sum, first, classes), term);
+    }
   }
 
   const OnDeviceOf& device_;
@@ -260,6 +267,7 @@ class CudaHeadGradient {
   const CudaHead<T>& head_;
   Tensor like_;
   int64_t width_;
+  bool in_float_;
   Tensor grads_;
   std::optional<Tensor> hidden_, weight_, bias_, weight_sum_;
 };

@@ -4,37 +4,11 @@
 #include <tuple>
 
 #include "common/cpu_head_gradient.h"
-#include "common/cpu_ops.h"
-#include "common/rows.h"
-#include "linear_token_log_probs/cpu_rows.h"
+#include "linear_token_log_probs/cpu_tiles.h"
 #include "linear_token_log_probs/math.h"
-#include "token_log_probs/cpu_rows.h"
 
 namespace fusedrl {
 namespace {
-
-// The tokens that are computed, and each one's target: in this shard of the vocabulary, or outside.
-struct KeptTokens {
-  RowMap map;
-  std::vector<int64_t> tokens, targets;
-
-  KeptTokens(const Tensor& hidden, const Tensor& all_tokens, const std::optional<Tensor>& mask,
-             const std::optional<Tensor>& offsets, bool shift, std::optional<int64_t> vocab_offset)
-      : map(row_map(hidden, offsets, shift)) {
-    check_offsets(offsets, map.tokens);
-    tokens = kept_tokens(map, data<bool>(mask));
-    for (const int64_t n : tokens) {
-      targets.push_back(data<int64_t>(all_tokens)[n] - vocab_offset.value_or(0));
-    }
-  }
-
-  void check_targets(int64_t classes) const {
-    for (size_t i = 0; i < targets.size(); ++i) {
-      check(targets[i] >= 0 && targets[i] < classes, "tokens: expected values in [0, ", classes,
-            "), got ", targets[i], " at token ", tokens[i], "; mask it or clamp it");
-    }
-  }
-};
 
 Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor tokens,
                std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift,
@@ -44,26 +18,18 @@ Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor 
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
   if (!vocab_offset.has_value()) kept.check_targets(weight.size(0));
   const float inv_temperature = inverse_temperature(temperature);
-  const HeadKernels head_of = head_kernels(cpu_level());
-  const RowKernels<float> kernels = row_kernels<float>(cpu_level());
-  const auto part_of = entropy ? kernels.part_entropy : kernels.part;
-  const float cap = static_cast<float>(softcap);
-
-  std::vector<SoftmaxPart<double>> rows(kept.tokens.size());
-  std::vector<float> target_logits(kept.tokens.size(), -INFINITY);
+  std::vector<RowSoftmax> rows(kept.tokens.size());
   const std::vector<int64_t> elements = elements_of(kept.map, kept.tokens);
   CpuHead head(hidden, elements, weight, bias, static_cast<float>(scale), batch_invariant,
                tile_classes(weight, block_rows(elements.size(), batch_invariant)));
+  const TileRows tile(head, inv_temperature, softcap);
   head.for_each_tile([&](int64_t first, int64_t count) {
     head.for_each_block([&](int64_t first_row, int64_t block) {
       float* logits = mutable_data<float>(head.logits(first_row));
       torch::stable::parallel_for(0, block, grain_rows(count), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
-          float* x = logits + r * count;
-          if (head.bias() != nullptr || cap > 0) head_of.shape(x, head.bias(), count, cap);
-          const int64_t i = first_row + r, target = kept.targets[i] - first;
-          rows[i] = merge(rows[i], part_of(x, count, inv_temperature), inv_temperature);
-          if (target >= 0 && target < count) target_logits[i] = x[target];
+          const int64_t i = first_row + r;
+          tile.add(logits + r * count, count, kept.targets[i] - first, entropy, rows[i]);
         }
       });
     });
@@ -72,8 +38,9 @@ Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor 
   VocabPart* out = mutable_data<VocabPart>(parts);
   std::fill_n(out, tokens.numel(), dropped_part(vocab_offset.value_or(0) == 0));
   for (size_t i = 0; i < rows.size(); ++i) {
-    const auto& [max, sum, dot] = rows[i];
-    out[kept.tokens[i]] = {max, static_cast<float>(sum), static_cast<float>(dot), target_logits[i]};
+    const auto& [max, sum, dot] = rows[i].part;
+    out[kept.tokens[i]] = {max, static_cast<float>(sum), static_cast<float>(dot),
+                           rows[i].target_logit};
   }
   return parts;
 }
@@ -104,9 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias) {
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
   const float inv_temperature = inverse_temperature(temperature);
-  const HeadKernels head_of = head_kernels(cpu_level());
-  const auto run = row_kernels<float>(cpu_level()).backward;
-  const float cap = static_cast<float>(softcap), factor = static_cast<float>(scale);
+  const float factor = static_cast<float>(scale);
   const float* up = data<float>(grad_log_probs);
   const float* up_entropy = data<float>(grad_entropy);
 
@@ -114,26 +79,20 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   CpuHead head(hidden, elements, weight, bias, factor, batch_invariant,
                tile_classes(weight, block_rows(elements.size(), batch_invariant)));
   CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
-  const auto differentiate = [&](float* x, int64_t count, int64_t i, int64_t target) {
-    const int64_t n = kept.tokens[i];
-    const RowGradient of_row{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
-                             up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
-                             data<Normalizer>(normalizers)[n], inv_temperature};
-    float capped[kTileClasses];
-    if (cap > 0) std::copy_n(x, count, capped);
-    run(x, x, count, of_row);
-    if (target >= 0 && target < count) x[target] = of_row.target(data<float>(log_probs)[n]);
-    if (cap > 0) head_of.chain(capped, x, count, cap);
-  };
+  const TileRows tile(head, inv_temperature, softcap);
   head.for_each_tile([&](int64_t first, int64_t count) {
     head.for_each_block([&](int64_t first_row, int64_t block) {
       const Tensor logits = head.logits(first_row);
       float* x = mutable_data<float>(logits);
       torch::stable::parallel_for(0, block, grain_rows(count), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
-          float* row = x + r * count;
-          if (head.bias() != nullptr || cap > 0) head_of.shape(row, head.bias(), count, cap);
-          differentiate(row, count, first_row + r, kept.targets[first_row + r] - first);
+          const int64_t i = first_row + r, n = kept.tokens[i];
+          const RowGradient of_row{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
+                                   up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
+                                   data<Normalizer>(normalizers)[n], inv_temperature};
+          tile.shape(x + r * count, count);
+          tile.differentiate(x + r * count, count, kept.targets[i] - first, of_row,
+                             data<float>(log_probs)[n]);
         }
       });
       gradient.add(first_row, logits);

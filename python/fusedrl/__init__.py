@@ -20,6 +20,8 @@ _HOME = {
     "TokenKL": "fusedrl.ops",
     "exact_kl": "fusedrl.ops",
     "linear_exact_kl": "fusedrl.ops",
+    "linear_policy_loss": "fusedrl.ops",
+    "PolicyLoss": "fusedrl.ops",
     "importance_weights": "fusedrl.ops",
     "ImportanceWeights": "fusedrl.ops",
     "Mismatch": "fusedrl.ops",
@@ -64,12 +66,14 @@ if TYPE_CHECKING:
     from fusedrl.integrations.trl import patch_trl as patch_trl
     from fusedrl.ops import ImportanceWeights as ImportanceWeights
     from fusedrl.ops import Mismatch as Mismatch
+    from fusedrl.ops import PolicyLoss as PolicyLoss
     from fusedrl.ops import TokenKL as TokenKL
     from fusedrl.ops import TokenLogProbs as TokenLogProbs
     from fusedrl.ops import VocabPart as VocabPart
     from fusedrl.ops import exact_kl as exact_kl
     from fusedrl.ops import importance_weights as importance_weights
     from fusedrl.ops import linear_exact_kl as linear_exact_kl
+    from fusedrl.ops import linear_policy_loss as linear_policy_loss
     from fusedrl.ops import linear_token_log_probs as linear_token_log_probs
     from fusedrl.ops import token_kl as token_kl
     from fusedrl.ops import token_log_probs as token_log_probs

@@ -35,6 +35,15 @@ def linear_exact(rows=ROWS, offsets=None, temperature=ONE):
     return OPS.linear_exact_kl(*head, *head, None, offsets, False, temperature, False, False)
 
 
+def policy_loss(rows=ROWS, offsets=None, temperature=ONE):
+    head = (rows, HEAD.to(rows.dtype), None)
+    constants = (1.0, 0.0, torch.ones(3), None, None, torch.ones(3, 4))
+    options = (0, 0.8, 1.2, 2.0, 2, False, False, False, False, False)
+    return OPS.linear_policy_loss(
+        *head, TOKENS, None, offsets, False, temperature, *constants, *options
+    )
+
+
 def kl(rows=ROWS, offsets=None):
     return OPS.token_kl(rows[0], rows[1], None, offsets, torch.zeros(1), ONE, 0, False)
 
@@ -47,7 +56,7 @@ def weights(rows=ROWS, offsets=None):
     return OPS.importance_weights(rows[0], rows[1], None, offsets, ONE, ONE, 0, False, False)
 
 
-OVER_ROWS = [log_probs, linear, exact, linear_exact]
+OVER_ROWS = [log_probs, linear, exact, linear_exact, policy_loss]
 OUTSIDE = torch.tensor([0, 3, 9])
 
 

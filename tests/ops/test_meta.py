@@ -11,6 +11,7 @@ from fusedrl import (
     exact_kl,
     importance_weights,
     linear_exact_kl,
+    linear_policy_loss,
     linear_token_log_probs,
     token_kl,
     token_log_probs,
@@ -60,6 +61,15 @@ CASES = {
     ),
     "linear_token_log_probs": lambda i: linear_token_log_probs(
         *(*i.head(), i.tokens(4), i.mask(4)), bias=i.values(5), softcap=3.0, entropy=True
+    ),
+    "linear_policy_loss": lambda i: (
+        linear_policy_loss(
+            *(*i.head(), i.tokens(4), i.mask(4), torch.stack([i.scalar(), i.scalar()])),
+            bias=i.values(5),
+            offsets=i.offsets(),
+            shift=True,
+            entropy_coeff=0.1,
+        ).loss
     ),
     "token_kl": lambda i: token_kl(
         *(i.values(4), i.values(4), i.mask(4)), offsets=i.offsets(), reward=i.values(2)

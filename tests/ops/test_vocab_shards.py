@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from prepared import processes
-from vocab_ranks import CLASSES, WIDTH, on_a_rank, problem, run
+from vocab_ranks import CLASSES, WIDTH, on_a_rank, problem, run, run_loss
 
 from fusedrl import VocabPart, linear_token_log_probs
 
@@ -137,7 +137,8 @@ def test_ranks_with_a_shard_each_equal_the_whole(tmp_path: Path, bounds, dtype):
             process.kill()
     hidden, weight, bias, tokens, mask = problem(dtype)
     upstream = torch.randn(2, *tokens.shape)
-    ranks = [torch.load(tmp_path / str(rank)) for rank in (0, 1)]
+    saved = [torch.load(tmp_path / str(rank)) for rank in (0, 1)]
+    ranks, losses = zip(*saved, strict=True)
     half = {} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     for i, shift in enumerate((False, True)):
         inputs = (x.double() for x in (hidden, weight, bias))
@@ -152,3 +153,8 @@ def test_ranks_with_a_shard_each_equal_the_whole(tmp_path: Path, bounds, dtype):
         # Bit by bit: training with a sharded head must not let the copies of the body drift apart.
         assert all(map(torch.equal, ranks[0][i][0], ranks[1][i][0]))
         assert torch.equal(ranks[0][i][1][0], ranks[1][i][1][0])
+    whole = run_loss(*(x.double() for x in (hidden, weight, bias)), upstream, tokens, mask)
+    for rank, (start, end) in enumerate(itertools.pairwise(bounds)):
+        for i, (got, exact) in enumerate(zip(losses[rank], whole, strict=True)):
+            exact = exact[start:end] if i % 4 > 1 else exact  # of the weight, of the bias
+            torch.testing.assert_close(got, exact.to(got.dtype), **half)

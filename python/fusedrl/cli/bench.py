@@ -30,6 +30,7 @@ OPS = (
     "token_log_probs",
     "token_kl",
     "linear_token_log_probs",
+    "linear_policy_loss",
     "exact_kl",
     "linear_exact_kl",
     "importance_weights",

@@ -23,12 +23,14 @@ from fusedrl.ops import (
     exact_kl,
     importance_weights,
     linear_exact_kl,
+    linear_policy_loss,
     linear_token_log_probs,
     token_kl,
     token_log_probs,
 )
 from fusedrl.ops.exact_kl import DIRECTIONS
 from fusedrl.ops.importance_weights import LEVELS
+from fusedrl.ops.linear_policy_loss.losses import RECIPES
 from fusedrl.ops.token_kl import ESTIMATORS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -127,6 +129,7 @@ def check(device: torch.device) -> Iterator[Result]:
     cases = (
         _token_log_probs,
         _linear_token_log_probs,
+        _linear_policy_loss,
         _token_kl,
         _exact_kl,
         _linear_exact_kl,
@@ -275,6 +278,43 @@ def _linear_exact_kl(device: torch.device) -> Iterator[Case]:
 
             name = f"V={classes} {direction} mask shift softcap"
             yield Case("linear_exact_kl", name, (*heads[0], *heads[1]), kl)
+
+
+def _linear_policy_loss(device: torch.device) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.rand(3, 9, generator=generator) < 0.7).to(device)
+    advantages, old, ref = (torch.randn(3, 9, generator=generator).to(device) for _ in range(3))
+    for classes in (2, 2500):
+        head = _head(generator, classes, 64, device)
+        tokens = torch.randint(0, classes, (3, 9), generator=generator).to(device)
+        # Near those of the policy, so that some ratios are clipped and others not.
+        hidden, weight, bias = head
+        log_probs = linear_token_log_probs(
+            hidden, weight, tokens, bias=bias, shift=True, impl="reference"
+        )
+        assert isinstance(log_probs, Tensor)
+        old_log_probs = log_probs + 0.3 * old
+        for loss in RECIPES:
+
+            def policy_loss(
+                *head: Tensor,
+                impl: str,
+                loss: str = loss,
+                tokens: Tensor = tokens,
+                old_log_probs: Tensor = old_log_probs,
+            ) -> tuple[Tensor]:
+                hidden, weight, bias = head
+                options = {"bias": bias, "shift": True, "kl_coeff": 0.1, "entropy_coeff": 0.1}
+                options |= {"old_log_probs": old_log_probs, "ref_log_probs": old_log_probs + ref}
+                options |= {"normalizer": 27.0, "impl": impl}
+                return (
+                    linear_policy_loss(
+                        hidden, weight, tokens, mask, advantages, loss=loss, **options
+                    ).loss,
+                )
+
+            name = f"V={classes} {loss} mask shift"
+            yield Case("linear_policy_loss", name, head, policy_loss)
 
 
 def _importance_weights(device: torch.device) -> Iterator[Case]:

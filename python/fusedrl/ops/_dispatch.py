@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 from fusedrl import native, ragged
 
@@ -177,6 +177,7 @@ def has_values(tensor: Tensor) -> bool:
         and type(tensor) is Tensor
         and not tensor.is_meta
         and not is_functorch_wrapped_tensor(tensor)
+        and not is_legacy_batchedtensor(tensor)
     )
 
 

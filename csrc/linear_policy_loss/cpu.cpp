@@ -1,0 +1,108 @@
+// CPU op: a block of rows is multiplied by the head once, reduced to log-probs, weighed,
+// overwritten by its gradients and multiplied into those of the hidden states and the weight.
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "common/cpu_head_gradient.h"
+#include "linear_policy_loss/math.h"
+#include "linear_token_log_probs/cpu_tiles.h"
+
+namespace fusedrl {
+namespace {
+
+constexpr int64_t kBlockLogits = int64_t(32) << 20;  // of a block of rows: 128 MiB
+
+// Rows of a block, so that blocks are about equal. Gradients of half weights are summed in float32
+// over blocks, in as much memory as H rows of logits take: one larger block may take less.
+int64_t rows_of_block(int64_t rows, const Tensor& weight, bool sums_in_half) {
+  const int64_t most = std::max<int64_t>(kBlockLogits / weight.size(0), 1);
+  if (rows <= most || (sums_in_half && rows <= most + weight.size(1))) {
+    return std::max<int64_t>(rows, 1);
+  }
+  const int64_t blocks = (rows + most - 1) / most;
+  return (rows + blocks - 1) / blocks;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
+    Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor tokens,
+    std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
+    double scale, double softcap, Tensor advantages, std::optional<Tensor> old_log_probs,
+    std::optional<Tensor> ref_log_probs, Tensor weights, int64_t surrogate, double low, double high,
+    double most, int64_t estimator, bool entropy, bool of_hidden, bool of_weight, bool of_bias,
+    bool in_float) {
+  Tensor out = empty_per_token(hidden, sizeof(PolicyRow) / sizeof(float));
+  PolicyRow* results = mutable_data<PolicyRow>(out);
+  std::fill_n(results, tokens.numel(), PolicyRow());
+  const KeptTokens kept(hidden, tokens, mask, offsets, shift, std::nullopt);
+  kept.check_targets(weight.size(0));
+  const float inv_temperature = inverse_temperature(temperature);
+  const float factor = static_cast<float>(scale);
+  const PolicyTokens policy{
+      data<float>(advantages),
+      data<float>(old_log_probs),
+      data<float>(ref_log_probs),
+      data<TermWeights>(weights),
+      {static_cast<Surrogate>(surrogate), static_cast<float>(low), static_cast<float>(high),
+       static_cast<float>(most), static_cast<Estimator>(estimator)}};
+
+  const int64_t rows = kept.tokens.size();
+  const bool in_half = !in_float && weight.scalar_type() != ScalarType::Float;
+  const int64_t block_of_rows = rows_of_block(rows, weight, of_weight && in_half);
+  const bool one_block = rows <= block_of_rows;
+  const ScalarType sums = in_half && one_block ? weight.scalar_type() : ScalarType::Float;
+  CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias, factor, false,
+               tile_classes(weight, block_of_rows), block_of_rows);
+  CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias, sums);
+  const TileRows tile(head, inv_temperature, softcap);
+  std::vector<RowSoftmax> softmax(rows);
+  std::vector<RowGradient> gradients(rows);
+
+  head.for_each_block([&](int64_t first_row, int64_t block) {
+    head.for_each_tile([&](int64_t first, int64_t count) {
+      float* x = mutable_data<float>(head.logits(first_row));
+      torch::stable::parallel_for(0, block, grain_rows(count), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+          const int64_t i = first_row + r;
+          tile.add(x + r * count, count, kept.targets[i] - first, entropy, softmax[i]);
+        }
+      });
+    });
+    for (int64_t i = first_row; i < first_row + block; ++i) {
+      const int64_t n = kept.tokens[i];
+      const RowResult row = finish(softmax[i].part, softmax[i].target_logit, inv_temperature);
+      results[n] = policy.row(n, row.log_prob, entropy ? row.entropy : 0.0f);
+      gradients[i] = {policy.slope(n, results[n]), policy.weights[n].entropy, row.entropy,
+                      row.normalizer, inv_temperature};
+    }
+    if (!of_hidden && !of_weight && !of_bias) return;
+    head.for_each_tile([&](int64_t first, int64_t count) {
+      const Tensor logits = head.place(first_row);
+      float* x = mutable_data<float>(logits);
+      torch::stable::parallel_for(0, block, grain_rows(count), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+          const int64_t i = first_row + r;
+          tile.differentiate(x + r * count, count, kept.targets[i] - first, gradients[i],
+                             results[kept.tokens[i]].log_prob);
+        }
+      });
+      gradient.add(first_row, logits);
+      gradient.finish_tile();
+    });
+  });
+  Tensor of_weights = gradient.weight();
+  if (of_weight && in_half && !one_block) {
+    of_weights = torch::stable::to(of_weights, weight.scalar_type());
+  }
+  const ScalarType dtype = in_float ? ScalarType::Float : hidden.scalar_type();
+  return {out, gradient.hidden(kept.map, kept.tokens, factor, dtype), of_weights,
+          gradient.bias(factor, dtype)};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusedrl, CPU, m) {
+  m.impl("linear_policy_loss", TORCH_BOX(&policy_loss));
+}
+
+}  // namespace fusedrl

@@ -1,0 +1,59 @@
+// CUDA op: the matrix product of a block of rows, what becomes of it, and two more for gradients.
+#include <tuple>
+
+#include "common/cuda_head.h"
+#include "linear_policy_loss/kernels.h"
+
+namespace fusedrl {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
+    Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor tokens,
+    std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
+    double scale, double softcap, Tensor advantages, std::optional<Tensor> old_log_probs,
+    std::optional<Tensor> ref_log_probs, Tensor weights, int64_t surrogate, double low, double high,
+    double most, int64_t estimator, bool entropy, bool of_hidden, bool of_weight, bool of_bias,
+    bool in_float) {
+  const OnDeviceOf device(hidden);
+  std::vector<int64_t> sizes(tokens.sizes().begin(), tokens.sizes().end());
+  sizes.push_back(sizeof(PolicyRow) / sizeof(float));
+  const Tensor results = new_zeros(hidden, sizes, ScalarType::Float);
+  const PolicyTokens policy{
+      data<float>(advantages),
+      data<float>(old_log_probs),
+      data<float>(ref_log_probs),
+      data<TermWeights>(weights),
+      {static_cast<Surrogate>(surrogate), static_cast<float>(low), static_cast<float>(high),
+       static_cast<float>(most), static_cast<Estimator>(estimator)}};
+  const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0), false,
+                      true);
+  const bool differentiates = of_hidden || of_weight || of_bias;
+  std::tuple<Tensor, Tensor, Tensor> grads{hidden, hidden, hidden};
+  dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
+    const CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap);
+    CudaHeadGradient<T> gradient(device, rows, head, hidden, weight, of_hidden, of_weight, of_bias,
+                                 in_float);
+    const auto run = entropy ? policy_rows<true, T> : policy_rows<false, T>;
+    for_each_tile(
+        rows,
+        [&](int64_t first_class, int64_t first_row) {
+          const Tile<T> tile = head.tile(first_class, first_row);
+          device.launch(run, tile.rows, threads_for(tile.classes * sizeof(float)), tile, rows.kept,
+                        rows.rows, data<int64_t>(tokens), policy, mutable_data<PolicyRow>(results),
+                        differentiates ? gradient.grads() : nullptr);
+          if (differentiates) gradient.add(tile, first_class);
+        },
+        [&](int64_t first_class) { gradient.finish_classes(first_class); });
+    grads = gradient.result(in_float);
+  });
+  const auto& [grad_hidden, grad_weight, grad_bias] = grads;
+  return {results, grad_hidden, grad_weight, grad_bias};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusedrl, CUDA, m) {
+  m.impl("linear_policy_loss", TORCH_BOX(&policy_loss));
+}
+
+}  // namespace fusedrl

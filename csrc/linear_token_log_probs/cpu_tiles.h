@@ -1,0 +1,82 @@
+// What CPU ops do with a tile of a head's logits for each kept token: take its share of the row's
+// softmax, or overwrite it with its gradients.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "common/cpu_head.h"
+#include "common/cpu_ops.h"
+#include "common/rows.h"
+#include "linear_token_log_probs/cpu_rows.h"
+#include "token_log_probs/cpu_rows.h"
+
+namespace fusedrl {
+
+// The tokens that are computed, and each one's target: in this shard of the vocabulary, or outside.
+struct KeptTokens {
+  RowMap map;
+  std::vector<int64_t> tokens, targets;
+
+  KeptTokens(const Tensor& hidden, const Tensor& all_tokens, const std::optional<Tensor>& mask,
+             const std::optional<Tensor>& offsets, bool shift, std::optional<int64_t> vocab_offset)
+      : map(row_map(hidden, offsets, shift)) {
+    check_offsets(offsets, map.tokens);
+    tokens = kept_tokens(map, data<bool>(mask));
+    for (const int64_t n : tokens) {
+      targets.push_back(data<int64_t>(all_tokens)[n] - vocab_offset.value_or(0));
+    }
+  }
+
+  void check_targets(int64_t classes) const {
+    for (size_t i = 0; i < targets.size(); ++i) {
+      check(targets[i] >= 0 && targets[i] < classes, "tokens: expected values in [0, ", classes,
+            "), got ", targets[i], " at token ", tokens[i], "; mask it or clamp it");
+    }
+  }
+};
+
+// A row's softmax as far as its tiles have been seen.
+struct RowSoftmax {
+  SoftmaxPart<double> part;
+  float target_logit = -INFINITY;
+};
+
+// The rows of one tile at a time.
+class TileRows {
+ public:
+  TileRows(const CpuHead& head, float inv_temperature, double softcap)
+      : head_(head), inv_temperature_(inv_temperature), cap_(static_cast<float>(softcap)) {}
+
+  // Makes logits of a row's products, and adds them to its softmax; `target` counts in the tile.
+  void add(float* x, int64_t count, int64_t target, bool entropy, RowSoftmax& row) const {
+    shape(x, count);
+    const auto part_of = entropy ? kernels_.part_entropy : kernels_.part;
+    row.part = merge(row.part, part_of(x, count, inv_temperature_), inv_temperature_);
+    if (target >= 0 && target < count) row.target_logit = x[target];
+  }
+
+  // Makes logits of a row's products.
+  void shape(float* x, int64_t count) const {
+    if (head_.bias() != nullptr || cap_ > 0) kernels_of_head_.shape(x, head_.bias(), count, cap_);
+  }
+
+  // Overwrites a row's logits with the gradients of its products.
+  void differentiate(float* x, int64_t count, int64_t target, const RowGradient& gradient,
+                     float target_log_prob) const {
+    float capped[kTileClasses];
+    if (cap_ > 0) std::copy_n(x, count, capped);
+    kernels_.backward(x, x, count, gradient);
+    if (target >= 0 && target < count) x[target] = gradient.target(target_log_prob);
+    if (cap_ > 0) kernels_of_head_.chain(capped, x, count, cap_);
+  }
+
+ private:
+  const CpuHead& head_;
+  float inv_temperature_, cap_;
+  HeadKernels kernels_of_head_ = head_kernels(cpu_level());
+  RowKernels<float> kernels_ = row_kernels<float>(cpu_level());
+};
+
+}  // namespace fusedrl

@@ -1,0 +1,360 @@
+"""The loss of a policy from its hidden states, with its gradients, in one pass over row blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl.ops import _dispatch, _head, _rows
+from fusedrl.ops.linear_policy_loss import autograd, losses
+from fusedrl.ops.linear_policy_loss.autograd import Task
+from fusedrl.ops.linear_policy_loss.statistics import RatioStatistics, ratio_statistics
+from fusedrl.ops.linear_policy_loss.ways import from_log_probs, from_sequence_ratios
+from fusedrl.ops.token_kl.reference import estimate
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["PolicyLoss", "RatioStatistics", "linear_policy_loss"]
+
+
+class PolicyLoss(NamedTuple):
+    """A policy's loss, and what it is made of.
+
+    Args:
+        loss: ``objective + kl_coeff * kl - entropy_coeff * entropy``, which differentiates.
+        objective: the aggregated term of the advantages; without gradient, as all that follows.
+        kl: the aggregated KL to the reference policy, 0 without one.
+        entropy: the aggregated entropy, 0 where it was not asked for.
+        log_probs: float32, shaped like the tokens; 0 for a dropped one.
+        entropies: of each token's distribution, ``None`` where they were not asked for.
+        ratio: statistics of the ratios of kept tokens, a
+            :class:`fusedrl.ops.linear_policy_loss.RatioStatistics`.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import linear_policy_loss
+        >>> hidden, weight, tokens = torch.ones(2, 4), torch.zeros(10, 4), torch.tensor([1, 7])
+        >>> log_probs = torch.full((2,), 0.1).log()
+        >>> result = linear_policy_loss(
+        ...     hidden, weight, tokens, None, torch.tensor([2.0, 1.0]), old_log_probs=log_probs - 1
+        ... )
+        >>> result.objective, result.ratio.clipped_high
+        (tensor(-1.8000), tensor(1.))
+    """
+
+    loss: Tensor
+    objective: Tensor
+    kl: Tensor
+    entropy: Tensor
+    log_probs: Tensor
+    entropies: Tensor | None
+    ratio: RatioStatistics
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None,
+    advantages: Tensor,
+    *,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    offsets: Tensor | None = None,
+    shift: bool = False,
+    loss: str = "grpo",
+    ratio: str | None = None,
+    clip: float | tuple[float, float] | None = None,
+    dual_clip: float | None = None,
+    aggregation: str | None = None,
+    normalizer: float | Tensor | None = None,
+    kl_coeff: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coeff: float = 0.0,
+    entropy: bool = False,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_offset: int | None = None,
+    group: ProcessGroup | None = None,
+    main_grad: Tensor | None = None,
+    impl: str = "auto",
+) -> PolicyLoss:
+    r"""Loss of a policy over the tokens that it generated, from hidden states to gradients.
+
+    With the ratio :math:`r = e^{\log p - \log p_{old}}` of each token and its advantage :math:`A`,
+    a clipped loss takes :math:`-\min(r A, clamp(r, 1 - low, 1 + high) A)`.
+
+    ============= ================================= =========== =========== ============
+    ``loss``      term of a token                   ``ratio``   aggregation ``clip``
+    ============= ================================= =========== =========== ============
+    ``grpo``      clipped                           token       sequence    0.2
+    ``dapo``      clipped                           token       token       (0.2, 0.28)
+    ``dr_grpo``   clipped                           token       constant    0.2
+    ``gspo``      clipped                           geometric   sequence    (3e-4, 4e-4)
+    ``rloo``      clipped                           sequence    sequence    0.2
+    ``cispo``     ``-clamp(r) A log p``, r constant token       token       (1, 4)
+    ``reinforce`` ``-A log p``                      token       token       none
+    ============= ================================= =========== =========== ============
+
+    A block of rows is multiplied by the head once, reduced to log-probs, weighed, overwritten by
+    the gradient of its logits, and multiplied into both gradients before the next block starts:
+    three matrix products, where a log-prob op and a loss behind it take four. The logits of one
+    block exist at a time: at most 128 MiB on the CPU (or one row). A ratio of whole sequences needs
+    their log-probs first, and a vocabulary that is sharded over ranks those of all ranks: four
+    products. Only kept rows are multiplied. Gradients are made in the forward pass, where any are
+    needed, summed in float32, and scaled in the backward pass.
+
+    Args:
+        hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``; float32, bfloat16
+            or float16 (float64 runs through the reference).
+        weight: ``[V, H]`` of the dtype of ``hidden``.
+        tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged, as is every other tensor
+            of one entry a token.
+        mask: bool, shaped like ``tokens``; ``None`` keeps all. Nothing of a dropped token is read.
+        advantages: one a token, shaped like ``tokens``, or one a sequence, ``[B]``.
+        old_log_probs: log-probs of the policy that generated, shaped like ``tokens``; ``None``:
+            those of the policy itself, so that every ratio is 1.
+        ref_log_probs: log-probs of the reference policy, which ``kl_coeff`` needs.
+        token_weights: factor of each token's objective, a constant shaped like ``tokens``, such as
+            importance weights.
+        offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends; one
+            sequence without.
+        shift: token *i* reads row *i - 1* of its own sequence, and the first token of every
+            sequence has no row. Packed hidden states then need ``offsets``.
+        loss: a row of the table; what follows replaces what it says there.
+        ratio: ``"token"``, ``"sequence"`` (the product over the kept tokens of a sequence) or
+            ``"geometric"`` (its geometric mean).
+        clip: ``low`` and ``high``, or one number for both: the ratio is clamped to
+            ``[1 - low, 1 + high]``.
+        dual_clip: a larger ratio counts as this one where the advantage is negative.
+        aggregation: ``"token"``, the mean over kept tokens; ``"sequence"``, the mean over sequences
+            of the mean over their kept tokens; ``"constant"``, the sum over ``normalizer``. KL and
+            entropy are aggregated alike.
+        normalizer: replaces the number of tokens (``"token"``) or sequences (``"sequence"``), to
+            count those of other ranks or micro-batches too.
+        kl_coeff: factor of the KL to the reference policy in the loss.
+        kl_estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``, as :func:`token_kl` has them.
+        entropy_coeff: factor of the entropy, which the loss rewards.
+        entropy: also compute entropies where ``entropy_coeff`` is 0.
+        bias: ``[V]`` of the dtype of ``weight``.
+        softcap: positive bound of the logits, see :func:`linear_token_log_probs`.
+        scale: positive factor of the logits.
+        temperature: positive divisor of the logits. No gradient flows to it.
+        vocab_offset: ``weight`` is the shard of a larger vocabulary that starts at this class.
+        group: the process group whose ranks hold the other shards.
+        main_grad: float32 ``[V, H]``; the backward pass adds the weight's gradient to it, not
+            rounded, in place of ``weight.grad``. Not with ``group``.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+
+    Returns:
+        :class:`PolicyLoss`.
+
+    Raises:
+        TypeError: a mask that is not bool, hidden states that are not floating point.
+        ValueError: an unknown loss, shapes, dtypes, devices or offsets that do not fit, a
+            coefficient without what it weighs, a constant that requires grad.
+        RuntimeError: a kept token outside ``[0, V)``; a second derivative.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import linear_policy_loss
+        >>> _ = torch.manual_seed(0)
+        >>> hidden, weight = torch.randn(6, 8), torch.randn(100, 8, requires_grad=True)
+        >>> tokens, offsets = torch.randint(0, 100, (6,)), torch.tensor([0, 4, 6])
+        >>> result = linear_policy_loss(
+        ...     hidden, weight, tokens, None, torch.tensor([1.0, -1.0]), offsets=offsets
+        ... )
+        >>> result.loss.backward()
+        >>> weight.grad.shape
+        torch.Size([100, 8])
+    """
+    _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
+    if hidden.is_nested:
+        columns: dict[str, Tensor | None] = {
+            "mask": mask,
+            "old_log_probs": old_log_probs,
+            "ref_log_probs": ref_log_probs,
+            "token_weights": token_weights,
+        }
+        if isinstance(advantages, Tensor) and advantages.is_nested:
+            columns["advantages"] = advantages
+        packed = _rows.pack("hidden", hidden, offsets, over="tokens", tokens=tokens, **columns)
+        values, *of_columns = packed.companions
+        columns = dict(zip(columns, of_columns, strict=True))
+        of_tokens = columns.get("advantages", advantages)
+        assert values is not None and of_tokens is not None
+        result = linear_policy_loss(
+            packed.values,
+            weight,
+            values,
+            columns["mask"],
+            of_tokens,
+            old_log_probs=columns["old_log_probs"],
+            ref_log_probs=columns["ref_log_probs"],
+            token_weights=columns["token_weights"],
+            offsets=packed.offsets,
+            shift=shift,
+            loss=loss,
+            ratio=ratio,
+            clip=clip,
+            dual_clip=dual_clip,
+            aggregation=aggregation,
+            normalizer=normalizer,
+            kl_coeff=kl_coeff,
+            kl_estimator=kl_estimator,
+            entropy_coeff=entropy_coeff,
+            entropy=entropy,
+            bias=bias,
+            softcap=softcap,
+            scale=scale,
+            temperature=temperature,
+            vocab_offset=vocab_offset,
+            group=group,
+            main_grad=main_grad,
+            impl=impl,
+        )
+        entropies = None if result.entropies is None else packed.rewrap(result.entropies)
+        return result._replace(log_probs=packed.rewrap(result.log_probs), entropies=entropies)
+    surrogate, level, aggregation = losses.recipe_of(
+        loss, ratio, aggregation, clip, dual_clip, kl_estimator
+    )
+    head = _head.prepare("", hidden, weight, bias, scale, softcap)
+    _rows.check_rows("hidden", head.hidden, offsets, shift)
+    _rows.check_tokens(tokens, head.hidden, "hidden states")
+    _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
+    if (vocab_offset is None) != (group is None):
+        raise ValueError(
+            "vocab_offset, group: expected both for a sharded vocabulary, or none, got "
+            f"{vocab_offset!r} and {group!r}"
+        )
+    _check_coefficients(kl_coeff, entropy_coeff, ref_log_probs, aggregation, normalizer)
+    _check_main_grad(main_grad, head.weight, group)
+    chosen = _dispatch.choose(impl, "linear_policy_loss", head.hidden.device, head.hidden.dtype)
+    rows = autograd.Rows(
+        tokens.to(torch.int64).contiguous(),
+        None if mask is None else mask.contiguous(),
+        None if offsets is None else offsets.to(torch.int64).contiguous(),
+        shift,
+        _dispatch.temperature_tensor(temperature, head.hidden.device, chosen),
+    )
+    sequences = losses.sequences_of(tokens, rows.mask, rows.offsets, shift)
+    dtype = _dispatch.result_dtype(head.hidden)
+    batch = losses.PolicyBatch(
+        _advantages(advantages, tokens, sequences, dtype),
+        _constant("old_log_probs", old_log_probs, tokens, dtype),
+        _constant("ref_log_probs", ref_log_probs, tokens, dtype),
+    )
+    factors = _constant("token_weights", token_weights, tokens, dtype)
+    if normalizer is not None:
+        low = 1 / _dispatch.LARGEST
+        normalizer = _dispatch.scalar_tensor("normalizer", normalizer, head.hidden.device, low)
+    share = losses.shares(sequences, aggregation, normalizer).to(dtype).view(tokens.shape)
+    weights = losses.TermWeights(
+        share if factors is None else torch.where(share > 0, share * factors, 0),
+        kl=share * kl_coeff if kl_coeff else None,
+        entropy=share * -entropy_coeff if entropy_coeff else None,
+    )
+    task = Task(head, rows, batch, weights, surrogate, entropy or bool(entropy_coeff))
+    if chosen == "reference" or group is not None:
+        terms = from_log_probs(task, level, sequences, vocab_offset, group)
+    elif level == "token":
+        terms = autograd.run(task, main_grad)
+    else:
+        terms = from_sequence_ratios(task, level, sequences, main_grad)
+    detached = terms.values.detach()
+    log_probs, entropies = terms.log_probs, terms.entropy if task.entropy else None
+    kl = (
+        None
+        if batch.ref_log_probs is None
+        else estimate(log_probs, batch.ref_log_probs, kl_estimator)
+    )
+    return PolicyLoss(
+        terms.values.sum(),
+        detached[0],
+        _aggregated(share, kl),
+        _aggregated(share, entropies),
+        log_probs,
+        entropies,
+        ratio_statistics(log_probs, batch, surrogate, level, sequences),
+    )
+
+
+def _aggregated(share: Tensor, column: Tensor | None) -> Tensor:
+    if column is None:
+        return share.new_zeros(())
+    return torch.where(share > 0, share * column, 0).sum()
+
+
+def _check_coefficients(
+    kl_coeff: float,
+    entropy_coeff: float,
+    ref_log_probs: Tensor | None,
+    aggregation: str,
+    normalizer: float | Tensor | None,
+) -> None:
+    for name, value in (("kl_coeff", kl_coeff), ("entropy_coeff", entropy_coeff)):
+        number = _dispatch.real_number(value)
+        if number is None or not math.isfinite(number):
+            raise ValueError(f"{name}: expected a finite number, got {value!r}")
+    if kl_coeff and ref_log_probs is None:
+        raise ValueError(f"ref_log_probs: expected a tensor with kl_coeff={kl_coeff}, got None")
+    if aggregation == "constant" and normalizer is None:
+        raise ValueError(
+            "normalizer: expected a number with aggregation='constant', such as the number of "
+            "sequences times the longest length that may be generated, got None"
+        )
+
+
+def _check_main_grad(main_grad: Tensor | None, weight: Tensor, group: object) -> None:
+    if main_grad is None:
+        return
+    _dispatch.check_tensor("main_grad", main_grad)
+    if group is not None:
+        raise ValueError("main_grad: expected None with group, got a tensor; use weight.grad")
+    if main_grad.dtype != torch.float32:
+        raise ValueError(f"main_grad: expected torch.float32, got {main_grad.dtype}")
+    _dispatch.check_same("main_grad", main_grad, weight.shape, weight.device)
+
+
+def _constant(name: str, value: Tensor | None, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A constant of each token, as kernels read it."""
+    if value is None:
+        return None
+    _check_constant(name, value)
+    _dispatch.check_same(name, value, tokens.shape, tokens.device)
+    return value.to(dtype).contiguous()
+
+
+def _advantages(
+    value: Tensor, tokens: Tensor, sequences: losses.Sequences, dtype: torch.dtype
+) -> Tensor:
+    _check_constant("advantages", value)
+    if value.shape == tokens.shape:
+        spread = value
+    elif value.shape == (sequences.count,):
+        spread = value[sequences.index.to(value.device)].view(tokens.shape)
+    else:
+        raise ValueError(
+            f"advantages: expected shape {tuple(tokens.shape)}, one a token, or "
+            f"({sequences.count},), one a sequence, got {tuple(value.shape)}"
+        )
+    _dispatch.check_device("advantages", spread, tokens.device)
+    return spread.to(dtype).contiguous()
+
+
+def _check_constant(name: str, value: Tensor) -> None:
+    _dispatch.check_tensor(name, value)
+    if not value.dtype.is_floating_point:
+        raise TypeError(f"{name}: expected a floating-point dtype, got {value.dtype}")
+    if value.requires_grad:
+        raise ValueError(
+            f"{name}: expected a constant, got a tensor that requires grad; no gradient flows to "
+            f"it: pass {name}.detach()"
+        )

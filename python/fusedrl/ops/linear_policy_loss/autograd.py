@@ -1,0 +1,222 @@
+"""The compiled op behind ``linear_policy_loss``: gradients are made in the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl.ops import _autograd, _dispatch
+from fusedrl.ops._head import Head
+from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
+
+# Columns of the op's rows: as PolicyRow in math.h has them.
+LOG_PROB, ENTROPY, TERMS, SLOPES = 0, 1, slice(2, 5), slice(5, 8)
+
+
+class Rows(NamedTuple):
+    """Which hidden state predicts which token, as :func:`linear_policy_loss` takes it."""
+
+    tokens: Tensor
+    mask: Tensor | None
+    offsets: Tensor | None
+    shift: bool
+    temperature: Tensor
+
+
+class Terms(NamedTuple):
+    """What the loss of a batch is made of.
+
+    Args:
+        values: objective, KL to the reference, KL to the old policy and entropy ``[4]``, weighted.
+            Where all have the same upstream gradient, the gradients of the forward pass are scaled.
+            Separate ones may differ, and are then differentiated once more.
+        log_probs: of each token, without gradient; 0 for a dropped one.
+        entropy: of each token's distribution; 0 where it was not asked for.
+    """
+
+    values: Tensor
+    log_probs: Tensor
+    entropy: Tensor
+
+
+class Task(NamedTuple):
+    """Everything that a loss depends on; checked, on one device."""
+
+    head: Head
+    rows: Rows
+    batch: PolicyBatch
+    weights: TermWeights
+    surrogate: Surrogate
+    entropy: bool
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a gradient has to be recorded."""
+        hidden, weight, bias, *_ = self.head
+        return _autograd.needs_grad(hidden=hidden, weight=weight, bias=bias)
+
+
+class Call(NamedTuple):
+    """The arguments of the compiled op but for which gradients it makes, in its order."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    tokens: Tensor
+    mask: Tensor | None
+    offsets: Tensor | None
+    shift: bool
+    temperature: Tensor
+    scale: float
+    softcap: float
+    advantages: Tensor
+    old_log_probs: Tensor | None
+    ref_log_probs: Tensor | None
+    weights: Tensor
+    surrogate: int
+    low: float
+    high: float
+    most: float
+    estimator: int
+    entropy: bool
+
+
+def run(task: Task, main_grad: Tensor | None = None, separate: bool = False) -> Terms:
+    """The terms of a loss whose ratio is that of each token: one product, two more for gradients.
+
+    The head is of a dtype that kernels take. Terms may have upstream gradients of their own only
+    where they are ``separate``.
+    """
+    head, rows, batch, weights, surrogate, entropy = task
+    code, low, high, most, estimator = surrogate.codes
+    call = Call(
+        *head[:3],
+        *rows,
+        *head[3:],
+        *batch,
+        weights=weights.stacked(),
+        surrogate=code,
+        low=low,
+        high=high,
+        most=most,
+        estimator=estimator,
+        entropy=entropy,
+    )
+    if task.needs_grad:
+        values, results = _Autograd.apply(main_grad, separate, *call)
+    else:
+        results, *_ = torch.ops.fusedrl.linear_policy_loss(*call, False, False, False, False)
+        values = _values(results, call.weights)
+    return Terms(values, results[..., LOG_PROB], results[..., ENTROPY])
+
+
+def _values(results: Tensor, weights: Tensor) -> Tensor:
+    terms = torch.cat((results[..., TERMS], results[..., ENTROPY, None]), -1)
+    return torch.where(weights == 0, 0, terms * weights).flatten(0, -2).sum(0)
+
+
+def _with_gradients(
+    call: Call, wanted: Sequence[bool], in_float: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """The op's rows, and the gradients of hidden states, weight and bias that are wanted."""
+    if call.hidden.dtype != torch.float16:
+        results, *grads = torch.ops.fusedrl.linear_policy_loss(*call, *wanted, in_float)
+        return results, grads
+    # A loss scale comes too late for gradients that are made here: float16 holds those of a token
+    # that counts about 1, not those of one among many.
+    largest = call.weights.abs().amax() if call.weights.numel() else call.weights.new_ones(())
+    gain = torch.exp2(-largest.clamp(min=1e-30).log2().ceil())
+    scaled = call._replace(weights=call.weights * gain)
+    results, *grads = torch.ops.fusedrl.linear_policy_loss(*scaled, *wanted, True)
+    return results, [grad / gain for grad in grads]
+
+
+class _Autograd(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, main_grad: Tensor | None, separate: bool, *args: Any
+    ) -> tuple[Tensor, Tensor]:
+        call = Call(*args)
+        results, grads = _with_gradients(call, ctx.needs_input_grad[2:5], main_grad is not None)
+        tensors = [x if isinstance(x, Tensor) else None for x in args]
+        ctx.save_for_backward(results, *grads, *tensors)
+        ctx.constants = [None if isinstance(x, Tensor) else x for x in args]
+        ctx.options = (main_grad, separate)
+        ctx.mark_non_differentiable(results)
+        return _values(results, call.weights), results
+
+    @staticmethod
+    @_autograd.first_derivative_only(
+        "linear_policy_loss", "pass impl='reference', which has a second one"
+    )
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        results, grad_hidden, grad_weight, grad_bias, *tensors = ctx.saved_tensors
+        args = (c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True))
+        call, (main_grad, separate) = Call(*args), ctx.options
+        wanted, factors = ctx.needs_input_grad[2:5], upstream[0]
+        grads, scale = [grad_hidden, grad_weight, grad_bias], factors[0]
+        if separate:
+            counting = factors[(call.weights != 0).flatten(0, -2).any(0)]
+            if len(counting) and bool((counting != counting[0]).any()):
+                grads = _again(results, call, factors, wanted, main_grad is not None)
+                counting = torch.ones_like(counting)
+            scale = counting[0] if len(counting) else scale
+        if main_grad is not None and wanted[1]:
+            main_grad.add_(grads[1] * scale)
+            wanted = (wanted[0], False, wanted[2])
+        found = (
+            _scaled(grad, scale, call.hidden.dtype) if want else None
+            for grad, want in zip(grads, wanted, strict=True)
+        )
+        return (None, None, *found, *(None,) * (len(call) - 3))
+
+
+def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    # Where the loss itself is differentiated: no pass over the gradients.
+    if _dispatch.has_values(scale) and scale == 1:
+        return grad.to(dtype)
+    return (grad * scale.to(grad.dtype)).to(dtype)
+
+
+def _again(
+    results: Tensor, call: Call, factors: Tensor, wanted: Sequence[bool], in_float: bool
+) -> list[Tensor]:
+    """Gradients where the terms have different upstream gradients: that of each token is known."""
+    weights = call.weights * factors
+    slopes = torch.where(weights[..., :3] == 0, 0, results[..., SLOPES] * weights[..., :3]).sum(-1)
+    of_terms = TermWeights((slopes != 0).to(slopes.dtype), entropy=weights[..., 3])
+    surrogate, low, high, most, estimator = REINFORCE.codes
+    linear = call._replace(
+        advantages=-slopes,
+        old_log_probs=None,
+        ref_log_probs=None,
+        weights=of_terms.stacked(),
+        surrogate=surrogate,
+        low=low,
+        high=high,
+        most=most,
+        estimator=estimator,
+    )
+    return _with_gradients(linear, wanted, in_float)[1]
+
+
+REINFORCE = Surrogate("reinforce", 0.0, 0.0, 0.0, "k3")
+
+
+def _fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, of_hidden, of_weight, of_bias, in_float = options
+    dtype = torch.float32 if in_float else weight.dtype
+    grad_hidden, grad_weight, grad_bias = (
+        hidden.new_empty((0,)) if x is None or not want else x.new_empty(x.shape, dtype=dtype)
+        for x, want in ((hidden, of_hidden), (weight, of_weight), (bias, of_bias))
+    )
+    rows = hidden.new_empty((*tokens.shape, 8), dtype=_dispatch.result_dtype(hidden))
+    return rows, grad_hidden, grad_weight, grad_bias
+
+
+_dispatch.register_fakes({"linear_policy_loss": _fake})

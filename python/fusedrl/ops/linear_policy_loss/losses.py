@@ -1,0 +1,205 @@
+"""Policy losses by name: what each is made of, and how much each token counts in it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl.ops.token_kl import ESTIMATORS
+
+SURROGATES = ("clip", "clipped_ratio", "cispo", "reinforce")
+RATIOS = ("token", "sequence", "geometric")
+AGGREGATIONS = ("token", "sequence", "constant")
+
+
+class Recipe(NamedTuple):
+    """What a loss is made of unless the caller says otherwise."""
+
+    surrogate: str
+    ratio: str
+    aggregation: str
+    clip: tuple[float, float]
+
+
+RECIPES = {
+    "grpo": Recipe("clip", "token", "sequence", (0.2, 0.2)),
+    "dapo": Recipe("clip", "token", "token", (0.2, 0.28)),
+    "dr_grpo": Recipe("clip", "token", "constant", (0.2, 0.2)),
+    "gspo": Recipe("clip", "geometric", "sequence", (3e-4, 4e-4)),
+    "rloo": Recipe("clip", "sequence", "sequence", (0.2, 0.2)),
+    "cispo": Recipe("cispo", "token", "token", (1.0, 4.0)),
+    "reinforce": Recipe("reinforce", "token", "token", (0.0, 0.0)),
+}
+
+
+class Surrogate(NamedTuple):
+    """The term of the advantages, as kernels take it.
+
+    Args:
+        kind: one of ``SURROGATES``.
+        low: the lower bound of the ratio.
+        high: the upper bound of the ratio.
+        most: no larger ratio counts, whatever the sign of the advantage.
+        estimator: of the KL terms, one of ``ESTIMATORS``.
+    """
+
+    kind: str
+    low: float
+    high: float
+    most: float
+    estimator: str
+
+    @property
+    def codes(self) -> tuple[int, float, float, float, int]:
+        """The arguments of the compiled ops."""
+        return (
+            SURROGATES.index(self.kind),
+            *(self.low, self.high, self.most),
+            ESTIMATORS.index(self.estimator),
+        )
+
+
+class TermWeights(NamedTuple):
+    """How much of each term of each token the loss takes, ``None`` for nothing of any."""
+
+    objective: Tensor
+    kl: Tensor | None = None
+    old_kl: Tensor | None = None
+    entropy: Tensor | None = None
+
+    def stacked(self) -> Tensor:
+        """float32 ``[..., 4]``, as kernels read them."""
+        zeros = torch.zeros_like(self.objective, dtype=torch.float32)
+        columns = (zeros if column is None else column.to(zeros) for column in self)
+        return torch.stack(tuple(columns), -1)
+
+
+class PolicyBatch(NamedTuple):
+    """What is known of each token besides its log-prob; shaped like the tokens.
+
+    Args:
+        advantages: of each token.
+        old_log_probs: of the policy that generated; ``None``: the policy itself.
+        ref_log_probs: of the reference policy; ``None``: there is no KL to one.
+    """
+
+    advantages: Tensor
+    old_log_probs: Tensor | None
+    ref_log_probs: Tensor | None
+
+
+def recipe_of(
+    loss: str,
+    ratio: str | None,
+    aggregation: str | None,
+    clip: float | tuple[float, float] | None,
+    dual_clip: float | None,
+    kl_estimator: str,
+) -> tuple[Surrogate, str, str]:
+    """The surrogate, the level of its ratio and the aggregation that these arguments ask for."""
+    recipe = RECIPES[one_of("loss", loss, RECIPES)]
+    ratio = recipe.ratio if ratio is None else one_of("ratio", ratio, RATIOS)
+    if recipe.surrogate != "clip" and ratio != "token":
+        raise ValueError(
+            f"ratio: expected 'token' with loss={loss!r}, got {ratio!r}; "
+            "only clipped losses have a ratio of whole sequences"
+        )
+    if aggregation is None:
+        aggregation = recipe.aggregation
+    one_of("aggregation", aggregation, AGGREGATIONS)
+    low, high = _bounds(recipe.clip if clip is None else clip)
+    most = math.inf if dual_clip is None else _number("dual_clip", dual_clip)
+    if most < high:
+        raise ValueError(f"dual_clip: expected at least 1 + clip[1] = {high:g}, got {dual_clip}")
+    estimator = one_of("kl_estimator", kl_estimator, ESTIMATORS)
+    return Surrogate(recipe.surrogate, low, high, most, estimator), ratio, aggregation
+
+
+def one_of(name: str, value: object, choices: object) -> str:
+    """``value``, which has to be one of ``choices``."""
+    names = tuple(choices)  # pyright: ignore[reportArgumentType]
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"{name}: expected one of {', '.join(names)}, got {value!r}")
+    return value
+
+
+def _bounds(clip: object) -> tuple[float, float]:
+    pair = clip if isinstance(clip, tuple) else (clip, clip)
+    if len(pair) != 2:
+        raise ValueError(f"clip: expected a number or a pair (low, high), got {clip!r}")
+    below, above = (_number("clip", value) for value in pair)
+    if not (0 <= below <= 1 and above >= 0):
+        raise ValueError(f"clip: expected a pair in [0, 1] and [0, inf), got {clip!r}")
+    return 1 - below, 1 + above
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise ValueError(f"{name}: expected a number, got {value!r}")
+    return float(value)
+
+
+class Sequences(NamedTuple):
+    """Which sequence each token belongs to, and which tokens are kept; all packed."""
+
+    index: Tensor
+    count: int
+    kept: Tensor
+
+    def sums(self, values: Tensor) -> Tensor:
+        """The sum of ``values`` over the kept tokens of each sequence."""
+        values = torch.where(self.kept, values.flatten(), 0)
+        return values.new_zeros(self.count).index_add(0, self.index, values)
+
+    def lengths(self, dtype: torch.dtype) -> Tensor:
+        """The kept tokens of each sequence, at least one."""
+        return self.sums(self.kept.to(dtype)).clamp(min=1)
+
+
+def sequences_of(
+    tokens: Tensor, mask: Tensor | None, offsets: Tensor | None, shift: bool
+) -> Sequences:
+    """The sequences of a packed batch with offsets, or the rows of a padded one.
+
+    With ``shift`` no row predicts the first token of a sequence, which therefore is not kept.
+    """
+    places = torch.arange(tokens.numel(), device=tokens.device)
+    if offsets is not None:
+        count = len(offsets) - 1
+        each = torch.arange(count, device=tokens.device)
+        index = torch.repeat_interleave(each, offsets.diff(), output_size=tokens.numel())
+        first = offsets[:-1][index]
+    else:
+        count, width = len(tokens) if tokens.dim() == 2 else 1, max(tokens.shape[-1], 1)
+        index = places // width
+        first = index * width
+    kept = places >= 0 if mask is None else mask.flatten()
+    return Sequences(index, count, kept & (places != first) if shift else kept)
+
+
+def log_ratios(log_ratio: Tensor, level: str, sequences: Sequences) -> Tensor:
+    """Each token's log-ratio: its own, or the sum or mean over the kept tokens of its sequence."""
+    if level == "token":
+        return log_ratio
+    of_sequences = sequences.sums(log_ratio)
+    if level == "geometric":
+        of_sequences = of_sequences / sequences.lengths(log_ratio.dtype)
+    return of_sequences[sequences.index].view(log_ratio.shape)
+
+
+def shares(sequences: Sequences, aggregation: str, normalizer: Tensor | None) -> Tensor:
+    """How much each token counts in the loss, packed; 0 for a dropped one.
+
+    ``"token"``: 1 over the kept tokens. ``"sequence"``: 1 over the sequences and over the kept
+    tokens of its own. ``"constant"``: 1 over ``normalizer``, which replaces the number of tokens
+    or of sequences where it is given for the others.
+    """
+    kept = sequences.kept.float()
+    if aggregation == "sequence":
+        divisor = max(sequences.count, 1) if normalizer is None else normalizer
+        return kept / sequences.lengths(torch.float32)[sequences.index] / divisor
+    divisor = kept.sum().clamp(min=1) if normalizer is None else normalizer
+    return kept / divisor

@@ -1,0 +1,87 @@
+"""linear_policy_loss with CUDA threads by turns, in blocks of a few rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from values import DTYPES, OFFSETS, TOLERANCE
+
+from fusedrl import linear_policy_loss, linear_token_log_probs
+
+
+def head(rows, classes, width, dtype):
+    """Hidden states, weight, bias and tokens."""
+    tensors = torch.randn(rows, width), torch.randn(classes, width) * 0.7, torch.randn(classes)
+    return (*(x.to(dtype) for x in tensors), torch.randint(0, classes, (rows,)))
+
+
+def compare(hidden, weight, bias, tokens, mask=None, **options):
+    """Values and all gradients beside the reference on the same values in float64."""
+    logits = {"bias": bias, "shift": options.get("shift", False), "offsets": OFFSETS}
+    log_probs = linear_token_log_probs(hidden, weight, tokens, mask, **logits)
+    old, ref = log_probs + torch.randn(len(tokens)) * 0.3, log_probs + torch.randn(len(tokens))
+    advantages = torch.randn(len(OFFSETS) - 1)
+    results = []
+    for impl, dtype in (("cpu", hidden.dtype), ("reference", torch.float64)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+        out = linear_policy_loss(
+            *(*leaves[:2], tokens, mask, advantages), old_log_probs=old, ref_log_probs=ref,
+            bias=leaves[2], offsets=OFFSETS, impl=impl, **options,
+        )  # fmt: skip
+        results.append((out, torch.autograd.grad(out.loss * 3, leaves)))
+    (mine, grads), (exact, exact_grads) = results
+    for name in ("loss", "kl", "entropy", "log_probs"):
+        got, want = getattr(mine, name), getattr(exact, name)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    tol = max(TOLERANCE[hidden.dtype], 1e-5)
+    for got, want in zip(grads, exact_grads, strict=True):
+        assert got.dtype == hidden.dtype
+        torch.testing.assert_close(got.double(), want, rtol=tol, atol=tol * want.abs().max().item())
+    assert torch.equal(grads[0].any(-1), exact_grads[0].any(-1))
+
+
+def check_losses():
+    """Every loss, with and without the entropy that its kernel may leave out."""
+    for loss, coeff in itertools.product(("grpo", "cispo", "reinforce", "gspo"), (0.0, 0.1)):
+        compare(*head(7, 19, 5, torch.float32), loss=loss, kl_coeff=0.1, entropy_coeff=coeff)
+
+
+def check_sizes_and_dtypes():
+    """Blocks of a row and of several, most not full; a class, a pack and an odd number."""
+    for dtype, classes in itertools.product(DTYPES, [1, 16, 35, 70]):
+        compare(*head(7, classes, 3, dtype), temperature=0.7, softcap=5.0, scale=1.5)
+
+
+def check_shifts_and_masks():
+    """Dropped rows that hold NaN, and tokens that are no class."""
+    for dtype, shift in itertools.product(DTYPES, [False, True]):
+        hidden, weight, bias, tokens = head(7, 19, 5, dtype)
+        mask = torch.arange(7) % 3 != 0
+        hidden[~(mask.roll(-1) if shift else mask)] = torch.nan
+        compare(hidden, weight, bias, tokens.masked_fill(~mask, -100), mask, shift=shift)
+    nothing = torch.zeros(7, dtype=torch.bool)
+    compare(*head(7, 19, 5, torch.float32), nothing)
+
+
+def check_float_gradients():
+    """The weight's, added to a float32 tensor over several blocks of rows."""
+    for dtype in DTYPES:
+        hidden, weight, _, tokens = head(7, 35, 5, dtype)
+        advantages, main = torch.randn(7), torch.ones(35, 5)
+        leaf = weight.clone().requires_grad_()
+        linear_policy_loss(hidden, leaf, tokens, None, advantages, main_grad=main).loss.backward()
+        exact = weight.double().requires_grad_()
+        linear_policy_loss(hidden.double(), exact, tokens, None, advantages).loss.backward()
+        assert leaf.grad is None
+        tol = max(TOLERANCE[dtype], 1e-5)  # products of half gradients
+        torch.testing.assert_close(main.double() - 1, exact.grad, rtol=tol, atol=tol)
+
+
+def check_wrong_tokens_stop_the_kernel():
+    """A token outside the vocabulary."""
+    hidden, weight, _, _ = head(2, 5, 3, torch.float32)
+    for token in (-1, 5):
+        with pytest.raises(RuntimeError, match="tokens: expected values in"):
+            linear_policy_loss(hidden, weight, torch.tensor([1, token]), None, torch.ones(2))

@@ -1,0 +1,345 @@
+"""linear_policy_loss: values and gradients against float64, torchrl's losses and Liger's."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from accuracy import no_worse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from fusedrl import linear_policy_loss
+from fusedrl.ops.linear_policy_loss.losses import RECIPES
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LOSSES = sorted(RECIPES)
+OFFSETS = torch.tensor([0, 3, 3, 4, 9])
+
+
+class Problem:
+    """Packed rows with logits a few units apart, and log-probs whose ratios are 0.4 to 2.5."""
+
+    def __init__(self, rows=9, classes=1100, width=16, dtype=torch.float32, seed=0):
+        torch.manual_seed(seed)
+        hidden, weight = torch.randn(rows, width), torch.randn(classes, width) * 3 / width**0.5
+        self.head = [x.to(dtype) for x in (hidden, weight, torch.randn(classes))]
+        self.tokens = torch.randint(0, classes, (rows,))
+        logits = functional.linear(*(x.float() for x in self.head))
+        log_probs = torch.log_softmax(logits, -1).gather(-1, self.tokens[:, None]).squeeze(-1)
+        self.old, self.ref = (log_probs + torch.randn(rows) * 0.4 for _ in range(2))
+        self.advantages = torch.randn(rows)
+
+    def run(self, dtype=None, impl="cpu", factor=1.0, mask=None, **options):
+        """The result, and the gradients of hidden states, weight and bias."""
+        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in self.head]
+        hidden, weight, bias = leaves
+        options = {"old_log_probs": self.old, "ref_log_probs": self.ref, **options}
+        if options.get("loss") == "dr_grpo":
+            options.setdefault("normalizer", 50.0)
+        result = linear_policy_loss(
+            hidden, weight, self.tokens, mask, self.advantages, bias=bias, impl=impl, **options
+        )
+        return result, torch.autograd.grad(result.loss * factor, leaves)
+
+
+def check(problem, **options):
+    """The compiled op is no worse than its definition in torch, both in the dtype of the inputs."""
+    (mine, grads), (theirs, other_grads), (truth, exact_grads) = (
+        problem.run(**kwargs, **options)
+        for kwargs in ({}, {"impl": "reference"}, {"impl": "reference", "dtype": torch.float64})
+    )
+    for name in ("loss", "objective", "kl", "entropy", "log_probs"):
+        got, other, exact = (getattr(x, name) for x in (mine, theirs, truth))
+        no_worse(got, other, exact, 3e-6 * max(1.0, exact.abs().max().item()))
+    for got, exact in zip(mine.ratio, truth.ratio, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
+    for got, other, exact in zip(grads, other_grads, exact_grads, strict=True):
+        assert got.dtype == problem.head[0].dtype
+        rounding = max(3e-6, torch.finfo(got.dtype).eps / 8) if got.dtype != torch.float32 else 3e-6
+        no_worse(got, other, exact, rounding * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_are_no_worse_than_their_definition(loss, dtype):
+    options = {"offsets": OFFSETS, "loss": loss, "kl_coeff": 0.2, "entropy_coeff": 0.03}
+    check(Problem(dtype=dtype), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [1, 7, 4096, 4097, 9000])
+def test_sizes_around_a_tile_of_classes(classes, dtype):
+    check(Problem(classes=classes, dtype=dtype), temperature=0.7, entropy=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_rows_than_a_block(dtype):
+    """Two blocks of rows: 64 MiB of logits each, with a narrow head."""
+    problem = Problem(rows=300, classes=130_000, width=3, dtype=dtype)
+    check(problem, loss="dapo", entropy_coeff=0.1, mask=torch.arange(300) % 8 != 0)
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("temperature", [0.6, torch.tensor(1.7)], ids=str)
+def test_options_of_the_head(softcap, scale, temperature):
+    check(Problem(), softcap=softcap, scale=scale, temperature=temperature, entropy_coeff=0.1)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_kl_estimators(estimator, loss):
+    check(Problem(), loss=loss, kl_coeff=0.3, kl_estimator=estimator, offsets=OFFSETS)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("normalizer", [None, 13, torch.tensor(7.0)], ids=str)
+@pytest.mark.parametrize("ratio", ["token", "sequence", "geometric"])
+def test_aggregations_and_ratios(aggregation, normalizer, ratio):
+    if aggregation == "constant" and normalizer is None:
+        normalizer = 30.0
+    options = {"aggregation": aggregation, "normalizer": normalizer, "ratio": ratio}
+    check(Problem(), offsets=OFFSETS, shift=True, clip=(0.1, 0.4), dual_clip=1.6, **options)
+
+
+@pytest.mark.parametrize("shape", [(9,), (3, 3)], ids=["packed", "padded"])
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_layouts(shape, shift, masked, loss):
+    problem = Problem(width=16)
+    problem.head[0] = problem.head[0].view(*shape, 16)
+    for name in ("tokens", "old", "ref", "advantages"):
+        setattr(problem, name, getattr(problem, name).view(shape))
+    options = {
+        "mask": torch.rand(shape) < 0.6 if masked else None,
+        "offsets": OFFSETS if len(shape) == 1 else None,
+        "shift": shift,
+    }
+    check(problem, loss=loss, entropy_coeff=0.1, kl_coeff=0.1, **options)
+
+
+def test_sequences_take_one_advantage_each():
+    problem = Problem()
+    whole = problem.advantages = torch.tensor([1.0, 5.0, -2.0, 0.5])
+    of_sequences, grads = problem.run(offsets=OFFSETS)
+    problem.advantages = whole[torch.tensor([0, 0, 0, 2, 3, 3, 3, 3, 3])]
+    of_tokens, other_grads = problem.run(offsets=OFFSETS)
+    assert torch.equal(of_sequences.loss, of_tokens.loss)
+    assert all(map(torch.equal, grads, other_grads))
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_nested_batches_equal_packed_ones(layout, of_tokens):
+    problem, lengths = Problem(), OFFSETS.diff().tolist()
+    mask = torch.arange(9) % 4 != 1
+    advantages = problem.advantages if of_tokens else problem.advantages[:4]
+
+    def nested(x):
+        return torch.nested.as_nested_tensor(list(x.split(lengths)), layout=layout)
+
+    results = []
+    for batch, options in ((lambda x: x, {"offsets": OFFSETS}), (nested, {})):
+        leaves = [x.clone().requires_grad_() for x in problem.head]
+        results.append(
+            linear_policy_loss(
+                *(batch(leaves[0]), leaves[1], batch(problem.tokens), batch(mask)),
+                batch(advantages) if of_tokens else advantages, bias=leaves[2], shift=True,
+                old_log_probs=batch(problem.old), ref_log_probs=batch(problem.ref), kl_coeff=0.1,
+                entropy=True, **options,
+            )
+        )  # fmt: skip
+        results[-1].loss.backward()
+        results.append([x.grad for x in leaves])
+    packed, grads, ragged, other_grads = results
+    assert torch.equal(packed.loss, ragged.loss)
+    for name in ("log_probs", "entropies"):
+        parts = torch.cat(list(getattr(ragged, name).unbind()))
+        assert torch.equal(parts, getattr(packed, name))
+    assert all(map(torch.equal, grads, other_grads))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_nothing_of_a_dropped_token_is_read(loss):
+    problem = Problem()
+    mask = torch.tensor([True, True, False, True, False, False, True, True, True])
+    options = {"offsets": OFFSETS, "loss": loss, "kl_coeff": 0.1, "entropy_coeff": 0.1}
+    clean, grads = problem.run(mask=mask, **options)
+    problem.head[0][~mask] = torch.nan
+    for name in ("old", "ref", "advantages"):
+        getattr(problem, name)[~mask] = torch.nan
+    problem.tokens[~mask] = -100
+    spoilt, other_grads = problem.run(mask=mask, **options)
+    assert torch.equal(clean.loss, spoilt.loss)
+    assert all(map(torch.equal, clean.ratio, spoilt.ratio))
+    assert all(map(torch.equal, grads, other_grads))
+    assert not grads[0][~mask].any()
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_token_is_kept(loss, impl):
+    result, grads = Problem().run(mask=torch.zeros(9, dtype=torch.bool), loss=loss, impl=impl)
+    assert result.loss == 0
+    assert not any(grad.any() for grad in grads)
+    assert not any(x.item() for x in result.ratio)
+
+
+def test_ratios_are_one_without_old_log_probs():
+    """The gradient is that of REINFORCE, and no ratio is clipped."""
+    problem = Problem()
+    on_policy, grads = problem.run(old_log_probs=None, loss="dapo")
+    _, expected = problem.run(loss="reinforce")
+    assert on_policy.ratio.mean == on_policy.ratio.effective_sample_size == 1
+    torch.testing.assert_close(on_policy.loss, -problem.advantages.mean())
+    for got, want in zip(grads, expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_token_weights_scale_the_objective_alone():
+    problem = Problem()
+    factors = torch.rand(9)
+    weighted, grads = problem.run(loss="dapo", token_weights=factors, kl_coeff=0.5)
+    problem.advantages = problem.advantages * factors
+    expected, other_grads = problem.run(loss="dapo", kl_coeff=0.5)
+    torch.testing.assert_close(weighted.loss, expected.loss)
+    for got, want in zip(grads, other_grads, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_float32_main_grad(dtype, loss):
+    """The weight's gradient is added unrounded, as often as there is a backward pass."""
+    problem = Problem(rows=300, dtype=dtype)
+    hidden, weight, bias = (x.detach().requires_grad_() for x in problem.head)
+    main_grad = torch.zeros(weight.shape)
+    for _ in range(2):
+        result = linear_policy_loss(
+            hidden, weight, problem.tokens, None, problem.advantages, bias=bias, loss=loss,
+            old_log_probs=problem.old, main_grad=main_grad,
+        )  # fmt: skip
+        (result.loss * 3).backward()
+    assert weight.grad is None
+    _, (_, exact, _) = problem.run(torch.float64, "reference", 6.0, loss=loss)
+    atol = 3e-6 * exact.abs().max().item()
+    torch.testing.assert_close(main_grad.double(), exact, rtol=1e-4, atol=atol)
+
+
+def test_small_gradients_survive_float16():
+    """One token among many, before a loss scale: 1e-8 would be 0 in float16."""
+    problem = Problem(rows=64, dtype=torch.float16)
+    options = {"loss": "dapo", "normalizer": 1e7}
+    _, grads = problem.run(factor=2.0**16, **options)
+    _, exact = problem.run(torch.float64, "reference", 2.0**16, **options)
+    for got, want in zip(grads, exact, strict=True):
+        torch.testing.assert_close(
+            got.double(), want, rtol=2e-3, atol=2e-3 * want.abs().max().item()
+        )
+
+
+def test_frozen_and_tied_weights():
+    """What requires no grad gets none; a weight used twice gets the sum of both."""
+    problem = Problem()
+    hidden, weight, _ = problem.head
+    hidden = hidden.clone().requires_grad_()
+    args = (problem.tokens, None, problem.advantages)
+    linear_policy_loss(hidden, weight, *args).loss.backward()
+    assert hidden.grad.any() and weight.grad is None
+    tied = weight.clone().requires_grad_()
+    linear_policy_loss(tied[:9] * 2, tied, *args).loss.backward()
+    parts = [(weight[:9] * 2).requires_grad_(), weight.clone().requires_grad_()]
+    linear_policy_loss(*parts, *args).loss.backward()
+    expected = parts[1].grad.clone()
+    expected[:9] += parts[0].grad * 2
+    torch.testing.assert_close(tied.grad, expected)
+
+
+def test_without_a_gradient_nothing_is_recorded():
+    problem = Problem()
+    result = linear_policy_loss(*problem.head[:2], problem.tokens, None, problem.advantages)
+    assert not result.loss.requires_grad
+
+
+def test_autocast_computes_in_its_dtype():
+    problem = Problem()
+    args = (problem.tokens, None, problem.advantages)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = linear_policy_loss(*problem.head[:2], *args)
+    half = linear_policy_loss(*(x.bfloat16() for x in problem.head[:2]), *args)
+    assert torch.equal(result.loss, half.loss)
+
+
+def test_backward_twice():
+    problem = Problem()
+    leaves = [x.clone().requires_grad_() for x in problem.head[:2]]
+    result = linear_policy_loss(*leaves, problem.tokens, None, problem.advantages)
+    result.loss.backward(retain_graph=True)
+    once = [x.grad.clone() for x in leaves]
+    (result.loss * 2).backward()
+    for leaf, first in zip(leaves, once, strict=True):
+        torch.testing.assert_close(leaf.grad, 3 * first)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(LOSSES),
+    st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    st.integers(0, 10_000),
+    st.booleans(),
+)
+def test_random_batches(loss, lengths, seed, shift):
+    problem = Problem(rows=sum(lengths), classes=37, seed=seed)
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)])
+    mask = torch.rand(sum(lengths)) < 0.7
+    if sum(lengths):
+        check(problem, offsets=offsets, shift=shift, loss=loss, kl_coeff=0.1, mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("loss", "theirs"),
+    [
+        ("grpo", {"loss_type": "grpo"}),
+        ("grpo", {"loss_type": "grpo", "delta": 1.5}),
+        ("dapo", {"loss_type": "dapo", "epsilon_high": 0.28}),
+        ("dr_grpo", {"loss_type": "dr_grpo", "max_completion_length": 10}),
+        ("gspo", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+        ("cispo", {"loss_type": "cispo", "epsilon_high": 1.3}),
+    ],
+    ids=str,
+)
+def test_values_and_gradients_are_ligers(loss, theirs):
+    """Liger's formula over log-probs of torch, in float64."""
+    ppo = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")
+    problem = Problem(rows=12)
+    mask = torch.rand(3, 4) < 0.7
+    for name in ("tokens", "old", "ref"):
+        setattr(problem, name, getattr(problem, name).view(3, 4))
+    problem.head[0] = problem.head[0].view(3, 4, -1)
+    problem.advantages = problem.advantages[:3]
+    options = {"loss": loss, "kl_coeff": 0.04, "mask": mask, "clip": 0.2}
+    if loss == "dapo":
+        options["clip"] = (0.2, 0.28)
+    if loss == "cispo":
+        options["clip"] = (1.0, 0.3)
+    if loss == "dr_grpo":
+        options["normalizer"] = 30
+    if "delta" in theirs:
+        options["dual_clip"] = 1.5
+    mine, grads = problem.run(**options)
+    leaves = [x.double().requires_grad_() for x in problem.head]
+    log_softmax = torch.log_softmax(functional.linear(*leaves), -1)
+    log_probs = log_softmax.gather(-1, problem.tokens[..., None]).squeeze(-1)
+    value, _ = ppo.LigerFusedLinearGRPOFunction.ppo_loss_fn(
+        *(log_probs, mask.double(), problem.advantages.double(), mask.double()),
+        ref_per_token_logps=problem.ref.double(), old_per_token_logps=problem.old.double(),
+        beta=0.04, **theirs,
+    )  # fmt: skip
+    torch.testing.assert_close(mine.loss.double(), value, rtol=1e-5, atol=1e-6)
+    for got, want in zip(grads, torch.autograd.grad(value, leaves), strict=True):
+        atol = 1e-5 * want.abs().max().item()
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=atol)
