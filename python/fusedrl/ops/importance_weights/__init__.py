@@ -56,8 +56,8 @@ class Mismatch(NamedTuple):
     @property
     def ess(self) -> Tensor:
         """Effective sample size in tokens, ``weight_sum**2 / squared_weight_sum``."""
-        none = self.squared_weight_sum == 0
-        return self.weight_sum.square() / self.squared_weight_sum.masked_fill(none, 1)
+        squares = self.squared_weight_sum
+        return self.weight_sum.square() / squares.clamp(min=torch.finfo(squares.dtype).tiny)
 
     @property
     def clipped(self) -> Tensor:
@@ -301,15 +301,15 @@ def _bounds(
     low: float | Tensor | None, high: float | Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Both as 0-dim float64 tensors: 0 and infinity, which no ratio passes, where there is none."""
-    largest = _dispatch.LARGEST
-    none = {"dtype": torch.float64, "device": "cpu"}
-    least, most = torch.full((), 0.0, **none), torch.full((), torch.inf, **none)
-    if low is not None:
-        least = _dispatch.scalar_tensor("low", low, device, 0.0, largest)
-    if high is not None:
-        most = _dispatch.scalar_tensor("high", high, device, 0.0, largest)
+
+    def bound(name: str, value: float | Tensor | None, none: float) -> Tensor:
+        if value is None:
+            return torch.full((), none, dtype=torch.float64, device="cpu")
+        return _dispatch.scalar_tensor(name, value, device, 0.0, _dispatch.LARGEST)
+
+    least, most = bound("low", low, 0.0), bound("high", high, torch.inf)
     if low is not None and high is not None:
-        known = all(bound.is_cpu and _dispatch.has_values(bound) for bound in (least, most))
+        known = all(x.is_cpu and _dispatch.has_values(x) for x in (least, most))
         if known and least.item() > most.item():
             raise ValueError(
                 f"low: expected at most high={most.item():g}, got {least.item():g}; swap the bounds"
