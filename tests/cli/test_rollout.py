@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 
+import numpy
 import pytest
 import torch
 
@@ -18,6 +19,9 @@ from pyarrow import parquet
 from fusedrl.cli import main
 from fusedrl.demo import CHATS
 from fusedrl.scoring import ScoreError, Settings, score_chats
+from fusedrl.scoring.batches import ScoredChat, beside_rollout
+from fusedrl.scoring.chats import Chat
+from fusedrl.scoring.masks import TokenizedChat
 
 from .conftest import chat, rows
 from .test_report import Page, draw, needs_chromium
@@ -189,6 +193,18 @@ def test_a_token_that_the_engine_gives_no_probability_is_a_number(write_chats, s
     assert row["rollout_tokens"] == count - 1
     assert row["rollout_max_ratio"] == pytest.approx(math.exp(20), rel=1e-5)
     assert row["rollout_k3"] == math.inf
+
+
+def test_a_policy_that_exploded_is_not_taken_for_a_missing_log_prob():
+    made = Chat("c.jsonl:1", 1, [{"role": "assistant", "content": "a b"}], None)
+    rollout = [-1.0, math.nan]
+    tokenized = TokenizedChat(made, [1, 2, 3], ["", "a", " b"], [-1, 0, 0], rollout)
+    fine = numpy.array([-1.0, -2.0], dtype=numpy.float32)
+    for policy, k3 in ((fine, 0.0), (fine * numpy.array([math.nan, 1], numpy.float32), math.nan)):
+        values = (policy, fine, fine, {"k3": fine})
+        scored = beside_rollout(ScoredChat(tokenized, numpy.array([1, 2]), *values), 2.0)
+        assert scored.mismatch.tokens.tolist() == [1]
+        assert scored.mismatch.k3.item() == pytest.approx(k3, nan_ok=True)
 
 
 def test_parquet_input_has_the_column_too(scored_chats, write_chats, score, tmp_path):

@@ -67,12 +67,16 @@ def score_batch(
         own = {name: rows[i].numpy()[positions] for name, rows in arrays.items()}
         kl = {estimator: own.pop(estimator) for estimator in estimators}
         made = ScoredChat(chat, positions, own["policy"], own["reference"], own["entropy"], kl)
-        scored.append(made if chat.rollout is None else _beside_rollout(made, rollout_bound))
+        scored.append(made if chat.rollout is None else beside_rollout(made, rollout_bound))
     return scored
 
 
-def _beside_rollout(scored: ScoredChat, bound: float) -> ScoredChat:
+def beside_rollout(scored: ScoredChat, bound: float) -> ScoredChat:
+    """A chat with its mismatch, ratios of tokens truncated at ``bound``.
+
+    Only what the engine did not report is left out: a policy whose log-probs are NaN shows.
+    """
     rollout = torch.tensor(scored.tokenized.rollout, dtype=torch.float32)
-    policy = torch.from_numpy(scored.policy)
-    mismatch = importance_weights(policy, rollout, high=bound, nan="missing").mismatch
-    return scored._replace(rollout=rollout.numpy(), mismatch=mismatch)
+    known = ~rollout.isnan()
+    weighed = importance_weights(torch.from_numpy(scored.policy), rollout, known, high=bound)
+    return scored._replace(rollout=rollout.numpy(), mismatch=weighed.mismatch)
