@@ -43,6 +43,10 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "token_kl_list(Tensor[] log_probs, Tensor[] ref_log_probs, Tensor[] mask, Tensor[] reward, "
       "Tensor coeff, int estimator, bool nan_missing) -> (Tensor kl, Tensor reward)");
   m.def(
+      "importance_weights(Tensor log_probs, Tensor rollout_log_probs, Tensor? mask, "
+      "Tensor? offsets, Tensor low, Tensor high, int level, bool masks, bool nan_missing) "
+      "-> (Tensor weights, Tensor counts, Tensor sums)");
+  m.def(
       "exact_kl(Tensor logits, Tensor ref_logits, Tensor? mask, Tensor? offsets, bool shift, "
       "Tensor temperature, bool jensen_shannon) -> (Tensor kl, Tensor statistics)");
   m.def(

@@ -18,12 +18,21 @@ import fusedrl.models
 SHORT = {"grpo.py": ["3"]}
 
 ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "docs/channel.md", "docs/losses.md", "docs/mismatch.md"]
 NAMES = [name for name in fusedrl.__all__ if name != "__version__"]
 NAMES += [f"models.{name}" for name in fusedrl.models.__all__]
 # name -> the package that its example imports
 NEEDS = {"patch_trl": "trl", "models.WithoutAdapters": "peft"}
 # Shown where they are returned.
-NO_EXAMPLE = {"TokenLogProbs", "TokenKL", "VersionChange", "WeightHandle", "WeightReader"}
+NO_EXAMPLE = {
+    "TokenLogProbs",
+    "TokenKL",
+    "ImportanceWeights",
+    "Mismatch",
+    "VersionChange",
+    "WeightHandle",
+    "WeightReader",
+}
 ONLY_DEFINE = {
     "RayRetrieveKL",
     "RayKLRewardTransform",
@@ -51,7 +60,7 @@ def test_every_example_shows_an_answer(name):
     assert any(example.want for example in examples)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/channel.md", "docs/losses.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_python_on_pages_runs(page):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks

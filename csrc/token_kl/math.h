@@ -1,10 +1,10 @@
 // Estimates of KL(policy || reference) from one sampled token, with d = ref_log_prob - log_prob.
 #pragma once
 
-#include <bit>
 #include <cmath>
 #include <cstdint>
 
+#include "common/exp.h"
 #include "common/host_device.h"
 
 namespace fusedrl {
@@ -20,24 +20,14 @@ FUSEDRL_HD double k3_of(double d) {
   return d * d / 2 * tail;
 }
 
-// The same without branches, so that loops vectorise: d = n ln2 + r with |r| <= ln2 / 2 makes it
+// The same without branches, so that loops vectorise: with d = n ln2 + r it is
 // (2^n - 1 - n ln2) + (2^n - 1) r + 2^n (e^r - 1 - r), whose last factor has a short series.
 FUSEDRL_HD float k3_of(float d) {
-  constexpr float kRound = 12582912.0f + 127.0f;
-  constexpr float kLn2High = 0.693145752f, kLn2Low = 1.42860682e-6f;
-  const float shifted = d * 1.44269504f + kRound;
-  const float n = shifted - kRound;
-  const uint32_t power_bits = std::bit_cast<uint32_t>(shifted) << 23;
-  const float power = std::bit_cast<float>(power_bits);
-  const float r = d - n * kLn2High - n * kLn2Low;
-  float series = 1.0f / 720 + r * (1.0f / 5040);
-  series = 1.0f / 24 + r * (1.0f / 120 + r * series);
-  series = r * r * (1.0f / 2 + r * (1.0f / 6 + r * series));
-  const float constant = power - 1 - n * kLn2High - n * kLn2Low;
-  const float middle = constant + (power - 1) * r + power * series;
-  // Above 80 only e^d counts, and 2^n may overflow before it does; below -80 it counts for nothing.
-  const float half_power = std::bit_cast<float>(power_bits - (1u << 23));
-  const float high = d > 89 ? INFINITY : half_power * (1 + r + series) * 2;
+  const ExpParts e = exp_parts(d);
+  const float constant = e.power() - 1 - e.n * kLn2High - e.n * kLn2Low;
+  const float middle = constant + (e.power() - 1) * e.r + e.power() * e.series;
+  // Above 80 only e^d counts; below -80 it counts for nothing.
+  const float high = d > 89 ? INFINITY : e.whole();
   return d > 80 ? high : d < -80 ? -1 - d : middle;
 }
 

@@ -22,6 +22,9 @@ _HOME = {
     "linear_exact_kl": "fusedrl.ops",
     "linear_policy_loss": "fusedrl.ops",
     "PolicyLoss": "fusedrl.ops",
+    "importance_weights": "fusedrl.ops",
+    "ImportanceWeights": "fusedrl.ops",
+    "Mismatch": "fusedrl.ops",
     "KLComputation": "fusedrl.transforms",
     "RetrieveLogProb": "fusedrl.transforms",
     "RetrieveKL": "fusedrl.transforms",
@@ -61,11 +64,14 @@ if TYPE_CHECKING:
     from fusedrl.collectors import aSyncDataCollector as aSyncDataCollector
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.integrations.trl import patch_trl as patch_trl
+    from fusedrl.ops import ImportanceWeights as ImportanceWeights
+    from fusedrl.ops import Mismatch as Mismatch
     from fusedrl.ops import PolicyLoss as PolicyLoss
     from fusedrl.ops import TokenKL as TokenKL
     from fusedrl.ops import TokenLogProbs as TokenLogProbs
     from fusedrl.ops import VocabPart as VocabPart
     from fusedrl.ops import exact_kl as exact_kl
+    from fusedrl.ops import importance_weights as importance_weights
     from fusedrl.ops import linear_exact_kl as linear_exact_kl
     from fusedrl.ops import linear_policy_loss as linear_policy_loss
     from fusedrl.ops import linear_token_log_probs as linear_token_log_probs

@@ -222,7 +222,7 @@ def test_check_passes_every_case_here(capsys):
     out = capsys.readouterr().out
     titles = {line.strip() for line in out.splitlines() if line.strip().endswith(" on cpu")}
     ops = ("token_log_probs", "linear_token_log_probs", "linear_policy_loss", "token_kl")
-    ops = (*ops, "exact_kl", "linear_exact_kl")
+    ops = (*ops, "exact_kl", "linear_exact_kl", "importance_weights")
     assert titles == {f"{op} on cpu" for op in ops}
     assert " 0 failed" in out
 

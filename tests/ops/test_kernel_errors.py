@@ -52,11 +52,15 @@ def kl_list(log_probs=SAMPLES, ref_log_probs=SAMPLES, mask=(), reward=()):
     return OPS.token_kl_list(log_probs, ref_log_probs, mask, reward, ONE, 0, False)
 
 
+def weights(rows=ROWS, offsets=None):
+    return OPS.importance_weights(rows[0], rows[1], None, offsets, ONE, ONE, 0, False, False)
+
+
 OVER_ROWS = [log_probs, linear, exact, linear_exact, policy_loss]
 OUTSIDE = torch.tensor([0, 3, 9])
 
 
-@pytest.mark.parametrize("op", [*OVER_ROWS, kl])
+@pytest.mark.parametrize("op", [*OVER_ROWS, kl, weights])
 def test_offsets(op):
     with pytest.raises(RuntimeError, match=r"^offsets: expected non-decreasing values from 0 to"):
         op(offsets=NO_PARTITION)
@@ -68,7 +72,7 @@ def test_temperature(op):
         op(temperature=-ONE)
 
 
-@pytest.mark.parametrize("op", [*OVER_ROWS, kl])
+@pytest.mark.parametrize("op", [*OVER_ROWS, kl, weights])
 def test_dtype(op):
     with pytest.raises(RuntimeError, match=r"^\w+: expected dtype float32, bfloat16 or float16$"):
         op(rows=ROWS.int())

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fusedrl import (
     VocabPart,
     exact_kl,
+    importance_weights,
     linear_exact_kl,
     linear_policy_loss,
     linear_token_log_probs,
@@ -46,6 +47,11 @@ class Inputs:
         return self.values(4, 3), self.values(5, 3)
 
 
+def weighed(*args, **options):
+    weights, mismatch = importance_weights(*args, **options)
+    return (*weights, *mismatch) if isinstance(weights, list) else (weights, *mismatch)
+
+
 CASES = {
     "token_log_probs": lambda i: token_log_probs(
         i.values(4, 5), i.tokens(4), i.mask(4), offsets=i.offsets(), shift=True, entropy=True
@@ -74,6 +80,15 @@ CASES = {
     "token_kl, a list": lambda i: tuple(
         token_kl([i.values(3), i.values(1)], [i.values(3), i.values(1)])
     ),
+    "importance_weights": lambda i: weighed(
+        i.values(4), i.values(4), i.mask(4), i.offsets(), level="sequence"
+    ),
+    "importance_weights, padded": lambda i: weighed(
+        i.values(2, 4), i.values(2, 4), high=i.scalar()
+    ),
+    "importance_weights, a list": lambda i: weighed(
+        [i.values(3), i.values(1)], [i.values(3), i.values(1)], low=0.5
+    ),
     "exact_kl": lambda i: exact_kl(i.values(4, 5), i.values(4, 5), i.mask(4)),
     "exact_kl, Jensen-Shannon": lambda i: exact_kl(
         i.values(2, 4, 5), i.values(2, 4, 5), direction="jensen_shannon", shift=True
@@ -84,6 +99,8 @@ CASES = {
         i.values(2, 4, 5), i.tokens(2, 4)
     ),
 }
+
+CONSTANT = {name for name in CASES if name.startswith("importance_weights")}
 
 
 def flat(results):
@@ -104,7 +121,7 @@ def test_meta_in_meta_out(name, dtype, requires_grad):
     assert all(x.is_meta for x in results)
     if not name.startswith("selective"):
         assert described(results) == described(expected)
-    if requires_grad:
+    if requires_grad and name not in CONSTANT:
         torch.autograd.backward([x.sum() for x in results])
 
 
@@ -116,11 +133,11 @@ def test_fake_in_fake_out(name, dtype, requires_grad):
     with FakeTensorMode():
         results = flat(CASES[name](Inputs("cpu", dtype, requires_grad)))
         assert described(results) == expected
-        if requires_grad:
+        if requires_grad and name not in CONSTANT:
             torch.autograd.backward([x.sum() for x in results])
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "selective" not in name])
+@pytest.mark.parametrize("name", [x for x in CASES if "selective" not in x and x not in CONSTANT])
 def test_a_gradient_has_the_shape_of_its_input(name):
     class Remembering(Inputs):
         def __init__(self):
@@ -194,6 +211,7 @@ def test_a_companion_on_another_device_is_refused(device):
         ),
         "ref_log_probs": lambda: token_kl(here.values(4), elsewhere.values(4)),
         "reward": lambda: token_kl(here.values(4), here.values(4), reward=elsewhere.values(4)),
+        "rollout_log_probs": lambda: importance_weights(here.values(4), elsewhere.values(4)),
         "ref_logits": lambda: exact_kl(here.values(4, 5), elsewhere.values(4, 5)),
         "ref_hidden": lambda: linear_exact_kl(
             *here.head(), elsewhere.values(4, 3), here.values(5, 3)

@@ -33,6 +33,7 @@ OPS = (
     "linear_policy_loss",
     "exact_kl",
     "linear_exact_kl",
+    "importance_weights",
     "retrieve_kl",
     "trl",
     "channel",

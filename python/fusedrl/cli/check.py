@@ -21,6 +21,7 @@ from fusedrl.cli.console import Console
 from fusedrl.native import NativeLibraryError
 from fusedrl.ops import (
     exact_kl,
+    importance_weights,
     linear_exact_kl,
     linear_policy_loss,
     linear_token_log_probs,
@@ -28,6 +29,7 @@ from fusedrl.ops import (
     token_log_probs,
 )
 from fusedrl.ops.exact_kl import DIRECTIONS
+from fusedrl.ops.importance_weights import LEVELS
 from fusedrl.ops.linear_policy_loss.losses import RECIPES
 from fusedrl.ops.token_kl import ESTIMATORS
 
@@ -36,7 +38,7 @@ TOLERANCE = 16 * torch.finfo(torch.float32).eps
 
 
 class Case(NamedTuple):
-    """``call(*inputs, impl=...)`` returns tensors; ``inputs`` are float32 and take gradients."""
+    """``call(*inputs, impl=...)`` returns tensors of float32 ``inputs``, constants or none."""
 
     op: str
     name: str
@@ -52,7 +54,10 @@ class Errors(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of one case in one dtype; ``failure`` says why a kernel did not run."""
+    """What came of one case in one dtype; ``failure`` says why a kernel did not run.
+
+    ``gradient`` is ``None`` too where the results are constants.
+    """
 
     case: Case
     dtype: torch.dtype
@@ -63,8 +68,8 @@ class Result(NamedTuple):
     @property
     def passed(self) -> bool:
         """Whether the kernel ran, and is as exact as the reference."""
-        return all(
-            errors is not None and errors.kernel <= errors.reference + TOLERANCE
+        return self.failure is None and all(
+            errors is None or errors.kernel <= errors.reference + TOLERANCE
             for errors in (self.forward, self.gradient)
         )
 
@@ -105,15 +110,18 @@ def _table(title: str, results: list[Result]) -> Table:
         table.add_row(
             result.case.name,
             str(result.dtype).removeprefix("torch."),
-            _shown(result.forward),
-            _shown(result.gradient),
+            *_shown(result),
             "[green]pass" if result.passed else "[bold red]FAIL",
         )
     return table
 
 
-def _shown(errors: Errors | None) -> str:
-    return f"{errors.kernel:.1e} / {errors.reference:.1e}" if errors else "did not run"
+def _shown(result: Result) -> Iterator[str]:
+    for errors in (result.forward, result.gradient):
+        if result.failure is not None:
+            yield "did not run"
+        else:
+            yield f"{errors.kernel:.1e} / {errors.reference:.1e}" if errors else "none"
 
 
 def check(device: torch.device) -> Iterator[Result]:
@@ -125,6 +133,7 @@ def check(device: torch.device) -> Iterator[Result]:
         _token_kl,
         _exact_kl,
         _linear_exact_kl,
+        _importance_weights,
     )
     for case in (case for op in cases for case in op(device)):
         for dtype in DTYPES:
@@ -144,6 +153,8 @@ def _compare(case: Case, dtype: torch.dtype, device: torch.device) -> Result:
             max(map(_error, kernel[what], truth[what])),
             max(map(_error, reference[what], truth[what])),
         )
+        if truth[what]
+        else None
         for what in ("forward", "gradient")
     )
     return Result(case, dtype, forward, gradient)
@@ -152,6 +163,8 @@ def _compare(case: Case, dtype: torch.dtype, device: torch.device) -> Result:
 def _evaluate(case: Case, inputs: list[Tensor], impl: str) -> dict[str, tuple[Tensor, ...]]:
     inputs = [x.detach().requires_grad_() for x in inputs]
     outputs = case.call(*inputs, impl=impl)
+    if not any(x.requires_grad for x in outputs):
+        return {"forward": outputs, "gradient": ()}
     # Upstream gradients that differ from token to token, as losses have them.
     upstream = [torch.linspace(-1, 1, x.numel()).view_as(x).to(x) for x in outputs]
     return {"forward": outputs, "gradient": torch.autograd.grad(outputs, inputs, upstream)}
@@ -302,6 +315,27 @@ def _linear_policy_loss(device: torch.device) -> Iterator[Case]:
 
             name = f"V={classes} {loss} mask shift"
             yield Case("linear_policy_loss", name, head, policy_loss)
+
+
+def _importance_weights(device: torch.device) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    rollout = -3 * torch.rand(3000, generator=generator)
+    log_probs = rollout + 0.05 * torch.randn(3000, generator=generator)
+    mask = (torch.rand(3000, generator=generator) < 0.7).to(device)
+    offsets = torch.tensor([0, 1, 1, 1500, 3000], device=device)
+    for level in LEVELS:
+
+        def weigh(p: Tensor, q: Tensor, impl: str, level: str = level) -> tuple[Tensor, ...]:
+            options = {"level": level, "low": 0.9, "high": 1.1, "impl": impl}
+            weights, mismatch = importance_weights(p, q, mask, offsets, **options)
+            return weights, mismatch.k1, mismatch.k3, mismatch.ess
+
+        yield Case(
+            "importance_weights",
+            f"{level} mask packed",
+            (log_probs.to(device), rollout.to(device)),
+            weigh,
+        )
 
 
 def _token_kl(device: torch.device) -> Iterator[Case]:

@@ -19,6 +19,7 @@ from fusedrl.scoring.errors import printable
 from fusedrl.scoring.job import DTYPES, ESTIMATORS, TEMPERATURES
 from fusedrl.scoring.report import drift
 from fusedrl.scoring.signals import Terminated, raised
+from fusedrl.scoring.tables import mismatch_row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most-drifted chats shown in report.html (default: %(default)s)",
     )
     parser.add_argument(
+        "--rollout-bound",
+        type=_bound,
+        default=defaults.rollout_bound,
+        metavar="X",
+        help="where ratios of tokens to their rollout_log_probs are cut off (default: %(default)s)",
+    )
+    parser.add_argument(
         "--strict", action="store_true", help="stop at the first chat that cannot be scored"
     )
 
@@ -77,6 +85,13 @@ def _temperature(text: str) -> float:
         if low <= float(text) <= high:
             return float(text)
     raise argparse.ArgumentTypeError(f"expected a number from {low:g} to {high:g}, got {text!r}")
+
+
+def _bound(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) <= TEMPERATURES[1]:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
 
 
 def _count(text: str) -> int:
@@ -172,9 +187,22 @@ def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
         f"mean KL {summary.mean('kl_mean'):.4f} nats a token ({settings.estimator}; "
         f"k1 {summary.mean('kl_k1_mean'):.4f}, k3 {summary.mean('kl_k3_mean'):.4f}), "
         f"mean entropy {summary.mean('entropy_mean'):.3f} nats",
+        *_mismatch_line(summary, settings.rollout_bound),
         f"{out / 'report.html'}, {out / 'chats.parquet'}, {out / 'tokens.parquet'}",
     ):
         # A terminal may not know every character of a path.
         shown = printable(line).encode(console.encoding, "backslashreplace")
         text = shown.decode(console.encoding)
         console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _mismatch_line(summary: Summary, bound: float) -> Iterator[str]:
+    if summary.mismatch is None:
+        return
+    total = mismatch_row(summary.mismatch)
+    chats = sum(row["rollout_tokens"] is not None for row in summary.rows)
+    yield (
+        f"{chats} chats with rollout log-probs: k1 {total['k1']:.4f}, k3 {total['k3']:.4f} nats a "
+        f"token, effective {total['ess']:.1f} of {total['tokens']} tokens, largest ratio "
+        f"{total['max_ratio']:.4g}, {total['clipped']:.2%} above {bound:g}"
+    )

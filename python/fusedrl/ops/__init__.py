@@ -1,6 +1,7 @@
 """The kernels, one package an op: the public function, its reference, its autograd."""
 
 from fusedrl.ops.exact_kl import exact_kl
+from fusedrl.ops.importance_weights import ImportanceWeights, Mismatch, importance_weights
 from fusedrl.ops.linear_exact_kl import linear_exact_kl
 from fusedrl.ops.linear_policy_loss import PolicyLoss, RatioStatistics, linear_policy_loss
 from fusedrl.ops.linear_token_log_probs import VocabPart, linear_token_log_probs
@@ -8,12 +9,15 @@ from fusedrl.ops.token_kl import TokenKL, token_kl
 from fusedrl.ops.token_log_probs import TokenLogProbs, token_log_probs
 
 __all__ = [
+    "ImportanceWeights",
+    "Mismatch",
     "PolicyLoss",
     "RatioStatistics",
     "TokenKL",
     "TokenLogProbs",
     "VocabPart",
     "exact_kl",
+    "importance_weights",
     "linear_exact_kl",
     "linear_policy_loss",
     "linear_token_log_probs",

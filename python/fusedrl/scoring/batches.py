@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from fusedrl.models import causal_log_probs
-from fusedrl.ops import token_kl
+from fusedrl.ops import Mismatch, importance_weights, token_kl
 from fusedrl.ops.token_log_probs import TokenLogProbs
 from fusedrl.scoring.masks import TokenizedChat
 from fusedrl.scoring.models import ModelPair
@@ -19,6 +19,8 @@ class ScoredChat(NamedTuple):
     """One chat with float32 arrays over its scored tokens, in nats.
 
     ``positions`` indexes ``tokenized.token_ids``; ``kl`` holds each estimator's values by name.
+    ``rollout`` has the log-probs of the engine that generated the chat, NaN where they are not
+    known, and ``mismatch`` says how far the policy is from it; both are ``None`` without these.
     """
 
     tokenized: TokenizedChat
@@ -27,6 +29,8 @@ class ScoredChat(NamedTuple):
     reference: numpy.ndarray
     entropy: numpy.ndarray
     kl: dict[str, numpy.ndarray]
+    rollout: numpy.ndarray | None = None
+    mismatch: Mismatch | None = None
 
 
 @torch.inference_mode()
@@ -36,8 +40,12 @@ def score_batch(
     estimators: Sequence[str],
     temperature: float = 1.0,
     max_tokens_per_forward: int | None = None,
+    rollout_bound: float = 2.0,
 ) -> list[ScoredChat]:
-    """Log-probs of both models, the policy's entropy and the KL of every scored token."""
+    """Log-probs of both models, the policy's entropy and the KL of every scored token.
+
+    Ratios of tokens to the rollout's are truncated at ``rollout_bound``.
+    """
     lengths = [len(chat.token_ids) for chat in batch]
     tokens = torch.tensor([token for chat in batch for token in chat.token_ids])
     turns = torch.tensor([turn for chat in batch for turn in chat.turns])
@@ -58,5 +66,17 @@ def score_batch(
         positions = numpy.flatnonzero(numpy.asarray(chat.turns) >= 0)
         own = {name: rows[i].numpy()[positions] for name, rows in arrays.items()}
         kl = {estimator: own.pop(estimator) for estimator in estimators}
-        scored.append(ScoredChat(chat, positions, kl=kl, **own))
+        made = ScoredChat(chat, positions, own["policy"], own["reference"], own["entropy"], kl)
+        scored.append(made if chat.rollout is None else beside_rollout(made, rollout_bound))
     return scored
+
+
+def beside_rollout(scored: ScoredChat, bound: float) -> ScoredChat:
+    """A chat with its mismatch, ratios of tokens truncated at ``bound``.
+
+    Only what the engine did not report is left out: a policy whose log-probs are NaN shows.
+    """
+    rollout = torch.tensor(scored.tokenized.rollout, dtype=torch.float32)
+    known = ~rollout.isnan()
+    weighed = importance_weights(torch.from_numpy(scored.policy), rollout, known, high=bound)
+    return scored._replace(rollout=rollout.numpy(), mismatch=weighed.mismatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,10 @@ import pyarrow.parquet
 from fusedrl.scoring.errors import ChatError, ScoreError, printable, reason
 
 _BOM = b"\xef\xbb\xbf"
+_COLUMNS = ("messages", "tools", "rollout_log_probs")
+# How far above 0 the rounding of an engine may take the log-prob of a certain token.
+_ROUNDING = 1e-3
+_LARGEST = 1e30  # stays in float32
 # How files start that are no JSONL in UTF-8, though some of their lines may pass for it.
 _FOREIGN = {
     b"\xff\xfe": "UTF-16 text; convert it to UTF-8",
@@ -37,12 +42,16 @@ class Record(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """A checked conversation: every message has a ``role`` and, where it has content, text."""
+    """A checked conversation: every message has a ``role`` and, where it has content, text.
+
+    ``rollout_log_probs`` are those that the engine reported, NaN where it reported none.
+    """
 
     where: str
     line: int
     messages: list[dict[str, Any]]
     tools: list[Any] | None
+    rollout_log_probs: list[float] | None = None
 
 
 def count_records(path: Path) -> int:
@@ -91,7 +100,7 @@ def _blank(line: bytes) -> bool:
 
 def _rows(path: Path) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
     with _parquet(path) as table:
-        columns = [name for name in ("messages", "tools") if name in table.schema_arrow.names]
+        columns = [name for name in _COLUMNS if name in table.schema_arrow.names]
         line = 0
         for batch in table.iter_batches(columns=columns):
             for row in range(len(batch)):
@@ -141,7 +150,8 @@ def parse_chat(record: Record) -> Chat:
         )
     tools = row.get("tools") or None
     _check_objects(record.where, "tools", tools)
-    return Chat(record.where, record.line, messages, tools)
+    rollout = _log_probs(record.where, "rollout_log_probs", row.get("rollout_log_probs"))
+    return Chat(record.where, record.line, messages, tools, rollout)
 
 
 def _parsed(record: Record) -> Any:
@@ -203,6 +213,23 @@ def _check_objects(where: str, name: str, value: Any) -> None:
     items = [] if value is None else value
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ChatError(where, f"{name}: expected a list of objects, got {_brief(value)}")
+
+
+def _log_probs(where: str, name: str, value: Any) -> list[float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise ChatError(where, f"{name}: expected a list of numbers, got {_brief(value)}")
+    log_probs = [math.nan if item is None else item for item in value]
+    for i, item in enumerate(log_probs):
+        number = isinstance(item, int | float) and not isinstance(item, bool)
+        if not number or item > _ROUNDING or (item < -_LARGEST and item != -math.inf):
+            raise ChatError(
+                where,
+                f"{name}[{i}]: expected a log-prob, a number of at most 0 or null, "
+                f"got {_brief(item)}",
+            )
+    return [float(item) for item in log_probs]
 
 
 # The start of a value in an error, however large or deep the value is.

@@ -12,6 +12,7 @@ import numpy
 import torch
 
 import fusedrl
+from fusedrl.ops import Mismatch
 from fusedrl.scoring.batches import ScoredChat, score_batch
 from fusedrl.scoring.chats import count_records, parse_chat, read_records
 from fusedrl.scoring.errors import ChatError, ScoreError, printable, reason
@@ -46,6 +47,8 @@ class Settings:
             ``max_position_embeddings`` of the two models, beyond which many of them make no sense.
         strict: stop at the first chat that cannot be scored, instead of skipping it.
         report_chats: how many of the most-drifted chats the report shows.
+        rollout_bound: where the ratio of a token between the policy and what generated it is
+            truncated, of chats with rollout log-probs.
 
     Raises:
         ScoreError: a value out of its range.
@@ -60,6 +63,7 @@ class Settings:
     context: int | None = None
     strict: bool = False
     report_chats: int = 50
+    rollout_bound: float = 2.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant, before anything is loaded."""
@@ -73,6 +77,10 @@ class Settings:
             raise ScoreError(
                 f"temperature: expected from {low:g} to {high:g}, got {self.temperature!r}"
             )
+        if not 0 < self.rollout_bound <= TEMPERATURES[1]:
+            raise ScoreError(
+                f"rollout_bound: expected a number above 0, got {self.rollout_bound!r}"
+            )
         for name in ("max_tokens_per_batch", "context", "report_chats"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -81,10 +89,14 @@ class Settings:
 
 @dataclass
 class Summary:
-    """What a job did: a row a chat (the columns of ``chats.parquet``) and the chats it skipped."""
+    """What a job did: a row a chat (the columns of ``chats.parquet``) and the chats it skipped.
+
+    ``mismatch`` is that of all tokens with a rollout log-prob together, ``None`` without any.
+    """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[ChatError] = field(default_factory=list)
+    mismatch: Mismatch | None = None
 
     def mean(self, column: str) -> float:
         """Mean over all scored tokens of a per-chat mean such as ``"kl_mean"``."""
@@ -110,7 +122,9 @@ def score_chats(
     directory, which the next job removes.
 
     Args:
-        chats: JSONL, or Parquet by its suffix, of ``{"messages": [{"role", "content"}, ...]}``.
+        chats: JSONL, or Parquet by its suffix, of ``{"messages": [{"role", "content"}, ...]}``,
+            perhaps with ``"rollout_log_probs"``, the engine's log-prob of each scored token or of
+            each token.
         policy: directory or hub name of the model that was trained.
         reference: the same for the model it is compared with.
         out: directory to write into; made if absent.
@@ -155,18 +169,24 @@ def score_chats(
             "device": str(models.device),
             "fusedrl": fusedrl.__version__,
         }
-        report = Report(facts, settings.estimator, settings.report_chats)
+        report = Report(facts, settings.estimator, settings.report_chats, settings.rollout_bound)
+        mismatches: list[Mismatch] = []
         with Tables(folder, settings.estimator, facts) as tables:
             tokenized = _tokenized(chats, models, template, settings.context, skip)
             while batch := list(islice(tokenized, BATCH)):
                 for scored in _scored(models, batch, settings, skip):
                     tables.write(scored)
                     report.add(scored)
+                    mismatches += [] if scored.mismatch is None else [scored.mismatch]
                     on_progress(1)
             if not tables.chats:
                 raise ScoreError(_nothing(chats, summary.skipped))
         summary.rows = tables.chats
-        report.write(folder / "report.html", summary.rows, summary.skipped)
+        if mismatches:
+            together = map(torch.cat, zip(*mismatches, strict=True))
+            summary.mismatch = Mismatch._make(together).total()
+        path = folder / "report.html"
+        report.write(path, summary.rows, summary.skipped, summary.mismatch)
         publish(folder, out)
     return summary
 
@@ -231,7 +251,12 @@ def _scored(
     estimators = sorted({"k1", "k3", settings.estimator})
     try:
         yield from score_batch(
-            models, batch, estimators, settings.temperature, settings.max_tokens_per_batch
+            models,
+            batch,
+            estimators,
+            settings.temperature,
+            settings.max_tokens_per_batch,
+            settings.rollout_bound,
         )
     except (ValueError, IndexError, torch.OutOfMemoryError) as error:
         if len(batch) == 1:

@@ -32,12 +32,15 @@ class TokenizedChat(NamedTuple):
     ``texts[i]`` is what token *i* adds to the rendered conversation: a character that several
     tokens spell belongs to the first, the others have ``""``, so the texts join to the whole.
     ``turns[i]`` is the index of the message that token *i* is scored for, -1 where it is not.
+    ``rollout`` has the engine's log-prob of each scored token, NaN where it is not known, or is
+    ``None``.
     """
 
     chat: Chat
     token_ids: list[int]
     texts: list[str]
     turns: list[int]
+    rollout: list[float] | None = None
 
 
 def tokenize_chat(
@@ -55,8 +58,8 @@ def tokenize_chat(
         context: the most tokens that a chat may have; ``None`` for any number.
 
     Raises:
-        ChatError: a chat that is too long, that the template or the tokenizer refuses, or whose
-            assistant turns cannot be told apart.
+        ChatError: a chat that is too long, that the template or the tokenizer refuses, whose
+            assistant turns cannot be told apart, or that has other tokens than rollout log-probs.
     """
     try:
         return _tokenized(chat, Renderer(tokenizer, template, {"tools": chat.tools}), context)
@@ -89,7 +92,23 @@ def _tokenized(chat: Chat, renderer: Renderer, context: int | None) -> Tokenized
     if all(turn < 0 for turn in turn_of):
         raise ChatError(chat.where, "no token to score: the template renders no assistant text")
     texts = [text[start:end] for start, end in pairwise(ends)]
-    return TokenizedChat(chat, encoded["input_ids"], texts, turn_of)
+    return TokenizedChat(chat, encoded["input_ids"], texts, turn_of, _rollout(chat, turn_of))
+
+
+def _rollout(chat: Chat, turn_of: list[int]) -> list[float] | None:
+    """The rollout log-probs of the scored tokens, whether they were given alone or with all."""
+    given = chat.rollout_log_probs
+    scored = [i for i, turn in enumerate(turn_of) if turn >= 0]
+    if given is None or len(given) == len(scored):
+        return given
+    if len(given) == len(turn_of):
+        return [given[i] for i in scored]
+    raise ChatError(
+        chat.where,
+        f"rollout_log_probs: expected {len(scored)} values, one a scored token, or "
+        f"{len(turn_of)}, one a token of the chat, got {len(given)}; the policy's tokenizer and "
+        "chat template have to make the tokens that were generated",
+    )
 
 
 def _turns(chat: Chat, renderer: Renderer, spans: list[Span]) -> list[int]:

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import numpy
 from jinja2 import Environment
 
+from fusedrl.ops import Mismatch
 from fusedrl.scoring.batches import ScoredChat
 from fusedrl.scoring.errors import ChatError
 from fusedrl.scoring.output import writable
-from fusedrl.scoring.tables import chat_row
+from fusedrl.scoring.tables import chat_row, mismatch_row
 
 # Token cells on the page, some 250 bytes each; browsers stay quick up to a few tens of thousands.
 MAX_TOKENS = 30_000
@@ -33,23 +34,30 @@ class View(NamedTuple):
 class Report:
     """Collects scored chats, keeps the most-drifted ones, and renders them."""
 
-    def __init__(self, facts: dict[str, str], estimator: str, chats: int) -> None:
+    def __init__(
+        self, facts: dict[str, str], estimator: str, chats: int, rollout_bound: float = 2.0
+    ) -> None:
         """Start empty.
 
         Args:
             facts: the job's settings, by name.
             estimator: the KL estimator that ranks chats and colours tokens at first.
             chats: how many chats to show.
+            rollout_bound: where ratios to the rollout are truncated.
         """
         self._facts = facts
         self._estimator = estimator
         self._limit = chats
+        self._rollout_bound = rollout_bound
         self._kept: list[tuple[dict[str, Any], ScoredChat]] = []
         self._kl: list[numpy.ndarray] = []
+        self._log_ratios: list[numpy.ndarray] = []
 
     def add(self, scored: ScoredChat) -> None:
         """Take note of one chat."""
         self._kl.append(scored.kl[self._estimator])
+        if scored.rollout is not None:
+            self._log_ratios.append(_log_ratios(scored))
         self._kept.append((chat_row(scored, self._estimator), scored))
         if len(self._kept) > 2 * self._limit:
             self._prune()
@@ -59,9 +67,13 @@ class Report:
         del self._kept[self._limit :]
 
     def write(
-        self, path: Path, rows: Sequence[dict[str, Any]], skipped: Sequence[ChatError]
+        self,
+        path: Path,
+        rows: Sequence[dict[str, Any]],
+        skipped: Sequence[ChatError],
+        mismatch: Mismatch | None = None,
     ) -> None:
-        """Render the page. ``rows`` are all chats' rows, shown or not."""
+        """Render the page. ``rows`` are all chats' rows, shown or not; ``mismatch`` is theirs."""
         self._prune()
         views = self._views()
         budget = MAX_TOKENS
@@ -69,7 +81,8 @@ class Report:
         for row, scored in self._kept:
             if budget <= 0:
                 break
-            chats.append(row | _conversation(scored, views, budget))
+            said = {name: value for name, value in row.items() if value is not None}
+            chats.append(said | _conversation(scored, views, budget))
             budget -= len(scored.positions)
         kl = numpy.concatenate(self._kl)
         page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
@@ -80,7 +93,15 @@ class Report:
             estimator=self._estimator,
             views=views,
             chats=chats,
-            data=_plain({"views": [view._asdict() for view in views], "chats": chats}),
+            data=_plain(
+                {
+                    "views": [view._asdict() for view in views],
+                    "chats": chats,
+                    "mismatch": None if mismatch is None else mismatch_row(mismatch),
+                }
+            ),
+            mismatch=None if mismatch is None else mismatch_row(mismatch),
+            rollout_bound=self._rollout_bound,
             rows=rows,
             skipped=[str(error) for error in skipped],
             tokens=len(kl),
@@ -89,24 +110,33 @@ class Report:
                 [row["entropy_mean"] for row in rows],
                 weights=[row["scored_tokens"] for row in rows],
             ),
-            plots=[
-                histogram(kl, f"KL of a token, {self._estimator}, nats", "tokens"),
-                histogram(
-                    numpy.array([row["kl_mean"] for row in rows]),
-                    f"mean KL of a chat, {self._estimator}, nats",
-                    "chats",
-                ),
-            ],
+            plots=self._plots(kl, rows),
         )
         with writable(path):
             # Only what no model reads, such as a key that a template leaves out, is not Unicode.
             path.write_text(html, encoding="utf-8", errors="backslashreplace")
+
+    def _plots(self, kl: numpy.ndarray, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        of_chats = numpy.array([row["kl_mean"] for row in rows])
+        plots = [
+            histogram(kl, f"KL of a token, {self._estimator}, nats", "tokens"),
+            histogram(of_chats, f"mean KL of a chat, {self._estimator}, nats", "chats"),
+        ]
+        if self._log_ratios:
+            log_ratios = numpy.concatenate(self._log_ratios)
+            plots.append(
+                histogram(log_ratios, "log-ratio of a token to its rollout, nats", "tokens")
+            )
+        return plots
 
     def _views(self) -> list[View]:
         labels = {"k3": "KL (k3)", "k1": "log-ratio (k1)", "k2": "KL (k2)", "abs": "|log-ratio|"}
         names = [self._estimator, *(e for e in ("k3", "k1") if e != self._estimator)]
         values = [(e, labels[e], [scored.kl[e] for _, scored in self._kept]) for e in names]
         values.append(("entropy", "entropy", [scored.entropy for _, scored in self._kept]))
+        rollouts = [_log_ratios(scored) for _, scored in self._kept if scored.rollout is not None]
+        if rollouts:
+            values.append(("rollout", "log-ratio to the rollout", rollouts))
         return [View(key, label, _saturation(numpy.concatenate(v))) for key, label, v in values]
 
 
@@ -131,12 +161,28 @@ def _saturation(values: numpy.ndarray) -> float:
     return max(float(numpy.quantile(finite, 0.95)) if finite.size else 0.0, 1e-6)
 
 
+def _log_ratios(scored: ScoredChat) -> numpy.ndarray:
+    """Of each scored token between the policy and the rollout, NaN where it is not known."""
+    assert scored.rollout is not None
+    return scored.policy - scored.rollout
+
+
+def _values(scored: ScoredChat) -> dict[str, numpy.ndarray]:
+    """What may colour the tokens of a chat."""
+    values = {**scored.kl, "entropy": scored.entropy}
+    return values if scored.rollout is None else values | {"rollout": _log_ratios(scored)}
+
+
 def _conversation(scored: ScoredChat, views: Sequence[View], budget: int) -> dict[str, Any]:
     """The chat's messages in order, a scored one as cells and any other as text."""
     cells: dict[int, list[dict[str, Any]]] = {}
     tokenized = scored.tokenized
+    known = _values(scored)
+    colours = {view.key: known[view.key] for view in views if view.key in known}
     for i, position in enumerate(scored.positions[:budget]):
-        values = {view.key: float(scored.kl.get(view.key, scored.entropy)[i]) for view in views}
+        values = {key: float(column[i]) for key, column in colours.items()}
+        if scored.rollout is not None and numpy.isnan(scored.rollout[i]):
+            del values["rollout"]
         cell = {
             "text": tokenized.texts[position],
             "policy": float(scored.policy[i]),
@@ -177,7 +223,8 @@ def _merged(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "policy": sum(part["policy"] for part in parts),
                 "reference": sum(part["reference"] for part in parts),
                 "values": {
-                    key: sum(part["values"][key] for part in parts) for key in parts[0]["values"]
+                    key: sum(part["values"].get(key, 0) for part in parts)
+                    for key in parts[0]["values"]
                 },
                 "tokens": len(parts),
             }

@@ -10,6 +10,7 @@ import numpy
 import pyarrow
 import pyarrow.parquet
 
+from fusedrl.ops import Mismatch
 from fusedrl.scoring.batches import ScoredChat
 from fusedrl.scoring.output import writable
 
@@ -25,6 +26,7 @@ _TOKENS = [
     ("kl_k1", pyarrow.float32()),
     ("kl_k3", pyarrow.float32()),
     ("entropy", pyarrow.float32()),
+    ("rollout_log_prob", pyarrow.float32()),  # null where it is not known
 ]
 _CHATS = [
     ("chat", pyarrow.int64()),
@@ -38,7 +40,14 @@ _CHATS = [
     ("kl_k1_mean", pyarrow.float64()),
     ("kl_k3_mean", pyarrow.float64()),
     ("entropy_mean", pyarrow.float64()),
+    ("rollout_tokens", pyarrow.int32()),  # these are null without rollout log-probs
+    ("rollout_k1", pyarrow.float64()),
+    ("rollout_k3", pyarrow.float64()),
+    ("rollout_ess", pyarrow.float64()),
+    ("rollout_max_ratio", pyarrow.float64()),
+    ("rollout_clipped", pyarrow.float64()),
 ]
+_MISMATCH = ("tokens", "k1", "k3", "ess", "max_ratio", "clipped")
 
 
 class Tables:
@@ -113,8 +122,22 @@ def _token_rows(scored: ScoredChat, estimator: str, schema: pyarrow.Schema) -> p
         "kl_k1": scored.kl["k1"],
         "kl_k3": scored.kl["k3"],
         "entropy": scored.entropy,
+        "rollout_log_prob": _or_nulls(scored.rollout, len(scored.positions)),
     }
     return pyarrow.table(columns, schema=schema)
+
+
+def _or_nulls(values: numpy.ndarray | None, count: int) -> pyarrow.Array:
+    if values is None:
+        return pyarrow.nulls(count, pyarrow.float32())
+    return pyarrow.array(values, mask=numpy.isnan(values))
+
+
+def mismatch_row(mismatch: Mismatch | None) -> dict[str, float | None]:
+    """The figures of one mismatch by name, all ``None`` without one."""
+    if mismatch is None:
+        return dict.fromkeys(_MISMATCH)
+    return {name: getattr(mismatch, name).item() for name in _MISMATCH}
 
 
 def chat_row(scored: ScoredChat, estimator: str) -> dict[str, Any]:
@@ -136,4 +159,4 @@ def chat_row(scored: ScoredChat, estimator: str) -> dict[str, Any]:
         "kl_k1_mean": mean(scored.kl["k1"]),
         "kl_k3_mean": mean(scored.kl["k3"]),
         "entropy_mean": mean(scored.entropy),
-    }
+    } | {f"rollout_{name}": value for name, value in mismatch_row(scored.mismatch).items()}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusedrl import ragged
 from fusedrl.ops import _autograd, _dispatch
+from fusedrl.ops._samples import check_lists
 from fusedrl.ops.token_kl import reference
 from fusedrl.ops.token_kl.samples import (
     PackedSamples,
@@ -133,9 +134,7 @@ def _list(
     lists = {"ref_log_probs": ref_log_probs}
     lists |= {} if mask is None else {"mask": mask}
     lists |= {} if reward is None or isinstance(reward, Tensor) else {"reward": reward}
-    for name, value in lists.items():
-        if not isinstance(value, (list, tuple)):
-            raise TypeError(f"{name}: expected a list like log_probs, got {_dispatch.kind(value)}")
+    check_lists(**lists)
     if not any(map(len, (log_probs, *lists.values()))):
         return [] if reward is None else TokenKL([], [])
     result = kl_in_place(log_probs, ref_log_probs, mask, reward, **options)

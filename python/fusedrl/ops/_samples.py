@@ -1,0 +1,142 @@
+"""Lists of tensors, one a sample: checked against each other and packed, one concatenation each."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fusedrl.ops._dispatch import check_device, check_tensor, kind
+
+COLUMNS = (torch.Size(()), torch.Size((1,)))  # trailing dimensions of one value a row
+_FAST_CAT = 32767
+
+
+class PackedColumns(NamedTuple):
+    """Packed log-probs ``[N]``, their companions in order, and the samples' lengths."""
+
+    log_probs: Tensor
+    companions: list[Tensor]
+    lengths: list[int]
+
+
+def pack_columns(
+    log_probs: Sequence[Tensor], companions: Mapping[str, Sequence[Tensor]]
+) -> PackedColumns:
+    """Pack 1-D log-probs and lists of the same shapes, whose names are for errors.
+
+    Raises ``ValueError`` naming the first sample whose shapes disagree, ``TypeError`` for one that
+    is no tensor.
+    """
+    if len(log_probs) == 0:
+        raise ValueError("log_probs: expected at least one sample, got an empty list")
+    # Hundreds of short samples spend their time in loops over them, hence few and in C.
+    lengths = sizes_of("log_probs", log_probs)
+    packed = concatenated("log_probs", log_probs, lengths)
+    if packed.dim() != 1:
+        raise ValueError(f"log_probs: expected 1-D samples, got {tuple(log_probs[0].shape)}")
+    columns = [_packed_like(log_probs, lengths, *column) for column in companions.items()]
+    return PackedColumns(packed, columns, lengths)
+
+
+def check_lists(**companions: Any) -> None:
+    """Refuse companions of listed log-probs that are no lists."""
+    for name, value in companions.items():
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{name}: expected a list like log_probs, got {kind(value)}")
+
+
+def sizes_of(name: str, column: Sequence[Tensor]) -> list[int]:
+    """Elements of each sample."""
+    try:
+        return list(map(Tensor.numel, column))
+    except TypeError:
+        for i, sample in enumerate(column):
+            check_tensor(f"{name}: sample {i}", sample)
+        raise
+
+
+def _packed_like(
+    log_probs: Sequence[Tensor], lengths: list[int], name: str, column: Sequence[Tensor]
+) -> Tensor:
+    if len(column) != len(lengths):
+        raise ValueError(f"{name}: expected {len(lengths)} samples, got {len(column)}")
+    if sizes_of(name, column) == lengths:
+        packed = concatenated(name, column, lengths)
+        if packed.dim() == 1:
+            return packed
+    i, x, y = next(
+        (i, x, y)
+        for i, (x, y) in enumerate(zip(log_probs, column, strict=True))
+        if x.shape != y.shape
+    )
+    raise ValueError(
+        f"{name}: sample {i}: expected shape {tuple(x.shape)} as in log_probs, got {tuple(y.shape)}"
+    )
+
+
+def concatenated(name: str, column: Sequence[Tensor], lengths: list[int]) -> Tensor:
+    """The samples of a column one after the other."""
+    try:
+        if _cat_is_slow(column, lengths):
+            return _cat_in_pieces(column, lengths)
+        return torch.cat(tuple(column))
+    except RuntimeError as error:
+        _explain(name, column)
+        raise ValueError(f"{name}: expected samples to concatenate: {error}") from error
+
+
+def _explain(name: str, column: Sequence[Tensor]) -> None:
+    """Raise for the first sample that cannot stand behind sample 0."""
+    first = column[0]
+    for i, sample in enumerate(column):
+        check_tensor(f"{name}: sample {i}", sample)
+        check_device(f"{name}: sample {i}", sample, first.device)
+        if sample.dim() == 0:
+            raise ValueError(
+                f"{name}: sample {i}: expected a dimension of tokens, got shape (); "
+                "add it with .unsqueeze(0)"
+            )
+        if sample.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                f"{name}: sample {i}: expected trailing dimensions {tuple(first.shape[1:])} as in "
+                f"sample 0, got shape {tuple(sample.shape)}"
+            )
+
+
+def _cat_is_slow(column: Sequence[Tensor], lengths: list[int]) -> bool:
+    """Whether torch.cat would copy these one by one, at microseconds each, and pieces can help.
+
+    On the CPU it does so for results from 32768 elements on, where several threads may run.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and column[0].device.type == "cpu"
+        and torch.get_num_threads() > 1
+        and sum(lengths) > _FAST_CAT > max(lengths)
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in column))
+        and forward_ad._current_level < 0
+        and len({(x.dtype, x.shape[1:]) for x in column}) == 1
+        and column[0].shape[1:] in COLUMNS
+    )
+
+
+def _cat_in_pieces(column: Sequence[Tensor], lengths: list[int]) -> Tensor:
+    """Concatenate into slices of one buffer, each small enough for a single loop.
+
+    Assumes one element a row, and that no sample alone is too large.
+    """
+    ends = list(accumulate(lengths))
+    packed = column[0].new_empty((ends[-1], *column[0].shape[1:]))
+    first = start = 0
+    while first < len(column):
+        past = bisect_right(ends, start + _FAST_CAT)
+        end = ends[past - 1]
+        torch.cat(tuple(column[first:past]), out=packed[start:end])
+        first, start = past, end
+    return packed

@@ -1,0 +1,352 @@
+"""Importance weights of tokens that another policy generated than the one that trains on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl import ragged
+from fusedrl.ops import _dispatch
+from fusedrl.ops._samples import check_lists, pack_columns
+from fusedrl.ops.importance_weights import reference
+
+__all__ = ["LEVELS", "MODES", "ImportanceWeights", "Mismatch", "importance_weights"]
+
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "mask")
+
+
+class Mismatch(NamedTuple):
+    """How far the policy that trains is from the one that generated, a value a sequence.
+
+    Fields are sums over the kept tokens whose log ratio is known, so that those of two batches add
+    up, but for ``max_ratio``. A sequence without such tokens has 0 in all of them.
+
+    Args:
+        tokens: how many there are, int64 ``[B]``.
+        clipped_tokens: how many of their ratios lie outside the bounds, int64 ``[B]``.
+        k1_sum: of ``-d`` with the log ratio ``d = log_probs - rollout_log_probs``, float ``[B]``.
+        k3_sum: of ``exp(d) - 1 - d``.
+        weight_sum: of the weights.
+        squared_weight_sum: of their squares.
+        max_ratio: the largest ratio, before the bounds.
+    """
+
+    tokens: Tensor
+    clipped_tokens: Tensor
+    k1_sum: Tensor
+    k3_sum: Tensor
+    weight_sum: Tensor
+    squared_weight_sum: Tensor
+    max_ratio: Tensor
+
+    @property
+    def k1(self) -> Tensor:
+        """Mean k1 of a token in nats: KL(rollout || policy), unbiased, of either sign."""
+        return self.k1_sum / self.tokens.clamp(min=1)
+
+    @property
+    def k3(self) -> Tensor:
+        """Mean k3 of a token in nats: KL(rollout || policy), unbiased, never negative."""
+        return self.k3_sum / self.tokens.clamp(min=1)
+
+    @property
+    def ess(self) -> Tensor:
+        """Effective sample size in tokens, ``weight_sum**2 / squared_weight_sum``."""
+        squares = self.squared_weight_sum
+        return self.weight_sum.square() / squares.clamp(min=torch.finfo(squares.dtype).tiny)
+
+    @property
+    def clipped(self) -> Tensor:
+        """Fraction of the tokens whose ratio lies outside the bounds."""
+        return self.clipped_tokens / self.tokens.clamp(min=1)
+
+    def total(self) -> Mismatch:
+        """The same over all sequences together, as 0-dim tensors."""
+        sums = Mismatch._make(field.sum() for field in self)
+        return (
+            sums if self.max_ratio.numel() == 0 else sums._replace(max_ratio=self.max_ratio.amax())
+        )
+
+
+class ImportanceWeights(NamedTuple):
+    """Weights in the representation of the input, and what is known of each sequence."""
+
+    weights: Any
+    mismatch: Mismatch
+
+
+def importance_weights(
+    log_probs: Tensor | Sequence[Tensor],
+    rollout_log_probs: Tensor | Sequence[Tensor],
+    mask: Tensor | Sequence[Tensor] | None = None,
+    offsets: Tensor | None = None,
+    *,
+    level: str = "token",
+    mode: str = "truncate",
+    low: float | Tensor | None = None,
+    high: float | Tensor | None = 2.0,
+    nan: str = "propagate",
+    impl: str = "auto",
+) -> ImportanceWeights:
+    r"""Weights that correct for the policy that generated not being the one that trains.
+
+    With the log ratio ``d = log_probs - rollout_log_probs`` of a token, a ratio is
+    :math:`e^{\min(d, 20)}` at the level of tokens. At that of sequences all tokens of one have the
+    same, with the sum of ``d`` over its kept tokens in the place of ``d``, or their mean
+    (``"geometric"``). The weight is the ratio, within the bounds.
+
+    Weights are constants: no gradient flows through them to either log-probs.
+
+    Args:
+        log_probs: float log-probs of the sampled tokens under the policy that trains: padded
+            ``[B, T]``, a sequence a row, packed ``[N]`` with offsets, a jagged or strided nested
+            tensor, or a list of 1-D tensors, one a sequence.
+        rollout_log_probs: those under the policy that generated, in the same form.
+        mask: bool in the same form; ``None`` keeps all. A dropped token has weight exactly 0, and
+            its log-probs are not read.
+        offsets: int64 ``[B + 1]`` of packed ``[N]`` values. At the level of tokens these may come
+            without, and are one sequence.
+        level: ``"token"``, ``"sequence"`` or ``"geometric"``.
+        mode: what becomes of a ratio outside ``[low, high]``: ``"truncate"`` puts the bound in its
+            place (TIS), ``"mask"`` puts 0 (MIS, IcePop).
+        low: the least ratio, from 0 to 1e30; ``None`` for no such bound. Pass a 0-dim tensor to
+            vary it under ``torch.compile`` without a recompile.
+        high: the largest ratio, likewise.
+        nan: ``"propagate"``, or ``"missing"``: a token whose log ratio is NaN has ratio 1 at the
+            level of tokens, adds nothing to its sequence's, and does not count in the mismatch.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+
+    Returns:
+        :class:`ImportanceWeights`: the weights in the form of ``log_probs``, float32 (float64 for
+        float64), and the :class:`Mismatch` of each sequence.
+
+    Raises:
+        TypeError: a mask that is not bool, values that are not floating point, arguments of
+            different forms, a sparse tensor, a bound that is no real number.
+        ValueError: an unknown option, shapes, devices and offsets that do not fit, packed values
+            without offsets where a sequence has one ratio, or bounds out of range or order (in a
+            compiled graph and on the GPU they are not looked at).
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import importance_weights
+        >>> policy = torch.tensor([[-1.0, -0.5, -2.0], [-1.0, -3.0, -1.0]])
+        >>> rollout = torch.tensor([[-1.1, -0.5, -3.0], [-1.0, -1.0, -1.0]])
+        >>> weights, mismatch = importance_weights(policy, rollout)
+        >>> weights
+        tensor([[1.1052, 1.0000, 2.0000],
+                [1.0000, 0.1353, 1.0000]])
+        >>> mismatch.max_ratio
+        tensor([2.7183, 1.0000])
+        >>> total = mismatch.total()
+        >>> f"{total.k3:.3f} nats, {total.ess:.2f} of {total.tokens} tokens"
+        '0.310 nats, 4.73 of 6 tokens'
+        >>> importance_weights(policy, rollout, level="sequence", mode="mask", high=2.5).weights
+        tensor([[0.0000, 0.0000, 0.0000],
+                [0.1353, 0.1353, 0.1353]])
+    """
+    options: dict[str, Any] = {"level": level, "mode": mode, "nan": nan, "impl": impl}
+    options |= {"low": low, "high": high}
+    _check_options(level, mode, nan)
+    if isinstance(log_probs, (list, tuple)):
+        return _list(log_probs, rollout_log_probs, mask, offsets, options)
+    _dispatch.check_tensor("log_probs", log_probs, _dispatch.DENSE, _dispatch.NESTED)
+    assert isinstance(log_probs, Tensor)
+    if log_probs.is_nested:
+        return _nested(log_probs, rollout_log_probs, mask, offsets, options)
+    return _dense(log_probs, rollout_log_probs, mask, offsets, options)  # pyright: ignore[reportArgumentType]
+
+
+def _check_options(level: str, mode: str, nan: str) -> None:
+    if level not in LEVELS:
+        raise ValueError(f"level: expected one of {', '.join(LEVELS)}, got {level!r}")
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    if nan not in ("propagate", "missing"):
+        raise ValueError(f"nan: expected 'propagate' or 'missing', got {nan!r}")
+
+
+def _list(
+    log_probs: Sequence[Tensor],
+    rollout_log_probs: Any,
+    mask: Any,
+    offsets: Tensor | None,
+    options: dict[str, Any],
+) -> ImportanceWeights:
+    if offsets is not None:
+        raise ValueError("offsets: expected None with a list, whose samples carry their lengths")
+    companions = {"rollout_log_probs": rollout_log_probs}
+    companions |= {} if mask is None else {"mask": mask}
+    check_lists(**companions)
+    if not any(map(len, (log_probs, *companions.values()))):
+        counts = torch.zeros((2, 0), dtype=torch.int64, device="cpu")
+        sums = torch.zeros((5, 0), dtype=torch.float32, device="cpu")
+        return ImportanceWeights([], Mismatch(*counts.unbind(), *sums.unbind()))
+    packed = pack_columns(log_probs, companions)
+    of_samples = ragged.offsets_of(packed.lengths, packed.log_probs.device)
+    kept = None if mask is None else packed.companions[1]
+    weighed = _dense(packed.log_probs, packed.companions[0], kept, of_samples, options)
+    return weighed._replace(weights=list(weighed.weights.split(packed.lengths)))
+
+
+def _nested(
+    log_probs: Tensor,
+    rollout_log_probs: Any,
+    mask: Any,
+    offsets: Tensor | None,
+    options: dict[str, Any],
+) -> ImportanceWeights:
+    if offsets is not None:
+        raise ValueError("offsets: expected None with nested log_probs, which carry their own")
+    packed = ragged.from_nested(log_probs, "log_probs")
+    if packed.values.dim() != 1:
+        raise ValueError(
+            f"log_probs: expected a nested tensor [B, j], got one of {log_probs.dim()} dimensions"
+        )
+
+    def values_of(name: str, companion: Any) -> Tensor:
+        return _dispatch.nested_values(name, companion, "log_probs", packed.offsets)
+
+    weighed = _dense(
+        packed.values,
+        values_of("rollout_log_probs", rollout_log_probs),
+        None if mask is None else values_of("mask", mask),
+        packed.offsets,
+        options,
+    )
+    if log_probs.layout == torch.jagged:
+        own_offsets = ragged.jagged_parts(log_probs)[1]
+        return weighed._replace(
+            weights=ragged.to_jagged(ragged.Ragged(weighed.weights, own_offsets))
+        )
+    return weighed._replace(
+        weights=ragged.to_strided(ragged.Ragged(weighed.weights, packed.offsets))
+    )
+
+
+def _dense(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    options: dict[str, Any],
+) -> ImportanceWeights:
+    _check(log_probs, rollout_log_probs, mask, offsets, options["level"])
+    dtype = torch.promote_types(log_probs.dtype, rollout_log_probs.dtype)
+    device = log_probs.device
+    chosen = _dispatch.choose(options["impl"], "importance_weights", device, dtype)
+    low, high = _bounds(options["low"], options["high"], device)
+    level, mode, missing = options["level"], options["mode"], options["nan"] == "missing"
+    # Constants, whichever way a caller differentiates.
+    log_probs, rollout_log_probs = (x.detach().to(dtype) for x in (log_probs, rollout_log_probs))
+    if chosen == "reference":
+        sequences, count = _sequences(log_probs, offsets)
+        kept = None if mask is None else mask.flatten()
+        values = log_probs.flatten(), rollout_log_probs.flatten()
+        weights, counts, sums = reference.importance_weights(
+            *values, kept, sequences, count, low, high, level, mode, missing
+        )
+        weights = weights.view(log_probs.shape)
+    else:
+        weights, counts, sums = torch.ops.fusedrl.importance_weights(
+            log_probs.contiguous(),
+            rollout_log_probs.contiguous(),
+            None if mask is None else mask.contiguous(),
+            None if offsets is None else offsets.to(torch.int64).contiguous(),
+            low,
+            high,
+            LEVELS.index(level),
+            mode == "mask",
+            missing,
+        )
+    return ImportanceWeights(weights, Mismatch(*counts.unbind(1), *sums.unbind(1)))
+
+
+def _check(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    level: str,
+) -> None:
+    for name, value in (("log_probs", log_probs), ("rollout_log_probs", rollout_log_probs)):
+        _dispatch.check_tensor(name, value, like="" if value is log_probs else " like log_probs")
+        if not value.dtype.is_floating_point:
+            raise TypeError(f"{name}: expected a floating-point dtype, got {value.dtype}")
+    if log_probs.dim() not in (1, 2):
+        raise ValueError(
+            f"log_probs: expected [N] packed or [B, T] padded, got shape {tuple(log_probs.shape)}"
+        )
+    _dispatch.check_same("rollout_log_probs", rollout_log_probs, log_probs.shape, log_probs.device)
+    _dispatch.check_mask(mask, log_probs.shape, log_probs.device)
+    if log_probs.dim() == 2 and offsets is not None:
+        raise ValueError(
+            "offsets: expected None with padded [B, T] log_probs (one sequence a row), "
+            "got a tensor; flatten the log-probs if it is of packed values"
+        )
+    if log_probs.dim() == 1 and offsets is None and level != "token":
+        raise ValueError(
+            f"offsets: expected the sequence boundaries of packed [N] log_probs with "
+            f"level={level!r}, got None; pass offsets=torch.tensor([0, N]) if all tokens are one "
+            "sequence"
+        )
+    _dispatch.check_offsets(offsets, log_probs.numel(), log_probs.device)
+
+
+def _bounds(
+    low: float | Tensor | None, high: float | Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Both as 0-dim float64 tensors: 0 and infinity, which no ratio passes, where there is none."""
+
+    def bound(name: str, value: float | Tensor | None, none: float) -> Tensor:
+        if value is None:
+            return torch.full((), none, dtype=torch.float64, device="cpu")
+        return _dispatch.scalar_tensor(name, value, device, 0.0, _dispatch.LARGEST)
+
+    least, most = bound("low", low, 0.0), bound("high", high, torch.inf)
+    if low is not None and high is not None:
+        known = all(x.is_cpu and _dispatch.has_values(x) for x in (least, most))
+        if known and least.item() > most.item():
+            raise ValueError(
+                f"low: expected at most high={most.item():g}, got {least.item():g}; swap the bounds"
+            )
+    return least, most
+
+
+def _sequences(log_probs: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:
+    """The number of the sequence that each token is of, and how many sequences there are."""
+    count = _count(log_probs, offsets)
+    device, tokens = log_probs.device, log_probs.numel()
+    every = torch.arange(count, device=device)
+    if offsets is not None:
+        return torch.repeat_interleave(every, offsets.diff(), output_size=tokens), count
+    length = log_probs.shape[-1]
+    return every[:, None].expand(count, length).reshape(-1), count
+
+
+def _count(log_probs: Tensor, offsets: Tensor | None) -> int:
+    if offsets is not None:
+        return len(offsets) - 1
+    return len(log_probs) if log_probs.dim() == 2 else 1
+
+
+def _fake(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    count, dtype = _count(log_probs, offsets), _dispatch.result_dtype(log_probs)
+    return (
+        log_probs.new_empty(log_probs.shape, dtype=dtype),
+        log_probs.new_empty((count, 2), dtype=torch.int64),
+        log_probs.new_empty((count, 5), dtype=dtype),
+    )
+
+
+_dispatch.register_fakes({"importance_weights": _fake})

@@ -1,0 +1,389 @@
+"""importance_weights: levels, modes, masked, missing and infinite values, representations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from accuracy import no_worse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedrl import ImportanceWeights, Mismatch, importance_weights, token_kl
+from fusedrl.ops.importance_weights import LEVELS, MODES
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INF, NAN = float("inf"), float("nan")
+LARGEST = math.exp(20)
+IMPLS = ("cpu", "reference")
+
+
+def ragged(lengths, dtype=torch.float32, gap=0.3):
+    """Log-probs, those of a rollout that lies a gap apart, a mask and offsets."""
+    count = sum(lengths)
+    rollout = -3 * torch.rand(count)
+    log_probs = rollout + gap * torch.randn(count)
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    return log_probs.to(dtype), rollout.to(dtype), torch.rand(count) < 0.8, offsets
+
+
+def textbook(p, q, mask, offsets, level, mode, low, high):
+    """Weights and statistics as papers write them, a sequence at a time, in the dtype of ``p``."""
+    weights, statistics = torch.zeros_like(p), []
+    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        kept = mask[begin:end]
+        d = (p - q)[begin:end][kept]
+        of_level = {
+            "token": lambda d: d,
+            "sequence": lambda d: d.sum().expand_as(d),
+            "geometric": lambda d: d.mean().expand_as(d),
+        }[level](d)
+        ratio = of_level.exp()
+        outside = (ratio < low) | (ratio > high)
+        w = ratio.clamp(low, high) if mode == "truncate" else ratio.masked_fill(outside, 0)
+        weights[begin:end][kept] = w
+        n = max(len(d), 1)
+        statistics.append(
+            {
+                "tokens": len(d),
+                "k1": float(-d.sum() / n),
+                "k3": float((torch.expm1(d) - d).sum() / n),
+                "ess": float(w.sum() ** 2 / (w * w).sum()) if w.any() else 0.0,
+                "max_ratio": float(ratio.max()) if len(d) else 0.0,
+                "clipped": float(outside.sum() / n),
+            }
+        )
+    return weights, statistics
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
+def test_no_worse_than_torch_in_float32(dtype, level, mode):
+    """Longer than a piece of the kernel and than its lanes, with an empty sequence."""
+    p, q, mask, offsets = ragged([1500, 0, 1, 17, 700], dtype, gap=0.05)
+    options = {"level": level, "mode": mode, "low": 0.9, "high": 1.25}
+    ours = importance_weights(p, q, mask, offsets, **options)
+    work = torch.promote_types(dtype, torch.float32)
+    assert ours.weights.dtype == work
+    # Where a bound itself is rounded is not the question.
+    bounds = [float(torch.tensor(options[key], dtype=work)) for key in ("low", "high")]
+    truth, statistics = textbook(p.double(), q.double(), mask, offsets, level, mode, *bounds)
+    theirs, _ = textbook(p.to(work), q.to(work), mask, offsets, level, mode, *bounds)
+    no_worse(ours.weights, theirs, truth, 3e-7)
+    for name in statistics[0]:
+        expected = torch.tensor([of_sequence[name] for of_sequence in statistics])
+        found = getattr(ours.mismatch, name)
+        torch.testing.assert_close(found.float(), expected.float(), rtol=3e-6, atol=1e-7, msg=name)
+    clipped = ours.mismatch.clipped_tokens.sum()
+    assert 0 < clipped < mask.sum() or level == "geometric"
+
+
+def test_total_is_of_all_tokens_together():
+    p, q, mask, offsets = ragged([300, 0, 5, 90])
+    weights, mismatch = importance_weights(p, q, mask, offsets, high=1.2)
+    one = importance_weights(p, q, mask, torch.tensor([0, 395]), high=1.2).mismatch
+    total = mismatch.total()
+    for name in (*Mismatch._fields, "k1", "k3", "ess", "clipped"):
+        torch.testing.assert_close(getattr(total, name), getattr(one, name)[0])
+    w = weights[mask].double()
+    assert total.ess.item() == pytest.approx(float(w.sum() ** 2 / w.square().sum()), rel=1e-6)
+    assert total.tokens.shape == () and total.tokens == mask.sum()
+
+
+def test_the_divergence_is_that_of_the_rollout_from_the_policy():
+    p, q, _, offsets = ragged([200])
+    mismatch = importance_weights(p, q, offsets=offsets).mismatch
+    for name in ("k1", "k3"):
+        kl = token_kl(q, p, estimator=name)
+        torch.testing.assert_close(getattr(mismatch, name)[0], kl.mean())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_equal_log_probs_have_weight_one_and_no_mismatch(impl, level):
+    p = torch.randn(2, 9)
+    weights, mismatch = importance_weights(p, p.clone(), level=level, impl=impl)
+    assert torch.equal(weights, torch.ones(2, 9))
+    assert mismatch.ess.tolist() == [9.0, 9.0]
+    assert mismatch.k1.tolist() == mismatch.k3.tolist() == [0.0, 0.0]
+    assert not mismatch.k1.signbit().any()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_bounds_are_part_of_what_is_kept(impl):
+    ratio = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])
+    p, q = ratio.log(), torch.zeros(5)
+    ratio = importance_weights(p, q, high=None, impl=impl).weights
+    bounds = {"low": float(ratio[1]), "high": float(ratio[3])}
+    masked, of_masked = importance_weights(p, q, mode="mask", impl=impl, **bounds)
+    assert masked.tolist() == [0.0, *ratio[1:4].tolist(), 0.0]
+    truncated, of_truncated = importance_weights(p, q, impl=impl, **bounds)
+    assert truncated.tolist() == [ratio[1], *ratio[1:4], ratio[3]]
+    assert of_masked.clipped.tolist() == of_truncated.clipped.tolist() == [pytest.approx(0.4)]
+    assert of_masked.max_ratio == of_truncated.max_ratio == ratio[4]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("level", "mode"), [(x, y) for x in LEVELS for y in MODES])
+def test_no_bounds_change_nothing(impl, level, mode):
+    p, q, mask, offsets = ragged([40, 3])
+    options = {"level": level, "mode": mode, "impl": impl}
+    none, mismatch = importance_weights(p, q, mask, offsets, low=None, high=None, **options)
+    wide = importance_weights(p, q, mask, offsets, low=0.0, high=1e30, **options).weights
+    assert torch.equal(none, wide)
+    assert not mismatch.clipped.any()
+
+
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    [("cpu", torch.float32), ("reference", torch.float32), ("reference", torch.float64)],
+)
+def test_infinite_log_probs(impl, dtype):
+    p = torch.tensor([-INF, -1.0, -INF, 0.0, -900.0], dtype=dtype)
+    q = torch.tensor([-1.0, -INF, -INF, -900.0, 0.0], dtype=dtype)
+    largest = pytest.approx(LARGEST, rel=1e-6)
+    free = importance_weights(p, q, high=None, impl=impl).weights.tolist()
+    assert free[:2] == [0.0, largest] and math.isnan(free[2]) and free[3:] == [largest, 0.0]
+    weights = importance_weights(p, q, low=0.5, impl=impl).weights.tolist()
+    assert weights[:2] == [0.5, 2.0] and math.isnan(weights[2]) and weights[3:] == [2.0, 0.5]
+    weights = importance_weights(p, q, mode="mask", impl=impl).weights.tolist()
+    assert weights[:2] == [0.0, 0.0] and math.isnan(weights[2]) and weights[3:] == [0.0, 0.0]
+    offsets = torch.tensor([0, 1, 2, 3, 5])
+    options = {"offsets": offsets, "level": "sequence", "high": None, "impl": impl}
+    weights, mismatch = importance_weights(p, q, **options)
+    assert weights[:2].tolist() == [0.0, largest]
+    assert weights[2].isnan() and weights[3:].tolist() == [1.0, 1.0]
+    assert mismatch.k1[:2].tolist() == [INF, -INF]
+    assert mismatch.k3[:2].tolist() == [INF, INF]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_nan_propagates_to_what_has_its_ratio(impl):
+    p, q = torch.zeros(6), torch.zeros(6)
+    p[1] = NAN
+    offsets = torch.tensor([0, 3, 6])
+    for level, expected in (("token", [1]), ("sequence", [0, 1, 2]), ("geometric", [0, 1, 2])):
+        for mode in MODES:
+            options = {"level": level, "mode": mode, "impl": impl}
+            weights, mismatch = importance_weights(p, q, offsets=offsets, **options)
+            assert weights.isnan().nonzero().flatten().tolist() == expected
+            for name in ("k1", "k3", "ess", "max_ratio"):
+                assert getattr(mismatch, name).isnan().tolist() == [True, False], name
+            assert mismatch.tokens.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_missing_log_prob_is_left_out(impl):
+    p, q, _, offsets = ragged([6, 1])
+    q[2] = p[4] = q[6] = NAN
+    p[5] = q[5] = -INF
+    known = torch.tensor([0, 1, 3])
+    options = {"offsets": offsets, "nan": "missing", "high": 1.1, "impl": impl}
+    weights, mismatch = importance_weights(p, q, **options)
+    alone, of_known = importance_weights(p[known], q[known], high=1.1, impl=impl)
+    assert torch.equal(weights[known], alone)
+    assert weights[[2, 4, 5, 6]].tolist() == [1.0] * 4
+    for name in Mismatch._fields:
+        torch.testing.assert_close(getattr(mismatch, name)[:1], getattr(of_known, name))
+    assert mismatch.tokens.tolist() == [3, 0]
+    for level in ("sequence", "geometric"):
+        of_sequence = importance_weights(p, q, level=level, **options).weights
+        d = (p - q)[known].sum() / (1 if level == "sequence" else 3)
+        torch.testing.assert_close(of_sequence[:6], d.exp().clamp(max=1.1).expand(6))
+        assert of_sequence[6] == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_masked_values_are_not_read(level, impl):
+    p, q, mask, offsets = ragged([30, 4])
+    options = {"level": level, "low": 0.5, "impl": impl}
+    clean = importance_weights(p, q, mask, offsets, **options)
+    p, q = p.masked_fill(~mask, NAN), q.masked_fill(~mask, -INF)
+    dirty = importance_weights(p, q, mask, offsets, **options)
+    for mine, other in zip(flat(clean), flat(dirty), strict=True):
+        assert torch.equal(mine, other)
+    assert (clean.weights[~mask] == 0).all()
+    assert (clean.weights[mask] > 0).all()
+
+
+def flat(weighed):
+    return (weighed.weights, *weighed.mismatch)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_sequences_without_tokens(level, impl):
+    p, q, _, _ = ragged([2])
+    offsets, mask = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([False, True])
+    weights, mismatch = importance_weights(p, q, mask, offsets, level=level, low=0.9, impl=impl)
+    assert mismatch.tokens.tolist() == [0, 0, 1, 0]
+    assert weights[0] == 0 and weights[1] > 0
+    for name in (*Mismatch._fields, "k1", "k3", "ess", "clipped"):
+        assert getattr(mismatch, name)[[0, 1, 3]].tolist() == [0, 0, 0], name
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_empty_batches(impl):
+    empty = torch.zeros(0)
+    packed = importance_weights(empty, empty, offsets=torch.tensor([0]), impl=impl)
+    assert packed.weights.shape == packed.mismatch.k1.shape == (0,)
+    assert packed.mismatch.total() == Mismatch(*[0] * 7)
+    for shape in ((0, 3), (3, 0)):
+        weights, mismatch = importance_weights(torch.zeros(shape), torch.zeros(shape), impl=impl)
+        assert weights.shape == shape and mismatch.tokens.tolist() == [0] * shape[0]
+    listed = importance_weights([], [], impl=impl)
+    assert listed.weights == [] and listed.mismatch.tokens.shape == (0,)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("form", ["padded", "list", "jagged", "strided"])
+def test_every_representation_says_what_packed_values_say(level, form):
+    lengths = [5, 2, 9]
+    p, q, mask, offsets = ragged(lengths)
+    expected = importance_weights(p, q, mask, offsets, level=level)
+    of_samples = [list(x.split(lengths)) for x in (p, q, mask)]
+    if form == "padded":
+        pad = torch.nn.utils.rnn.pad_sequence
+        inputs = [pad(x, batch_first=True, padding_value=0) for x in of_samples]
+        weights, mismatch = importance_weights(*inputs, level=level)
+        assert (weights[0, 5:] == 0).all()
+        found = [row[:n] for row, n in zip(weights, lengths, strict=True)]
+    elif form == "list":
+        found, mismatch = importance_weights(*of_samples, level=level)
+        assert found[0].untyped_storage().data_ptr() == found[2].untyped_storage().data_ptr()
+    else:
+        layout = {"jagged": torch.jagged, "strided": torch.strided}[form]
+        inputs = [torch.nested.nested_tensor(x, layout=layout) for x in of_samples]
+        weights, mismatch = importance_weights(*inputs, level=level)
+        assert weights.layout == layout
+        if form == "jagged":
+            (weights + inputs[0] * 0).values()  # of the same ragged shape
+        found = weights.unbind()
+    assert torch.equal(torch.cat(list(found)), expected.weights)
+    for mine, other in zip(mismatch, expected.mismatch, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_packed_values_of_one_sequence_need_no_offsets_at_the_level_of_tokens():
+    p, q, mask, offsets = ragged([7])
+    without = importance_weights(p, q, mask)
+    for mine, other in zip(
+        flat(without), flat(importance_weights(p, q, mask, offsets)), strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_depend_on_the_sequence_alone(level, dtype):
+    lengths = [1025, 3, 0, 40000, 16, 2047] * 6
+    p, q, mask, offsets = ragged(lengths, dtype)
+    options = {"level": level, "mode": "mask", "low": 0.8, "high": 1.3}
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(flat(importance_weights(p, q, mask, offsets, **options)))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+    for b in (0, 1, 3, 5):
+        own = slice(int(offsets[b]), int(offsets[b + 1]))
+        # At another address, so that vectors begin elsewhere.
+        shifted = [torch.cat([x[:1], x[own]])[1:] for x in (p, q, mask)]
+        bounds = torch.tensor([0, lengths[b]])
+        alone = importance_weights(*shifted, bounds, **options)
+        assert torch.equal(alone.weights, results[0][0][own])
+        for mine, batch in zip(alone.mismatch, results[0][1:], strict=True):
+            assert torch.equal(mine, batch[b : b + 1])
+
+
+def test_views_of_any_stride():
+    p, q, mask, _ = ragged([60])
+    wide = [x.repeat_interleave(2).view(6, 20)[:, ::2] for x in (p, q, mask)]
+    found = importance_weights(*wide, level="sequence")
+    expected = importance_weights(*(x.view(6, 10) for x in (p, q, mask)), level="sequence")
+    assert torch.equal(found.weights, expected.weights)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_weights_are_constants(impl):
+    p, q = (torch.randn(2, 5, requires_grad=True) for _ in range(2))
+    weights, mismatch = importance_weights(p, q, level="sequence", impl=impl)
+    assert not any(x.requires_grad for x in (weights, *mismatch))
+    (p * weights).sum().backward()
+    assert torch.equal(p.grad, weights) and q.grad is None
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_weights_are_constants_of_every_derivative(impl):
+    q = torch.randn(2, 5)
+
+    def loss(p):
+        return (importance_weights(p, q, impl=impl).weights * p).sum()
+
+    p = torch.randn(2, 5)
+    weights = importance_weights(p, q, impl=impl).weights
+    assert torch.equal(torch.func.grad(loss)(p), weights)
+    value, tangent = torch.func.jvp(loss, (p,), (torch.ones_like(p),))
+    torch.testing.assert_close(value, (weights * p).sum())
+    torch.testing.assert_close(tangent, weights.sum())
+    assert not torch.autograd.functional.hessian(loss, p).any()
+
+
+def test_dtypes_promote_as_torch_promotes():
+    p, q, _, _ = ragged([7])
+    mixed = importance_weights(p.bfloat16(), q).weights
+    assert mixed.dtype == torch.float32
+    assert torch.equal(mixed, importance_weights(p.bfloat16().float(), q).weights)
+    assert importance_weights(p, q.double()).weights.dtype == torch.float64
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    level=st.sampled_from(LEVELS),
+    mode=st.sampled_from(MODES),
+    low=st.sampled_from([None, 0.0, 0.5, 0.99]),
+    high=st.sampled_from([None, 1.0, 1.5, 1e6]),
+    dtype=st.sampled_from(DTYPES),
+    nan=st.sampled_from(["propagate", "missing"]),
+    gap=st.sampled_from([0.0, 1e-4, 0.3, 10.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_random_ragged_batches_equal_the_reference(
+    lengths, level, mode, low, high, dtype, nan, gap, seed
+):
+    torch.manual_seed(seed)
+    p, q, mask, offsets = ragged(lengths, dtype, gap)
+    p[torch.rand(len(p)) < 0.03] = NAN
+    q[torch.rand(len(p)) < 0.02] = -INF
+    options = {"level": level, "mode": mode, "low": low, "high": high, "nan": nan}
+    ours = importance_weights(p, q, mask, offsets, impl="cpu", **options)
+    truth = importance_weights(p.double(), q.double(), mask, offsets, impl="reference", **options)
+    # A ratio that lies on a bound may round to either side of it.
+    free = importance_weights(
+        p.double(), q.double(), mask, offsets, **{**options, "low": None, "high": None}
+    ).weights
+    on_bound = torch.zeros_like(mask)
+    for bound in (low, high):
+        on_bound |= (free - (bound or INF)).abs() < 1e-5 * (bound or 1)
+    close = {"rtol": 2e-5, "atol": 1e-6, "equal_nan": True}
+    torch.testing.assert_close(ours.weights[~on_bound].double(), truth.weights[~on_bound], **close)
+    for name in ("tokens", "k1_sum", "k3_sum", "max_ratio"):
+        mine, other = getattr(ours.mismatch, name), getattr(truth.mismatch, name)
+        torch.testing.assert_close(mine.double(), other.double(), **close)
+    if not on_bound.any():
+        for name in ("clipped_tokens", "weight_sum", "squared_weight_sum"):
+            mine, other = getattr(ours.mismatch, name), getattr(truth.mismatch, name)
+            torch.testing.assert_close(mine.double(), other.double(), **close)
+
+
+def test_the_result_unpacks_by_name():
+    result = importance_weights(torch.zeros(2, 3), torch.zeros(2, 3))
+    assert isinstance(result, ImportanceWeights) and isinstance(result.mismatch, Mismatch)
