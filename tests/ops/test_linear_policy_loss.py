@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fusedrl import linear_policy_loss
+from fusedrl import importance_weights, linear_policy_loss
 from fusedrl.ops.linear_policy_loss.losses import RECIPES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -225,6 +225,29 @@ def test_token_weights_scale_the_objective_alone():
     torch.testing.assert_close(weighted.loss, expected.loss)
     for got, want in zip(grads, other_grads, strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("loss", ["dapo", "gspo"])
+def test_rollout_log_probs_weigh_the_objective(level, on_policy, loss):
+    """By importance_weights of the old log-probs, or of the policy's own."""
+    problem, mask = Problem(), torch.arange(9) % 4 != 1
+    options = {"loss": loss, "offsets": OFFSETS, "shift": True, "mask": mask, "kl_coeff": 0.1}
+    if on_policy:
+        options["old_log_probs"] = None
+    importance = {"level": level, "high": 1.3}
+    mine, grads = problem.run(rollout_log_probs=problem.ref, importance=importance, **options)
+    log_probs = problem.run(**options)[0].log_probs if on_policy else problem.old
+    kept = mask & torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 1]).bool()
+    weights = importance_weights(log_probs, problem.ref, kept, OFFSETS, **importance).weights
+    expected, other_grads = problem.run(token_weights=weights, **options)
+    assert (weights[kept] != 1).all()
+    torch.testing.assert_close(mine.loss, expected.loss)
+    for got, want in zip(grads, other_grads, strict=True):
+        torch.testing.assert_close(got, want)
+    with pytest.raises(ValueError, match="rollout_log_probs: expected a tensor with importance"):
+        problem.run(importance=importance, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,11 @@ from fusedrl.ops import _dispatch, _head, _rows
 from fusedrl.ops.linear_policy_loss import autograd, losses
 from fusedrl.ops.linear_policy_loss.autograd import Task
 from fusedrl.ops.linear_policy_loss.statistics import RatioStatistics, ratio_statistics
-from fusedrl.ops.linear_policy_loss.ways import from_log_probs, from_sequence_ratios
+from fusedrl.ops.linear_policy_loss.ways import (
+    corrected,
+    from_log_probs,
+    from_sequence_ratios,
+)
 from fusedrl.ops.token_kl.reference import estimate
 
 if TYPE_CHECKING:
@@ -65,6 +70,8 @@ def linear_policy_loss(
     old_log_probs: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
     token_weights: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+    importance: Mapping[str, Any] | None = None,
     offsets: Tensor | None = None,
     shift: bool = False,
     loss: str = "grpo",
@@ -122,8 +129,12 @@ def linear_policy_loss(
         old_log_probs: log-probs of the policy that generated, shaped like ``tokens``; ``None``:
             those of the policy itself, so that every ratio is 1.
         ref_log_probs: log-probs of the reference policy, which ``kl_coeff`` needs.
-        token_weights: factor of each token's objective, a constant shaped like ``tokens``, such as
-            importance weights.
+        token_weights: factor of each token's objective, a constant shaped like ``tokens``.
+        rollout_log_probs: log-probs of the engine that generated, where those differ from what the
+            same weights give in training: each token's objective is multiplied by the
+            :func:`importance_weights` of ``old_log_probs`` to them. Without ``old_log_probs`` those
+            of the policy itself are taken, which come first then: four products.
+        importance: options of :func:`importance_weights`, such as ``{"level": "geometric"}``.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends; one
             sequence without.
         shift: token *i* reads row *i - 1* of its own sequence, and the first token of every
@@ -182,6 +193,7 @@ def linear_policy_loss(
             "old_log_probs": old_log_probs,
             "ref_log_probs": ref_log_probs,
             "token_weights": token_weights,
+            "rollout_log_probs": rollout_log_probs,
         }
         if isinstance(advantages, Tensor) and advantages.is_nested:
             columns["advantages"] = advantages
@@ -199,6 +211,8 @@ def linear_policy_loss(
             old_log_probs=columns["old_log_probs"],
             ref_log_probs=columns["ref_log_probs"],
             token_weights=columns["token_weights"],
+            rollout_log_probs=columns["rollout_log_probs"],
+            importance=importance,
             offsets=packed.offsets,
             shift=shift,
             loss=loss,
@@ -262,6 +276,14 @@ def linear_policy_loss(
         entropy=share * -entropy_coeff if entropy_coeff else None,
     )
     task = Task(head, rows, batch, weights, surrogate, entropy or bool(entropy_coeff))
+    rollout = _constant("rollout_log_probs", rollout_log_probs, tokens, dtype)
+    if rollout is not None:
+        kept = sequences.kept
+        task = corrected(
+            task, rollout, importance or {}, sequences.offsets, kept, vocab_offset, group
+        )
+    elif importance:
+        raise ValueError("rollout_log_probs: expected a tensor with importance, got None")
     if chosen == "reference" or group is not None:
         terms = from_log_probs(task, level, sequences, vocab_offset, group)
     elif level == "token":

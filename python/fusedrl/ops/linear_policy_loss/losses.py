@@ -148,6 +148,7 @@ class Sequences(NamedTuple):
     index: Tensor
     count: int
     kept: Tensor
+    offsets: Tensor
 
     def sums(self, values: Tensor) -> Tensor:
         """The sum of ``values`` over the kept tokens of each sequence."""
@@ -171,13 +172,14 @@ def sequences_of(
         count = len(offsets) - 1
         each = torch.arange(count, device=tokens.device)
         index = torch.repeat_interleave(each, offsets.diff(), output_size=tokens.numel())
-        first = offsets[:-1][index]
     else:
-        count, width = len(tokens) if tokens.dim() == 2 else 1, max(tokens.shape[-1], 1)
-        index = places // width
-        first = index * width
+        count, width = len(tokens) if tokens.dim() == 2 else 1, tokens.shape[-1]
+        index = places // max(width, 1)
+        offsets = torch.arange(count + 1, device=tokens.device) * width
     kept = places >= 0 if mask is None else mask.flatten()
-    return Sequences(index, count, kept & (places != first) if shift else kept)
+    if shift:
+        kept = kept & (places != offsets[:-1][index])
+    return Sequences(index, count, kept, offsets)
 
 
 def log_ratios(log_ratio: Tensor, level: str, sequences: Sequences) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fusedrl.ops.importance_weights import importance_weights
 from fusedrl.ops.linear_policy_loss import autograd
 from fusedrl.ops.linear_policy_loss.autograd import REINFORCE, Task, Terms
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Sequences, TermWeights
@@ -16,6 +18,28 @@ from fusedrl.ops.token_log_probs import TokenLogProbs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+def corrected(
+    task: Task,
+    rollout_log_probs: Tensor,
+    importance: Mapping[str, Any],
+    offsets: Tensor,
+    kept: Tensor,
+    vocab_offset: int | None = None,
+    group: ProcessGroup | None = None,
+) -> Task:
+    """The task with its objective weighted by how the policy differs from what generated."""
+    log_probs = task.batch.old_log_probs
+    if log_probs is None:
+        with torch.no_grad():
+            log_probs, _ = _log_probs(task._replace(entropy=False), vocab_offset, group)
+    weights, _ = importance_weights(
+        log_probs.flatten(), rollout_log_probs.flatten(), kept, offsets, **importance
+    )
+    share = task.weights.objective
+    objective = torch.where(share != 0, share * weights.to(share).view(share.shape), 0)
+    return task._replace(weights=task.weights._replace(objective=objective))
 
 
 def from_log_probs(
