@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "common/cpu_head_gradient.h"
-#include "linear_policy_loss/math.h"
+#include "linear_policy_loss/tokens.h"
 #include "linear_token_log_probs/cpu_tiles.h"
 
 namespace fusedrl {
@@ -31,20 +31,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
     std::optional<Tensor> ref_log_probs, Tensor weights, int64_t surrogate, double low, double high,
     double most, int64_t estimator, bool entropy, bool of_hidden, bool of_weight, bool of_bias,
     bool in_float) {
-  Tensor out = empty_per_token(hidden, sizeof(PolicyRow) / sizeof(float));
+  Tensor out = empty_per_token(hidden, kPolicyRowFloats);
   PolicyRow* results = mutable_data<PolicyRow>(out);
   std::fill_n(results, tokens.numel(), PolicyRow());
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, std::nullopt);
   kept.check_targets(weight.size(0));
   const float inv_temperature = inverse_temperature(temperature);
   const float factor = static_cast<float>(scale);
-  const PolicyTokens policy{
-      data<float>(advantages),
-      data<float>(old_log_probs),
-      data<float>(ref_log_probs),
-      data<TermWeights>(weights),
-      {static_cast<Surrogate>(surrogate), static_cast<float>(low), static_cast<float>(high),
-       static_cast<float>(most), static_cast<Estimator>(estimator)}};
+  const PolicyTokens policy = policy_tokens(advantages, old_log_probs, ref_log_probs, weights,
+                                            surrogate, low, high, most, estimator);
 
   const int64_t rows = kept.tokens.size();
   const bool in_half = !in_float && weight.scalar_type() != ScalarType::Float;

@@ -3,6 +3,7 @@
 
 #include "common/cuda_head.h"
 #include "linear_policy_loss/kernels.h"
+#include "linear_policy_loss/tokens.h"
 
 namespace fusedrl {
 namespace {
@@ -16,15 +17,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
     bool in_float) {
   const OnDeviceOf device(hidden);
   std::vector<int64_t> sizes(tokens.sizes().begin(), tokens.sizes().end());
-  sizes.push_back(sizeof(PolicyRow) / sizeof(float));
+  sizes.push_back(kPolicyRowFloats);
   const Tensor results = new_zeros(hidden, sizes, ScalarType::Float);
-  const PolicyTokens policy{
-      data<float>(advantages),
-      data<float>(old_log_probs),
-      data<float>(ref_log_probs),
-      data<TermWeights>(weights),
-      {static_cast<Surrogate>(surrogate), static_cast<float>(low), static_cast<float>(high),
-       static_cast<float>(most), static_cast<Estimator>(estimator)}};
+  const PolicyTokens policy = policy_tokens(advantages, old_log_probs, ref_log_probs, weights,
+                                            surrogate, low, high, most, estimator);
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0), false,
                       true);
   const bool differentiates = of_hidden || of_weight || of_bias;
