@@ -37,6 +37,7 @@ OPS = (
     "trl",
     "channel",
     "collectors",
+    "grpo_step",
     "async_collector",
 )
 
