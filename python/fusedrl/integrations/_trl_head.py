@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -10,17 +9,17 @@ import torch
 from torch import Tensor
 from trl.kernels import chunked_logprob  # pyright: ignore[reportMissingImports]
 
-from fusedrl.ops import _dispatch
+from fusedrl.integrations._trl_ahead import policy_log_probs
+from fusedrl.integrations._trl_log import log_once
+from fusedrl.integrations._trl_loss import take_plan
+from fusedrl.ops import _dispatch, _head
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
-
-logger = logging.getLogger("fusedrl")
 
 _CHOICES = ("entropy", "mean_logits", "is_top1")  # what is computed here beside the log-probs
 _ROUNDING = 1e-3  # nats; far more than log-probs and entropies err by
 _TILE = 2**22  # logits at a time where classes are compared
 _theirs = (chunked_logprob.ChunkedLogProbFunction,)
-_warned: set[str] = set()
 
 
 class ChunkedLogProbFunction:
@@ -58,7 +57,7 @@ class ChunkedLogProbFunction:
         """
         reason = _not_ours(hidden, weight, final_logit_softcapping, logit_scale, outputs)
         if reason is not None:
-            _log_once(f"trl: {reason}; using TRL's own ChunkedLogProbFunction")
+            log_once(f"trl: {reason}; using TRL's own ChunkedLogProbFunction")
             return _theirs[0].apply(
                 *(hidden, weight, bias, targets, temperature, chunk_size),
                 *(final_logit_softcapping, logit_scale, outputs),
@@ -68,7 +67,15 @@ class ChunkedLogProbFunction:
         dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
+        plan = None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            plan = take_plan()
         with torch.autocast(kind, enabled=False):
+            if plan is not None and set(outputs) <= {"log_probs", "entropy"}:
+                head = _head.prepare("", hidden, weight, bias, logit_scale, final_logit_softcapping)
+                ahead = policy_log_probs(plan, head, targets, temperature)
+                if ahead is not None:
+                    return *ahead, None, None, None
             results = linear_token_log_probs(
                 hidden,
                 weight,
@@ -113,12 +120,6 @@ def _not_ours(
     if hidden.dtype not in _dispatch.KERNEL_DTYPES:
         return f"no compiled kernel for {hidden.dtype}"
     return None
-
-
-def _log_once(message: str) -> None:
-    if not torch.compiler.is_compiling() and message not in _warned:
-        _warned.add(message)
-        logger.warning(message)
 
 
 @torch.no_grad()

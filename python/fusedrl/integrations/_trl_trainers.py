@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +40,38 @@ def without(functions: Iterable[str]) -> dict[str, str]:
     A trainer calls one where its class, or a function of TRL that stands in it, names it; and where
     it leaves its loss to a trainer that does. TRL without sources gives no answer, an empty one.
     """
+    trainers, served = _trainers(functions)
+    return {
+        name: _reason(module)
+        for name, (module, _) in sorted(trainers.items())
+        if name not in served
+    }
+
+
+def in_part(functions: Iterable[str], fused: Mapping[str, str]) -> dict[str, str]:
+    """The trainers that call one of ``functions``, each with what becomes of its loss.
+
+    Args:
+        functions: as in :func:`without`.
+        fused: trainers whose ``_compute_loss`` is replaced, each with the conditions. They hold for
+            those that inherit it.
+    """
+    trainers, served = _trainers(functions)
+    losses = dict(fused)
+    while heirs := {
+        name: losses[base]
+        for name, (_, trainer) in trainers.items()
+        if name not in losses and not {_LOSS, f"_{_LOSS}"} & trainer.methods
+        for base in trainer.bases & losses.keys()
+    }:
+        losses |= heirs
+    return {name: losses.get(name, "log-probs; the loss is its own") for name in sorted(served)}
+
+
+def _trainers(
+    functions: Iterable[str],
+) -> tuple[dict[str, tuple[_Module, _Definition]], set[str]]:
+    """All trainers, and the names of those that call one of ``functions``."""
     modules = list(_modules())
     calling = _functions_that_call(set(functions), modules)
     trainers = {
@@ -57,11 +89,7 @@ def without(functions: Iterable[str]) -> dict[str, str]:
         and {base.lstrip("_") for base in trainer.bases} & served
     }:
         served |= heirs
-    return {
-        name: _reason(module)
-        for name, (module, _) in sorted(trainers.items())
-        if name not in served
-    }
+    return trainers, served
 
 
 def _is_trainer(name: str) -> bool:
