@@ -349,6 +349,33 @@ def test_rows_of_another_batch_are_seen(folder, calls, said, tmp_path):
     assert said() == ["trl: OtherBatch: the head got other rows than those of the completions"]
 
 
+def test_a_head_that_does_not_take_the_plan_is_logged(folder, calls, said, tmp_path):
+    def make():
+        trainer = grpo(folder, tmp_path)
+        trainer.model.double()
+        return trainer
+
+    found, expected, _ = both(make, batch(OLD))
+    check_same(found, expected)
+    assert calls["linear_policy_loss"] == 0
+    assert ["float64" in said()[0], "nor its loss" in said()[1], len(said())] == [True, True, 2]
+
+
+def test_a_loss_that_is_not_finite_is_that_of_trl(folder, calls, said, tmp_path):
+    inputs = batch(OLD)
+    with fusedrl.patch_trl(["ChunkedLogProbFunction"]):
+        trainer = grpo(folder, tmp_path)
+        inputs = near(trainer, inputs)
+        inputs[OLD][1, 0] = -1000.0  # where the advantage is negative
+        expected = step(trainer, inputs)
+    assert expected[0] == torch.inf
+    with fusedrl.patch_trl():
+        found = step(trainer, inputs)
+    assert found[0] == torch.inf
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, equal_nan=True)
+
+
 def test_a_trainer_without_what_a_plan_reads_runs_as_trl_has_it(folder, calls, said, tmp_path):
     def make():
         trainer = grpo(folder, tmp_path)

@@ -34,7 +34,7 @@ def policy_log_probs(
 ) -> tuple[Tensor, Tensor] | None:
     """Log-probs and entropies ``[N]``, 0 where the plan asks for none.
 
-    ``None`` where the rows are not those of the plan.
+    ``None`` where the rows are not those of the plan, or the loss has no finite gradient.
     """
     placed = _placed(plan, targets)
     if placed is None:
@@ -60,6 +60,8 @@ def policy_log_probs(
     else:
         terms = ways.from_sequence_ratios(task, plan.level, sequences, None)
     expected, tolerance = _expected(task, plan.level, sequences, terms)
+    if not expected.isfinite().all():  # a gradient that is left out is still multiplied by 0
+        return None
     return _Ahead.apply(
         *(terms.values.sum(), terms.log_probs, terms.entropy, expected, tolerance),
         *(head, rows, plan.record, plan.trainer, head.hidden, head.weight, head.bias),

@@ -78,10 +78,13 @@ def take_plan() -> Plan | None:
 
 
 @contextmanager
-def _expecting(plan: Plan | None) -> Iterator[None]:
+def expecting(plan: Plan | None) -> Iterator[None]:
+    """Have the head take this plan inside of the block."""
     token = _plan.set(plan)
     try:
         yield
+        if plan is not None and _plan.get() is plan:
+            log_once(f"trl: {plan.trainer}: its log-probs are not of the fused head; nor its loss")
     finally:
         _plan.reset(token)
 
@@ -92,7 +95,7 @@ def planned(theirs: Callable[..., Tensor], trainer: str) -> Callable[..., Tensor
     plan_of = _PLANS[trainer]
 
     def compute_planned_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
-        with _expecting(_plan_or_none(self, model, inputs, plan_of)):
+        with expecting(_plan_or_none(self, model, inputs, plan_of)):
             return theirs(self, model, inputs)
 
     compute_planned_loss.__wrapped__ = theirs  # pyright: ignore[reportFunctionMemberAccess]

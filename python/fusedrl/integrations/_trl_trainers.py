@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def _trainers(
     functions: Iterable[str],
 ) -> tuple[dict[str, tuple[_Module, _Definition]], set[str]]:
     """All trainers, and the names of those that call one of ``functions``."""
-    modules = list(_modules())
+    modules = _modules()
     calling = _functions_that_call(set(functions), modules)
     trainers = {
         definition.name: (module, definition)
@@ -101,7 +102,7 @@ def _reason(module: _Module) -> str:
     return f"its loss is of {', '.join(own)}" if own else "it takes no log-probs of tokens"
 
 
-def _functions_that_call(functions: set[str], modules: list[_Module]) -> set[str]:
+def _functions_that_call(functions: set[str], modules: Sequence[_Module]) -> set[str]:
     """The functions, other names of them, and TRL's functions that call them at any distance."""
     calling = set(functions)
     while True:
@@ -115,11 +116,19 @@ def _functions_that_call(functions: set[str], modules: list[_Module]) -> set[str
         calling |= found
 
 
-def _modules() -> Iterator[_Module]:
+def _modules() -> tuple[_Module, ...]:
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
-        return
-    root = Path(spec.submodule_search_locations[0])
+        return ()
+    return _modules_under(Path(spec.submodule_search_locations[0]))
+
+
+@functools.lru_cache(maxsize=1)
+def _modules_under(root: Path) -> tuple[_Module, ...]:
+    return tuple(_read(root))
+
+
+def _read(root: Path) -> Iterator[_Module]:
     for path in sorted(root.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
         yield _Module(
