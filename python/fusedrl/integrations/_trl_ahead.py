@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusedrl.integrations._trl_log import log_once
-from fusedrl.integrations._trl_loss import Plan, Record
+from fusedrl.integrations._trl_loss import Plan, Record, log_not_fused
 from fusedrl.ops import _dispatch
 from fusedrl.ops._autograd import first_derivative_only
 from fusedrl.ops._head import Head
@@ -38,7 +38,7 @@ def policy_log_probs(
     """
     placed = _placed(plan, targets)
     if placed is None:
-        log_once(f"trl: {plan.trainer}: the head got other rows than those of the completions")
+        log_not_fused(plan.trainer, "the head got other rows than those of the completions")
         return None
     place, offsets = placed
     columns = (None if column is None else place(column.float()) for column in plan.batch)

@@ -67,15 +67,11 @@ class ChunkedLogProbFunction:
         dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-        plan = None
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            plan = take_plan()
         with torch.autocast(kind, enabled=False):
-            if plan is not None and set(outputs) <= {"log_probs", "entropy"}:
-                head = _head.prepare("", hidden, weight, bias, logit_scale, final_logit_softcapping)
-                ahead = policy_log_probs(plan, head, targets, temperature)
-                if ahead is not None:
-                    return *ahead, None, None, None
+            head = hidden, weight, bias, logit_scale, final_logit_softcapping
+            ahead = _for_planned_loss(*head, targets, temperature, outputs)
+            if ahead is not None:
+                return *ahead, None, None, None
             results = linear_token_log_probs(
                 hidden,
                 weight,
@@ -120,6 +116,28 @@ def _not_ours(
     if hidden.dtype not in _dispatch.KERNEL_DTYPES:
         return f"no compiled kernel for {hidden.dtype}"
     return None
+
+
+def _for_planned_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    targets: Tensor,
+    temperature: float,
+    outputs: tuple[str, ...],
+) -> tuple[Tensor, Tensor] | None:
+    """Log-probs and entropies, and gradients with them, where a trainer has told its loss."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    if set(outputs) - {"log_probs"} != {"entropy"}:
+        return None
+    plan = take_plan()
+    if plan is None:
+        return None
+    head = _head.prepare("", hidden, weight, bias, scale, softcap)
+    return policy_log_probs(plan, head, targets, temperature)
 
 
 @torch.no_grad()

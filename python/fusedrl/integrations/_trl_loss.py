@@ -7,14 +7,13 @@ loss it is: :func:`planned` wraps its method, and the head takes the plan.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -68,6 +67,7 @@ class Plan:
 
 _plan: ContextVar[Plan | None] = ContextVar("plan", default=None)
 _records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
+_made: WeakSet[Callable[..., Tensor]] = WeakSet()
 
 
 def take_plan() -> Plan | None:
@@ -77,6 +77,11 @@ def take_plan() -> Plan | None:
     return plan
 
 
+def log_not_fused(trainer: str, why: str) -> None:
+    """Say, once, that a trainer's gradients are not made with the log-probs."""
+    log_once(f"trl: {trainer}: {why}; its loss is not fused")
+
+
 @contextmanager
 def expecting(plan: Plan | None) -> Iterator[None]:
     """Have the head take this plan inside of the block."""
@@ -84,12 +89,11 @@ def expecting(plan: Plan | None) -> Iterator[None]:
     try:
         yield
         if plan is not None and _plan.get() is plan:
-            log_once(f"trl: {plan.trainer}: its log-probs are not of the fused head; nor its loss")
+            log_not_fused(plan.trainer, "its log-probs were not asked of the fused head")
     finally:
         _plan.reset(token)
 
 
-@functools.cache
 def planned(theirs: Callable[..., Tensor], trainer: str) -> Callable[..., Tensor]:
     """TRL's ``_compute_loss``, which tells the head its loss before it asks for log-probs."""
     plan_of = _PLANS[trainer]
@@ -98,15 +102,14 @@ def planned(theirs: Callable[..., Tensor], trainer: str) -> Callable[..., Tensor
         with expecting(_plan_or_none(self, model, inputs, plan_of)):
             return theirs(self, model, inputs)
 
-    compute_planned_loss.__wrapped__ = theirs  # pyright: ignore[reportFunctionMemberAccess]
     compute_planned_loss.__qualname__ = "compute_planned_loss"
+    _made.add(compute_planned_loss)
     return compute_planned_loss
 
 
-def is_planned(function: Any) -> bool:
+def is_planned(function: Callable[..., Any]) -> bool:
     """Whether a function is one that :func:`planned` made."""
-    theirs = getattr(function, "__wrapped__", None)
-    return theirs is not None and any(function is planned(theirs, name) for name in _PLANS)
+    return function in _made
 
 
 def _plan_or_none(
@@ -121,7 +124,7 @@ def _plan_or_none(
         why = str(reason)
     except (AttributeError, KeyError) as error:  # another TRL, or a subclass with other batches
         why = f"expected it as TRL 1.16 has it, got {type(error).__name__}: {error}"
-    log_once(f"trl: {type(trainer).__name__}: {why}; only its log-probs are fused, not its loss")
+    log_not_fused(type(trainer).__name__, why)
     return None
 
 
