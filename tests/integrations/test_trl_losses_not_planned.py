@@ -223,3 +223,18 @@ def test_a_loss_is_not_patched_without_its_head_or_with_other_arguments(monkeypa
     assert any("GRPOTrainer._compute_loss takes other arguments" in line for line in said())
     with pytest.raises(ValueError, match=r"leave GRPOTrainer\._compute_loss out"):
         fusedrl.patch_trl(["ChunkedLogProbFunction", NAMES[0]])
+
+
+def test_a_trainer_that_cannot_be_imported_stops_no_other(monkeypatch, said):
+    real = importlib.import_module
+
+    def broken(name, package=None):
+        if name == "trl.trainer.grpo_trainer":
+            raise OSError("libcuda.so")
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with fusedrl.patch_trl() as report:
+        assert NAMES[0] not in {change.name for change in report}
+        assert NAMES[1] in {change.name for change in report}
+    assert any("cannot be imported: OSError: libcuda.so; left out" in line for line in said())

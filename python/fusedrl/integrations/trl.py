@@ -215,8 +215,10 @@ class _ManyClasses(torch.autograd.Function):
         return gradient.to(logits.dtype), None, None
 
 
-# Name in TRL -> the module that defines it.
 _HEAD = "ChunkedLogProbFunction"
+_LOSS = "._compute_loss"
+
+# Name in TRL -> the module that defines it.
 _HOMES = {
     "selective_log_softmax": "trl.trainer.utils",
     "entropy_from_logits": "trl.trainer.utils",
@@ -290,9 +292,10 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
     for name in _HOMES:  # the head before the losses that speak to it
         if name not in wanted:
             continue
-        ours, problem = _ours(name)
-        if problem is None and name.endswith("._compute_loss") and not _has_head(replacements):
-            problem = f"{name} speaks to {_HEAD}, which is not replaced"
+        if name.endswith(_LOSS) and _HEAD not in {r.name for r in replacements}:
+            ours, problem = None, f"{name} speaks to {_HEAD}, which is not replaced with it"
+        else:
+            ours, problem = _ours(name)
         if problem is None:
             replacements.append(Replacement(_HOMES[name], name, ours))
         elif names is not None:
@@ -300,9 +303,7 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
         else:
             logger.warning("patch_trl: %s; left out", problem)
     names = [replacement.name for replacement in replacements]
-    losses = {
-        name: text for name, text in _FUSED_LOSSES.items() if f"{name}._compute_loss" in names
-    }
+    losses = {name: text for name, text in _FUSED_LOSSES.items() if name + _LOSS in names}
     return replace(
         "trl",
         replacements,
@@ -317,11 +318,14 @@ def _ours(name: str) -> tuple[Any, str | None]:
         raise ImportError('trl: expected it to be installed; pip install "fusedrl[trl]"')
     try:
         theirs = attrgetter(name)(importlib.import_module(_HOMES[name]))
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("trl."):
-            raise  # something that TRL itself needs
-        return None, f"this TRL has no {_HOMES[name]}.{name}"
-    if name.endswith("._compute_loss"):
+    except Exception as error:
+        module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        if isinstance(error, AttributeError) or module.startswith("trl."):
+            return None, f"this TRL has no {_HOMES[name]}.{name}"
+        if name.endswith(_LOSS):  # what these trainers alone need, as a vLLM that does not load
+            return None, f"{_HOMES[name]} cannot be imported: {type(error).__name__}: {error}"
+        raise  # something that TRL itself needs
+    if name.endswith(_LOSS):
         return _planned_loss(name, theirs)
     if name == _HEAD:
         # Its module derives what it falls back on from TRL's, so it is loaded before TRL's is gone.
@@ -333,10 +337,6 @@ def _ours(name: str) -> tuple[Any, str | None]:
         taken = _arguments(theirs)
         same = taken == _arguments(ours)[: len(taken)]
     return ours, None if same else f"{name} takes other arguments in this TRL"
-
-
-def _has_head(replacements: list[Replacement]) -> bool:
-    return any(replacement.name == _HEAD for replacement in replacements)
 
 
 def _planned_loss(name: str, theirs: Any) -> tuple[Any, str | None]:
