@@ -12,6 +12,7 @@ from datasets import Dataset
 from tiny_trl import TEXTS, by_length, options, save_model
 
 import fusedrl
+from fusedrl import native
 from fusedrl.integrations import _trl_log
 
 OLD, REF, TOOLS = "old_per_token_logps", "ref_per_token_logps", "tool_mask"
@@ -29,6 +30,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def calls(monkeypatch):
     """Counts the calls of compiled ops, by their name."""
+    native.require("_C")
     counts = {"linear_policy_loss": 0, "linear_token_log_probs": 0}
     for name in counts:
         op = getattr(torch.ops.fusedrl, name)

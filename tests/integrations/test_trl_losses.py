@@ -9,6 +9,7 @@ pytest.importorskip("trl.kernels.chunked_logprob", reason="no trl, or one withou
 
 from one_thread import one_thread
 from tiny_trl import trained
+from transformers import AutoConfig, AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from trl_losses import (
     OLD,
     PLAIN_KL,
@@ -136,6 +137,24 @@ def test_a_batch_without_a_token_that_counts(compact, folder, calls, said, tmp_p
     inputs["completion_mask"] = torch.zeros_like(inputs["completion_mask"])
     found, expected, _ = both(lambda: grpo(folder, tmp_path), inputs)
     check_same(found, expected)
+    assert not said()
+
+
+def test_the_loss_of_a_router_adds_its_own_gradients(folder, calls, said, tmp_path):
+    """That of a mixture of experts does not go through log-probs."""
+    torch.manual_seed(0)
+    base = AutoConfig.from_pretrained(folder).to_dict()
+    base.pop("architectures")
+    sparse = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    experts = {**sparse, "shared_expert_intermediate_size": 16, "model_type": "qwen2_moe"}
+    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**{**base, **experts}))
+    moe = str(tmp_path / "moe")
+    model.save_pretrained(moe)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(moe)
+    found, expected, trainer = both(lambda: grpo(moe, tmp_path), batch(OLD))
+    assert trainer.aux_loss_enabled and "aux_loss" in expected[2]
+    check_same(found, expected)
+    assert calls["linear_policy_loss"] == 1
     assert not said()
 
 

@@ -29,6 +29,7 @@ from trl_losses import (
 
 import fusedrl
 from fusedrl.integrations import _trl_loss
+from fusedrl.ops import _dispatch
 
 __all__ = ["calls", "folder", "one_thread", "said"]
 
@@ -137,6 +138,19 @@ def test_a_head_that_does_not_take_the_plan_is_logged(folder, calls, said, tmp_p
         True,
         2,
     ]
+
+
+def test_a_device_without_a_compiled_op(folder, calls, said, tmp_path, monkeypatch):
+    choose = _dispatch.choose
+
+    def without(impl, op, *args, **options):
+        return "reference" if op == "linear_policy_loss" else choose(impl, op, *args, **options)
+
+    monkeypatch.setattr(_dispatch, "choose", without)
+    found, expected, _ = both(lambda: grpo(folder, tmp_path), batch(OLD))
+    check_same(found, expected)
+    assert calls["linear_policy_loss"] == 0
+    assert said() == ["trl: GRPOTrainer: there is no compiled op for cpu; its loss is not fused"]
 
 
 def test_a_loss_that_is_not_finite_is_that_of_trl(folder, calls, said, tmp_path):

@@ -34,8 +34,14 @@ def policy_log_probs(
 ) -> tuple[Tensor, Tensor] | None:
     """Log-probs and entropies ``[N]``, 0 where the plan asks for none.
 
-    ``None`` where the rows are not those of the plan, or the loss has no finite gradient.
+    ``None`` where the rows are not those of the plan, the loss has no finite gradient, or there is
+    no compiled op.
     """
+    device = head.hidden.device
+    chosen = _dispatch.choose("auto", "linear_policy_loss", device, head.hidden.dtype)
+    if chosen == "reference":
+        log_not_fused(plan.trainer, f"there is no compiled op for {device.type}")
+        return None
     placed = _placed(plan, targets)
     if placed is None:
         log_not_fused(plan.trainer, "the head got other rows than those of the completions")
@@ -45,7 +51,7 @@ def policy_log_probs(
     weights = (None if weight is None else place(weight.float()) for weight in plan.weights)
     rows = Rows(
         *(targets.to(torch.int64).contiguous(), place(plan.scored), offsets, False),
-        _dispatch.temperature_tensor(temperature, head.hidden.device, "auto"),
+        _dispatch.temperature_tensor(temperature, device, chosen),
     )
     task = Task(
         *(head, rows, PolicyBatch(*columns), TermWeights(*weights), plan.surrogate),  # pyright: ignore[reportArgumentType]
