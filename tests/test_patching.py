@@ -287,3 +287,56 @@ def test_the_home_module_is_imported(toys, better, monkeypatch, tmp_path):
     with replace("freshly_imported", [Replacement("freshly_imported", "Thing", better)]) as report:
         assert sys.modules["freshly_imported"].Thing is better and len(report) == 1
     del sys.modules["freshly_imported"]
+
+
+@pytest.fixture
+def heirs(toys, better):
+    """A class that inherits a method from ``Thing``, and one that has its own."""
+    thing = sys.modules["toys.shelf"].Thing
+    thing.size = lambda self: 1
+
+    class Own(thing):
+        def size(self):
+            return 2
+
+    return thing, better, Own
+
+
+def test_a_method_is_replaced_in_its_class_and_what_inherits_it(heirs):
+    thing, heir, own = heirs
+    old, instance = thing.size, heir()
+
+    def larger(self):
+        return 10 + old(self)
+
+    wanted = [Replacement("toys.shelf", "Thing.size", larger)]
+    report = replace("toys", wanted)
+    assert [thing().size(), instance.size(), own().size()] == [11, 11, 2]
+    assert [(c.module, c.name, c.old) for c in report] == [("toys.shelf", "Thing.size", old)]
+    assert pickle.loads(pickle.dumps(thing(3))).value == 3
+    again = replace("toys", wanted)
+    assert len(again) == 0 and again.already == ("Thing.size",)
+    again.revert()
+    assert thing.size is larger
+    report.revert()
+    assert thing.size is old and instance.size() == 1
+
+
+def test_a_method_that_was_changed_under_the_patch_is_left_alone(heirs, caplog):
+    thing, *_ = heirs
+    with replace("toys", [Replacement("toys.shelf", "Thing.size", abs)]):
+        thing.size = len
+    assert thing.size is len
+    assert "toys.shelf.Thing.size was changed under the patch" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Thing.weight", "Nothing.size", "twice.size"])
+def test_a_method_that_is_not_there_is_refused(heirs, name):
+    with pytest.raises(ValueError, match=f"expected it to have {name}, got none"):
+        replace("toys", [Replacement("toys.shelf", name, abs)])
+
+
+def test_the_report_says_what_runs_in_part(toys):
+    with replace("toys", [], in_part=lambda: {"Thing": "all but its size"}) as report:
+        assert report.in_part == {"Thing": "all but its size"}
+        assert "in part:\n  Thing: all but its size" in str(report)

@@ -12,7 +12,15 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import ModuleType, TracebackType
@@ -24,6 +32,9 @@ _lock = threading.RLock()
 _namespace: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
 _NEW_OBJECT = vars(copyreg)["__newobj__"]
 
+# Module, name, and what holds it under that name.
+_Place = tuple[str, str, MutableMapping[str, Any]]
+
 # (module, name) -> the original there, while it is replaced.
 _originals: dict[tuple[str, str], Any] = {}
 
@@ -32,6 +43,7 @@ _originals: dict[tuple[str, str], Any] = {}
 class Replacement:
     """What ``module.name`` is gives way to ``new`` in the whole package.
 
+    A name ``Class.method`` is replaced in that class alone, and in what inherits it from there.
     Where the module has no such name, ``new`` is added to the modules ``add_to``; with none of them
     that is an error.
     """
@@ -79,6 +91,7 @@ class Report:
         already: Iterable[str],
         held: Iterable[tuple[str, str]],
         untouched: Callable[[], Mapping[str, str]],
+        in_part: Callable[[], Mapping[str, str]],
     ) -> None:
         self.package = patch.package
         self.changes = tuple(changes)
@@ -87,6 +100,7 @@ class Report:
         self.active = True
         self._patch = patch
         self._find_untouched = untouched
+        self._find_in_part = in_part
 
     @cached_property
     def untouched(self) -> Mapping[str, str]:
@@ -95,6 +109,14 @@ class Report:
         It is looked for when it is first asked for, which may take a second.
         """
         return self._find_untouched()
+
+    @cached_property
+    def in_part(self) -> Mapping[str, str]:
+        """What of the package runs on ours in part, or on a condition, by name, each with which.
+
+        It is looked for when it is first asked for, as :attr:`untouched` is.
+        """
+        return self._find_in_part()
 
     def revert(self) -> None:
         """Put back what this patch replaced, as it was; a second call does nothing.
@@ -142,6 +164,9 @@ class Report:
         if self.held:
             lines.append("held elsewhere and left as they are:")
             lines += [f"  {module}.{name}" for module, name in self.held]
+        if self.in_part:
+            lines.append("in part:")
+            lines += [f"  {name}: {part}" for name, part in self.in_part.items()]
         if self.untouched:
             lines.append("not touched:")
             lines += [f"  {name}: {reason}" for name, reason in self.untouched.items()]
@@ -152,6 +177,7 @@ def replace(
     package: str,
     replacements: Iterable[Replacement],
     untouched: Callable[[], Mapping[str, str]] = dict,
+    in_part: Callable[[], Mapping[str, str]] = dict,
 ) -> Report:
     """Replace objects wherever loaded modules of ``package`` hold them as globals.
 
@@ -166,6 +192,7 @@ def replace(
         replacements: what to replace. Each ``new`` must hold its original by reference, if it needs
             it, before this call.
         untouched: finds what of the package the patch leaves as it was, and why, for the report.
+        in_part: finds what of the package runs on ours in part, and in which, for the report.
 
     Raises:
         ValueError: a module without the name, and no ``add_to``. Nothing is changed then.
@@ -178,7 +205,7 @@ def replace(
         patch = _Patch(package)
         already: dict[tuple[str, str], Any] = {}
         for r in wanted:
-            slot, current = (r.module, r.name), _namespace(sys.modules[r.module])
+            slot, current = (r.module, r.name), _home(r.module, r.name)
             if r.name not in current:
                 if not r.add_to:
                     raise ValueError(
@@ -193,7 +220,40 @@ def replace(
         originals = [old for old, _ in patch.replaced.values()]
         originals += [old for old in already.values() if old is not None]
         held = _held_outside(package, originals)
-        return Report(patch, patch.apply(), [name for _, name in already], held, untouched)
+        names = [name for _, name in already]
+        return Report(patch, patch.apply(), names, held, untouched, in_part)
+
+
+class _Methods(MutableMapping[str, Any]):
+    """What a class defines itself, under names with the name of the class before them."""
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self._cls)[name.rpartition(".")[2]]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._cls, name.rpartition(".")[2], value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._cls, name.rpartition(".")[2])
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{self._cls.__name__}.{name}" for name in vars(self._cls))
+
+    def __len__(self) -> int:
+        return len(vars(self._cls))
+
+
+def _home(module: str, name: str) -> MutableMapping[str, Any]:
+    """What holds ``name``: the module's dict, or that of a class of it."""
+    namespace = _namespace(sys.modules[module])
+    owner, dot, _ = name.partition(".")
+    if not dot:
+        return namespace
+    cls = namespace.get(owner)
+    return _Methods(cls) if isinstance(cls, type) else {}
 
 
 @dataclass
@@ -203,7 +263,7 @@ class _Patch:
     package: str
     replaced: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
     added: list[Replacement] = field(default_factory=list)
-    written: list[tuple[Change, dict[str, Any]]] = field(default_factory=list)
+    written: list[tuple[Change, MutableMapping[str, Any]]] = field(default_factory=list)
     kept: set[tuple[str, str]] = field(default_factory=set)
     reducers: list[type] = field(default_factory=list)
 
@@ -212,7 +272,7 @@ class _Patch:
         new = [new for _, new in self.replaced.values()]
         self.kept = {(module, name) for module, name, _ in _holders(self.package, new)}
         for slot, (old, new) in self.replaced.items():
-            for module, name, namespace in _holders(self.package, [old]):
+            for module, name, namespace in self.places(slot, old):
                 self.write(Change(module, name, old, new), namespace)
             _originals[slot] = old
             if isinstance(old, type) and old not in copyreg.dispatch_table:
@@ -225,7 +285,13 @@ class _Patch:
                     self.write(Change(module, r.name, None, r.new, added=True), namespace)
         return [change for change, _ in self.written]
 
-    def write(self, change: Change, namespace: dict[str, Any]) -> None:
+    def places(self, slot: tuple[str, str], old: Any) -> list[_Place]:
+        module, name = slot
+        if "." in name:
+            return [(module, name, _home(module, name))]
+        return _holders(self.package, [old])
+
+    def write(self, change: Change, namespace: MutableMapping[str, Any]) -> None:
         namespace[change.name] = change.new
         self.written.append((change, namespace))
 
@@ -281,7 +347,7 @@ def _namespaces(package: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, _namespace(module)
 
 
-def _holders(package: str, objects: Collection[Any]) -> list[tuple[str, str, dict[str, Any]]]:
+def _holders(package: str, objects: Collection[Any]) -> list[_Place]:
     """Globals of the package's modules that are one of the objects."""
     ids = set(map(id, objects))
     return [

@@ -10,7 +10,7 @@ pytest.importorskip("trl.kernels.chunked_logprob", reason="no trl, or one withou
 
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, ChunkedLogProbFunction
 
-from fusedrl.integrations import _trl_head
+from fusedrl.integrations import _trl_head, _trl_log
 
 OURS = ("entropy", "mean_logits", "is_top1")
 
@@ -124,7 +124,7 @@ def test_without_a_token_nothing_comes_out_and_gradients_are_zero():
 def test_what_only_trl_computes_is_left_to_it_and_logged_once(
     softcap, scale, outputs, reason, caplog, monkeypatch
 ):
-    monkeypatch.setattr(_trl_head, "_warned", set())
+    monkeypatch.setattr(_trl_log, "_said", set())
     tensors, targets = make()
     options = (1.0, 128, softcap, scale, outputs)
     for _ in range(2):

@@ -12,8 +12,8 @@ pytest.importorskip("trl.kernels.chunked_logprob", reason="no trl, or one withou
 import trl
 from datasets import Dataset
 from one_thread import one_thread
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tiny_trl import PAIRS, TEXTS, by_length, options, save_model, trained
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 import fusedrl
 from fusedrl.integrations import _trl_head
@@ -21,49 +21,11 @@ from fusedrl.integrations import trl as ours
 
 __all__ = ["one_thread"]
 
-TEXTS = ["the cat sat on the mat", "a dog ran in the park", "no cat ran", "the dog sat"]
-PAIRS = {
-    "prompt": TEXTS,
-    "chosen": [" and slept", " and barked at it", " today", " down"],
-    "rejected": [" nowhere", " no", " in the", " on a cat mat"],
-}
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny model and its tokenizer, in one directory."""
-    folder = tmp_path_factory.mktemp("model")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        [text for column in PAIRS.values() for text in column],
-        trainers.BpeTrainer(
-            vocab_size=320,
-            special_tokens=["<end>", "<pad>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<end>", pad_token="<pad>", padding_side="left"
-    )
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -81,27 +43,6 @@ def called(monkeypatch):
     for module, name in ((ours, "token_log_probs"), (_trl_head, "linear_token_log_probs")):
         monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     return counts
-
-
-def options(out: Any, **more: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(out),
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "seed": 3,
-        "disable_tqdm": True,
-        **more,
-    }
-
-
-def by_length(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(text) % 5) for text in completions]
 
 
 def grpo(folder: str, out: Any) -> Any:
@@ -157,19 +98,6 @@ def tpo(folder: str, out: Any) -> Any:
     rows = {**PAIRS, "reference": PAIRS["chosen"][::-1]}
     args = TPOConfig(**options(out))
     return TPOTrainer(folder, args=args, train_dataset=Dataset.from_dict(rows))
-
-
-def trained(make: Any, folder: str, out: Any) -> tuple[list[dict[str, float]], Any]:
-    """What two steps log, times aside, and the weights after them."""
-    torch.manual_seed(0)
-    trainer = make(folder, out)
-    trainer.train()
-    logs = [
-        {k: v for k, v in entry.items() if isinstance(v, float) and "time" not in k}
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
-    return logs, trainer.model.state_dict()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -10,17 +9,17 @@ import torch
 from torch import Tensor
 from trl.kernels import chunked_logprob  # pyright: ignore[reportMissingImports]
 
-from fusedrl.ops import _dispatch
+from fusedrl.integrations._trl_ahead import policy_log_probs
+from fusedrl.integrations._trl_log import log_once
+from fusedrl.integrations._trl_loss import take_plan
+from fusedrl.ops import _dispatch, _head
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
-
-logger = logging.getLogger("fusedrl")
 
 _CHOICES = ("entropy", "mean_logits", "is_top1")  # what is computed here beside the log-probs
 _ROUNDING = 1e-3  # nats; far more than log-probs and entropies err by
 _TILE = 2**22  # logits at a time where classes are compared
 _theirs = (chunked_logprob.ChunkedLogProbFunction,)
-_warned: set[str] = set()
 
 
 class ChunkedLogProbFunction:
@@ -58,7 +57,7 @@ class ChunkedLogProbFunction:
         """
         reason = _not_ours(hidden, weight, final_logit_softcapping, logit_scale, outputs)
         if reason is not None:
-            _log_once(f"trl: {reason}; using TRL's own ChunkedLogProbFunction")
+            log_once(f"trl: {reason}; using TRL's own ChunkedLogProbFunction")
             return _theirs[0].apply(
                 *(hidden, weight, bias, targets, temperature, chunk_size),
                 *(final_logit_softcapping, logit_scale, outputs),
@@ -69,6 +68,10 @@ class ChunkedLogProbFunction:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         with torch.autocast(kind, enabled=False):
+            head = hidden, weight, bias, logit_scale, final_logit_softcapping
+            ahead = _for_planned_loss(*head, targets, temperature, outputs)
+            if ahead is not None:
+                return *ahead, None, None, None
             results = linear_token_log_probs(
                 hidden,
                 weight,
@@ -115,10 +118,26 @@ def _not_ours(
     return None
 
 
-def _log_once(message: str) -> None:
-    if not torch.compiler.is_compiling() and message not in _warned:
-        _warned.add(message)
-        logger.warning(message)
+def _for_planned_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    targets: Tensor,
+    temperature: float,
+    outputs: tuple[str, ...],
+) -> tuple[Tensor, Tensor] | None:
+    """Log-probs and entropies, and gradients with them, where a trainer has told its loss."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    if set(outputs) - {"log_probs"} != {"entropy"}:
+        return None
+    plan = take_plan()
+    if plan is None:
+        return None
+    head = _head.prepare("", hidden, weight, bias, scale, softcap)
+    return policy_log_probs(plan, head, targets, temperature)
 
 
 @torch.no_grad()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +41,39 @@ def without(functions: Iterable[str]) -> dict[str, str]:
     A trainer calls one where its class, or a function of TRL that stands in it, names it; and where
     it leaves its loss to a trainer that does. TRL without sources gives no answer, an empty one.
     """
-    modules = list(_modules())
+    trainers, served = _trainers(functions)
+    return {
+        name: _reason(module)
+        for name, (module, _) in sorted(trainers.items())
+        if name not in served
+    }
+
+
+def in_part(functions: Iterable[str], fused: Mapping[str, str]) -> dict[str, str]:
+    """The trainers that call one of ``functions``, each with what becomes of its loss.
+
+    Args:
+        functions: as in :func:`without`.
+        fused: trainers whose ``_compute_loss`` is replaced, each with the conditions. They hold for
+            those that inherit it.
+    """
+    trainers, served = _trainers(functions)
+    losses = dict(fused)
+    while heirs := {
+        name: losses[base]
+        for name, (_, trainer) in trainers.items()
+        if name not in losses and not {_LOSS, f"_{_LOSS}"} & trainer.methods
+        for base in trainer.bases & losses.keys()
+    }:
+        losses |= heirs
+    return {name: losses.get(name, "log-probs; the loss is its own") for name in sorted(served)}
+
+
+def _trainers(
+    functions: Iterable[str],
+) -> tuple[dict[str, tuple[_Module, _Definition]], set[str]]:
+    """All trainers, and the names of those that call one of ``functions``."""
+    modules = _modules()
     calling = _functions_that_call(set(functions), modules)
     trainers = {
         definition.name: (module, definition)
@@ -57,11 +90,7 @@ def without(functions: Iterable[str]) -> dict[str, str]:
         and {base.lstrip("_") for base in trainer.bases} & served
     }:
         served |= heirs
-    return {
-        name: _reason(module)
-        for name, (module, _) in sorted(trainers.items())
-        if name not in served
-    }
+    return trainers, served
 
 
 def _is_trainer(name: str) -> bool:
@@ -73,7 +102,7 @@ def _reason(module: _Module) -> str:
     return f"its loss is of {', '.join(own)}" if own else "it takes no log-probs of tokens"
 
 
-def _functions_that_call(functions: set[str], modules: list[_Module]) -> set[str]:
+def _functions_that_call(functions: set[str], modules: Sequence[_Module]) -> set[str]:
     """The functions, other names of them, and TRL's functions that call them at any distance."""
     calling = set(functions)
     while True:
@@ -87,11 +116,19 @@ def _functions_that_call(functions: set[str], modules: list[_Module]) -> set[str
         calling |= found
 
 
-def _modules() -> Iterator[_Module]:
+def _modules() -> tuple[_Module, ...]:
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
-        return
-    root = Path(spec.submodule_search_locations[0])
+        return ()
+    return _modules_under(Path(spec.submodule_search_locations[0]))
+
+
+@functools.lru_cache(maxsize=1)
+def _modules_under(root: Path) -> tuple[_Module, ...]:
+    return tuple(_read(root))
+
+
+def _read(root: Path) -> Iterator[_Module]:
     for path in sorted(root.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
         yield _Module(

@@ -8,6 +8,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -214,12 +215,26 @@ class _ManyClasses(torch.autograd.Function):
         return gradient.to(logits.dtype), None, None
 
 
+_HEAD = "ChunkedLogProbFunction"
+_LOSS = "._compute_loss"
+
 # Name in TRL -> the module that defines it.
 _HOMES = {
     "selective_log_softmax": "trl.trainer.utils",
     "entropy_from_logits": "trl.trainer.utils",
     "selective_log_softmax_and_entropy": "trl.trainer.utils",
-    "ChunkedLogProbFunction": "trl.kernels.chunked_logprob",
+    _HEAD: "trl.kernels.chunked_logprob",
+    "GRPOTrainer._compute_loss": "trl.trainer.grpo_trainer",
+    "RLOOTrainer._compute_loss": "trl.trainer.rloo_trainer",
+}
+
+# Trainer -> what of it is fused, and where it is not.
+_NOT_TRIED = "FSDP, DeepSpeed and torch_compile"
+_FUSED_LOSSES = {
+    "GRPOTrainer": "log-probs; the loss too, but for loss_type sapo and vespo, "
+    "top_entropy_quantile < 1, off_policy_mask_threshold, use_bias_correction_kl with a beta where "
+    f"ratios are of sequences or not all 1, delta < 1 + epsilon_high, {_NOT_TRIED}",
+    "RLOOTrainer": f"log-probs; the loss too, but for {_NOT_TRIED}",
 }
 
 logger = logging.getLogger("fusedrl")
@@ -230,19 +245,27 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
 
     ``ChunkedLogProbFunction`` is the fused LM head of the GRPO, RLOO, DPO, KTO and SFT trainers;
     the functions over logits are what the experimental ones call, and every trainer of a TRL
-    without that head. Trainers that exist already run on ours too, and modules of TRL that are
-    imported later take ours from the patched ones. Modules of yours that imported a function before
-    keep it: ``report.held`` lists them.
+    without that head. The two ``_compute_loss`` stay TRL's, but tell the head which loss it works
+    for: it makes the gradients together with the log-probs, with one product less. In the backward
+    pass they are compared with what the trainer did with the log-probs, and made anew where they
+    differ. Where a configuration says too little, only the log-probs are fused, and the reason is
+    logged once.
+
+    Trainers that exist already run on ours too, and modules of TRL that are imported later take
+    ours from the patched ones. Modules of yours that imported a function before keep it:
+    ``report.held`` lists them.
 
     Args:
         names: what to replace, of ``selective_log_softmax``, ``entropy_from_logits``,
-            ``selective_log_softmax_and_entropy`` and ``ChunkedLogProbFunction``. By default all of
-            them that the installed TRL has; those it has not are logged.
+            ``selective_log_softmax_and_entropy``, ``ChunkedLogProbFunction``,
+            ``GRPOTrainer._compute_loss`` and ``RLOOTrainer._compute_loss``. By default all of them
+            that the installed TRL has; those it has not are logged.
 
     Returns:
         What was replaced, and where: iterable, printable, with ``revert()``. ``report.untouched``
-        are the trainers of the installed TRL that call none of it, each with the reason. As a
-        context manager it reverts at the end of the block.
+        are the trainers of the installed TRL that call none of it, each with the reason, and
+        ``report.in_part`` the others, each with what becomes of its loss. As a context manager it
+        reverts at the end of the block.
 
     Raises:
         ImportError: without TRL.
@@ -261,13 +284,18 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
     """
     if isinstance(names, str):
         raise TypeError(f"names: expected a list of names, got a string; pass [{names!r}]")
-    chosen = list(dict.fromkeys(_HOMES if names is None else names))
-    unknown = [name for name in chosen if name not in _HOMES]
+    wanted = list(_HOMES if names is None else names)
+    unknown = [name for name in wanted if name not in _HOMES]
     if unknown:
         raise ValueError(f"names: expected some of {', '.join(_HOMES)}; got {', '.join(unknown)}")
     replacements = []
-    for name in chosen:
-        ours, problem = _ours(name)
+    for name in _HOMES:  # the head before the losses that speak to it
+        if name not in wanted:
+            continue
+        if name.endswith(_LOSS) and _HEAD not in {r.name for r in replacements}:
+            ours, problem = None, f"{name} speaks to {_HEAD}, which is not replaced with it"
+        else:
+            ours, problem = _ours(name)
         if problem is None:
             replacements.append(Replacement(_HOMES[name], name, ours))
         elif names is not None:
@@ -275,7 +303,13 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
         else:
             logger.warning("patch_trl: %s; left out", problem)
     names = [replacement.name for replacement in replacements]
-    return replace("trl", replacements, partial(_trl_trainers.without, names))
+    losses = {name: text for name, text in _FUSED_LOSSES.items() if name + _LOSS in names}
+    return replace(
+        "trl",
+        replacements,
+        untouched=partial(_trl_trainers.without, names),
+        in_part=partial(_trl_trainers.in_part, names, losses),
+    )
 
 
 def _ours(name: str) -> tuple[Any, str | None]:
@@ -283,12 +317,17 @@ def _ours(name: str) -> tuple[Any, str | None]:
     if importlib.util.find_spec("trl") is None:
         raise ImportError('trl: expected it to be installed; pip install "fusedrl[trl]"')
     try:
-        theirs = getattr(importlib.import_module(_HOMES[name]), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("trl."):
-            raise  # something that TRL itself needs
-        return None, f"this TRL has no {_HOMES[name]}.{name}"
-    if name == "ChunkedLogProbFunction":
+        theirs = attrgetter(name)(importlib.import_module(_HOMES[name]))
+    except Exception as error:
+        module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        if isinstance(error, AttributeError) or module.startswith("trl."):
+            return None, f"this TRL has no {_HOMES[name]}.{name}"
+        if name.endswith(_LOSS):  # what these trainers alone need, as a vLLM that does not load
+            return None, f"{_HOMES[name]} cannot be imported: {type(error).__name__}: {error}"
+        raise  # something that TRL itself needs
+    if name.endswith(_LOSS):
+        return _planned_loss(name, theirs)
+    if name == _HEAD:
         # Its module derives what it falls back on from TRL's, so it is loaded before TRL's is gone.
         from fusedrl.integrations._trl_head import ChunkedLogProbFunction as ours
 
@@ -298,6 +337,16 @@ def _ours(name: str) -> tuple[Any, str | None]:
         taken = _arguments(theirs)
         same = taken == _arguments(ours)[: len(taken)]
     return ours, None if same else f"{name} takes other arguments in this TRL"
+
+
+def _planned_loss(name: str, theirs: Any) -> tuple[Any, str | None]:
+    from fusedrl.integrations import _trl_loss
+
+    if _trl_loss.is_planned(theirs):
+        return theirs, None
+    if _arguments(theirs) != ["self", "model", "inputs"]:
+        return None, f"{name} takes other arguments in this TRL"
+    return _trl_loss.planned(theirs, name.partition(".")[0]), None
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:

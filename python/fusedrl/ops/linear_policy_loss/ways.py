@@ -72,7 +72,7 @@ def from_sequence_ratios(
     differentiates = task.needs_grad
     with torch.no_grad():
         log_probs, entropy = _log_probs(task)
-    values, slopes = _slopes(task, level, sequences, log_probs, entropy)
+    values, slopes = slopes_of(task, level, sequences, log_probs, entropy)
     if differentiates:
         linear = task._replace(
             batch=PolicyBatch(-slopes, None, None),
@@ -85,7 +85,7 @@ def from_sequence_ratios(
 
 
 @torch.compiler.disable()  # a compiled graph has no autograd.grad in it
-def _slopes(
+def slopes_of(
     task: Task, level: str, sequences: Sequences, log_probs: Tensor, entropy: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The terms of a loss, and the derivative of their sum by each log-prob."""
