@@ -98,7 +98,7 @@ class WorkerEnd:
     def close(self, detach: bool) -> None:
         """Follow no more, and close the reader; ``detach`` as for :meth:`Follower.close`."""
         if self._attachment is not None:
-            self._attachment.remove()
+            self._attachment.remove(keeps=detach)
         if self._follower is not None:
             self._follower.close(detach)
         self.reader.close()
