@@ -1,10 +1,11 @@
-// Torch-free bindings: the weight channel, the CUDA driver, what this CPU is, and what the binaries
-// were built for.
+// Torch-free bindings: the weight channel, the CUDA driver, copies of turns, what this CPU is, and
+// what the binaries were built for.
 #include <pybind11/pybind11.h>
 
 #include "common/cpu_level.h"
 #include "host/channel_module.h"
 #include "host/cuda_module.h"
+#include "host/trees.h"
 
 namespace py = pybind11;
 
@@ -50,6 +51,7 @@ PYBIND11_MODULE(_host, m) {
   m.def(
       "best_cpu_level", [] { return fusedrl::name_of(fusedrl::best_cpu_level()); },
       "The highest level that this CPU has the instructions for.");
+  fusedrl::bind_trees(m);
 #if defined(FUSEDRL_CHANNEL)
   fusedrl::bind_channel(m);
   fusedrl::bind_cuda(m);

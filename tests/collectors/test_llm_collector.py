@@ -372,6 +372,16 @@ def test_a_collector_is_freed(collect):
     assert gone() is None
 
 
+def test_a_batch_is_the_callers_alone(collect):
+    """The iterator keeps none while it waits, or makes the next one."""
+    iterator = iter(collect())
+    batch = next(iterator)
+    gone = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert gone() is None and next(iterator) is not None
+
+
 def test_the_profile_tells_where_time_goes(collect):
     collector = collect(replay_buffer=ReplayBuffer(storage=LazyStackStorage(20)))
     assert collector.profile().turns == 0

@@ -307,8 +307,10 @@ class LLMCollector(_LLMCollector):
                     )
                     self.replay_buffer.extend(batch)
                     batch = None
+                made = [batch]
+                del batch  # the caller is the only one that keeps it while the next one is made
                 watch.lap("queueing")
-                yield batch
+                yield made.pop()
 
     @torch.no_grad()
     def rollout(self) -> TensorDictBase:

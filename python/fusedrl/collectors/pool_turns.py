@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
-from torch import Tensor
 
 from fusedrl.collectors.batches import DialogBatches, TurnBatches
 from fusedrl.collectors.call_by_length import call_by_length
@@ -133,11 +132,9 @@ class PoolLoop:
             turn, self._carried = self._pool.async_step_and_maybe_reset_recv(least)
         watch.lap("env")
         indices, mask = indices_of(turn, self._pool), ended(turn)
+        rows = [self._own(row, index) for index, row in zip(indices, turn.unbind(0), strict=True)]
         ids = self.trajectories.rows
-        rows = [
-            self._own(row, index, ids[index])
-            for index, row in zip(indices, turn.unbind(0), strict=True)
-        ]
+        tag(rows, [ids[index] for index in indices])
         watch.turns += turn.numel()
         watch.lap("stamping")
         if isinstance(batches, DialogBatches):
@@ -157,12 +154,11 @@ class PoolLoop:
             self._carried = self._carried.clone()  # the batch is the caller's from now on
         watch.lap("queueing")
 
-    def _own(self, row: TensorDictBase, index: int, traj_id: Tensor) -> TensorDictBase:
-        """One environment's turn, tagged."""
+    def _own(self, row: TensorDictBase, index: int) -> TensorDictBase:
+        """One environment's turn, with its version."""
         asked = self._asked.pop(index)
         if asked.copies is not None:
             row = asked.copies.after(row)
-        tag(row, traj_id)
         if asked.version is not None:
             stamp(row, asked.version)
             stamp(row.get("next"), asked.version)
