@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedrl.channel.following import one_version
-from fusedrl.models import batches
+from fusedrl.models import forwards
 from fusedrl.models.input_checks import (
     check_model,
     check_sequences,
@@ -114,7 +114,7 @@ def _hidden(way: Way, parts: Parts, work: list[Scored], limit: int | None) -> tu
     work = [row for row in work if len(row.kept)]
     device = parts.embeddings.device
     attention = getattr(parts.config, "_attn_implementation", None)
-    limit = limit or batches.tokens_per_forward(device, attention)
+    limit = limit or forwards.tokens_per_forward(device, attention)
     places = [torch.empty(0, dtype=torch.int64, device="cpu")]
     hidden = [parts.weight.new_empty(0, parts.weight.shape[1])]
     for step in passes_of(way, work, device, limit):
@@ -140,7 +140,7 @@ def _from_logits(
         limit = len(tokens) * len(work)  # one forward takes all that may share one
     else:
         work = [row for row in work if len(row.kept)]
-    limit = limit or batches.tokens_per_forward(device, None)
+    limit = limit or forwards.tokens_per_forward(device, None)
     places = [torch.empty(0, dtype=torch.int64, device="cpu")]
     scored = [[torch.empty(0, device=device)] * (2 if options["entropy"] else 1)]
     for step in passes_of(way, work, device, limit):

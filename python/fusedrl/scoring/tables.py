@@ -10,7 +10,7 @@ import numpy
 import pyarrow
 import pyarrow.parquet
 
-from fusedrl.scoring.batches import ScoredChat
+from fusedrl.scoring.both_models import ScoredChat
 from fusedrl.scoring.output import writable
 
 _TOKENS = [

@@ -16,7 +16,7 @@ from torchrl.collectors.llm import LLMCollector
 
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Follower
-from fusedrl.channel.sources import module_slots
+from fusedrl.channel.sources import module_places
 
 VERSION_KEY = "policy_version"
 
@@ -276,7 +276,7 @@ def check_open(reader: WeightReader) -> None:
 def _module_with(policy: Any, reader: WeightReader) -> nn.Module:
     names = {entry.name for entry in reader.layout.entries}
     for module in (getattr(policy, "model", None), policy):
-        if isinstance(module, nn.Module) and names <= {s.name for s in module_slots(module)}:
+        if isinstance(module, nn.Module) and names <= {s.name for s in module_places(module)}:
             return module
     raise ValueError(
         f"channel: expected weights of {type(policy).__name__} or of its model, got "
