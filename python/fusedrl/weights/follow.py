@@ -111,6 +111,7 @@ class Attachment:
         self._follower = follower
         self._transform: Any = None
         self._rollouts: tuple[str, ...] = ()
+        self._of_dialogs = isinstance(collector, LLMCollector)  # which calls its attribute `policy`
         self._rollout = threading.local()  # the turn of a rollout, in the thread that runs it
         if is_policy and hasattr(collector, "hold_turns"):
             self._leave = collector.hold_turns(follower)
@@ -129,7 +130,7 @@ class Attachment:
         tracker = collector.policy_version_tracker
         if tracker is not None:
             self._track(collector, tracker)
-        if isinstance(collector, LLMCollector):
+        if self._of_dialogs:
             name, call = "policy", collector.policy
             self._rollouts = ("_rollout_all", "_rollout_yield_trajs")
         else:
@@ -165,7 +166,7 @@ class Attachment:
                 del self._rollout.turn
         if not self._rollout.called:
             policy = vars(self._collector()).get("policy")
-            if "_rollout_all" in self._rollouts and not isinstance(policy, FollowedCall):
+            if self._of_dialogs and not isinstance(policy, FollowedCall):
                 refuse_another_policy()
         return made
 
