@@ -75,8 +75,9 @@ def script(rows: int, lazy: bool) -> Callable[[], list[Any]]:
             state = observation(rows, turn, False, lazy)
             state.set("action", state.get("seen"))
             after = observation(rows, turn + 1, over, lazy).set("reward", torch.ones(rows, 1))
-            turns.append((state.set("next", after), observation(rows, turn + 1, False, lazy)))
-        return turns
+            turns.append(state.set("next", after))
+        # A dialog goes on with what the environment is given for the next turn, and returns then.
+        return list(zip(turns, [*turns[1:], observation(rows, TURNS, False, lazy)], strict=True))
 
     return make
 

@@ -23,7 +23,7 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs
 from transforms.dialogs import assert_rows_equal, conversations, rows
 
 from fusedrl import RetrieveKL
-from fusedrl.transforms.actor import TransformActor
+from fusedrl.transforms.transform_actor import TransformActor
 from fusedrl.transport import Parcel, pack, unpack
 
 

@@ -1,10 +1,11 @@
-// Torch-free bindings: the weight channel, the CUDA driver, what this CPU is, and what the binaries
-// were built for.
+// Torch-free bindings: the weight channel, the CUDA driver, copies of turns, what this CPU is, and
+// what the binaries were built for.
 #include <pybind11/pybind11.h>
 
 #include "common/cpu_level.h"
 #include "host/channel_module.h"
 #include "host/cuda_module.h"
+#include "host/trees.h"
 
 namespace py = pybind11;
 
@@ -41,7 +42,9 @@ py::dict cpu_features() {
 }  // namespace
 
 PYBIND11_MODULE(_host, m) {
-  m.doc() = "Torch-free bindings: the weight channel, the CUDA driver, CPU features, build facts.";
+  m.doc() =
+      "Torch-free bindings: the weight channel, the CUDA driver, copies of turns, CPU features, "
+      "build facts.";
   m.def("build_info", &build_info, "What the binaries were built for, as a dict of strings.");
   m.def("cpu_features", &cpu_features, "Vector instruction sets of this CPU, by name.");
   m.def(
@@ -50,6 +53,7 @@ PYBIND11_MODULE(_host, m) {
   m.def(
       "best_cpu_level", [] { return fusedrl::name_of(fusedrl::best_cpu_level()); },
       "The highest level that this CPU has the instructions for.");
+  fusedrl::bind_trees(m);
 #if defined(FUSEDRL_CHANNEL)
   fusedrl::bind_channel(m);
   fusedrl::bind_cuda(m);

@@ -1,11 +1,38 @@
 """The compiled torch-free bindings, csrc/host."""
 
+from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Any
 
 def build_info() -> dict[str, str]: ...
 def cpu_features() -> dict[str, bool]: ...
 def cpu_level() -> str: ...
 def best_cpu_level() -> str: ...
+
+class TreeKind(Enum):
+    tensor_subclass = 1
+    dict = 2
+    stack = 3
+    tensorclass = 4
+    other = 5
+
+class Trees:
+    def __init__(
+        self,
+        tensor: type,
+        kind_of: Callable[[type], TreeKind],
+        clone: Callable[[Any], Any],
+        deepcopy: Callable[[Any], Any],
+    ) -> None: ...
+    def columns(self, value: Any) -> list[list[Any]]: ...
+    def rows_of(self, value: Any) -> list[Any]: ...
+    def under(self, rows: list[Any], *path: str) -> list[Any] | None: ...
+    def nest(self, rows: list[Any], name: str, key: str, values: Sequence[Any]) -> bool: ...
+    def copy(
+        self,
+        value: Any,
+        clone: Callable[[list[list[Any]], list[list[Any]]], list[list[Any]]],
+    ) -> Any: ...
 
 class DamagedError(RuntimeError): ...
 

@@ -16,7 +16,7 @@ pytest.importorskip("pyarrow")
 
 from fusedrl.demo import CHATS
 from fusedrl.scoring import Settings, report, score_chats
-from fusedrl.scoring.batches import ScoredChat
+from fusedrl.scoring.both_models import ScoredChat
 from fusedrl.scoring.chats import Chat
 from fusedrl.scoring.masks import TokenizedChat
 from fusedrl.scoring.tables import chat_row

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from fusedrl.demo.models import make_model, make_tokenizer
-from fusedrl.scoring import ScoreError, Settings, batches, checkpoint, score_chats
+from fusedrl.scoring import ScoreError, Settings, both_models, checkpoint, score_chats
 
 from .conftest import chat, rows
 
@@ -213,14 +213,14 @@ def test_a_model_without_memory_for_it_is_named(models, write_chats, monkeypatch
 
 
 def test_a_chat_without_memory_for_it_is_left_out(models, write_chats, monkeypatch, tmp_path):
-    real = batches.causal_log_probs
+    real = both_models.causal_log_probs
 
     def no_memory(model, tokens, lengths, *args, **options):
         if max(lengths) > 100:
             raise torch.OutOfMemoryError("tried to allocate too much")
         return real(model, tokens, lengths, *args, **options)
 
-    monkeypatch.setattr(batches, "causal_log_probs", no_memory)
+    monkeypatch.setattr(both_models, "causal_log_probs", no_memory)
     path = write_chats(GOOD, chat("Hi", "long " * 300), GOOD)
     summary = score_chats(path, models.policy, models.reference, tmp_path / "out")
     assert [row["chat"] for row in summary.rows] == [1, 3]

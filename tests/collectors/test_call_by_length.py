@@ -109,14 +109,9 @@ def test_a_turn_has_one_version_of_weights(collect):
         weight_sync_schemes={"policy": ChannelWeightSyncScheme()},
         track_policy_version=True,
     )
-    answer = collector.policy
-
-    def publishing(dialogs):
-        answers = answer(dialogs)
-        collector.update_policy_weights_(policy_of(Says(collector.policy_version + 1)))
-        return answers
-
-    collector.policy = publishing
+    collector.policy.register_forward_hook(
+        lambda *_: collector.update_policy_weights_(policy_of(Says(collector.policy_version + 1)))
+    )
     turns = [of(batch) for batch in collector]
     assert all(len(set(turn)) == 1 for turn in turns)
     versions = [turn[0] for turn in turns]

@@ -86,14 +86,7 @@ def test_weights_past_the_channel_are_refused(channel, collect):
 
 def test_a_version_published_while_the_policy_runs_is_the_next_turns(channel, collect):
     collector = collect(dialog_turns_per_batch=6)
-    answer = collector.policy
-
-    def generating(turn):
-        made = answer(turn)
-        publish(channel, (channel.version or 0) + 1)
-        return made
-
-    collector.policy = generating
+    collector.policy.register_forward_hook(lambda *_: publish(channel, (channel.version or 0) + 1))
     assert of(collector.next()) == [0, 1, 2] * 2
 
 
@@ -185,18 +178,47 @@ def test_a_reader_that_is_given_stays_open(channel, collect):
         assert reader.version == 4
 
 
+def test_a_reader_that_is_closed_is_named_by_the_argument(channel, collect):
+    publish(channel, 4)
+    reader = channel.handle.open()
+    collector = collect(channel=reader)
+    assert of(collector.next()) == [4, 4]
+    reader.close()
+    for use in (collector.rollout, lambda: collect(channel=reader)):
+        with pytest.raises(RuntimeError, match=r"channel: expected a reader that stays open"):
+            use()
+
+
+@pytest.mark.parametrize("way", ["channel", "scheme"])
+@pytest.mark.parametrize("pool", [False, True], ids=["env", "pool"])
+def test_another_policy_is_refused_where_weights_have_versions(channel, collect, way, pool):
+    publish(channel, 1)
+    env = AsyncEnvPool([lambda: Counting(1)] * 2, stack="lazy") if pool else Counting()
+    scheme = ChannelWeightSyncScheme()
+    by_scheme = {"channel": None, "weight_sync_schemes": {"policy": scheme}}
+    collector = collect(env, policy=policy_of(Says(1)), **(by_scheme if way == "scheme" else {}))
+    assert {*of(collector.next().reshape(-1))} == {1}
+    with pytest.raises(RuntimeError, match="policy: expected the one whose weights come through"):
+        collector.policy = policy_of(Says(7))
+    collector.policy = collector.policy
+    assert {*of(collector.next().reshape(-1))} == {1}
+    scheme.shutdown()
+
+
+def test_another_policy_is_taken_where_no_channel_brings_weights(collect):
+    collector = collect(channel=None)
+    collector.policy = policy_of(Says(7))
+    assert collector.next()["action"].flatten().tolist() == [7, 7]
+
+
 def test_staleness_counts_from_what_is_published(channel, collect):
     collector = collect(max_staleness=1, total_dialog_turns=8)
-    kept = []
-    answer = collector.policy
 
-    def generating(turn):
-        made = answer(turn)
+    def publishing(*_):
         if collector.stats()["frames"] == 2:
             publish(channel, 9)
-        return made
 
-    collector.policy = generating
+    collector.policy.register_forward_hook(publishing)
     kept = [of(batch) for batch in collector]
     assert kept == [[0, 0], [9, 9], [9, 9]] and collector.stale_turns == 2
 

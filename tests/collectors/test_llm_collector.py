@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import inspect
 import queue
+import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from tensordict.nn import TensorDictModule
 from torchrl.collectors import BaseCollector, Collector
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import ParallelEnv, SerialEnv
+from torchrl.envs import AsyncEnvPool, ParallelEnv, SerialEnv
 
 from fusedrl import LLMCollector
 
@@ -285,6 +288,32 @@ def test_ready_until_shut_down(collect):
     assert env.is_closed and not collector.is_initialized()
 
 
+@pytest.mark.parametrize("pool", [False, True], ids=["env", "pool"])
+def test_a_shutdown_from_another_thread_waits_for_the_turn_that_runs(collect, pool):
+    """Otherwise what an environment raises when it is closed would be the error."""
+    steps, goes_on = threading.Event(), threading.Event()
+
+    class Waiting(Counting):
+        def _step(self, tensordict):
+            steps.set()
+            assert goes_on.wait(20) and not env.is_closed
+            return super()._step(tensordict)
+
+    env: Any = AsyncEnvPool([lambda: Waiting(1)] * 2, stack="lazy") if pool else Waiting()
+    env.is_closed = False
+    collector = collect(env, dialog_turns_per_batch=100, total_dialog_turns=-1)
+    with ThreadPoolExecutor(2) as threads:
+        rollout = threads.submit(collector.rollout)
+        assert steps.wait(20)
+        shutdown = threads.submit(collector.shutdown)
+        assert not wait([shutdown], timeout=0.2).done
+        goes_on.set()
+        shutdown.result(20)
+        with pytest.raises(RuntimeError, match="collector: expected one that runs, got one that"):
+            rollout.result(20)
+    assert not collector.is_initialized()
+
+
 def test_shutdown_can_leave_the_environment(collect):
     env = Counting()
     closed = []
@@ -341,6 +370,16 @@ def test_a_collector_is_freed(collect):
     del collector
     gc.collect()
     assert gone() is None
+
+
+def test_a_batch_is_the_callers_alone(collect):
+    """The iterator keeps none while it waits, or makes the next one."""
+    iterator = iter(collect())
+    batch = next(iterator)
+    gone = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert gone() is None and next(iterator) is not None
 
 
 def test_the_profile_tells_where_time_goes(collect):

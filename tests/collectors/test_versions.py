@@ -295,6 +295,18 @@ class TestStaleness:
             collector.increment_version()
         assert collector.stale_turns == 0
 
+    def test_a_bound_that_is_set_later_is_checked_as_the_first_one(self, collect):
+        untracked = collect(track_policy_version=False)
+        with pytest.raises(ValueError, match="max_staleness: expected integer versions"):
+            untracked.max_staleness = 1
+        collector = collect(total_dialog_turns=8)
+        with pytest.raises(TypeError, match="max_staleness: expected a whole number"):
+            collector.max_staleness = 0.5
+        assert untracked.max_staleness is collector.max_staleness is None
+        collector.max_staleness = 0
+        collector.policy = lambda turn: collector.increment_version() or policy(turn)
+        assert list(collector) == [] and collector.stale_turns == 8
+
 
 class TestPools:
     @pytest.fixture(params=["lazy", "dense"])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fusedrl.channel.channel import WeightChannel, Writing
 from fusedrl.channel.checks import MAX_VERSION, count
 from fusedrl.channel.layout import fill
-from fusedrl.channel.sources import Slot
+from fusedrl.channel.sources import Place
 
 __all__ = ["broadcast"]
 
@@ -77,7 +77,7 @@ def broadcast(
     if src not in members:
         raise ValueError(f"src: expected a rank of the group, one of {members}, got {src!r}")
     is_source = dist.get_rank() == src
-    found: list[Slot] = []
+    found: list[Place] = []
     error: Exception | None = None
     if is_source:
         try:

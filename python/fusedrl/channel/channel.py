@@ -25,7 +25,7 @@ from fusedrl.channel.layout import Layout, fill
 from fusedrl.channel.limits import refuse_beyond
 from fusedrl.channel.manifest import Manifest
 from fusedrl.channel.memory import HostMemory, Memory, checksum
-from fusedrl.channel.sources import Found, Slot, module_slots
+from fusedrl.channel.sources import Found, Place, module_places
 
 # A reader that died is noticed within this time.
 SLICE_S = 0.02
@@ -240,22 +240,22 @@ class WeightChannel:
             self.skipped += 1
             return None
 
-    def _find(self, weights: Any) -> list[Slot]:
+    def _find(self, weights: Any) -> list[Place]:
         """As :meth:`Layout.matched`, but once for the template as long as it is as it was."""
         if weights is self._template and self._found is not None and self._found.holds():
-            return self._found.slots
-        slots = self.layout.matched(weights)
-        if weights is self._template and self._can_keep(weights, slots):
-            self._found = Found(weights, slots)
-        return slots
+            return self._found.places
+        places = self.layout.matched(weights)
+        if weights is self._template and self._can_keep(weights, places):
+            self._found = Found(weights, places)
+        return places
 
-    def _can_keep(self, weights: Any, slots: list[Slot]) -> bool:
+    def _can_keep(self, weights: Any, places: list[Place]) -> bool:
         if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):
             return False
-        if self.layout.adapters is not None or any(slot.computed for slot in slots):
+        if self.layout.adapters is not None or any(place.computed for place in places):
             return False
         # Tied tensors that are two may get different values without being replaced.
-        tensors = {slot.name: slot.tensor for slot in module_slots(weights)}
+        tensors = {place.name: place.tensor for place in module_places(weights)}
         entries = self.layout.entries
         return all(
             entry.tied_to is None or tensors.get(entry.name) is tensors.get(entry.tied_to)

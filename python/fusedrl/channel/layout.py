@@ -16,7 +16,7 @@ from torch import Tensor
 from fusedrl.channel.entries import PAGE, Entry, clash, described, pack, refuse, round_up, spec
 from fusedrl.channel.forking import ComputedOnce
 from fusedrl.channel.names import Reading, read
-from fusedrl.channel.sources import ADAPTERS, Slot, collect
+from fusedrl.channel.sources import ADAPTERS, Place, collect
 from fusedrl.channel.tensors import (
     castable,
     check_tensor,
@@ -76,21 +76,21 @@ class Layout:
                 f"dtype: expected a float of 16 bits or more, got {dtype}; smaller ones need "
                 "scales: publish the quantised tensors as they are"
             )
-        slots = collect(weights, adapters)
+        places = collect(weights, adapters)
         specs, known = [], {}
-        for slot in slots.values():
-            if slot.persistent:
-                same = slot.identity()
-                tied_to = None if same is None else known.setdefault(same, slot.name)
-                kept = slot.tensor.dtype if dtype is None else _cast(slot, dtype)
-                tied_to = None if tied_to == slot.name else tied_to
-                specs.append((slot.name, tuple(slot.tensor.shape), kept, slot.kind, tied_to))
+        for place in places.values():
+            if place.persistent:
+                same = place.identity()
+                tied_to = None if same is None else known.setdefault(same, place.name)
+                kept = place.tensor.dtype if dtype is None else _cast(place, dtype)
+                tied_to = None if tied_to == place.name else tied_to
+                specs.append((place.name, tuple(place.tensor.shape), kept, place.kind, tied_to))
         names = [name for name, *_ in specs]
         problem = "expected tensors, got none" if not names else clash(names)
         if problem:
             raise ValueError(f"weights: {problem}; pass a model's weights under its own names")
-        transient = () if adapters == "only" else (s.name for s in slots.values())
-        transient = tuple(name for name in transient if not slots[name].persistent)
+        transient = () if adapters == "only" else (s.name for s in places.values())
+        transient = tuple(name for name in transient if not places[name].persistent)
         return cls(pack(specs), adapters, transient)
 
     @property
@@ -205,7 +205,7 @@ class Layout:
             TypeError: an entry that is no plain tensor.
             ValueError: all differences from this layout; tied names whose values differ.
         """
-        return [slot.value() for slot in self.matched(weights)]
+        return [place.value() for place in self.matched(weights)]
 
     def write(self, weights: Any, views: Sequence[Tensor] | None) -> None:
         """Copy weights into views; of those that are sharded or merged, one at a time exists.
@@ -219,28 +219,28 @@ class Layout:
             TypeError: an entry that is no plain tensor.
             ValueError: all differences from this layout; nothing is written.
         """
-        slots = self.matched(weights)
+        places = self.matched(weights)
         if views is not None:
-            fill(views, slots)
+            fill(views, places)
             return
-        for slot in slots:
-            if slot.computed:
-                slot.value()
+        for place in places:
+            if place.computed:
+                place.value()
 
-    def matched(self, weights: Any) -> list[Slot]:
-        """The slots that :meth:`sources` gives the values of, nothing computed yet.
+    def matched(self, weights: Any) -> list[Place]:
+        """The places that :meth:`sources` gives the values of, nothing computed yet.
 
         Values are read only of tensors that are two in ``weights`` and one here.
         """
         known = {*self.view_of, *self.transient}
-        slots, reading = self._collected(weights, known)
-        differences = [d for entry in self.entries for d in _differences(entry, slots)]
-        copies: dict[str, list[Slot]] = {entry.name: [] for entry in self.stored}
+        places, reading = self._collected(weights, known)
+        differences = [d for entry in self.entries for d in _differences(entry, places)]
+        copies: dict[str, list[Place]] = {entry.name: [] for entry in self.stored}
         for entry in self.entries:
-            if (slot := slots.get(entry.name)) is not None:
-                if not slot.persistent:
-                    check_tensor(slot.name, slot.tensor)
-                copies[entry.tied_to or entry.name].append(slot)
+            if (place := places.get(entry.name)) is not None:
+                if not place.persistent:
+                    check_tensor(place.name, place.tensor)
+                copies[entry.tied_to or entry.name].append(place)
         # A tied name may be missing: one of them says what all are.
         differences += [
             f"{entry.name}: expected {entry.described()}, got no such entry"
@@ -248,10 +248,10 @@ class Layout:
             if not copies[entry.name]
         ]
         if not self.partial:
-            stored = {slot.identity() for same in copies.values() for slot in same}
+            stored = {place.identity() for same in copies.values() for place in same}
             differences += [
                 f"{name}: expected no such entry, got {described(s.tensor.dtype, s.tensor.shape)}"
-                for name, s in slots.items()
+                for name, s in places.items()
                 # Another name of a tensor that is stored says nothing new.
                 if s.persistent and name not in known and (s.identity() or name) not in stored
             ]
@@ -266,51 +266,53 @@ class Layout:
         sources = self.sources(weights)
         return {entry.name: tensor for entry, tensor in zip(self.stored, sources, strict=True)}
 
-    def _collected(self, weights: Any, known: set[str]) -> tuple[dict[str, Slot], Reading]:
-        """The slots of weights by this layout's names, as far as those given can be read so."""
+    def _collected(self, weights: Any, known: set[str]) -> tuple[dict[str, Place], Reading]:
+        """The places of weights by this layout's names, as far as those given can be read so."""
         try:
-            slots = collect(weights, self.adapters if self.adapters == "merged" else None)
+            places = collect(weights, self.adapters if self.adapters == "merged" else None)
         except ValueError:
             if self.adapters != "merged":
                 raise
-            slots = collect(weights)  # merged by the caller
-        reading = read(slots, known)
+            places = collect(weights)  # merged by the caller
+        reading = read(places, known)
         if not reading:
-            return slots, reading
-        return {reading(name): replace(s, name=reading(name)) for name, s in slots.items()}, reading
+            return places, reading
+        return {
+            reading(name): replace(s, name=reading(name)) for name, s in places.items()
+        }, reading
 
 
-def fill(views: Sequence[Tensor], slots: Sequence[Slot]) -> None:
+def fill(views: Sequence[Tensor], places: Sequence[Place]) -> None:
     """Copy what :meth:`Layout.matched` found; of tensors that are computed one at a time exists.
 
     Raises:
         TypeError, ValueError: a tensor that was freed or resized since.
     """
     plain, computed = [], []
-    for view, slot in zip(views, slots, strict=True):
-        (computed if slot.computed else plain).append((view, slot))
+    for view, place in zip(views, places, strict=True):
+        (computed if place.computed else plain).append((view, place))
     overwrite(
         [view for view, _ in plain],
-        [slot.tensor for _, slot in plain],
-        [slot.name for _, slot in plain],
+        [place.tensor for _, place in plain],
+        [place.name for _, place in plain],
     )
-    for view, slot in computed:
-        check_tensor(slot.name, slot.tensor)
-        view.copy_(slot.value())
+    for view, place in computed:
+        check_tensor(place.name, place.tensor)
+        view.copy_(place.value())
 
 
-def _differences(entry: Entry, slots: dict[str, Slot]) -> list[str]:
-    slot = slots.get(entry.name)
-    if slot is None:
+def _differences(entry: Entry, places: dict[str, Place]) -> list[str]:
+    place = places.get(entry.name)
+    if place is None:
         return []
-    tensor = slot.tensor
+    tensor = place.tensor
     if tuple(tensor.shape) == entry.shape and converts(tensor.dtype, entry.dtype):
         return []
     got = described(tensor.dtype, tensor.shape)
     return [f"{entry.name}: expected {entry.described()}, got {got}"]
 
 
-def _untied(entry: Entry, copies: list[Slot]) -> Iterator[str]:
+def _untied(entry: Entry, copies: list[Place]) -> Iterator[str]:
     """Where tensors of one entry, of which one is stored, are not equal as they are stored."""
     first, *others = copies
     checked = {first.identity()}
@@ -324,11 +326,11 @@ def _untied(entry: Entry, copies: list[Slot]) -> Iterator[str]:
                 )
 
 
-def _cast(slot: Slot, dtype: torch.dtype) -> torch.dtype:
-    kept = slot.tensor.dtype
+def _cast(place: Place, dtype: torch.dtype) -> torch.dtype:
+    kept = place.tensor.dtype
     if kept.is_floating_point and not castable(kept):
         raise ValueError(
-            f"dtype: expected floats of 16 bits or more to cast, got {kept} of {slot.name}, which "
+            f"dtype: expected floats of 16 bits or more to cast, got {kept} of {place.name}, which "
             "means something with its scales only; pass dtype=None"
         )
     return dtype if castable(kept) else kept

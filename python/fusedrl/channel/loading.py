@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.entries import described, refuse
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.sources import Slot, module_slots
+from fusedrl.channel.sources import Place, module_places
 from fusedrl.channel.tensors import (
     check_tensor,
     converts,
@@ -175,15 +175,15 @@ class Target:
         """Find where each entry goes; the plan stays as it was where the module is refused."""
         module = self._module()
         assert module is not None  # whoever loads has it
-        slots, self._ties = _slots(module, self.layout)
+        places, self._ties = _places(module, self.layout)
         parameters: dict[int, tuple[Tensor, int, str]] = {}
         buffers: dict[int, tuple[Tensor, int, str]] = {}
-        for name, slot in slots.items():
-            chosen = parameters if slot.kind == "parameter" else buffers
-            chosen.setdefault(id(slot.tensor), (slot.tensor, self.layout.view_of[name], name))
+        for name, place in places.items():
+            chosen = parameters if place.kind == "parameter" else buffers
+            chosen.setdefault(id(place.tensor), (place.tensor, self.layout.view_of[name], name))
         self._parameters, self._buffers = list(parameters.values()), list(buffers.values())
         self._buffer_homes = [
-            (s.home, s.key, s.tensor) for s in slots.values() if s.home and s.kind == "buffer"
+            (s.home, s.key, s.tensor) for s in places.values() if s.home and s.kind == "buffer"
         ]
         homes = [home for m in module.modules() for home in (m._modules, m._parameters)]
         self._homes = [(home, list(home.values())) for home in homes if home]
@@ -204,10 +204,10 @@ class Target:
         )
 
 
-def _slots(
+def _places(
     module: nn.Module, layout: Layout
-) -> tuple[dict[str, Slot], list[tuple[str, str, Tensor]]]:
-    """The slots of ``module`` that ``layout`` has, all of them, and where one is for two entries.
+) -> tuple[dict[str, Place], list[tuple[str, str, Tensor]]]:
+    """The places of ``module`` that ``layout`` has, all of them, and where one is for two entries.
 
     Those are the entry, an earlier one, and the tensor of both.
     """
@@ -223,39 +223,39 @@ def _slots(
             f"{type(module).__name__} without adapters; add them with get_peft_model, or publish "
             "with adapters='merged'"
         )
-    slots = {slot.name: slot for slot in module_slots(module)}
+    places = {place.name: place for place in module_places(module)}
     known = {*layout.view_of, *layout.transient}
     differences, ties, one_tensor = [], [], {}
     for entry in layout.entries:
-        slot = slots.get(entry.name)
-        if slot is None:
+        place = places.get(entry.name)
+        if place is None:
             differences.append(f"{entry.name}: expected {entry.described()}, got no such entry")
             continue
-        tensor = slot.tensor
-        check_tensor(slot.name, tensor, "module")
+        tensor = place.tensor
+        check_tensor(place.name, tensor, "module")
         if is_dtensor(tensor):
             raise TypeError(
-                f"module: {slot.name}: expected a tensor of this process, got a DTensor; load "
+                f"module: {place.name}: expected a tensor of this process, got a DTensor; load "
                 "into a module that is not sharded"
             )
         if tuple(tensor.shape) != entry.shape or not converts(entry.dtype, tensor.dtype):
             got = described(tensor.dtype, tensor.shape)
             differences.append(f"{entry.name}: expected {entry.described()}, got {got}")
         # Two tensors for one entry get equal values; one tensor for two cannot have both's.
-        same = slot.identity()
+        same = place.identity()
         first = entry.name if same is None else one_tensor.setdefault(same, entry.name)
         if layout.view_of[first] != layout.view_of[entry.name]:
             ties.append((entry.name, first, tensor))
     if not layout.partial:
-        filled = {id(slots[name].tensor) for name in layout.view_of if name in slots}
+        filled = {id(places[name].tensor) for name in layout.view_of if name in places}
         differences += [
             f"{name}: expected no such entry, got {described(s.tensor.dtype, s.tensor.shape)}"
-            for name, s in slots.items()
+            for name, s in places.items()
             # Another name of a tensor that is loaded needs no entry.
             if s.persistent and name not in known and id(s.tensor) not in filled
         ]
     refuse("module", differences, "load into a model of the published one's architecture")
-    return {name: slots[name] for name in layout.view_of}, ties
+    return {name: places[name] for name in layout.view_of}, ties
 
 
 def _lend(views: Sequence[Tensor]) -> None:

@@ -18,7 +18,7 @@ ADAPTERS = (None, "only", "merged")
 
 
 @dataclass(slots=True)
-class Slot:
+class Place:
     """A tensor of a model and where it stands.
 
     ``home`` is the dict of a module that has it under ``key`` (``None`` outside of modules).
@@ -36,7 +36,7 @@ class Slot:
     merge: Callable[[], Tensor] | None = None
 
     def identity(self) -> tuple[Any, ...] | None:
-        """Equal for two slots that are one tensor whatever is written to it."""
+        """Equal for two places that are one tensor whatever is written to it."""
         memory = identity(self.tensor)
         # A base weight that is tied to another one is not any more with adapters on top.
         return memory and (*memory, None if self.layer is None else id(self.layer))
@@ -52,24 +52,24 @@ class Slot:
 
 
 class Found:
-    """The slots of a module, for as long as nothing in it is replaced.
+    """The places of a module, for as long as nothing in it is replaced.
 
     Finding them again takes longer than copying the weights of a small model.
 
     Args:
         module: plain tensors only; two of its parameters are not views of one memory.
-        slots: what was found in it.
+        places: what was found in it.
     """
 
-    def __init__(self, module: nn.Module, slots: list[Slot]) -> None:
-        self.slots = slots
+    def __init__(self, module: nn.Module, places: list[Place]) -> None:
+        self.places = places
         homes = [h for m in module.modules() for h in (m._modules, m._parameters, m._buffers)]
         self._homes = homes
         self._known = [(home, list(home), list(home.values())) for home in homes if home]
-        self._facts = [(s.tensor, type(s.tensor), s.tensor.shape, s.tensor.dtype) for s in slots]
+        self._facts = [(s.tensor, type(s.tensor), s.tensor.shape, s.tensor.dtype) for s in places]
 
     def holds(self) -> bool:
-        """Whether :attr:`slots` are what would be found now."""
+        """Whether :attr:`places` are what would be found now."""
         return (
             sum(map(len, self._homes)) == sum(len(names) for _, names, _ in self._known)
             and all(
@@ -108,62 +108,62 @@ def named_tensors(weights: Any, adapters: str | None = None) -> dict[str, tuple[
         ['bias', 'weight']
     """
     return {
-        name: (slot.value(), slot.kind)
-        for name, slot in collect(weights, adapters).items()
-        if slot.persistent
+        name: (place.value(), place.kind)
+        for name, place in collect(weights, adapters).items()
+        if place.persistent
     }
 
 
-def collect(weights: Any, adapters: str | None = None) -> dict[str, Slot]:
-    """As :func:`slots_of`, checked: what is persistent are plain tensors."""
-    found = slots_of(weights, adapters)
-    for slot in found.values():
-        if slot.persistent:
-            check_tensor(slot.name, slot.tensor)
+def collect(weights: Any, adapters: str | None = None) -> dict[str, Place]:
+    """As :func:`places_of`, checked: what is persistent are plain tensors."""
+    found = places_of(weights, adapters)
+    for place in found.values():
+        if place.persistent:
+            check_tensor(place.name, place.tensor)
     return found
 
 
-def slots_of(weights: Any, adapters: str | None = None) -> dict[str, Slot]:
-    """The slots of ``weights`` by name, and nothing computed or gathered yet.
+def places_of(weights: Any, adapters: str | None = None) -> dict[str, Place]:
+    """The places of ``weights`` by name, and nothing computed or gathered yet.
 
     Those of a module have its buffers that are not persistent too: a tensordict of a module has
     them, and does not say which.
 
     Args:
-        weights: as for :func:`named_tensors`; entries that are no tensors have slots too.
+        weights: as for :func:`named_tensors`; entries that are no tensors have places too.
         adapters: as for :func:`named_tensors`.
     """
     if adapters not in ADAPTERS:
         raise ValueError(f"adapters: expected one of {ADAPTERS}, got {adapters!r}")
     # TensorDictParams are a module too.
     if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
-        slots = module_slots(weights, merged=adapters == "merged")
+        places = module_places(weights, merged=adapters == "merged")
         if adapters is not None and not peft.has_adapters(weights):
             raise ValueError(
                 f"adapters: expected a model with peft's adapters for {adapters!r}, got a "
                 f"{type(weights).__name__} without; pass adapters=None"
             )
         if adapters == "only":
-            slots = (s for s in slots if s.adapter or (s.persistent and s.tensor.requires_grad))
+            places = (s for s in places if s.adapter or (s.persistent and s.tensor.requires_grad))
     elif isinstance(weights, (TensorDictBase, Mapping)):
         if adapters is not None:
             raise ValueError(
                 f"adapters: expected a peft model for {adapters!r}, got "
                 f"{type(weights).__name__}; pass the model, or the entries and adapters=None"
             )
-        slots = _mapping_slots(weights, "")
+        places = _mapping_places(weights, "")
     else:
         raise TypeError(
             "weights: expected a module, a tensordict or a dict of tensors, got "
             f"{type(weights).__name__}; pass the model or its state_dict()"
         )
-    found: dict[str, Slot] = {}
-    for slot in slots:
-        if slot.name in found:
+    found: dict[str, Place] = {}
+    for place in places:
+        if place.name in found:
             raise ValueError(
-                f"weights: {slot.name}: expected one entry of this name, got two; rename one"
+                f"weights: {place.name}: expected one entry of this name, got two; rename one"
             )
-        found[slot.name] = slot
+        found[place.name] = place
     return found
 
 
@@ -171,7 +171,7 @@ def slots_of(weights: Any, adapters: str | None = None) -> dict[str, Slot]:
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
-def _mapping_slots(weights: Any, prefix: str) -> Iterator[Slot]:
+def _mapping_places(weights: Any, prefix: str) -> Iterator[Place]:
     for key, value in weights.items():
         if not isinstance(key, str):
             raise TypeError(
@@ -181,16 +181,16 @@ def _mapping_slots(weights: Any, prefix: str) -> Iterator[Slot]:
         if isinstance(value, (TensorDictBase, Mapping)):
             # A tensordict of a compiled or checkpointed module has its wrappers' names.
             inner = key in _WRAPPERS
-            yield from _mapping_slots(value, prefix if inner else f"{prefix}{key}.")
+            yield from _mapping_places(value, prefix if inner else f"{prefix}{key}.")
             continue
         name = prefix + key
         for wrapper in _WRAPPERS:
             name = name.replace(f"{wrapper}.", "")
-        yield Slot(name, value, "parameter" if isinstance(value, nn.Parameter) else "buffer")
+        yield Place(name, value, "parameter" if isinstance(value, nn.Parameter) else "buffer")
 
 
-def module_slots(module: nn.Module, merged: bool = False) -> Iterator[Slot]:
-    """The slots of a module under the names of the modules inside its wrappers, unchecked.
+def module_places(module: nn.Module, merged: bool = False) -> Iterator[Place]:
+    """The places of a module under the names of the modules inside its wrappers, unchecked.
 
     Args:
         module: any module.
@@ -213,14 +213,14 @@ class _Merged:
     def value(self, name: str) -> Tensor:
         inner = name.removeprefix(self.prefix)
         if inner not in self.values:
-            slots = module_slots(peft.merge(self.layer), merged=True)
-            self.values.update({slot.name: slot.value() for slot in slots})
+            places = module_places(peft.merge(self.layer), merged=True)
+            self.values.update({place.name: place.value() for place in places})
         return self.values.pop(inner)
 
 
 def _walk(
     prefix: str, module: nn.Module, merged: bool, adapter: bool, within: _Merged | None = None
-) -> Iterator[Slot]:
+) -> Iterator[Place]:
     module = _unwrapped(module)
     if merged:
         module, layer = peft.merged_part(prefix.removesuffix("."), module)
@@ -235,10 +235,10 @@ def _walk(
             if tensor is not None:
                 name = prefix + key
                 persistent = kind == "parameter" or key not in module._non_persistent_buffers_set
-                slot = Slot(name, tensor, kind, home, key, persistent, own)
+                place = Place(name, tensor, kind, home, key, persistent, own)
                 if within is not None:
-                    slot.layer, slot.merge = within.layer, partial(within.value, name)
-                yield slot
+                    place.layer, place.merge = within.layer, partial(within.value, name)
+                yield place
     for key, child in module._modules.items():
         if child is not None:
             yield from _walk(f"{prefix}{key}.", child, merged, own and key != base, within)

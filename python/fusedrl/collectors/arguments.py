@@ -7,6 +7,8 @@ from typing import Any, SupportsIndex
 
 from torchrl.envs import AsyncEnvPool
 
+from fusedrl.collectors.pools import check_pool
+
 
 def counts(tracker: Any) -> bool:
     """Whether ``track_policy_version`` asks for integer versions."""
@@ -76,6 +78,8 @@ def check_mode(mode: Any) -> None:
 def check_environment(env: Any, async_envs: bool | None, completed: bool) -> None:
     """Raise if the environment cannot do what is asked of it."""
     pool = isinstance(env, AsyncEnvPool)
+    if pool:
+        check_pool(env)
     if async_envs and not pool:
         raise RuntimeError(
             f"async_envs: expected an AsyncEnvPool as env, got {type(env).__name__}; make it "

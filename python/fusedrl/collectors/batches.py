@@ -132,16 +132,15 @@ class DialogBatches:
         return sum(self.add_row(index, row, done) for index, (row, done) in numbered)
 
     def add_row(self, index: int, row: TensorDictBase, over: bool) -> int:
-        """Keep one turn of one dialog, as :meth:`add`."""
+        """Keep one turn of one dialog, a row of one element, as :meth:`add`."""
         turns = self.running[index]
         if not self.only_last or over:
             turns.append(row)
         self.lengths[index] += 1
-        size = row.numel()
-        self.pending += size
+        self.pending += 1
         if not over:
             return 0
-        dropped = (self.lengths[index] - len(turns)) * size
+        dropped = self.lengths[index] - len(turns)
         self.finished.append(_by_dialog(map(rows_of, turns)) if row.batch_dims else turns)
         self.ready += len(self.finished[-1])
         self.pending -= dropped

@@ -32,7 +32,7 @@ def call_by_length(
         groups.setdefault(row.get(PROMPT).batch_size, []).append(index)
     answers: dict[int, TensorDictBase] = {}
     for lengths, indices in groups.items():
-        if -1 in lengths:  # each row is of several dialogs, as in a pool of batched environments
+        if -1 in lengths:  # each row is of several dialogs, where there are two batch dimensions
             answers.update((index, call_by_length(policy, rows[index])) for index in indices)
         else:
             answer = policy(lazy_stack([rows[index] for index in indices]))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict, deque
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NonTensorStack,
-    TensorDict,
-    is_tensorclass,
-)
 from torch import Tensor
 
-SMALL = 256  # bytes; rows whose copies share memory keep no more than that of each other
-_UNCHANGING = {str, int, float, bool, bytes, type(None)}
+from fusedrl.collectors.trees import TREES
+
+# Small tensors are cloned many at a time, into one memory: none keeps more than this of others.
+SMALL = 256  # bytes of one of them
+MANY = 64
+FEW = 4  # fewer than that are cloned one by one
+
+Columns = list[list[Tensor]]
 
 
 class Copies:
@@ -28,107 +29,74 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        # Originals with their copies; they are kept, as ids are used again.
-        self._before: defaultdict[int, deque[tuple[Tensor, Tensor]]] = defaultdict(deque)
-        self._remembers = False
+        self._originals: Columns = []
+        self._clones: Columns = []
 
     def before(self, value: Any) -> None:
         """Copy what an environment is given."""
-        self._remembers = True
-        self._of(value)
-        self._remembers = False
+        self._originals = TREES.columns(value)
+        self._clones = _clones_of(self._originals)
 
     def after(self, value: Any) -> Any:
         """A copy of a tensordict, with memory of its own for every tensor in it."""
-        return self._of(value)
+        return TREES.copy(value, self._cloned)
 
-    def _of(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is TensorDict:
-            return self._rows([value])[0]
-        if (kind is LazyStackedTensorDict or kind is NonTensorStack) and value.tensordicts:
-            return kind._new_lazy_unsafe(
-                *self._column(value.tensordicts),
-                stack_dim=value.stack_dim,
-                stack_dim_name=value._td_dim_name,
-                hook_in=value.hook_in,
-                hook_out=value.hook_out,
-            )
-        if is_tensorclass(value):
-            return self._of_tensorclass(value)
-        return value.clone()
-
-    def _column(self, values: list[Any]) -> list[Any]:
-        """Copies of what several rows have under one key."""
-        kinds = set(map(type, values))
-        if kinds == {TensorDict}:
-            return self._rows(values)
-        if kinds != {Tensor}:
-            copy_of = self._of_tensorclass if all(map(is_tensorclass, kinds)) else self._of_one
-            return [copy_of(value) for value in values]
-        first: Tensor = values[0]
-        if len(values) == 1 or first.numel() * first.element_size() > SMALL:
-            return [self._clone(value) for value in values]
-        if not self._remembers and any(id(value) in self._before for value in values):
-            return [self._clone(value) for value in values]
-        like = (first.dtype, first.shape, first.device)
-        if any((v.dtype, v.shape, v.device) != like or v.is_nested for v in values):
-            return [self._clone(value) for value in values]
-        copies = list(torch.stack(values).unbind(0))  # a third of the time of as many clones
-        if self._remembers:
-            for value, made in zip(values, copies, strict=True):
-                self._before[id(value)].append((value, made))
-        return copies
-
-    def _of_one(self, value: Any) -> Any:
-        return self._clone(value) if isinstance(value, Tensor) else self._of(value)
-
-    def _clone(self, value: Tensor) -> Tensor:
-        if not self._remembers and (made := self._before.get(id(value))):
-            return made.popleft()[1]
-        made = value.clone()
-        if self._remembers:
-            self._before[id(value)].append((value, made))
-        return made
-
-    def _rows(self, rows: list[TensorDict]) -> list[TensorDict]:
-        """Copies of tensordicts, key by key where all have the same keys."""
-        entries = [row._tensordict for row in rows]
-        keys = entries[0].keys()
-        if any(other.keys() != keys for other in entries[1:]):
-            return [copy for row in rows for copy in self._rows([row])]
-        columns = []
-        for key in keys:
-            values = [entry[key] for entry in entries]
-            if key != "next":
-                columns.append(self._column(values))
-            elif self._remembers:  # a turn of before, which is going to be replaced
-                columns.append(values)
-            else:
-                columns.append(Copies()._column(values))
-        return [
-            TensorDict._new_unsafe(
-                dict(zip(keys, values, strict=True)),
-                batch_size=row.batch_size,
-                device=row.device,
-                names=row._maybe_names(),
-            )
-            for row, *values in zip(rows, *columns, strict=True)
-        ]
-
-    def _of_tensorclass(self, value: Any) -> Any:
-        # Twenty times faster than its clone(), which looks at each of its fields.
-        made = object.__new__(type(value))
-        state = made.__dict__
-        state.update(value.__dict__)
-        tensors = state["_tensordict"]
-        if type(tensors) is TensorDict and not tensors._tensordict:  # a text, say
-            size, device = tensors.batch_size, tensors.device
-            state["_tensordict"] = TensorDict._new_unsafe({}, batch_size=size, device=device)
+    def _cloned(self, root: Columns, under_next: Columns) -> Columns:
+        if not self._originals:
+            return _clones_of(root + under_next)
+        originals = self._originals
+        if len(originals) == len(root) and all(map(_are_same, originals, root)):
+            clones, self._clones = self._clones, []  # they are in the copy from now on
         else:
-            state["_tensordict"] = self._of(tensors)
-        fields = state["_non_tensordict"] = dict(state["_non_tensordict"])
-        for name, field in fields.items():
-            if type(field) not in _UNCHANGING:
-                fields[name] = copy.deepcopy(field)
-        return made
+            known = self._by_original()
+            if not any(id(tensor) in known for tensor in chain(*root)):
+                return _clones_of(root + under_next)
+            clones = [
+                [ours.popleft() if (ours := known.get(id(t))) else t.clone() for t in column]
+                for column in root
+            ]
+        return clones + _clones_of(under_next)
+
+    def _by_original(self) -> dict[int, deque[Tensor]]:
+        """The clones of before, each to be given away once."""
+        clones: defaultdict[int, deque[Tensor]] = defaultdict(deque)
+        for original, clone in zip(chain(*self._originals), chain(*self._clones), strict=True):
+            clones[id(original)].append(clone)
+        return clones
+
+
+def _are_same(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(map(is_, tensors, others))
+
+
+def _clones_of(columns: Columns) -> Columns:
+    """Clones of each tensor; those of small ones that are alike are made together."""
+    clones: Columns = [[]] * len(columns)
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    for index, column in enumerate(columns):
+        first = column[0]
+        if len(column) == 1 or first.numel() * first.element_size() > SMALL:
+            clones[index] = [tensor.clone() for tensor in column]
+        else:
+            alike[first.dtype, first.shape, first.device].append(index)
+    for indices in alike.values():
+        made = _clones_of_small([tensor for index in indices for tensor in columns[index]])
+        begin = 0
+        for index in indices:
+            end = begin + len(columns[index])
+            clones[index] = made[begin:end]
+            begin = end
+    return clones
+
+
+def _clones_of_small(tensors: list[Tensor]) -> list[Tensor]:
+    if len(tensors) < FEW:
+        return [tensor.clone() for tensor in tensors]
+    made: list[Tensor] = []
+    for begin in range(0, len(tensors), MANY):
+        some = tensors[begin : begin + MANY]
+        try:
+            made += torch.stack(some).unbind(0)
+        except RuntimeError:  # of several shapes or devices
+            made += [tensor.clone() for tensor in some]
+    return made

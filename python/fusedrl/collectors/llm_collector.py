@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -16,7 +17,8 @@ from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Follower
-from fusedrl.collectors.arguments import check_environment
+from fusedrl.channel.forking import renew_in_children
+from fusedrl.collectors.arguments import check_environment, check_staleness
 from fusedrl.collectors.batches import DialogBatches, FlatBatches, TurnBatches
 from fusedrl.collectors.options import DialogOptions
 from fusedrl.collectors.policy_version import KEY, PolicyVersion, versions_in
@@ -29,6 +31,7 @@ from fusedrl.collectors.state import check_state
 from fusedrl.collectors.stopwatch import Profile
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
+from fusedrl.weights.follow import refuse_another_policy
 
 
 class LLMCollector(_LLMCollector):
@@ -77,7 +80,7 @@ class LLMCollector(_LLMCollector):
     Raises:
         TypeError: arguments that exclude each other, or one that is missing.
         ValueError: numbers out of range; an environment without the one batch dimension that
-            completed trajectories take.
+            completed trajectories take; a pool of environments of several dialogs each.
         RuntimeError: ``async_envs`` without an ``AsyncEnvPool``; a queue and a replay buffer;
             weights that are given to a collector with a channel.
 
@@ -129,6 +132,9 @@ class LLMCollector(_LLMCollector):
         verbose: bool = False,
     ) -> None:
         self.closed = True
+        self._collecting = threading.RLock()  # by the thread that runs turns
+        renew_in_children(self, _collecting=threading.RLock)
+        self._ends = False  # before its next turn
         DialogOptions(
             policy=policy,
             policy_factory=policy_factory,
@@ -184,7 +190,7 @@ class LLMCollector(_LLMCollector):
             )
             undo.pop_all()
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
-        self.max_staleness, self.stale_turns = max_staleness, 0
+        self._max_staleness, self.stale_turns = max_staleness, 0
         self.progress, self.verbose = progress, verbose
         self._loop = self._new_loop(copy_turns)
         for inner in getattr(env, "envs", ()) if self.async_envs else ():
@@ -215,6 +221,16 @@ class LLMCollector(_LLMCollector):
             )
         return env, tracker
 
+    @property
+    def max_staleness(self) -> int | None:
+        """Versions that the oldest turn of a batch may be behind; ``None`` keeps everything."""
+        return self._max_staleness
+
+    @max_staleness.setter
+    def max_staleness(self, most: int | None) -> None:
+        check_staleness(most, self.policy_version_tracker or False)
+        self._max_staleness = most
+
     # What torchrl's constructor and methods reach for.
 
     def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
@@ -228,6 +244,18 @@ class LLMCollector(_LLMCollector):
     @policy_version_tracker.setter
     def policy_version_tracker(self, tracker: Any) -> None:
         self._versions.tracker = tracker
+
+    @property
+    def policy(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What is called for each turn; another one may be set unless a channel brings weights."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Any) -> None:
+        followed = self._versions.follower is not None and "_policy" in vars(self)
+        if followed and policy is not self._policy:
+            refuse_another_policy()
+        self._policy = policy
 
     @property
     def _frames(self) -> int:
@@ -279,8 +307,10 @@ class LLMCollector(_LLMCollector):
                     )
                     self.replay_buffer.extend(batch)
                     batch = None
+                made = [batch]
+                del batch  # the caller is the only one that keeps it while the next one is made
                 watch.lap("queueing")
-                yield batch
+                yield made.pop()
 
     @torch.no_grad()
     def rollout(self) -> TensorDictBase:
@@ -292,11 +322,14 @@ class LLMCollector(_LLMCollector):
         if self.reset_at_each_iter:
             self._loop.interrupt()
         self._loop.prepare(self.policy)
-        batch = self._loop.batch(self._call_policy)
+        with self._collecting:
+            batch = self._loop.batch(self._call_policy)
         self._loop.watch.lap("queueing")
         return batch
 
     def _call_policy(self, carried: TensorDictBase) -> TensorDictBase:
+        if self._ends:
+            self._refuse_closed()
         return self.policy(carried)
 
     def _is_stale(self, batch: TensorDictBase) -> bool:
@@ -423,11 +456,13 @@ class LLMCollector(_LLMCollector):
                 "channel: expected weights to come through it, got others; publish them"
             )
 
-    def hold_turns(self, follower: Follower) -> Callable[[], None]:
+    def hold_turns(self, follower: Follower) -> Callable[[bool], None]:
         """Let each turn have one version of what follows a channel; what is returned undoes it.
 
+        That takes whether the policy keeps the version that it has.
+
         Raises:
-            ValueError: versions are tracked as UUIDs.
+            ValueError: versions are tracked as UUIDs, or another channel is followed.
         """
         self._versions.follow(follower)
         return self._versions.leave
@@ -443,9 +478,12 @@ class LLMCollector(_LLMCollector):
 
     def _require_open(self) -> None:
         if self.closed:
-            raise RuntimeError(
-                "collector: expected one that runs, got one that was shut down; make a new one"
-            )
+            self._refuse_closed()
+
+    def _refuse_closed(self) -> NoReturn:
+        raise RuntimeError(
+            "collector: expected one that runs, got one that was shut down; make a new one"
+        )
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environment; returns the seed that follows.
@@ -476,11 +514,18 @@ class LLMCollector(_LLMCollector):
     ) -> None:
         """End a thread that was started, close the environment, and let the channel go.
 
+        A rollout in another thread ends after the turn that it is in, with a ``RuntimeError``.
+
         Args:
-            timeout: seconds to wait for the thread.
+            timeout: seconds to wait for the thread, or for that turn.
             close_env: whether to close the environment, too.
             raise_on_error: whether to raise what closing raises.
         """
+        if not self.is_running():  # torchrl waits for the thread that it has started
+            self._ends = True
+            # Closed while it steps, an environment fails in ways that do not say why.
+            if self._collecting.acquire(timeout=-1 if timeout is None else timeout):
+                self._collecting.release()
         try:
             super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         finally:

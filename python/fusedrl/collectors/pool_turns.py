@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
-from torch import Tensor
 
 from fusedrl.collectors.batches import DialogBatches, TurnBatches
 from fusedrl.collectors.call_by_length import call_by_length
 from fusedrl.collectors.copying import Copies
 from fusedrl.collectors.policy_version import stamp
 from fusedrl.collectors.pool_scoring import PoolScoring
+from fusedrl.collectors.pools import forget_all, indices_of
 from fusedrl.collectors.rows import ended, rows_of, tag
 from fusedrl.collectors.stopwatch import Stopwatch
 from fusedrl.collectors.trajectories import Trajectories
@@ -36,6 +37,8 @@ class Asked:
 
 class PoolLoop:
     """Runs turns of those dialogs of an ``AsyncEnvPool`` that are the first to have one.
+
+    Where an environment raises, all running dialogs end, and the next turn begins new ones.
 
     Args:
         pool: steps each dialog by itself.
@@ -63,16 +66,22 @@ class PoolLoop:
         self.watch = Stopwatch()
         self._scoring = PoolScoring(pool, versions)
         self._running = False
+        self._failed: Exception | None = None  # what a pool of processes has ended with
         self._carried: Any = None  # what the policy is called with; None while environments step
         self._asked: dict[int, Asked] = {}  # by environment
         # Dialogs that wait for room in the budget.
         self._waiting: dict[int, TensorDictBase] = {}
 
     def batch(self, policy: Policy) -> TensorDictBase:
-        """Run turns until there is a batch."""
+        """Run turns until there is a batch.
+
+        Raises:
+            RuntimeError: an environment of a pool of processes has failed before.
+        """
         while (batch := self._batches.take()) is None:
             if not self._running:
-                self._carried = self._pool.reset()
+                with self._environments():
+                    self._carried = self._pool.reset()
                 self.trajectories.begin(self._pool.batch_size, self._pool.device)
                 self._running = True
                 self.watch.lap("env")
@@ -81,17 +90,34 @@ class PoolLoop:
             self._take(policy)
         return batch
 
+    @contextmanager
+    def _environments(self) -> Iterator[None]:
+        """Ask something of the pool; after an error, be ready for new dialogs."""
+        if self._failed is not None:
+            raise RuntimeError(
+                "env: expected a pool whose environments run, got one of processes where one has "
+                "failed (see the cause); make another pool and another collector"
+            ) from self._failed
+        try:
+            yield
+        except Exception as error:
+            if not forget_all(self._pool):
+                self._failed = error
+            self.frames += len(self._asked)
+            self._forget()
+            raise
+
     def _ask(self, policy: Policy) -> None:
         """Call the policy, and let the environments take their step."""
         carried = self._carried
-        indices = _indices(carried, self._pool)
+        indices = indices_of(carried, self._pool)
         with self._versions.held() as version:
             actions = call_by_length(policy, carried)
             self.watch.lap("policy")
             copies = Copies() if self._copies else None
             if copies is not None:
                 copies.before(actions)  # before an environment can write into it
-            with self._scoring.turns_of(indices):
+            with self._scoring.turns_of(indices), self._environments():
                 self._pool.async_step_and_maybe_reset_send(actions)
         self._asked.update(dict.fromkeys(indices, Asked(version, copies)))
         self._carried = None  # only now: a policy that raises is asked again
@@ -102,14 +128,13 @@ class PoolLoop:
         watch, batches = self.watch, self._batches
         least = self._pool.min_get if isinstance(batches, DialogBatches) else self._pool.num_envs
         least = min(least, len(self._asked))  # fewer run once the budget is used up
-        turn, self._carried = self._pool.async_step_and_maybe_reset_recv(least)
+        with self._environments():
+            turn, self._carried = self._pool.async_step_and_maybe_reset_recv(least)
         watch.lap("env")
-        indices, mask = _indices(turn, self._pool), ended(turn)
+        indices, mask = indices_of(turn, self._pool), ended(turn)
+        rows = [self._own(row, index) for index, row in zip(indices, turn.unbind(0), strict=True)]
         ids = self.trajectories.rows
-        rows = [
-            self._own(row, index, ids[index])
-            for index, row in zip(indices, turn.unbind(0), strict=True)
-        ]
+        tag(rows, [ids[index] for index in indices])
         watch.turns += turn.numel()
         watch.lap("stamping")
         if isinstance(batches, DialogBatches):
@@ -129,12 +154,11 @@ class PoolLoop:
             self._carried = self._carried.clone()  # the batch is the caller's from now on
         watch.lap("queueing")
 
-    def _own(self, row: TensorDictBase, index: int, traj_id: Tensor) -> TensorDictBase:
-        """One environment's turn, tagged."""
+    def _own(self, row: TensorDictBase, index: int) -> TensorDictBase:
+        """One environment's turn, with its version."""
         asked = self._asked.pop(index)
         if asked.copies is not None:
             row = asked.copies.after(row)
-        tag(row, traj_id)
         if asked.version is not None:
             stamp(row, asked.version)
             stamp(row.get("next"), asked.version)
@@ -167,8 +191,12 @@ class PoolLoop:
     def interrupt(self) -> None:
         """Let running dialogs end here; their turns count, and no batch has them."""
         if self._asked:
-            unseen, _ = self._pool.async_step_and_maybe_reset_recv(len(self._asked))
-            self.frames += unseen.numel()
+            with self._environments():
+                self._pool.async_step_and_maybe_reset_recv(len(self._asked))
+            self.frames += len(self._asked)
+        self._forget()
+
+    def _forget(self) -> None:
         self._asked, self._waiting, self._carried, self._running = {}, {}, None, False
         self.frames += self._batches.interrupt()
 
@@ -176,15 +204,3 @@ class PoolLoop:
         """As :meth:`interrupt`, and forget also the dialogs that have ended."""
         self.interrupt()
         self.frames += self._batches.clear()
-
-
-def _indices(carried: TensorDictBase, pool: Any) -> list[int]:
-    """Which environments of a pool the rows are of."""
-    indices = carried.get(pool._env_idx_key).tolist()
-    return [_first(index) for index in (indices if isinstance(indices, list) else [indices])]
-
-
-def _first(nested: Any) -> Any:
-    while isinstance(nested, list):
-        nested = nested[0]
-    return nested

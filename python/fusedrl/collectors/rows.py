@@ -5,19 +5,20 @@ What runs for every row of every turn goes past tensordict's checks of names and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from tensordict import (
     LazyStackedTensorDict,
-    TensorDict,
     TensorDictBase,
     is_non_tensor,
     is_tensor_collection,
     is_tensorclass,
 )
 from torch import Tensor
+
+from fusedrl.collectors.trees import TREES
 
 IDS = ("collector", "traj_ids")
 
@@ -26,30 +27,25 @@ def rows_of(turn: TensorDictBase) -> list[TensorDictBase]:
     """The elements along all batch dimensions, in order; views, no copies."""
     if not turn.batch_dims:
         return [turn]
-    return list((turn if turn.batch_dims == 1 else turn.reshape(-1)).unbind(0))
+    return TREES.rows_of(turn if turn.batch_dims == 1 else turn.reshape(-1))
 
 
 def ended(turn: TensorDictBase) -> Tensor:
     """Which dialogs a turn ended, in the shape of the batch."""
+    found = None
     if isinstance(turn, LazyStackedTensorDict) and turn.stack_dim == 0:
-        rows: list[Any] = turn.tensordicts
-        done = torch.stack([row._get_str("next", None)._get_str("done", None) for row in rows])
-    else:
-        done = turn.get(("next", "done"))
+        found = TREES.under(turn.tensordicts, "next", "done")
+    done = turn.get(("next", "done")) if found is None else torch.stack(found)
     if done.numel() == turn.numel():
         return done.reshape(turn.batch_size)
     return done.reshape(*turn.batch_size, -1).any(-1)
 
 
-def tag(row: Any, traj_id: Tensor) -> None:
-    """Write which trajectory a row is of."""
-    if row._get_str("collector", None) is not None:
-        row.set(IDS, traj_id)
-        return
-    entry = TensorDict._new_unsafe(
-        {"traj_ids": traj_id}, batch_size=row.batch_size, device=row.device
-    )
-    row._set_str("collector", entry, validated=True, inplace=False)
+def tag(rows: list[Any], traj_ids: Sequence[Tensor]) -> None:
+    """Write which trajectory each row is of."""
+    if not TREES.nest(rows, *IDS, traj_ids):
+        for row, traj_id in zip(rows, traj_ids, strict=True):
+            row.set(IDS, traj_id)
 
 
 def private_keys(row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -3,8 +3,29 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
+
+from fusedrl.collectors.arguments import check_staleness
 
 logger = logging.getLogger("fusedrl")
+
+
+def bounded(part: str, doc: str) -> Any:
+    """The attribute ``max_staleness`` of a collector, which a part of it has.
+
+    Args:
+        part: the collector's attribute that has the part.
+        doc: what it is.
+    """
+
+    def read(self: Any) -> Any:
+        return getattr(self, part).max_staleness
+
+    def write(self: Any, value: Any) -> None:
+        check_staleness(value, self.policy_version_tracker or False)
+        getattr(self, part).max_staleness = value
+
+    return property(read, write, doc=doc)
 
 
 def is_too_old(late: int, most: int, dropped: int, counter: str) -> bool:

@@ -103,8 +103,7 @@ class TurnLoop:
             self._batches.add(turn, over)
             return
         rows = rows_of(turn)
-        for row, traj_id in zip(rows, self.trajectories.rows, strict=True):
-            tag(row, traj_id)
+        tag(rows, self.trajectories.rows)
         self.watch.lap("stamping")
         self.frames += self._batches.add(rows, over)
 

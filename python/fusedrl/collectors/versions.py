@@ -12,7 +12,13 @@ from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Follower
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.policy_version import Version
-from fusedrl.weights.follow import check_counts, follow_channel
+from fusedrl.weights.follow import (
+    Unnumbered,
+    check_counts,
+    check_open,
+    follow_channel,
+    refuse_another_channel,
+)
 
 
 class Versions:
@@ -31,6 +37,7 @@ class Versions:
         self.follower: Follower | None = None
         self._close: Callable[[], None] | None = None
         self._update = _Update()
+        self._unnumbered: Unnumbered | None = None
         self._counting = threading.Lock()
         renew_in_children(self, _counting=threading.Lock)
 
@@ -47,16 +54,25 @@ class Versions:
         """Take the policy's weights from what follows a channel.
 
         Raises:
-            ValueError: versions are tracked as UUIDs.
+            ValueError: versions are tracked as UUIDs, or another channel is followed.
         """
+        if self.follower is not None:
+            refuse_another_channel()
         if self.tracker is not None:
             check_counts(self.tracker)
-        self.follower = follower
+        self.follower, self._unnumbered = follower, None
         self._tag(follower.version)
 
-    def leave(self) -> None:
-        """Follow no channel any more; the policy keeps the weights and the version that it has."""
+    def leave(self, keeps: bool = True) -> None:
+        """Follow no channel any more.
+
+        Args:
+            keeps: the policy has the version that it had last. Otherwise turns are refused until
+                somebody counts a version of the weights that it has instead.
+        """
         self.follower = None
+        if not keeps and self.tracker is not None:
+            self._unnumbered = Unnumbered(self.tracker)
 
     def close(self) -> None:
         """End what :meth:`open` began."""
@@ -76,10 +92,17 @@ class Versions:
 
         Yields:
             Its number, ``None`` where versions are not tracked.
+
+        Raises:
+            RuntimeError: the policy's weights have no number, or the channel's reader is closed.
         """
+        if self._unnumbered is not None:
+            self._unnumbered.check()
         if self.follower is None:
             yield None if self.tracker is None else self.tracker.version
             return
+        if self.is_open:
+            check_open(self.follower.reader)
         with self.follower as version:
             self._tag(version)
             yield None if self.tracker is None else self.tracker.version

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedrl.models.batches import check_limit
+from fusedrl.models.forwards import check_limit
 from fusedrl.models.lengths import context_of, positions_held
 
 

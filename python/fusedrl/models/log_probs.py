@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedrl.models import batches
+from fusedrl.models import forwards
 from fusedrl.models.input_checks import check_vocabulary, logits_of
 from fusedrl.models.requests import Request, kept_states, request_of
 from fusedrl.models.sequences import Scored, nothing_of, passes_of
@@ -106,7 +106,7 @@ def _from_logits(
         limit = len(tokens) * len(work)  # one forward takes all that may share one
     else:
         work = [row for row in work if len(row.kept)]
-    limit = limit or batches.tokens_per_forward(device, None)
+    limit = limit or forwards.tokens_per_forward(device, None)
     places = [torch.empty(0, dtype=torch.int64, device="cpu")]
     scored = [[torch.empty(0, device=device)] * (2 if options["entropy"] else 1)]
     for step in passes_of(way, work, device, limit):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.channel.following import one_version
-from fusedrl.models import batches
+from fusedrl.models import forwards
 from fusedrl.models.input_checks import (
     check_model,
     check_sequences,
@@ -92,7 +92,7 @@ def kept_states(request: Request, way: Way, parts: Parts) -> KeptStates:
     work = [row for row in request.work if len(row.kept)]
     device = parts.embeddings.device
     attention = getattr(parts.config, "_attn_implementation", None)
-    limit = request.limit or batches.tokens_per_forward(device, attention)
+    limit = request.limit or forwards.tokens_per_forward(device, attention)
     places = [torch.empty(0, dtype=torch.int64, device="cpu")]
     hidden = [parts.weight.new_empty(0, parts.weight.shape[1])]
     for step in passes_of(way, work, device, limit):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fusedrl.models import batches
+from fusedrl.models import forwards
 from fusedrl.models.ways import Way
 
 
@@ -76,7 +76,7 @@ def passes_of(way: Way, work: Sequence[Scored], device: torch.device, limit: int
             for row in together
         ]
     lengths = [len(row.tokens) for row in together]
-    grouped = batches.packed(lengths, limit) if way.packs else batches.padded(lengths, limit)
+    grouped = forwards.packed(lengths, limit) if way.packs else forwards.padded(lengths, limit)
     build = _packed if way.packs else _padded
     passes = [build([together[i] for i in group], device) for group in grouped]
     if alone and way.below is not None:  # makes it forget the longest call so far

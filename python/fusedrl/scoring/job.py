@@ -13,12 +13,12 @@ import torch
 
 import fusedrl
 from fusedrl.ops import Mismatch
-from fusedrl.scoring.batches import ScoredChat, score_batch
+from fusedrl.scoring.both_models import ScoredChat, score_batch
 from fusedrl.scoring.chats import count_records, parse_chat, read_records
 from fusedrl.scoring.errors import ChatError, ScoreError, printable, reason
 from fusedrl.scoring.masks import TokenizedChat, tokenize_chat
-from fusedrl.scoring.models import ModelPair, load_pair
 from fusedrl.scoring.output import publish, unfinished
+from fusedrl.scoring.pretrained import ModelPair, load_pair
 from fusedrl.scoring.report import Report
 from fusedrl.scoring.tables import Tables
 

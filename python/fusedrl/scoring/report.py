@@ -14,7 +14,7 @@ import numpy
 from jinja2 import Environment
 
 from fusedrl.ops import Mismatch
-from fusedrl.scoring.batches import ScoredChat
+from fusedrl.scoring.both_models import ScoredChat
 from fusedrl.scoring.errors import ChatError
 from fusedrl.scoring.output import writable
 from fusedrl.scoring.tables import chat_row, mismatch_row

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 
 from fusedrl.ops import Mismatch
-from fusedrl.scoring.batches import ScoredChat
+from fusedrl.scoring.both_models import ScoredChat
 from fusedrl.scoring.output import writable
 
 _TOKENS = [

@@ -12,7 +12,7 @@ from torchrl.envs import Transform
 from torchrl.envs.transforms.ray_service import RayTransform
 
 from fusedrl.transforms import transitions
-from fusedrl.transforms.actor import CALLS, Description, TransformActor, full_name
+from fusedrl.transforms.transform_actor import CALLS, Description, TransformActor, full_name
 from fusedrl.transport import pack, unpack
 
 SECONDS_TO_START = 300  # an autoscaler may have to add a machine first

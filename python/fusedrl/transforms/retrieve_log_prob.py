@@ -20,7 +20,7 @@ from torchrl.envs.llm.transforms import RetrieveLogProb as _RetrieveLogProb
 from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 
 from fusedrl.models import causal_log_probs
-from fusedrl.models.batches import check_limit
+from fusedrl.models.forwards import check_limit
 from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.reading import TokenBatch, can_read, read, reading_of
 from fusedrl.transforms.wrapper_scores import score_by_itself

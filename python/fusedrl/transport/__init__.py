@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedrl.transport.columns import ColumnPickler, ColumnUnpickler
 from fusedrl.transport.groups import Group, TensorGroups
+from fusedrl.transport.pickling import ColumnPickler, ColumnUnpickler
 
 __all__ = ["Contents", "Parcel", "pack", "put_together", "take_apart", "unpack"]
 

@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from fusedrl.channel.names import read
-from fusedrl.channel.sources import Slot, slots_of
+from fusedrl.channel.sources import Place, places_of
 from fusedrl.channel.tensors import identity, same_values
 
 Weights = Any  # a tensordict, or what the hooks of a subclass understand
@@ -31,21 +31,21 @@ def named_as(target: TensorDictBase, source: Weights) -> Weights:
         TypeError: a source of another type.
         ValueError: other names for a part of the parameters only: they might be another part's.
     """
-    given, there = slots_of(source), slots_of(target)
+    given, there = places_of(source), places_of(target)
     reading = read(given, there)
     if not reading:
         return source
     brought = {there[reading(name)].identity() for name in given if reading(name) in there}
     # State dicts lack some of the buffers that a tensordict of a module has.
-    buffers_are_known = any(slot.kind == "parameter" for slot in there.values())
-    for name, slot in there.items():
-        wanted = slot.kind == "parameter" or not buffers_are_known
-        if wanted and slot.identity() not in brought:
+    buffers_are_known = any(place.kind == "parameter" for place in there.values())
+    for name, place in there.items():
+        wanted = place.kind == "parameter" or not buffers_are_known
+        if wanted and place.identity() not in brought:
             raise ValueError(
                 f"weights: expected {name!r} among them, as their names fit only {reading}, got "
                 "none; name a part of the weights as the policy does"
             )
-    renamed: Any = {reading(name): slot.tensor for name, slot in given.items()}
+    renamed: Any = {reading(name): place.tensor for name, place in given.items()}
     return TensorDict(renamed).unflatten_keys(".")
 
 
@@ -60,17 +60,17 @@ def match_weights(source: Weights, target: TensorDictBase) -> list[tuple[Tensor,
         ValueError: an entry that ``target`` does not have, or has in another shape; different
             values for one tensor.
     """
-    there = slots_of(target)
+    there = places_of(target)
     pairs: dict[Any, tuple[str, Tensor, Tensor]] = {}
-    for name, slot in slots_of(named_as(target, source)).items():
+    for name, place in places_of(named_as(target, source)).items():
         entry = there.get(name)
-        if entry is None or not _fits(slot.tensor, entry.tensor):
+        if entry is None or not _fits(place.tensor, entry.tensor):
             raise ValueError(
                 f"weights: {name!r}: expected the policy's names and shapes, got "
-                f"{_described(slot)} for {_described(entry)}; rename or reshape in "
+                f"{_described(place)} for {_described(entry)}; rename or reshape in "
                 "_maybe_map_weights"
             )
-        tensor, value = entry.tensor, slot.value()
+        tensor, value = entry.tensor, place.value()
         first, _, known = pairs.setdefault(entry.identity() or name, (name, tensor, value))
         if identity(known) != identity(value) and not same_values(known, value, tensor.dtype):
             raise ValueError(
@@ -84,10 +84,10 @@ def _fits(value: Any, entry: Any) -> bool:
     return isinstance(value, Tensor) and isinstance(entry, Tensor) and value.shape == entry.shape
 
 
-def _described(slot: Slot | None) -> str:
-    if slot is None:
+def _described(place: Place | None) -> str:
+    if place is None:
         return "no such entry"
-    tensor: Any = slot.tensor
+    tensor: Any = place.tensor
     return str(tuple(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
 
 

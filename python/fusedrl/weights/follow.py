@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from tensordict import TensorDictBase
@@ -16,7 +16,7 @@ from torchrl.collectors.llm import LLMCollector
 
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Follower
-from fusedrl.channel.sources import module_slots
+from fusedrl.channel.sources import module_places
 
 VERSION_KEY = "policy_version"
 
@@ -54,6 +54,27 @@ class LeasedVersion:
         """An update is counted when it is published."""
 
 
+class Unnumbered:
+    """Weights that are in no version: those of a trainer's own model, whose scheme is shut down.
+
+    Args:
+        tracker: of the versions. It has the number of other weights, until it is given another.
+    """
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+        self._last = tracker.version
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` unless somebody has counted a version since."""
+        if self._tracker.version == self._last:
+            raise RuntimeError(
+                f"policy_version: expected weights with a number, got those of the trainer, since "
+                f"the scheme that published up to version {self._last} is shut down; make another "
+                "collector, or count a version for each change, with increment_version()"
+            )
+
+
 class FollowedCall(partial):
     """How a followed policy is called; copies of the module are called as any."""
 
@@ -80,17 +101,20 @@ class Attachment:
         is_policy: the model is the collector's policy, or in it: its versions tag the frames.
 
     Raises:
-        ValueError: the collector tags frames with UUIDs.
+        ValueError: the collector tags frames with UUIDs, or with the versions of another follower.
     """
 
     def __init__(self, collector: Any, follower: Follower, is_policy: bool) -> None:
         self._undo: list[Callable[[], Any]] = []
+        self._leave: Callable[[bool], None] | None = None
         self._collector = weakref.ref(collector)
         self._follower = follower
         self._transform: Any = None
+        self._rollouts: tuple[str, ...] = ()
+        self._of_dialogs = isinstance(collector, LLMCollector)  # which calls its attribute `policy`
         self._rollout = threading.local()  # the turn of a rollout, in the thread that runs it
         if is_policy and hasattr(collector, "hold_turns"):
-            self._undo.append(collector.hold_turns(follower))
+            self._leave = collector.hold_turns(follower)
         elif is_policy:
             self._attach_turns(collector)
         if not (is_policy and is_compiled(collector)):
@@ -104,20 +128,26 @@ class Attachment:
 
     def _attach_turns(self, collector: Any) -> None:
         tracker = collector.policy_version_tracker
-        if tracker is not None and not isinstance(tracker, LeasedVersion):
+        if tracker is not None:
             self._track(collector, tracker)
-        if isinstance(collector, LLMCollector):
+        if self._of_dialogs:
             name, call = "policy", collector.policy
-            rollouts = ("_rollout_all", "_rollout_yield_trajs")
+            self._rollouts = ("_rollout_all", "_rollout_yield_trajs")
         else:
             name, call = "_wrapped_policy_maybe_compiled", collector._wrapped_policy
-            rollouts = ("rollout",)
+            self._rollouts = ("rollout",)
         self._undo.append(replace(collector, name, FollowedCall(self._in_turn, call)))
-        for rollout in rollouts:
-            whole_turns = partial(self._whole_turns, getattr(type(collector), rollout))
+        for rollout in self._rollouts:
+            if isinstance(vars(collector).get(rollout), _NumberedRollout):
+                delattr(collector, rollout)  # this one numbers the weights again
+            # Of another follower, or the collector's own, which must not keep the collector alive.
+            inner = vars(collector).get(rollout) or partial(_call, self._collector, rollout)
+            whole_turns = partial(self._whole_turns, inner)
             self._undo.append(replace(collector, rollout, whole_turns))
 
     def _track(self, collector: Any, tracker: Any) -> None:
+        if isinstance(tracker, LeasedVersion):
+            refuse_another_channel()
         check_counts(tracker)
         self._transform = tracker
         if self._follower.version is not None:
@@ -127,14 +157,22 @@ class Attachment:
 
     def _whole_turns(self, rollout: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A rollout of the collector."""
+        self._tag()  # a frame of random actions has no call
+        self._rollout.called = False
         with ExitStack() as self._rollout.turn:
             try:
-                return rollout(self._collector(), *args, **kwargs)
+                made = rollout(*args, **kwargs)
             finally:
                 del self._rollout.turn
+        if not self._rollout.called:
+            policy = vars(self._collector()).get("policy")
+            if self._of_dialogs and not isinstance(policy, FollowedCall):
+                refuse_another_policy()
+        return made
 
     def _in_turn(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The collector's call of its policy, with which a turn begins."""
+        self._rollout.called = True
         turn: ExitStack | None = getattr(self._rollout, "turn", None)
         if turn is None:
             return self._in_call(partial(self._tagged, call), *args, **kwargs)
@@ -148,21 +186,56 @@ class Attachment:
 
     def _tagged(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._transform is not None:
-            version = self._follower.version or 0
-            self._transform.version = version
-            # The transform tags ("next", "policy_version") of the frame. The frame's own tag is
-            # from the step before this call, or from the reset: it becomes that of this call.
-            for data in (*args, *kwargs.values(), getattr(self._collector(), "_carrier", None)):
-                if isinstance(data, TensorDictBase):
-                    tag = data.get(VERSION_KEY, None)
-                    if isinstance(tag, torch.Tensor):
-                        data.set(VERSION_KEY, torch.full_like(tag, version))
+            self._transform.version = self._follower.version or 0
+            self._tag(*args, *kwargs.values())
         return call(*args, **kwargs)
 
-    def remove(self) -> None:
-        """Leave the collector as it was."""
+    def _tag(self, *given: Any) -> None:
+        """Give the frame that begins the version that the transform gives to its ``"next"``.
+
+        Otherwise its own tag were that of the step before, or of the reset.
+        """
+        for data in (*given, getattr(self._collector(), "_carrier", None)):
+            if self._transform is not None and isinstance(data, TensorDictBase):
+                tag = data.get(VERSION_KEY, None)
+                if isinstance(tag, torch.Tensor):
+                    data.set(VERSION_KEY, torch.full_like(tag, self._transform.version))
+
+    def remove(self, keeps: bool = True) -> None:
+        """Leave the collector as it was.
+
+        Args:
+            keeps: its policy has the version that it had last. Otherwise the collector refuses to
+                tag frames, until somebody counts a version of the weights that it has instead.
+        """
         while self._undo:
             self._undo.pop()()
+        if self._leave is not None:
+            self._leave(keeps)
+        collector = self._collector()
+        if keeps or collector is None or self._transform is None:
+            return
+        unnumbered = Unnumbered(self._transform)
+        for rollout in self._rollouts:
+            checked = _NumberedRollout(_call_checked, unnumbered, self._collector, rollout)
+            setattr(collector, rollout, checked)
+
+
+class _NumberedRollout(partial):
+    """A rollout of a collector whose weights have a number; otherwise it is refused."""
+
+
+def _call_checked(
+    unnumbered: Unnumbered, collector: weakref.ref[Any], method: str, *args: Any, **kwargs: Any
+) -> Any:
+    unnumbered.check()
+    return _call(collector, method, *args, **kwargs)
+
+
+def _call(collector: weakref.ref[Any], method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call what an object's class has under a name."""
+    existing = collector()
+    return getattr(type(existing), method)(existing, *args, **kwargs)
 
 
 def follow_channel(
@@ -178,24 +251,53 @@ def follow_channel(
 
     Raises:
         ValueError: neither has the names of the channel.
+        RuntimeError: the reader is closed.
     """
     with ExitStack() as stack:
         reader = (
             stack.enter_context(channel.open()) if isinstance(channel, WeightHandle) else channel
         )
+        check_open(reader)
         follower = Follower(reader, _module_with(policy, reader), mode, keeps=True)
         stack.callback(follower.close)
         return follower, stack.pop_all().close
 
 
+def check_open(reader: WeightReader) -> None:
+    """Raise ``RuntimeError`` unless a reader, which others may close, can be used."""
+    try:
+        reader._end.require_open()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "channel: expected a reader that stays open until the collector is shut down, got: "
+            f"{error}"
+        ) from error
+
+
 def _module_with(policy: Any, reader: WeightReader) -> nn.Module:
     names = {entry.name for entry in reader.layout.entries}
     for module in (getattr(policy, "model", None), policy):
-        if isinstance(module, nn.Module) and names <= {s.name for s in module_slots(module)}:
+        if isinstance(module, nn.Module) and names <= {s.name for s in module_places(module)}:
             return module
     raise ValueError(
         f"channel: expected weights of {type(policy).__name__} or of its model, got "
         f"{min(names)}, ...; create the channel from the model that the policy wraps"
+    )
+
+
+def refuse_another_channel() -> NoReturn:
+    """Raise ``ValueError``: something else numbers the weights of a part of the policy."""
+    raise ValueError(
+        "weight_sync_schemes: expected one for the policy, got another for a part of it, and a "
+        "turn has one version; use one for 'policy', which is all of it"
+    )
+
+
+def refuse_another_policy() -> NoReturn:
+    """Raise ``RuntimeError``: the channel has the weights of the policy that there was."""
+    raise RuntimeError(
+        "policy: expected the one whose weights come through a channel, got another, which the "
+        "channel's versions are not of; publish its weights instead, or make another collector"
     )
 
 

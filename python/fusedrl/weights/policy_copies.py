@@ -13,7 +13,7 @@ from torchrl.weight_update.utils import _resolve_attr
 
 from fusedrl.channel.following import version_of
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.sources import module_slots
+from fusedrl.channel.sources import module_places
 from fusedrl.weights.follow import FollowedCall, module_of, replace
 
 logger = logging.getLogger("fusedrl")
@@ -21,8 +21,8 @@ logger = logging.getLogger("fusedrl")
 
 def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the buffers that no state dict has, by name."""
-    slots = module_slots(module)
-    return {slot.name: slot.tensor.detach().clone() for slot in slots if not slot.persistent}
+    places = module_places(module)
+    return {place.name: place.tensor.detach().clone() for place in places if not place.persistent}
 
 
 def materialise(
@@ -41,23 +41,23 @@ def materialise(
     Raises:
         ValueError: the module has weights on meta that nothing will fill. Nothing has changed then.
     """
-    empty = [slot for slot in module_slots(module) if slot.tensor.is_meta]
+    empty = [place for place in module_places(module) if place.tensor.is_meta]
     known = {*layout.view_of, *buffers}
-    if lost := [slot.name for slot in empty if slot.name not in known]:
+    if lost := [place.name for place in empty if place.name not in known]:
         raise ValueError(
             f"policy: expected weights that the scheme sends, got {len(lost)} that it does not: "
             f"{', '.join(lost[:3])}; make the workers' policies by policy_factory="
         )
     made: dict[int, Tensor] = {}
-    for slot in empty:
-        assert slot.home is not None
-        if slot.name in buffers:
-            slot.home[slot.key] = buffers[slot.name].to(device, copy=True)
+    for place in empty:
+        assert place.home is not None
+        if place.name in buffers:
+            place.home[place.key] = buffers[place.name].to(device, copy=True)
             continue
-        view = layout.view_of[slot.name]
+        view = layout.view_of[place.name]
         if view not in made:
-            made[view] = _memory_like(slot.tensor, device)
-        slot.home[slot.key] = made[view]
+            made[view] = _memory_like(place.tensor, device)
+        place.home[place.key] = made[view]
 
 
 class Copied:
@@ -124,10 +124,10 @@ def copied_for(
         TypeError: something in it cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for slot in module_slots(module):
-        is_brought = slot.kind == "parameter" and slot.name in layout.view_of
-        if is_brought and id(slot.tensor) not in memo:
-            memo[id(slot.tensor)] = _memory_like(slot.tensor, slot.tensor.device, memory)
+    for place in module_places(module):
+        is_brought = place.kind == "parameter" and place.name in layout.view_of
+        if is_brought and id(place.tensor) not in memo:
+            memo[id(place.tensor)] = _memory_like(place.tensor, place.tensor.device, memory)
     for part in whole:
         if isinstance(part, nn.Module):
             for parameter in part.parameters():

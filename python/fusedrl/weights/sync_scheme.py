@@ -321,8 +321,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         """Close this end of the channel; may be called again.
 
         A collector that goes on keeps the newest version; one in the trainer's process has the
-        policy that it was given again, which nobody numbers. The trainer's end frees the memory,
-        once the workers' ends are closed too.
+        policy that it was given again: where it tracks versions, it refuses to go on until
+        somebody counts one of these weights. The trainer's end frees the memory, once the
+        workers' ends are closed too.
         """
         if self._worker is not None:
             self._worker.close(detach=self._copied is None)

@@ -12,7 +12,7 @@ from torchrl.weight_update.utils import _resolve_attr
 
 from fusedrl.channel import WeightHandle
 from fusedrl.channel.following import Follower
-from fusedrl.channel.sources import module_slots
+from fusedrl.channel.sources import module_places
 from fusedrl.weights.follow import Attachment, is_compiled, module_of
 from fusedrl.weights.policy_copies import materialise
 
@@ -98,7 +98,7 @@ class WorkerEnd:
     def close(self, detach: bool) -> None:
         """Follow no more, and close the reader; ``detach`` as for :meth:`Follower.close`."""
         if self._attachment is not None:
-            self._attachment.remove()
+            self._attachment.remove(keeps=detach)
         if self._follower is not None:
             self._follower.close(detach)
         self.reader.close()
@@ -106,9 +106,9 @@ class WorkerEnd:
     def _mode_for(self, module: nn.Module, collector: Any) -> Literal["alias", "copy"]:
         dtypes = {entry.name: entry.dtype for entry in self.reader.layout.entries}
         fits = all(
-            slot.tensor.device == self.reader.device and slot.tensor.dtype == dtypes[slot.name]
-            for slot in module_slots(module)
-            if slot.kind == "parameter" and slot.name in dtypes
+            place.tensor.device == self.reader.device and place.tensor.dtype == dtypes[place.name]
+            for place in module_places(module)
+            if place.kind == "parameter" and place.name in dtypes
         )
         return "alias" if fits and not is_compiled(collector) else "copy"
 

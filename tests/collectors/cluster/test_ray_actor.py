@@ -49,15 +49,12 @@ def test_weights_come_with_their_version():
 
 def test_weights_that_come_while_the_policy_runs_are_the_next_turns():
     actor = started(dialog_turns_per_batch=6)
-    answer = actor._collector.policy
 
-    def generating(turn):
-        made = answer(turn)
+    def publishing(*_):
         version = (actor._channel.version or 0) + 1
         actor.update_policy_weights_(weights_of(version), version)
-        return made
 
-    actor._collector.policy = generating
+    actor._collector.policy.register_forward_hook(publishing)
     assert of(batch_of(actor)) == [0, 1, 2] * 2
 
 
@@ -74,15 +71,14 @@ def test_a_count_is_a_version_of_the_weights_there_are():
 
 def test_a_count_while_an_older_version_is_in_use_is_of_the_newest_weights():
     actor = started(dialog_turns_per_batch=4)
-    answer, versions = actor._collector.policy, iter([1])
+    versions = iter([1])
 
-    def generating(turn):
+    def publishing(*_):
         for version in versions:
             actor.update_policy_weights_(weights_of(version), version)
             actor.renumber(version + 1)
-        return answer(turn)
 
-    actor._collector.policy = generating
+    actor._collector.policy.register_forward_pre_hook(publishing)
     batch = batch_of(actor)
     assert batch["action"].squeeze(-1).tolist() == [[0, 1]] * 2
     assert batch["policy_version"].tolist() == [[0, 2]] * 2
@@ -98,13 +94,7 @@ def test_counts_and_the_end():
 
 def test_it_stops_between_two_turns():
     actor = started(dialog_turns_per_batch=100)
-    answer = actor._collector.policy
-
-    def generating(turn):
-        actor.stop()
-        return answer(turn)
-
-    actor._collector.policy = generating
+    actor._collector.policy.register_forward_pre_hook(lambda *_: actor.stop())
     with pytest.raises(Stopped):
         actor.collect()
     assert actor._collector._watch.turns == 2

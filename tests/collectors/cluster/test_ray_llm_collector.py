@@ -462,6 +462,13 @@ def test_no_place_for_an_actor_is_an_error(collect):
         collect(num_cpus=500, timeout=1.0)
 
 
+def test_a_bound_on_staleness_that_cannot_be_counted_is_refused(collect):
+    collector = collect(track_policy_version=False)
+    with pytest.raises(ValueError, match="max_staleness: expected integer versions"):
+        collector.max_staleness = 1
+    assert collector.max_staleness is None
+
+
 def test_a_policy_that_cannot_be_sent_is_refused(collect):
     lock = threading.Lock()
     with pytest.raises(TypeError, match="pass policy_factory="):

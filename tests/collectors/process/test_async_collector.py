@@ -137,6 +137,21 @@ def test_completed_dialogs_on_a_budget(make):
     assert collector.next() is None
 
 
+def test_a_bound_on_staleness_that_is_set_later_holds(make):
+    untracked = make(Ones)
+    with pytest.raises(ValueError, match="max_staleness: expected integer versions"):
+        untracked.max_staleness = 1
+    assert untracked.max_staleness is None
+    options = {"total_frames": 24, "prefetch": 3, "track_policy_version": True}
+    collector = make(Ones, canary_policy(), **options)
+    collector.next()
+    collector._worker.batch(collector._batches.taken.number, None)  # the next one is there
+    collector.max_staleness = 0
+    collector.update_policy_weights_(weights_of(2.0))
+    assert all(batch["low"].unique().tolist() == [2.0] for batch in collector)
+    assert collector.stale_frames >= 4
+
+
 def test_stale_batches_are_dropped_and_counted(make, caplog):
     collector = make(
         Ones,

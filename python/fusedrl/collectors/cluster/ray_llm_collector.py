@@ -19,6 +19,7 @@ from fusedrl.collectors.cluster.ray_options import RayOptions
 from fusedrl.collectors.cluster.ray_weights import RayWeights, one_of_policy
 from fusedrl.collectors.cluster.surface import OwnArguments, in_actors, of_part
 from fusedrl.collectors.progress import progress_bar
+from fusedrl.collectors.staleness import bounded
 from fusedrl.collectors.state import check_state
 from fusedrl.collectors.stopwatch import Profile
 from fusedrl.transport import unpack
@@ -185,7 +186,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
     pre_collect_hook = in_actors("pre_collect_hook", "Called before each batch, in the actors.")
     post_collect_hook = in_actors("post_collect_hook", "Called with each batch, in the actors.")
     sync_iter = of_part("_batches", "sync_iter", "Whether a batch has a share of each actor.")
-    max_staleness = of_part("_batches", "max_staleness", "Versions that a batch may be behind.")
+    max_staleness = bounded("_batches", "Versions that a batch may be behind as it is handed out.")
     replay_buffer = of_part("_batches", "replay_buffer", "What gets the batches, if any.")
     stale_turns = of_part("_batches", "stale_turns", "Turns that ``max_staleness`` dropped.")
     policy_version = of_part("_weights", "version", "What the next policy calls have, if tracked.")

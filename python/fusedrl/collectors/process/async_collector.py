@@ -28,6 +28,7 @@ from fusedrl.collectors.process.options import Options
 from fusedrl.collectors.process.published_weights import PublishedWeights
 from fusedrl.collectors.process.worker_process import SHUTDOWN_S, WorkerProcess
 from fusedrl.collectors.progress import check_progress, progress_bar
+from fusedrl.collectors.staleness import bounded
 from fusedrl.collectors.stopwatch import Profile
 
 
@@ -121,6 +122,7 @@ class AsyncCollector(_AsyncCollector):
 
     requested_frames_per_batch = _option("frames_per_batch")
     policy_version_tracker = _option("tracker")
+    max_staleness = bounded("_options", "Versions that a batch may be behind when its turn comes.")
     closed = True  # until it is made
     num_workers = 1
     _ignore_rb = False  # torchrl's: whether whole trajectories go into the buffer elsewhere
@@ -551,7 +553,7 @@ _ATTRIBUTES = (
     *("policy", "policy_factory", "collector_class", "create_env_fn", "create_env_kwargs"),
     *("total_frames", "reset_at_each_iter", "trajs_per_batch", "trajs_per_write", "postproc"),
     *("replay_buffer", "exploration_type", "set_truncated", "num_threads", "num_sub_threads"),
-    *("split_trajs", "preemptive_threshold", "prefetch", "max_staleness", "timeout"),
+    *("split_trajs", "preemptive_threshold", "prefetch", "timeout"),
 )
 for _name in _ATTRIBUTES:
     setattr(AsyncCollector, _name, _option(_name))

@@ -13,6 +13,7 @@ from torchrl.collectors.utils import (
     split_trajectories,
 )
 
+from fusedrl.collectors.policy_version import versions_in
 from fusedrl.collectors.process.inbox import Arrived
 from fusedrl.collectors.process.options import Options
 from fusedrl.collectors.process.published_weights import PublishedWeights
@@ -138,8 +139,10 @@ class BatchStream:
     def _stale_frames(self, arrived: Arrived) -> int:
         """How many frames are dropped: all of a batch that is too old, else none."""
         most = self._options.max_staleness
-        if most is None or arrived.oldest is None:
+        if most is None:
             return 0
-        late = self._weights.version - arrived.oldest
+        # The worker does not say where the bound was set after it had started.
+        oldest = min(versions_in(arrived.batch)) if arrived.oldest is None else arrived.oldest
+        late = self._weights.version - oldest
         dropped = is_too_old(late, most, self.taken.stale, "AsyncCollector.stale_frames")
         return arrived.batch.numel() if dropped else 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusedrl.channel.sources import module_slots
+from fusedrl.channel.sources import module_places
 from fusedrl.collectors.process.options import Options
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 from fusedrl.weights.updaters import MultiProcessedRemoteWeightUpdate
@@ -66,7 +66,7 @@ class PublishedWeights:
         if scheme is None or not isinstance(policy, nn.Module):
             return []
         names = {*scheme.channel.layout.view_of, *scheme._buffers}
-        return [slot.tensor for slot in module_slots(policy) if slot.name in names]
+        return [place.tensor for place in module_places(policy) if place.name in names]
 
     def set_updater(self, updater: Any, collector: Any) -> None:
         """Register an updater, or a function that makes it, with the collector; ``None`` has none.
@@ -168,7 +168,7 @@ def _made(updater: Any) -> Any:
 
 def _weights_of(policy: Any, updater: Any) -> Any:
     """What a channel is made of, ``None`` if there are no weights."""
-    if isinstance(policy, nn.Module) and any(True for _ in module_slots(policy)):
+    if isinstance(policy, nn.Module) and any(True for _ in module_places(policy)):
         return policy
     if policy is None and isinstance(updater, MultiProcessedRemoteWeightUpdate):
         return next(iter(updater._policy_weights.values()), None)

@@ -12,7 +12,7 @@ from fusedrl.models import causal_log_probs
 from fusedrl.ops import Mismatch, importance_weights, token_kl
 from fusedrl.ops.token_log_probs import TokenLogProbs
 from fusedrl.scoring.masks import TokenizedChat
-from fusedrl.scoring.models import ModelPair
+from fusedrl.scoring.pretrained import ModelPair
 
 
 class ScoredChat(NamedTuple):

@@ -1,0 +1,88 @@
+"""``AsyncEnvPool`` as an environment: what fails in it, and what it cannot be made of."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from counting_dialogs import Counting
+from tensordict import lazy_stack
+from torchrl.envs import AsyncEnvPool
+
+MODES = [{}, {"flatten_data": True}, {"yield_completed_trajectories": True}]
+
+
+class Failing(Counting):
+    """Raises once, at a step or at a reset."""
+
+    def __init__(self, at: str, number: int) -> None:
+        super().__init__(1)
+        self.at, self.number = at, number
+
+    def _check(self, at: str, number: int) -> None:
+        if (self.at, self.number) == (at, number):
+            raise ValueError(f"in {at} {number}")
+
+    def _step(self, tensordict):
+        made = super()._step(tensordict)
+        self._check("step", self.steps)
+        return made
+
+    def _reset(self, tensordict=None, **kwargs):
+        made = super()._reset(tensordict)
+        self._check("reset", self.resets)
+        return made
+
+
+def dialogs_of(batch):
+    """Each dialog's observations, in order."""
+    found = {}
+    for row in batch.reshape(-1).unbind(0):
+        found.setdefault(row["collector", "traj_ids"].item(), []).append(row["seen"].item())
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize(("at", "number"), [("step", 5), ("reset", 1), ("reset", 3)])
+@pytest.mark.parametrize("begins_by", ["rollout", "reset"])
+def test_new_dialogs_begin_after_an_error(collect, mode, at, number, begins_by):
+    pool = AsyncEnvPool([lambda: Failing(at, number), lambda: Counting(1, 4)], stack="lazy")
+    collector = collect(pool, total_dialog_turns=-1, **mode)
+    with pytest.raises(ValueError, match=f"in {at} {number}"):
+        lazy_stack([collector.rollout() for _ in range(20)])
+    if begins_by == "reset":
+        collector.reset()
+    after = lazy_stack([row for _ in range(6) for row in collector.rollout().reshape(-1).unbind(0)])
+    dialogs = dialogs_of(after)
+    assert set(after["env_index"]) == {0, 1}
+    for seen in dialogs.values():
+        first = seen[0]
+        assert first % 100 == 0 and seen == list(range(first, first + len(seen)))
+
+
+@pytest.mark.usefixtures("forked_pools")
+def test_a_pool_of_processes_that_has_failed_says_what_to_do(collect):
+    pool = AsyncEnvPool(
+        [functools.partial(Failing, "step", 3), functools.partial(Counting, 1)],
+        backend="multiprocessing",
+        stack="lazy",
+        exchange="queue",
+    )
+    collector = collect(pool, total_dialog_turns=-1)
+    with pytest.raises(RuntimeError, match="in step 3"):
+        lazy_stack([collector.rollout() for _ in range(4)])
+    collector.reset()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"env: expected a pool .* make another pool and"):
+            collector.rollout()
+    for process in pool.threads:
+        process.kill()  # torchrl's shutdown waits for a minute for one that has failed
+
+
+@pytest.mark.parametrize("stack", ["lazy", "dense"])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_environments_of_several_dialogs_are_refused(collect, stack, mode):
+    """torchrl's pool steps one of them twice, and another never."""
+    pool = AsyncEnvPool([lambda: Counting(2)] * 2, stack=stack)
+    with pytest.raises(ValueError, match=r"env: .* one dialog each, got .*batch_size=\(2,\)"):
+        collect(pool, **mode)
