@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import doctest
 import re
-import subprocess
-import sys
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from programs import python
 
 import fusedrl
 import fusedrl.models
@@ -69,11 +68,5 @@ def test_readme_commands_exist():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_examples_run(path, tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(path), *SHORT.get(path.name, [])],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python(path, *SHORT.get(path.name, []), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -8,8 +8,6 @@ import pickle
 import re
 import socket
 import stat
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ import channel_workers as workers
 import pytest
 import torch
 from channel_workers import publish
+from programs import python
 from torch import nn
 
 from fusedrl.channel import WeightChannel
@@ -506,5 +505,5 @@ reader = channel.handle.open()
 threading.Thread(target=reader.wait_for, args=(1,), daemon=True).start()
 time.sleep(0.1)
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ended = python("-c", code)
     assert (ended.returncode, ended.stderr) == (0, "")
