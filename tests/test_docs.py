@@ -17,7 +17,8 @@ import fusedrl.models
 SHORT = {"grpo.py": ["3"]}
 
 ROOT = Path(__file__).parents[1]
-NAMES = [name for name in fusedrl.__all__ if name != "__version__"]
+SECOND_NAMES = {"aSyncDataCollector"}  # of classes, which have the examples of the first
+NAMES = [name for name in fusedrl.__all__ if name not in {"__version__", *SECOND_NAMES}]
 NAMES += [f"models.{name}" for name in fusedrl.models.__all__]
 # name -> the package that its example imports
 NEEDS = {"patch_trl": "trl", "models.WithoutAdapters": "peft"}

@@ -111,10 +111,10 @@ def test_another_broken_pipe_is_an_error_like_any_other(monkeypatch):
         main(["info"])
 
 
-def run_onto_a_full_disk(*arguments, with_errors=False):
+def run_onto_a_full_disk(*arguments, with_errors=False, before=""):
     with open("/dev/full", "wb") as full:  # noqa: PTH123
         stderr = full if with_errors else None
-        return python("-c", COMMAND, *arguments, stdout=full, stderr=stderr)
+        return python("-c", before + COMMAND, *arguments, stdout=full, stderr=stderr)
 
 
 BENCH = ["bench", "--quick", "--op", "token_kl", "--limit", "0"]
@@ -124,7 +124,7 @@ BENCH = ["bench", "--quick", "--op", "token_kl", "--limit", "0"]
     ("arguments", "unbuffered"),
     [
         *itertools.product([["info", "--json"], ["--version"], ["info", "--help"]], ["", "1"]),
-        *itertools.product([["info"], ["check"], BENCH, ["demo"]], [""]),
+        *itertools.product([["info"], ["check"], BENCH], [""]),
     ],
     ids=str,
 )
@@ -136,6 +136,18 @@ def test_output_that_cannot_be_written(arguments, unbuffered, monkeypatch, tmp_p
     done = run_onto_a_full_disk(*arguments)
     command = "fusedrl" if arguments[0].startswith("-") else arguments[0]
     assert done.stderr == f"{command}: cannot write output: No space left on device\n"
+    assert done.returncode == 2
+
+
+def test_a_demo_whose_output_cannot_be_written(tmp_path, monkeypatch):
+    """With models that are hardly trained."""
+    monkeypatch.chdir(tmp_path)
+    train_less = (
+        "import functools, fusedrl.cli.demo as demo;"
+        "demo.make_models = functools.partial(demo.make_models, pretrain_steps=2, tune_steps=1);"
+    )
+    done = run_onto_a_full_disk("demo", before=train_less)
+    assert done.stderr == "demo: cannot write output: No space left on device\n"
     assert done.returncode == 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ from torchrl.collectors import Collector
 from torchrl.envs import AsyncEnvPool
 
 from fusedrl import AsyncCollector, ChannelWeightSyncScheme, LLMCollector, WeightChannel
-from fusedrl.collectors.process import async_collector
 
 TURNS_AND_MORE = [TURNS, pytest.param(20 * TURNS, marks=pytest.mark.slow)]
 
@@ -23,13 +21,6 @@ def channel(tokenizer) -> Iterator[WeightChannel]:
     with WeightChannel.create(model_of(tokenizer, 0), slots=8, timeout=60) as channel:
         channel.publish(model_of(tokenizer, 1), 1)
         yield channel
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are forked, which takes a tenth of the time."""
-    context = multiprocessing.get_context("fork")
-    monkeypatch.setattr(async_collector, "_get_mp_ctx", lambda: context)
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
