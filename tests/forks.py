@@ -18,7 +18,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import types
@@ -87,13 +86,11 @@ def start(
         except OSError:
             pass  # another one starts the server, or has
         else:
+            listener.set_inheritable(True)
             numbers = (str(listener.fileno()), str(of.lives_with))
-            subprocess.Popen(
-                [sys.executable, __file__, *numbers, *of.modules],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},  # others would be no part of a fork
-                pass_fds=[listener.fileno()],
-                start_new_session=True,
-            )
+            command = [sys.executable, __file__, *numbers, *of.modules]
+            one_thread = {"OMP_NUM_THREADS": "1"}  # others would be no part of a fork
+            os.posix_spawn(command[0], command, {**os.environ, **one_thread}, setsid=True)
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.connect(address)
     asked = {"argv": arguments, "environ": environ, "folder": folder, "taken_apart": taken_apart}
@@ -111,29 +108,44 @@ def serve(listener: socket.socket, lives_with: int) -> dict[str, Any]:
         ready = select.select([listener, alive, *programs], [], [])[0]
         if alive in ready:
             sys.exit()
-        for one in ready:
-            if one is listener:
-                asking, _ = listener.accept()
-                _, files, _, _ = socket.recv_fds(asking, 1, 3)
-                with asking.makefile("rb") as stream:
-                    asked = json.load(stream)
-                pid = os.fork()
-                if not pid:
-                    for opened in (listener, asking, *(asking for _, asking in programs.values())):
-                        opened.close()
-                    for opened in (alive, *programs):
-                        os.close(opened)
-                    return {**asked, "files": files}
-                programs[os.pidfd_open(pid)] = pid, asking
-                asking.sendall(NUMBER.pack(pid))
-                for file in files:
-                    os.close(file)
-            else:
-                pid, asking = programs.pop(one)
-                os.close(one)
-                answer = NUMBER.pack(os.waitpid(pid, 0)[1])
-                with asking, contextlib.suppress(BrokenPipeError):  # whoever asked may be gone
-                    asking.sendall(answer)
+        for ended in set(ready) & set(programs):
+            pid, asking = programs.pop(ended)
+            os.close(ended)
+            tell(asking, os.waitpid(pid, 0)[1])
+            asking.close()
+        if listener not in ready:
+            continue
+        asking, _ = listener.accept()
+        asked = request(asking)
+        if asked is None:
+            continue
+        pid = os.fork()
+        if not pid:
+            for opened in (listener, asking, *(asking for _, asking in programs.values())):
+                opened.close()
+            for opened in (alive, *programs):
+                os.close(opened)
+            return asked
+        programs[os.pidfd_open(pid)] = pid, asking
+        tell(asking, pid)
+        for file in asked["files"]:
+            os.close(file)
+
+
+def request(asking: socket.socket) -> dict[str, Any] | None:
+    """None of one who has gone before it was sent."""
+    _, files, _, _ = socket.recv_fds(asking, 1, 3)
+    try:
+        with asking.makefile("rb") as stream:
+            return {**json.load(stream), "files": files}
+    except (OSError, ValueError):
+        asking.close()
+        return None
+
+
+def tell(asking: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # whoever asked may be gone
+        asking.sendall(NUMBER.pack(number))
 
 
 def become(

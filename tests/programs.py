@@ -70,7 +70,11 @@ def python(
         return subprocess.run(command, **files, **where, text=True, check=False)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as told:
         files = {"stdout": stdout or out, "stderr": stderr or told}
-        status = start(*arguments, **files, **where).wait()
+        program = start(*arguments, **files, **where)
+        try:
+            status = program.wait()
+        finally:
+            program.kill()
         for file in (out, told):
             file.seek(0)
         texts = (file.read().decode() for file in (out, told))
