@@ -1,7 +1,8 @@
 """Python programs that begin at once, where those of a new interpreter import for seconds.
 
 They are forks of a process that has imported what others wrote; they import fusedrl themselves.
-Those that are about what an interpreter is started with are no such programs.
+Those that are about what an interpreter is started with, or loads, are no such programs, and what
+is about its end is ``taken_apart``.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def python(
     *arguments: str | Path,
     stdout: IO[Any] | None = None,
     stderr: IO[Any] | None = None,
+    taken_apart: bool = False,
     **where: Any,
 ) -> subprocess.CompletedProcess[str]:
     """The program's end, with what it has written where no file is given."""
@@ -70,7 +72,7 @@ def python(
         return subprocess.run(command, **files, **where, text=True, check=False)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as told:
         files = {"stdout": stdout or out, "stderr": stderr or told}
-        program = start(*arguments, **files, **where)
+        program = start(*arguments, **files, **where, taken_apart=taken_apart)
         try:
             status = program.wait()
         finally:

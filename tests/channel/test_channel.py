@@ -8,6 +8,8 @@ import pickle
 import re
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,6 @@ import channel_workers as workers
 import pytest
 import torch
 from channel_workers import publish
-from programs import python
 from torch import nn
 
 from fusedrl.channel import WeightChannel
@@ -505,5 +506,5 @@ reader = channel.handle.open()
 threading.Thread(target=reader.wait_for, args=(1,), daemon=True).start()
 time.sleep(0.1)
 """
-    ended = python("-c", code)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
