@@ -32,6 +32,7 @@ for _number, _default in HANDLERS.items():
 LONGEST = (
     "ray",
     "test_cuda_emulation.py",
+    "test_one_version.py",
     "test_async_lifecycle.py",
     "test_docs.py",
     "test_triton.py",

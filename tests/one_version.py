@@ -24,7 +24,8 @@ from transforms.conftest import OneReward
 from fusedrl import RetrieveKL, RetrieveLogProb
 
 MODELS = 4
-TURNS = 200
+ROWS = 4  # dialogs side by side, whose turns are one call of the policy
+TURNS = 20 * ROWS
 
 
 def model(tokenizer: Any, seed: int) -> Any:
@@ -56,7 +57,7 @@ def generating(tokenizer: Any, made: Any) -> TransformersWrapper:
     )
 
 
-def scored_chats(tokenizer: Any, rows: int = 10) -> EnvBase:
+def scored_chats(tokenizer: Any, rows: int = ROWS) -> EnvBase:
     """Dialogs of two turns, with the KL between the collector's policy and another model."""
     reference = TransformersWrapper(
         model(tokenizer, 100),
@@ -134,7 +135,11 @@ class Recomputed:
 
 
 def check_versions(
-    collector: Any, tokenizer: Any, publish: Callable[[Any, int], Any], first: int = 2
+    collector: Any,
+    tokenizer: Any,
+    publish: Callable[[Any, int], Any],
+    first: int = 2,
+    turns: int = TURNS,
 ) -> None:
     """Collect while versions are published all the time, and recompute every turn."""
     recomputed = Recomputed(tokenizer)
@@ -143,11 +148,11 @@ def check_versions(
         with published(tokenizer, publish, first):
             for batch in collector:
                 batches.append(batch.copy())
-                if sum(batch.numel() for batch in batches) >= TURNS:
+                if sum(batch.numel() for batch in batches) >= turns:
                     break
     finally:
         collector.shutdown()
     for batch in batches:
         recomputed.check(batch)
-    assert recomputed.turns >= TURNS and len(recomputed.versions) > 10
+    assert recomputed.turns >= turns and len(recomputed.versions) > 10
     assert recomputed.wrong == []

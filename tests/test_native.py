@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import python
 
 from fusedrl import _host, native
 
@@ -34,13 +34,7 @@ def usable(level: str) -> bool:
 
 
 def run_at(level: str, script: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "FUSEDRL_CPU_LEVEL": level},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return python("-c", script, env={**os.environ, "FUSEDRL_CPU_LEVEL": level})
 
 
 def test_corrupted_library_is_explained(monkeypatch, tmp_path, fresh_load):

@@ -38,7 +38,7 @@ def compiled(folder: Path, sanitizer: str) -> Path:
     # Some kernels' addresses suit no sanitizer.
     if made.returncode != 0 or subprocess.run([program], check=False).returncode != 0:
         pytest.skip(f"g++ {options[0]} makes no program that runs here")
-    flags = ("-std=c++20", "-O1", "-g", "-pthread", f"-I{ROOT}/csrc", *options)
+    flags = ("-std=c++20", "-O1", "-g1", "-pthread", f"-I{ROOT}/csrc", *options)
     subprocess.run(["g++", *flags, *SOURCES, PROGRAM, "-o", program], check=True)
     return program
 

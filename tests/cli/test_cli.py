@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from programs import python
 
 import fusedrl
 from fusedrl import _host
@@ -18,14 +19,9 @@ from fusedrl.cli import COMMANDS, check, info, main
 from fusedrl.ops import token_kl
 
 
-def python(*arguments):
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
-
-
 def test_help_names_every_command_and_imports_none_of_them():
-    done = python("-X", "importtime", "-m", "fusedrl", "--help")
+    command = [sys.executable, "-X", "importtime", "-m", "fusedrl", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert all(command in done.stdout for command in COMMANDS)
     assert "| torch\n" not in done.stderr
@@ -79,21 +75,15 @@ def test_the_version(capsys):
     assert capsys.readouterr().out == f"fusedrl {fusedrl.__version__}\n"
 
 
-def run_into_a_closed_pipe(*arguments, code="from fusedrl.cli import main; sys.exit(main())"):
+COMMAND = "import sys; from fusedrl.cli import main; sys.exit(main())"
+
+
+def run_into_a_closed_pipe(*arguments):
     """A command whose output nobody reads, from its first byte on."""
     reader, writer = os.pipe()
     os.close(reader)
-    try:
-        return subprocess.run(
-            [sys.executable, "-c", f"import sys; {code}", *arguments],
-            stdout=writer,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-    finally:
-        os.close(writer)
+    with os.fdopen(writer, "wb") as nobody:
+        return python("-c", COMMAND, *arguments, stdout=nobody)
 
 
 @pytest.mark.parametrize(
@@ -121,17 +111,10 @@ def test_another_broken_pipe_is_an_error_like_any_other(monkeypatch):
         main(["info"])
 
 
-def run_onto_a_full_disk(*arguments, stderr=subprocess.PIPE):
-    code = "import sys; from fusedrl.cli import main; sys.exit(main())"
-    with open("/dev/full", "w") as full:  # noqa: PTH123
-        return subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            stdout=full,
-            stderr=full if stderr is None else stderr,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+def run_onto_a_full_disk(*arguments, with_errors=False, before=""):
+    with open("/dev/full", "wb") as full:  # noqa: PTH123
+        stderr = full if with_errors else None
+        return python("-c", before + COMMAND, *arguments, stdout=full, stderr=stderr)
 
 
 BENCH = ["bench", "--quick", "--op", "token_kl", "--limit", "0"]
@@ -141,7 +124,7 @@ BENCH = ["bench", "--quick", "--op", "token_kl", "--limit", "0"]
     ("arguments", "unbuffered"),
     [
         *itertools.product([["info", "--json"], ["--version"], ["info", "--help"]], ["", "1"]),
-        *itertools.product([["info"], ["check"], BENCH, ["demo"]], [""]),
+        *itertools.product([["info"], ["check"], BENCH], [""]),
     ],
     ids=str,
 )
@@ -156,8 +139,20 @@ def test_output_that_cannot_be_written(arguments, unbuffered, monkeypatch, tmp_p
     assert done.returncode == 2
 
 
+def test_a_demo_whose_output_cannot_be_written(tmp_path, monkeypatch):
+    """With models that are hardly trained."""
+    monkeypatch.chdir(tmp_path)
+    train_less = (
+        "import functools, fusedrl.cli.demo as demo;"
+        "demo.make_models = functools.partial(demo.make_models, pretrain_steps=2, tune_steps=1);"
+    )
+    done = run_onto_a_full_disk("demo", before=train_less)
+    assert done.stderr == "demo: cannot write output: No space left on device\n"
+    assert done.returncode == 2
+
+
 def test_output_that_cannot_be_written_where_errors_cannot_be_told_either():
-    assert run_onto_a_full_disk("info", stderr=None).returncode == 2
+    assert run_onto_a_full_disk("info", with_errors=True).returncode == 2
 
 
 def test_another_error_of_the_system_is_no_failed_write(monkeypatch):
@@ -171,8 +166,8 @@ def test_another_error_of_the_system_is_no_failed_write(monkeypatch):
 
 def test_a_closed_output_is_no_error():
     code = "import os, sys; os.close(1); os.execv(sys.executable, sys.argv[1:])"
-    command = [sys.executable, "-m", "fusedrl", "info"]
-    done = python("-c", code, *command)
+    command = [sys.executable, "-c", code, sys.executable, "-m", "fusedrl", "info"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from fusedrl.cli import main
 from fusedrl.demo import CHATS
 from fusedrl.scoring import ScoreError, Settings, score_chats
-from fusedrl.scoring.batches import ScoredChat, beside_rollout
+from fusedrl.scoring.both_models import ScoredChat, beside_rollout
 from fusedrl.scoring.chats import Chat
 from fusedrl.scoring.masks import TokenizedChat
 

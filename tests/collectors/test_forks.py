@@ -62,6 +62,7 @@ def test_a_child_calls_a_policy_that_follows_a_channel():
     assert succeeds_in_a_child(lambda: calls._lock.acquire(blocking=False), calls._lock)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_child_shuts_down_what_is_not_its_own():
     with AsyncCollector(Loading, frames_per_batch=4, prefetch=0) as collector:
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-from one_version import check_versions, generating, model_of, scored_chats
+from one_version import ROWS, TURNS, check_versions, generating, model_of, scored_chats
 from torchrl.collectors import Collector
 from torchrl.envs import AsyncEnvPool
 
 from fusedrl import AsyncCollector, ChannelWeightSyncScheme, LLMCollector, WeightChannel
-from fusedrl.collectors.process import async_collector
+
+TURNS_AND_MORE = [TURNS, pytest.param(20 * TURNS, marks=pytest.mark.slow)]
 
 
 @pytest.fixture
@@ -23,32 +23,26 @@ def channel(tokenizer) -> Iterator[WeightChannel]:
         yield channel
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are forked, which takes a tenth of the time."""
-    context = multiprocessing.get_context("fork")
-    monkeypatch.setattr(async_collector, "_get_mp_ctx", lambda: context)
-
-
 @pytest.mark.parametrize("mode", ["alias", "copy"])
-def test_llm_collector_with_a_channel(tokenizer, channel, mode):
+@pytest.mark.parametrize("turns", TURNS_AND_MORE)
+def test_llm_collector_with_a_channel(tokenizer, channel, mode, turns):
     collector = LLMCollector(
         scored_chats(tokenizer),
         policy=generating(tokenizer, model_of(tokenizer, 0)),
-        dialog_turns_per_batch=40,
+        dialog_turns_per_batch=4 * ROWS,
         channel=channel.handle,
         channel_mode=mode,
         track_policy_version=True,
     )
-    check_versions(collector, tokenizer, channel.publish)
+    check_versions(collector, tokenizer, channel.publish, turns=turns)
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
 @pytest.mark.parametrize("of", [LLMCollector, Collector])
 def test_the_scheme_in_the_trainers_process(tokenizer, of, mode):
     scheme = ChannelWeightSyncScheme(mode=mode)
-    dialogs = {"dialog_turns_per_batch": 40, "total_dialog_turns": -1}
-    frames = {"frames_per_batch": 40, "total_frames": -1, "use_buffers": False}
+    dialogs = {"dialog_turns_per_batch": 4 * ROWS, "total_dialog_turns": -1}
+    frames = {"frames_per_batch": 4 * ROWS, "total_frames": -1, "use_buffers": False}
     collector = of(
         scored_chats(tokenizer),
         policy=generating(tokenizer, model_of(tokenizer, 1)),
@@ -80,7 +74,7 @@ def test_a_process_of_its_own(tokenizer, channel, forked, of, mode, way):
         partial(scored_chats, tokenizer),
         policy,
         collector_class=of,
-        frames_per_batch=40,
+        frames_per_batch=4 * ROWS,
         track_policy_version=True,
         **({"use_buffers": False} if of is None else {}),
         **options,
@@ -98,7 +92,8 @@ def test_a_process_of_its_own(tokenizer, channel, forked, of, mode, way):
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
-def test_a_pool_of_threads(tokenizer, channel, mode):
+@pytest.mark.parametrize("turns", TURNS_AND_MORE)
+def test_a_pool_of_threads(tokenizer, channel, mode, turns):
     """While an environment scores, the policy answers others with newer weights."""
     pool = AsyncEnvPool([partial(scored_chats, tokenizer, 1)] * 3, stack="lazy")
     collector = LLMCollector(
@@ -110,4 +105,4 @@ def test_a_pool_of_threads(tokenizer, channel, mode):
         channel_mode=mode,
         track_policy_version=True,
     )
-    check_versions(collector, tokenizer, channel.publish)
+    check_versions(collector, tokenizer, channel.publish, turns=turns)

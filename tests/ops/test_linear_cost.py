@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
+from programs import python
 
 from fusedrl import linear_token_log_probs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def python(script: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
-    )
+def run(script: str) -> str:
+    done = python("-c", script)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -61,7 +59,7 @@ print(peak("cpu"), peak("reference"), rows * classes * 4, weight.nbytes)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_is_bounded(dtype):
     """Beside the weight's gradient, a tenth of what the logits would take."""
-    extra, reference, logits, weight = map(int, python(PEAK.format(dtype=dtype)).split())
+    extra, reference, logits, weight = map(int, run(PEAK.format(dtype=dtype)).split())
     assert reference - weight > logits // 2  # the observation can see logits
     assert extra - weight <= logits // 10
 
@@ -86,7 +84,7 @@ with torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON):
 def test_only_kept_rows_are_multiplied():
     """The profiler does not see the products: they bypass the dispatcher."""
     kept = sum(n % 7 == 3 and n not in (0, 3) for n in range(300))
-    products = re.findall(r"SGEMM\(\w,\w,(\d+),(\d+),(\d+),", python(PRODUCTS))
+    products = re.findall(r"SGEMM\(\w,\w,(\d+),(\d+),(\d+),", run(PRODUCTS))
     sizes = sorted(sorted(map(int, product)) for product in products)
     # The logits in either pass, and both gradients, of every tile of classes.
     tiles = (4096, 4096, 808)

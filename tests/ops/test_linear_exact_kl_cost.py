@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+from programs import python
 
 # 1024 tokens of which 30% are kept; a tensor of logits would have 125 MiB.
 MEMORY = """
@@ -54,9 +54,7 @@ print(status("VmHWM") - before - arguments[1].nbytes)
 
 
 def extra_memory(*arguments):
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True, timeout=300
-    )
+    done = python("-c", MEMORY, *arguments)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 

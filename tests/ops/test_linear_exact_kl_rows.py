@@ -66,7 +66,7 @@ def test_padded_equals_packed_and_nested(direction):
     lengths = [4, 1, 6]
     heads = sample((3, 6), 33)
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
-    options = {"shift": True, "direction": direction, "temperature": 0.9}
+    options = {"shift": True, "direction": direction, "temperature": 0.9, "batch_invariant": True}
     padded = ours(heads, mask, **options)
     flat, flat_ref, offsets = heads[0][mask], heads[3][mask], torch.tensor([0, 4, 5, 11])
 

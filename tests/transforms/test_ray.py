@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import ray_models
 import torch
+from programs import python
 from ray_nodes import NAMESPACE, living_actors, nodes
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import Composite, Unbounded
@@ -327,14 +326,7 @@ from fusedrl import RayRetrieveKL
 ray.init(address={address!r}, namespace={NAMESPACE!r}, log_to_driver=False)
 print(RayRetrieveKL(actor_name="kl"))
 """
-        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = python("-c", code, env={**os.environ, "PYTHONPATH": str(TESTS)})
         assert done.returncode == 0, done.stderr
         assert "KLComputation" in done.stdout
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -249,6 +250,9 @@ def main() -> None:
     torch.manual_seed(0)
     np.seterr(all="ignore")  # infinities are among the cases
     interpreter.InterpreterBuilder.create_dot = dot
+    # Once a function: to look for what is to be patched takes longer than what it computes.
+    interpreter._patch_lang = functools.cache(interpreter._patch_lang)
+    interpreter._LangPatchScope.restore = lambda self: None
     kernels._config = lambda hidden: SMALL
     kernels.MAX_SPLITS, kernels.GROUP = SPLITS, GROUP
     for check in (

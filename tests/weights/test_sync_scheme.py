@@ -339,7 +339,9 @@ def test_a_language_model_that_travels_on_meta_arrives_whole():
     worker.init_on_receiver(model_id="policy", model=sent, worker_idx=0)
     worker.connect(worker_idx=0)
     tokens = torch.arange(8)[None]
-    assert torch.equal(sent.model(tokens).logits, model(tokens).logits)
+    arrived = sent.model.state_dict()
+    assert all(torch.equal(arrived[name], x) for name, x in model.state_dict().items())
+    torch.testing.assert_close(sent.model(tokens).logits, model(tokens).logits)
     for end in (worker, scheme):
         end.shutdown()
 

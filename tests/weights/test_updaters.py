@@ -236,8 +236,7 @@ def stop(pid: int) -> None:
 def test_every_policy_call_has_one_version_while_an_asynchronous_collector_is_iterated(
     how, monkeypatch
 ):
-    if how == "policy_factory":
-        monkeypatch.setattr("torchrl.collectors._multi_base._get_mp_ctx", lambda: processes)
+    monkeypatch.setattr("torchrl.collectors._multi_base._get_mp_ctx", lambda: processes)
     policy = make_wide_policy()
     given = {"policy": policy} if how == "policy" else {"policy_factory": make_wide_policy}
     keys = [CPU] if how == "policy" else [0, 1]

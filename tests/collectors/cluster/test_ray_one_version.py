@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from one_version import check_versions, generating, model_of, scored_chats
+from one_version import ROWS, check_versions, generating, model_of, scored_chats
 from ray_nodes import nodes
 
 from fusedrl import RayLLMCollector
@@ -24,7 +24,7 @@ def test_turns_of_actors(tokenizer, mode):
     collector = RayLLMCollector(
         partial(scored_chats, tokenizer),
         policy=generating(tokenizer, model_of(tokenizer, 0)),
-        dialog_turns_per_batch=40,
+        dialog_turns_per_batch=4 * ROWS,
         channel_mode=mode,
         track_policy_version=True,
         num_cpus=0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,13 +11,6 @@ from prepared import processes
 from torchrl.testing.mocking_classes import CountingEnv
 
 from fusedrl import AsyncCollector
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is spawned imports for seconds: those are in ``test_async_lifecycle.py``."""
-    context = multiprocessing.get_context("fork")
-    monkeypatch.setattr("fusedrl.collectors.process.async_collector._get_mp_ctx", lambda: context)
 
 
 @pytest.fixture

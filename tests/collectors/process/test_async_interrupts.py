@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from async_workers import Loading
 from counting_dialogs import Counting, policy
+from programs import python
 
 from fusedrl import LLMCollector
 
@@ -132,10 +132,6 @@ def test_ctrl_c_in_what_makes_batches_outdated(make, what):
 
 def test_a_storm_of_ctrl_c(tmp_path):
     """Real signals, in a process of its own."""
-    subprocess.run(
-        [sys.executable, "-c", "import async_storm; async_storm.storm()"],
-        cwd=TESTS,
-        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "ignore"},
-        timeout=LONG_S,
-        check=True,
-    )
+    code = "import async_storm; async_storm.storm()"
+    done = python("-c", code, env={**os.environ, "PYTHONPATH": str(TESTS)})
+    assert done.returncode == 0, done.stderr

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from async_workers import Deaf, Failing, FailingEnv, Odd, Slow, no_env, no_policy, ones, witnessed
@@ -151,30 +150,27 @@ def test_no_process_outlives_a_script(tmp_path, end):
     line = f"import async_workers as w; w.collect_in_a_script({str(tmp_path)!r}, {batches})"
     if end == "killed, with a fork":
         line = f"import async_workers as w; w.collect_beside_a_fork({str(tmp_path)!r})"
-    script = subprocess.Popen(
-        [sys.executable, "-c", line],
-        cwd=TESTS,
-        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "ignore"},
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
-    try:
-        until(lambda: (tmp_path / "collecting").exists() or script.poll() is not None)
-        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-        if end == "killed":
-            script.kill()
-        elif end == "killed, with a fork":
-            script.kill()
+    environ = {**os.environ, "PYTHONPATH": str(TESTS)}
+    with (tmp_path / "told").open("w+") as told:
+        files = {"stdout": told, "stderr": told}
+        script = programs.start("-c", line, env=environ, **files, taken_apart=True)
+        try:
+            until(lambda: (tmp_path / "collecting").exists() or script.ended())
+            pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+            if end == "killed":
+                script.kill()
+            elif end == "killed, with a fork":
+                script.kill()
+                until(lambda: not any(map(runs, pids)))
+                os.killpg(script.pid, signal.SIGKILL)  # its child
+            elif end == "ctrl-c":
+                os.killpg(script.pid, signal.SIGINT)
+            until(script.ended)
             until(lambda: not any(map(runs, pids)))
-            os.killpg(script.pid, signal.SIGKILL)  # its child
-        elif end == "ctrl-c":
-            os.killpg(script.pid, signal.SIGINT)
-        _, told = script.communicate(timeout=LONG_S)
-        until(lambda: not any(map(runs, pids)))
-    finally:
-        script.kill()
+        finally:
+            script.kill()
+        text = (tmp_path / "told").read_text()
     if end == "exit":
-        assert script.returncode == 0 and "Traceback" not in told
+        assert script.wait() == 0 and "Traceback" not in text
     if end == "ctrl-c":
-        assert told.count("Traceback") == 1 and "KeyboardInterrupt" in told
+        assert text.count("Traceback") == 1 and "KeyboardInterrupt" in text
