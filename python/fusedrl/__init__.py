@@ -31,6 +31,9 @@ _HOME = {
     "KLRewardTransform": "fusedrl.transforms",
     "RayRetrieveKL": "fusedrl.transforms",
     "RayKLRewardTransform": "fusedrl.transforms",
+    "GRPOLoss": "fusedrl.objectives",
+    "CISPOLoss": "fusedrl.objectives",
+    "DAPO": "fusedrl.objectives",
     "WeightChannel": "fusedrl.channel",
     "WeightHandle": "fusedrl.channel",
     "WeightReader": "fusedrl.channel",
@@ -64,6 +67,9 @@ if TYPE_CHECKING:
     from fusedrl.collectors import aSyncDataCollector as aSyncDataCollector
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.integrations.trl import patch_trl as patch_trl
+    from fusedrl.objectives import DAPO as DAPO
+    from fusedrl.objectives import CISPOLoss as CISPOLoss
+    from fusedrl.objectives import GRPOLoss as GRPOLoss
     from fusedrl.ops import ImportanceWeights as ImportanceWeights
     from fusedrl.ops import Mismatch as Mismatch
     from fusedrl.ops import PolicyLoss as PolicyLoss

@@ -8,18 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedrl.channel.following import one_version
 from fusedrl.models import batches
-from fusedrl.models.input_checks import (
-    check_model,
-    check_sequences,
-    check_vocabulary,
-    context_checked,
-    logits_of,
-)
-from fusedrl.models.sequences import Scored, nothing_of, passes_of, sequences_of
-from fusedrl.models.split import Parts, device_of, unwrapped, vocabulary_of
-from fusedrl.models.ways import Way, way_of
+from fusedrl.models.input_checks import check_vocabulary, logits_of
+from fusedrl.models.requests import Request, kept_states, request_of
+from fusedrl.models.sequences import Scored, nothing_of, passes_of
+from fusedrl.models.split import device_of
+from fusedrl.models.ways import Way
 from fusedrl.ops import linear_token_log_probs, token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
@@ -77,63 +71,35 @@ def causal_log_probs(
         >>> causal_log_probs(model, torch.arange(7), [4, 3]).shape
         torch.Size([7])
     """
-    lengths = check_sequences(tokens, lengths, mask, max_tokens_per_forward)
-    target, context = unwrapped(model)
-    check_model(target)
-    tokens = tokens.cpu()
-    check_vocabulary(tokens, vocabulary_of(target))
+    request = request_of(model, tokens, lengths, mask, max_tokens_per_forward, model_kwargs)
+    if not request.keeps_some and _ranks() == 1:
+        return _nothing(request.model, len(tokens), entropy)
     options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-    work = sequences_of(tokens, lengths, mask)
-    limit, kwargs = max_tokens_per_forward, dict(model_kwargs or {})
-    if not any(len(row.kept) for row in work) and _ranks() == 1:
-        return _nothing(target, len(tokens), entropy)
-    with context, context_checked(target, lengths), one_version(target):
-        way = way_of(target, int(tokens.max()) + 1 if len(tokens) else 1, kwargs)
+    with request.opened() as way:
         if way.parts is None:
-            places, scored = _from_logits(target, way, tokens, work, limit, kwargs, options)
+            places, scored = _from_logits(request, way, options)
         else:
-            places, hidden = _hidden(way, way.parts, work, limit)
-            check_vocabulary(tokens, len(way.parts.weight), places)
+            hidden, kept, places = kept_states(request, way, way.parts)
             scored = linear_token_log_probs(
                 hidden,
                 way.parts.weight,
-                tokens[places].to(hidden.device),
+                kept,
                 bias=way.parts.bias,
                 softcap=way.parts.softcap,
                 scale=way.parts.scale,
                 **options,
             )
     if isinstance(scored, TokenLogProbs):
-        return TokenLogProbs(*(_placed(values, places, len(tokens)) for values in scored))
+        return TokenLogProbs(*(request.placed(values, places) for values in scored))
     assert isinstance(scored, Tensor)
-    return _placed(scored, places, len(tokens))
-
-
-def _hidden(way: Way, parts: Parts, work: list[Scored], limit: int | None) -> tuple[Tensor, Tensor]:
-    """Places of the kept tokens, and the hidden states that predict them, ``[K, H]``."""
-    work = [row for row in work if len(row.kept)]
-    device = parts.embeddings.device
-    attention = getattr(parts.config, "_attn_implementation", None)
-    limit = limit or batches.tokens_per_forward(device, attention)
-    places = [torch.empty(0, dtype=torch.int64, device="cpu")]
-    hidden = [parts.weight.new_empty(0, parts.weight.shape[1])]
-    for step in passes_of(way, work, device, limit):
-        states = parts.hidden(**step.inputs).flatten(0, 1)
-        hidden.append(states[(step.read - 1).to(states.device)])
-        places.append(step.places)
-    return torch.cat(places), torch.cat(hidden)
+    return request.placed(scored, places)
 
 
 def _from_logits(
-    model: Any,
-    way: Way,
-    tokens: Tensor,
-    work: list[Scored],
-    limit: int | None,
-    kwargs: dict[str, Any],
-    options: dict[str, Any],
+    request: Request, way: Way, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | TokenLogProbs]:
     """Places of the kept tokens, and their log-probs from the model's own logits."""
+    model, tokens, work, limit = request.model, request.tokens, request.work, request.limit
     device = device_of(model)
     if limit is None and _ranks() > 1:
         way, work = _alike_on_each_rank(way, work, tokens, device)
@@ -149,7 +115,7 @@ def _from_logits(
         mask = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
         mask[step.read] = True
         mask = mask.view(ids.shape).to(device)
-        logits = logits_of(model, model(ids, **inputs, **kwargs), ids)
+        logits = logits_of(model, model(ids, **inputs, **request.kwargs), ids)
         check_vocabulary(tokens, logits.shape[-1], step.places)
         result = token_log_probs(logits, ids, mask, shift=True, **options)
         columns = result if isinstance(result, TokenLogProbs) else (result,)
@@ -187,7 +153,3 @@ def _alike_on_each_rank(
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     work = work + [nothing_of(tokens)] * (max(int(most), 1) - len(work))
     return way._replace(pads=False), work
-
-
-def _placed(values: Tensor, places: Tensor, length: int) -> Tensor:
-    return values.new_zeros(length).index_copy(0, places.to(values.device), values)

@@ -72,6 +72,16 @@ def vocabulary_of(model: Any) -> int | None:
         return None
 
 
+def classes_of(model: Any) -> int | None:
+    """How many logits a token has; ``None`` where the model does not tell."""
+    try:
+        return model.get_output_embeddings().weight.shape[0]
+    except (AttributeError, NotImplementedError):
+        config: Any = getattr(model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return getattr(config, "vocab_size", None)
+
+
 def split(model: Any) -> Parts:
     """The parts of a transformers causal LM or of a peft model around one.
 

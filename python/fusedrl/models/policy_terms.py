@@ -1,0 +1,129 @@
+"""The terms of a policy's loss over token sequences under a causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedrl.models.log_probs import causal_log_probs
+from fusedrl.models.requests import KeptStates, kept_states, request_of
+from fusedrl.models.split import Parts
+from fusedrl.ops import _dispatch, _head
+from fusedrl.ops.linear_policy_loss.autograd import Rows, Task, Terms, run
+from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
+from fusedrl.ops.linear_policy_loss.reference import policy_terms
+from fusedrl.ops.token_log_probs import TokenLogProbs
+
+_OP = "linear_policy_loss"
+
+
+def causal_policy_terms(
+    model: Any,
+    tokens: Tensor,
+    lengths: Sequence[int],
+    mask: Tensor | None,
+    batch: PolicyBatch,
+    weights: TermWeights,
+    surrogate: Surrogate,
+    *,
+    max_tokens_per_forward: int | None = None,
+    entropy: bool = False,
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> Terms:
+    """Objective, two KLs and entropy of packed sequences under a transformers causal LM.
+
+    The decoder's hidden states go to :func:`fusedrl.linear_policy_loss`, which makes the gradients
+    in the forward pass. A model that is asked for its logits, see :func:`causal_log_probs`, and one
+    of a dtype without a kernel give log-probs, and the terms are computed from those.
+
+    Args:
+        model: as in :func:`causal_log_probs`, and so are ``tokens``, ``lengths``, ``mask``,
+            ``max_tokens_per_forward`` and ``model_kwargs``.
+        batch: advantages and log-probs of other policies, one a token, ``[N]``.
+        weights: how much each token counts in each term, ``[N]``; 0 for one that is not scored.
+        surrogate: the term of the advantages.
+        entropy: also compute the entropy of each kept token's distribution.
+
+    Returns:
+        :class:`Terms`: four values that differentiate, each with an upstream gradient of its own;
+        log-probs and entropies ``[N]`` without gradient.
+
+    Raises:
+        TypeError, ValueError: as :func:`causal_log_probs`.
+    """
+    request = request_of(model, tokens, lengths, mask, max_tokens_per_forward, model_kwargs)
+    if request.keeps_some:
+        with request.opened() as way:
+            if way.parts is not None and _has_kernel(way.parts):
+                states = kept_states(request, way, way.parts)
+                task = _task(states, way.parts, batch, weights, surrogate, entropy)
+                values, *columns = run(task, separate=True)
+                return Terms(values, *(request.placed(x, states.places) for x in columns))
+    scored = causal_log_probs(
+        model,
+        tokens,
+        lengths,
+        mask,
+        max_tokens_per_forward=max_tokens_per_forward,
+        entropy=entropy,
+        model_kwargs=model_kwargs,
+    )
+    log_probs, entropies = scored if isinstance(scored, TokenLogProbs) else (scored, None)
+    assert isinstance(log_probs, Tensor)
+    here = log_probs.device
+    values = policy_terms(
+        log_probs,
+        entropies,
+        PolicyBatch(*_moved(batch, here)),
+        TermWeights(*_moved(weights, here)),
+        surrogate,
+    )
+    entropies = torch.zeros_like(log_probs) if entropies is None else entropies
+    return Terms(values, log_probs.detach(), entropies.detach())
+
+
+def _has_kernel(parts: Parts) -> bool:
+    weight = parts.weight
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(weight.device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(weight.device.type)
+    return _dispatch.choose("auto", _OP, weight.device, dtype) not in ("reference", "meta")
+
+
+def _task(
+    states: KeptStates,
+    parts: Parts,
+    batch: PolicyBatch,
+    weights: TermWeights,
+    surrogate: Surrogate,
+    entropy: bool,
+) -> Task:
+    """What the op computes: its rows are the kept tokens."""
+    head = _head.prepare("", states.hidden, parts.weight, parts.bias, parts.scale, parts.softcap)
+    device, places = states.hidden.device, states.places
+    dtype = _dispatch.result_dtype(states.hidden)
+    one = _dispatch.temperature_tensor(1.0, device, device.type)
+    return Task(
+        head,
+        Rows(states.tokens, None, None, False, one),
+        PolicyBatch(*_moved(batch, device, places, dtype)),
+        TermWeights(*_moved(weights, device, places, dtype)),
+        surrogate,
+        entropy,
+    )
+
+
+def _moved(
+    columns: Sequence[Tensor | None],
+    device: torch.device,
+    places: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[Any]:
+    """Columns of tokens on ``device``, of those at ``places`` if given."""
+    for column in columns:
+        if column is not None and places is not None:
+            column = column[places.to(column.device)]
+        yield None if column is None else column.to(device, dtype)

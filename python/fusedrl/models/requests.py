@@ -1,0 +1,105 @@
+"""Sequences that a model is asked about, checked, and the hidden states that predict them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl.channel.following import one_version
+from fusedrl.models import batches
+from fusedrl.models.input_checks import (
+    check_model,
+    check_sequences,
+    check_vocabulary,
+    context_checked,
+)
+from fusedrl.models.sequences import Scored, passes_of, sequences_of
+from fusedrl.models.split import Parts, unwrapped, vocabulary_of
+from fusedrl.models.ways import Way, way_of
+
+
+class Request(NamedTuple):
+    """Tokens of which a model is asked something, as :func:`causal_log_probs` takes them.
+
+    Args:
+        model: the model to call, in ``context``.
+        context: what its adapters have to be.
+        tokens: packed, on the CPU.
+        lengths: tokens of each sequence.
+        work: each sequence with its kept tokens.
+        limit: bounds the tokens of a forward.
+        kwargs: more arguments of the model's forward where its logits are needed.
+    """
+
+    model: Any
+    context: AbstractContextManager[None]
+    tokens: Tensor
+    lengths: list[int]
+    work: list[Scored]
+    limit: int | None
+    kwargs: dict[str, Any]
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether there is a kept token that another precedes."""
+        return any(len(row.kept) for row in self.work)
+
+    @contextmanager
+    def opened(self) -> Iterator[Way]:
+        """How the model computes it, which has one version of its weights in the block."""
+        with self.context, context_checked(self.model, self.lengths), one_version(self.model):
+            known_ids = int(self.tokens.max()) + 1 if len(self.tokens) else 1
+            yield way_of(self.model, known_ids, self.kwargs)
+
+    def placed(self, values: Tensor, places: Tensor) -> Tensor:
+        """Values of the tokens at ``places`` as a column of all tokens, 0 elsewhere."""
+        return values.new_zeros(len(self.tokens)).index_copy(0, places.to(values.device), values)
+
+
+def request_of(
+    model: Any,
+    tokens: Tensor,
+    lengths: Sequence[int],
+    mask: Tensor | None,
+    max_tokens_per_forward: int | None,
+    model_kwargs: Mapping[str, Any] | None,
+) -> Request:
+    """The request that these arguments make; refuses what does not fit."""
+    lengths = check_sequences(tokens, lengths, mask, max_tokens_per_forward)
+    target, context = unwrapped(model)
+    check_model(target)
+    tokens = tokens.cpu()
+    check_vocabulary(tokens, vocabulary_of(target))
+    work = sequences_of(tokens, lengths, mask)
+    kwargs = dict(model_kwargs or {})
+    return Request(target, context, tokens, lengths, work, max_tokens_per_forward, kwargs)
+
+
+class KeptStates(NamedTuple):
+    """Hidden states ``[K, H]`` that predict kept tokens, those tokens, and their places."""
+
+    hidden: Tensor
+    tokens: Tensor
+    places: Tensor
+
+
+def kept_states(request: Request, way: Way, parts: Parts) -> KeptStates:
+    """What the decoder makes of a request, in a block in which it is opened."""
+    work = [row for row in request.work if len(row.kept)]
+    device = parts.embeddings.device
+    attention = getattr(parts.config, "_attn_implementation", None)
+    limit = request.limit or batches.tokens_per_forward(device, attention)
+    places = [torch.empty(0, dtype=torch.int64, device="cpu")]
+    hidden = [parts.weight.new_empty(0, parts.weight.shape[1])]
+    for step in passes_of(way, work, device, limit):
+        states = parts.hidden(**step.inputs).flatten(0, 1)
+        hidden.append(states[(step.read - 1).to(states.device)])
+        places.append(step.places)
+    kept = torch.cat(places)
+    check_vocabulary(request.tokens, len(parts.weight), kept)
+    states = torch.cat(hidden)
+    return KeptStates(states, request.tokens[kept].to(states.device), kept)

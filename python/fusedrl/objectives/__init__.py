@@ -1,0 +1,5 @@
+"""torchrl's losses of language models, computed from hidden states."""
+
+from fusedrl.objectives.grpo import DAPO, CISPOLoss, GRPOLoss
+
+__all__ = ["DAPO", "CISPOLoss", "GRPOLoss"]

@@ -1,0 +1,101 @@
+"""The tokens that a wrapper would give its model, and which of them a loss is over."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor, nn
+from torchrl.modules.llm import TransformersWrapper
+
+# The methods of a wrapper that give the distribution of each masking strategy.
+_STRATEGIES = {"sft": "_get_sft_dist", "rlhf": "_get_rlhf_dist", "generic": "_get_generic_dist"}
+
+
+class CannotFuse(Exception):
+    """Why a loss must be computed as torchrl computes it."""
+
+
+class LossBatch(NamedTuple):
+    """The padded tokens of a batch, all ``[B, T]``.
+
+    Args:
+        ids: token ids, anything where there is padding.
+        attended: where there is a token.
+        counted: tokens that the masking strategy counts.
+        first: the first token of each sequence, which nothing predicts.
+    """
+
+    ids: Tensor
+    attended: Tensor
+    counted: Tensor
+    first: Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return self.attended.sum(1).tolist()
+
+    def packed(self, column: Any) -> Any:
+        """A column without its padding, ``[N]``; ``None`` for one that there is not."""
+        return None if column is None else column[self.attended]
+
+    def padded(self, values: Tensor) -> Tensor:
+        """Packed values with padding, 0 there."""
+        values = values.to(self.attended.device)
+        return values.new_zeros(self.attended.shape).masked_scatter(self.attended, values)
+
+
+def read(
+    wrapper: TransformersWrapper, strategy: str, action: NestedKey, td: TensorDictBase
+) -> LossBatch:
+    """The tokens of ``td`` as the wrapper reads them, in its own code.
+
+    ``td`` may get new tokens, as the wrapper's distributions write them.
+
+    Raises:
+        CannotFuse: the tokens of the loss are not those that the model sees.
+    """
+    if strategy not in _STRATEGIES:
+        raise CannotFuse(f"masking_strategy={strategy!r} is not known")
+    listener = _Listener(wrapper.model)
+    counted = getattr(_with_model(wrapper, listener), _STRATEGIES[strategy])(td).mask
+    if listener.seen is None:
+        raise CannotFuse("its wrapper calls the model in a way of its own")
+    ids, attended = listener.seen
+    tokens: Any = td.get(action, as_padded_tensor=True, padding_side="left", padding_value=-100)  # pyright: ignore[reportCallIssue]
+    if not ids.shape == attended.shape == counted.shape == tokens.shape:
+        raise CannotFuse(f"the tokens under {action!r} are not as many as the model reads")
+    attended, counted = attended.bool(), counted.bool()
+    if bool((counted & ~attended).any()):
+        raise CannotFuse("its mask counts tokens that the attention mask hides")
+    if bool((counted & (tokens.to(ids.device) != ids)).any()):
+        raise CannotFuse(f"the tokens under {action!r} are not those that the model reads")
+    first = attended & (attended.cumsum(1) == 1)
+    return LossBatch(ids, attended, counted, first)
+
+
+class _Listener(nn.Module):
+    """Stands for a wrapper's model: keeps what it is given, and has logits of one class."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.seen: tuple[Tensor, Tensor] | None = None
+        if hasattr(model, "config"):
+            self.config = model.config  # a wrapper refuses what is longer than the context
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> dict[str, Tensor]:
+        self.seen = (input_ids, attention_mask)
+        return {"logits": torch.zeros(*input_ids.shape, 1, device=input_ids.device)}
+
+
+def _with_model(wrapper: TransformersWrapper, model: nn.Module) -> Any:
+    """A wrapper like another, of ``model``, whose inputs it pads."""
+    twin: Any = copy(wrapper)
+    # What a copy shares with the wrapper and changes while it reads.
+    vars(twin)["_modules"] = {**wrapper._modules, "model": model}
+    twin.out_keys = list(wrapper.out_keys)
+    twin.pad_model_input = True
+    return twin

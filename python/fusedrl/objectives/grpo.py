@@ -1,0 +1,95 @@
+"""GRPO and its variants over the log-probs of kept tokens, without the logits of all."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.objectives.llm import DAPO as _DAPO
+from torchrl.objectives.llm import CISPOLoss as _CISPOLoss
+from torchrl.objectives.llm import GRPOLoss as _GRPOLoss
+
+from fusedrl.objectives.scores import Scores, scores_of
+
+# The loss whose forward runs in this context, and its scores.
+_running: ContextVar[tuple[_GRPOLoss, Scores] | None] = ContextVar("_running", default=None)
+
+
+class GRPOLoss(_GRPOLoss):
+    """The clipped loss of GRPO over the tokens of a conversation.
+
+    A drop-in for :class:`torchrl.objectives.llm.GRPOLoss`: arguments, keys, outputs and metrics are
+    torchrl's, and torchrl's own formulas compute the values. The policy's log-probs and entropies
+    come from :func:`fusedrl.models.causal_policy_terms` over the tokens that the masking strategy
+    counts, in float32, and the gradients are made in the same pass. With ``kl_mask_threshold``,
+    without aggregation, and in subclasses with an objective of their own they come from
+    :func:`fusedrl.models.causal_log_probs`, which takes one more product with the head.
+
+    What cannot be had from hidden states runs as torchrl's class does, and is logged once: an actor
+    that is no ``TransformersWrapper``, subclasses that read the distribution of all logits, tokens
+    that are not those that the actor reads.
+
+    Attributes:
+        max_tokens_per_forward: bounds the tokens of one forward pass of the model, see
+            :func:`fusedrl.models.causal_log_probs`; it may be set on an instance.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.modules.llm import TransformersWrapper
+        >>> from fusedrl import GRPOLoss
+        >>> from fusedrl.demo.models import make_model, make_tokenizer  # tiny, not trained
+        >>> tokenizer = make_tokenizer(["2 + 2? It is 4."])
+        >>> model = make_model(len(tokenizer))
+        >>> actor = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens",
+        ...     generate=False, return_log_probs=True, pad_output=True)
+        >>> tokens = torch.randint(3, 99, (2, 9))
+        >>> answer = torch.arange(9).expand(2, 9) > 5
+        >>> data = TensorDict(
+        ...     tokens=TensorDict(full=tokens, prompt=tokens[:, :6]),
+        ...     masks=TensorDict(all_attention_mask=torch.ones(2, 9, dtype=torch.bool)),
+        ...     log_probs=TensorDict(full=torch.where(answer, -5.0, torch.nan)),
+        ...     advantage=torch.tensor([1.0, -1.0]).view(2, 1, 1),
+        ...     batch_size=2,
+        ... )
+        >>> losses = GRPOLoss(actor, entropy_coeff=0.001)(data)
+        >>> (losses.loss_objective + losses.loss_entropy).backward()
+        >>> model.lm_head.weight.grad.shape == model.lm_head.weight.shape
+        True
+    """
+
+    max_tokens_per_forward: int | None = None
+
+    def forward(self, tensordict: TensorDictBase) -> Any:
+        """The losses and metrics of a batch, as torchrl's class gives them."""
+        scores = scores_of(self, GRPOLoss, tensordict)
+        if scores is None:
+            return super().forward(tensordict)
+        token = _running.set((self, scores))
+        try:
+            output = super().forward(tensordict)
+        finally:
+            _running.reset(token)
+        return scores.differentiable(output)
+
+    def _get_cur_log_prob(self, tensordict: TensorDictBase) -> Any:
+        running = _running.get()
+        if running is None or running[0] is not self:
+            return super()._get_cur_log_prob(tensordict)
+        _, scores = running
+        return scores.log_probs, scores.distribution, False
+
+
+class CISPOLoss(GRPOLoss, _CISPOLoss):
+    """The loss of CISPO, over clipped ratios; see :class:`fusedrl.GRPOLoss`.
+
+    A drop-in for :class:`torchrl.objectives.llm.CISPOLoss`.
+    """
+
+
+class DAPO(GRPOLoss, _DAPO):
+    """The loss of DAPO, with bounds that differ; see :class:`fusedrl.GRPOLoss`.
+
+    A drop-in for :class:`torchrl.objectives.llm.DAPO`.
+    """

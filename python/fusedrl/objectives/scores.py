@@ -1,0 +1,191 @@
+"""Log-probs of a loss from hidden states, as torchrl's losses take them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, distributions
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
+
+from fusedrl.models import causal_log_probs, causal_policy_terms
+from fusedrl.models.split import classes_of
+from fusedrl.objectives.batches import CannotFuse, LossBatch, read
+from fusedrl.objectives.plans import Plan, overridden, plan_of
+from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, TermWeights
+from fusedrl.ops.token_log_probs import TokenLogProbs
+from fusedrl.transforms.reading import can_read
+
+logger = logging.getLogger("fusedrl")
+
+# Methods that make or see the distribution of all logits; one of a subclass may read more of it
+# than we compute.
+_SEE_LOGITS = ("_get_cur_log_prob", "_log_weight", "_get_entropy", "_kl_to_ref")
+# The outputs that terms of linear_policy_loss stand for, in its order.
+_OUTPUTS = ("loss_objective", "loss_kl_to_ref", "loss_kl_to_inference", "loss_entropy")
+
+_warned: set[tuple[type, str]] = set()
+
+
+class Scores(NamedTuple):
+    """What a loss needs of the policy.
+
+    Args:
+        log_probs: of each token, ``[B, T]``; they differentiate where there are no terms.
+        distribution: with the mask and the entropy of each token.
+        terms: the four terms of :func:`fusedrl.models.causal_policy_terms`, where the gradients
+            were made with the log-probs.
+    """
+
+    log_probs: Tensor
+    distribution: TokenDistribution
+    terms: Tensor | None
+
+    def differentiable(self, output: Any) -> Any:
+        """The output of torchrl's formulas with the gradients of the terms."""
+        if self.terms is not None and self.terms.requires_grad:
+            for name, term in zip(_OUTPUTS, self.terms.unbind(), strict=True):
+                value = getattr(output, name)
+                if value is not None:
+                    setattr(output, name, _WithGradientOf.apply(value, term))
+        return output
+
+
+class TokenDistribution(distributions.Distribution):
+    """What torchrl's losses ask of a distribution: a mask, and the entropy of each token."""
+
+    def __init__(self, mask: Tensor, entropies: Tensor | None) -> None:
+        super().__init__(mask.shape, validate_args=False)
+        self.mask = mask
+        self._entropies = entropies
+
+    def entropy(self) -> Tensor:
+        """Entropies ``[B, T]``, 0 for tokens that are not counted."""
+        assert self._entropies is not None
+        return self._entropies
+
+
+def scores_of(loss: Any, base: type, tensordict: TensorDictBase) -> Scores | None:
+    """The scores of ``tensordict`` under the actor of ``loss``, which derives from ``base``.
+
+    ``None`` where the loss has to be computed as torchrl does it, which is logged once for each
+    reason, and where torchrl refuses the data.
+    """
+    try:
+        return _scores(loss, base, tensordict)
+    except CannotFuse as why:
+        if (type(loss), str(why)) not in _warned:
+            _warned.add((type(loss), str(why)))
+            logger.warning("%s: %s; torchrl computes it from all logits", type(loss).__name__, why)
+        return None
+
+
+def _scores(loss: Any, base: type, tensordict: TensorDictBase) -> Scores | None:
+    keys = loss.tensor_keys
+    td = tensordict.copy()
+    if keys.action not in td or td.get(keys.advantage, None, as_padded_tensor=True) is None:  # pyright: ignore[reportCallIssue]
+        return None
+    _check(loss, base, td)
+    batch = read(loss.actor_network, loss.masking_strategy, keys.action, td)
+    old: Any = td.get(
+        keys.sample_log_prob,
+        None,
+        as_padded_tensor=True,  # pyright: ignore[reportCallIssue]
+        padding_side="left",
+        padding_value=0.0,
+    )
+    if old is None or old.shape != batch.ids.shape or old.requires_grad:
+        return None
+    mask = batch.counted & torch.isfinite(old.to(batch.counted.device))
+    kept = (batch.counted if loss.entropy_bonus else mask) & ~batch.first
+    if not bool(kept.any()):
+        return None
+    plan = plan_of(loss, td, old.to(mask.device), mask)
+    columns = _columns(loss, batch, kept, plan)
+    if loss.entropy_bonus and not bool(columns.entropy.isfinite().all()):
+        raise CannotFuse("the policy's logits have no finite entropy")
+    log_probs, entropies = (batch.padded(x) for x in (columns.log_probs, columns.entropy))
+    if bool((batch.first & batch.counted).any()):
+        # Nothing predicts them: torchrl puts logits of 0 there.
+        uniform = math.log(_classes(loss.actor_network.model))
+        unpredicted = batch.first & batch.counted
+        log_probs = torch.where(unpredicted, -uniform, log_probs)
+        entropies = torch.where(unpredicted, uniform, entropies)
+    return Scores(log_probs, TokenDistribution(batch.counted, entropies), columns.values)
+
+
+def _check(loss: Any, base: type, td: TensorDictBase) -> None:
+    """Refuse what only torchrl's own way computes."""
+    actor = loss.actor_network
+    changed = overridden(loss, base, _SEE_LOGITS)
+    if changed:
+        raise CannotFuse(f"it has {', '.join(changed)} of its own")
+    if not can_read(actor):
+        raise CannotFuse(
+            f"its actor is a {type(actor).__name__}, not a TransformersWrapper without batching"
+        )
+    if td.batch_dims != 1:
+        raise CannotFuse(f"the data has {td.batch_dims} batch dimensions")
+    parameters = actor.model.parameters()
+    if forward_ad._current_level >= 0 or any(map(is_functorch_wrapped_tensor, parameters)):
+        raise CannotFuse("it is differentiated by torch.func or in forward mode")
+
+
+class _Columns(NamedTuple):
+    """Packed log-probs and entropies, and the terms if they were computed."""
+
+    values: Tensor | None
+    log_probs: Tensor
+    entropy: Tensor
+
+
+def _columns(loss: Any, batch: LossBatch, kept: Tensor, plan: Plan | None) -> _Columns:
+    wrapper = loss.actor_network
+    model, tokens, mask = wrapper.model, batch.packed(batch.ids), batch.packed(kept)
+    options = {
+        "max_tokens_per_forward": loss.max_tokens_per_forward,
+        "entropy": loss.entropy_bonus,
+        "model_kwargs": wrapper.generate_kwargs,
+    }
+    if plan is None:
+        scored = causal_log_probs(model, tokens, batch.lengths, mask, **options)
+        if isinstance(scored, TokenLogProbs):
+            return _Columns(None, *scored)
+        assert isinstance(scored, Tensor)
+        return _Columns(None, scored, torch.zeros_like(scored))
+    of_batch, of_weights = (map(batch.packed, columns) for columns in (plan.batch, plan.weights))
+    terms = causal_policy_terms(
+        model,
+        tokens,
+        batch.lengths,
+        mask,
+        PolicyBatch(*of_batch),
+        TermWeights(*of_weights),
+        plan.surrogate,
+        **options,
+    )
+    return _Columns(*terms)
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """A value that differentiates as another does."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, term: Tensor) -> Tensor:
+        ctx.dtype = term.dtype
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0].sum().to(ctx.dtype)
+
+
+def _classes(model: Any) -> int:
+    classes = classes_of(model)
+    if classes is None:
+        raise CannotFuse("its mask counts first tokens, and the model tells no number of classes")
+    return classes
