@@ -1,4 +1,4 @@
-"""Tiny policies, batches of their answers in every representation, and torchrl's losses beside ours."""
+"""Tiny policies, batches of their answers in every representation, and losses of both kinds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ FORMS = [
     ("history", "stack", False),
     ("history", "stack", True),
     ("tokens", "padded", True),
-    ("tokens", "stack", True),
     ("tokens", "stack", False),
     ("text", "stack", False),
 ]
@@ -89,13 +88,17 @@ class Row(NamedTuple):
 
 
 @cache
-def rows() -> list[Row]:
-    """The chats with log-probs near those of a policy, so that some ratios are clipped."""
-    histories = [History.from_chats([chat])[0] for chat in CHATS]
-    data = TensorDict(history=ChatHistory(full=lazy_stack(histories)), batch_size=len(CHATS))
+def rows(even: bool = False) -> list[Row]:
+    """Chats with log-probs near those of a policy, so that some ratios are clipped.
+
+    ``even``: of one length, that of the longest.
+    """
+    chats = [CHATS[0]] * 3 if even else CHATS
+    histories = [History.from_chats([chat])[0] for chat in chats]
+    data = TensorDict(history=ChatHistory(full=lazy_stack(histories)), batch_size=len(chats))
     with torch.no_grad(), set_list_to_stack(True):
         scored = actor_of(model_of(), ("history", "stack", False))(data.to_lazystack(0))
-    texts = tokenizer().apply_chat_template(CHATS, tokenize=False)
+    texts = tokenizer().apply_chat_template(chats, tokenize=False)
     columns = (
         scored.get(key, as_list=True)
         for key in (("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full"))
@@ -113,27 +116,34 @@ def rows() -> list[Row]:
 
 
 def batch_of(
-    form: tuple[str, str, bool], *, prompts: bool = True, advantage: str = "sequence"
+    form: tuple[str, str, bool],
+    chats: list[Row] | None = None,
+    *,
+    prompts: bool = True,
+    per_token: bool = False,
 ) -> TensorDictBase:
-    """The chats in a representation, with all that a loss reads."""
+    """Chats in a representation, with all that a loss reads."""
     mode, layout, _ = form
+    chats = rows() if chats is None else chats
     with set_list_to_stack(True):
-        data = _padded() if layout == "padded" else _stack(prompts)
+        data = _padded(chats) if layout == "padded" else _stack(chats, prompts)
         if mode == "history":
-            data["history"] = ChatHistory(full=lazy_stack([row.history for row in rows()]))
+            data["history"] = ChatHistory(full=lazy_stack([row.history for row in chats]))
         elif mode == "text":
-            data["text", "full"] = NonTensorStack(*(row.text for row in rows()))
-    advantages = torch.tensor([1.3, -0.7, 0.4]).view(3, 1, 1)
-    if advantage == "token":
-        width = max(len(row.tokens) for row in rows())
-        advantages = torch.randn(3, width, 1, generator=torch.Generator().manual_seed(1))
+            data["text", "full"] = NonTensorStack(*(row.text for row in chats))
+    width = max(len(row.tokens) for row in chats)
+    if layout == "padded":
+        width = data["tokens", "full"].shape[1]
+    advantages = torch.randn(
+        len(chats), width if per_token else 1, 1, generator=torch.Generator().manual_seed(1)
+    )
     data["advantage"] = advantages
     return data
 
 
-def _stack(prompts: bool) -> TensorDictBase:
+def _stack(chats: list[Row], prompts: bool) -> TensorDictBase:
     samples = []
-    for row in rows():
+    for row in chats:
         sample = {
             "tokens": {"full": row.tokens},
             "masks": {
@@ -149,30 +159,30 @@ def _stack(prompts: bool) -> TensorDictBase:
     return lazy_stack(samples)
 
 
-def _padded() -> TensorDictBase:
+def _padded(chats: list[Row]) -> TensorDictBase:
     """As a policy that pads writes them: prompts end in one column, answers begin in the next."""
-    width = max(row.prompt for row in rows())
-    answers = max(len(row.tokens) - row.prompt for row in rows())
+    width = max(row.prompt for row in chats)
+    answers = max(len(row.tokens) - row.prompt for row in chats)
 
     def column(values: list[Tensor], fill: Any) -> Tensor:
-        before = [v[: row.prompt] for v, row in zip(values, rows(), strict=True)]
-        behind = [v[row.prompt :] for v, row in zip(values, rows(), strict=True)]
+        before = [v[: row.prompt] for v, row in zip(values, chats, strict=True)]
+        behind = [v[row.prompt :] for v, row in zip(values, chats, strict=True)]
         left = pad_sequence(before, True, fill, "left")
         right = pad_sequence(behind, True, fill, "right")
         assert left.shape[1] == width and right.shape[1] == answers
         return torch.cat((left, right), 1)
 
     pad = tokenizer().pad_token_id
-    full = column([row.tokens for row in rows()], pad)
+    full = column([row.tokens for row in chats], pad)
     return TensorDict(
         tokens=TensorDict(full=full, prompt=full[:, :width]),
         masks=TensorDict(
-            all_attention_mask=column([torch.ones_like(r.assistant) for r in rows()], False),
-            all_assistant_mask=column([row.assistant for row in rows()], False),
+            all_attention_mask=column([torch.ones_like(r.assistant) for r in chats], False),
+            all_assistant_mask=column([row.assistant for row in chats], False),
         ),
-        log_probs=TensorDict(full=column([row.old for row in rows()], 0.0)),
-        next=TensorDict(ref_log_probs=TensorDict(full=column([row.ref for row in rows()], 0.0))),
-        batch_size=len(CHATS),
+        log_probs=TensorDict(full=column([row.old for row in chats], 0.0)),
+        next=TensorDict(ref_log_probs=TensorDict(full=column([row.ref for row in chats], 0.0))),
+        batch_size=len(chats),
     )
 
 
@@ -205,9 +215,7 @@ def losses_of(name: str, model: Any, form: tuple[str, str, bool], **options: Any
     """Ours, torchrl's, and torchrl's in float64, of models of the same weights."""
     kinds = (getattr(fusedrl, name), *[getattr(torchrl_grpo, name)] * 2)
     models = (model, copy.deepcopy(model), copy.deepcopy(model).double())
-    return [
-        kind(actor_of(m, form), **options) for kind, m in zip(kinds, models, strict=True)
-    ]
+    return [kind(actor_of(m, form), **options) for kind, m in zip(kinds, models, strict=True)]
 
 
 def assert_same(ours: Answer, theirs: Answer, truth: Answer) -> None:
@@ -217,7 +225,8 @@ def assert_same(ours: Answer, theirs: Answer, truth: Answer) -> None:
     largest; the errors of two orders differ by about the root of their number.
     """
     assert ours.kind is theirs.kind
-    for mine, other, exact in ((a, b, c) for a, b, c in zip(ours[:2], theirs[:2], truth[:2])):
+    columns = ((answer.outputs, answer.grads) for answer in (ours, theirs, truth))
+    for mine, other, exact in zip(*columns, strict=True):
         assert mine.keys() == other.keys()
         for name, value in mine.items():
             assert value.shape == other[name].shape and value.dtype == other[name].dtype, name

@@ -1,0 +1,272 @@
+"""GRPOLoss, CISPOLoss and DAPO beside torchrl's: every output and every parameter's gradient."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from .policies import (
+    FORMS,
+    NAMES,
+    OUTPUTS,
+    answer_of,
+    assert_same,
+    batch_of,
+    losses_of,
+    model_of,
+    rows,
+)
+
+STACK = ("tokens", "stack", False)
+PADDED = ("tokens", "padded", True)
+BOTH_KLS = {"kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.05}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "no entropy": {"entropy_bonus": False},
+    "an entropy coefficient of 0": {"entropy_coeff": 0.0},
+    "bounds that differ": {"clip_epsilon": (0.05, 0.3)},
+    "no room between the bounds": {"clip_epsilon": 0.0},
+    "no lower bound": {"clip_epsilon": (0.999, 0.2)},
+    "KL to the reference": {"kl_to_ref_coeff": 0.3},
+    "KL to the reference of factor 0": {"kl_to_ref_coeff": 0.0},
+    "KL to the policy that generated": {"kl_to_inference_coeff": 0.3},
+    "KL to it of factor 0": {"kl_to_inference_coeff": 0.0},
+    "a negative KL": {"kl_to_inference_coeff": -0.2, "kl_to_ref_coeff": -0.1},
+    "a mean of each prompt": {"aggregation": "prompt_mean", **BOTH_KLS},
+    "no aggregation": {"aggregation": "none", **BOTH_KLS},
+    "no reduction": {"reduction": "none"},
+    "a sum that is a mean": {"reduction": "sum"},
+    "tokens that drifted": {"kl_mask_threshold": 0.03, **BOTH_KLS},
+    "no threshold": {"kl_mask_threshold": 0.0},
+    "KLs padded on the right": {"ref_log_prob_padding_side": "right", **BOTH_KLS},
+    "KLs padded with a number": {"ref_log_prob_padding_value": -1.0, **BOTH_KLS},
+    "samples for the entropy": {"samples_mc_entropy": 3},
+    "unused arguments": {"gamma": 0.9, "clip_value": 0.1, "device": torch.device("cpu")},
+}
+
+
+LOG_PROBS_FIRST = ("no aggregation", "no reduction", "tokens that drifted")
+
+
+@pytest.fixture(autouse=True)
+def none_as_torchrl(ways):
+    yield
+    assert ways and "torchrl" not in ways
+
+
+def compare(
+    name: str,
+    form: Any,
+    data: Any,
+    model: Any = None,
+    factors: dict[str, float] | None = None,
+    **options: Any,
+) -> None:
+    losses = losses_of(name, model_of() if model is None else model, form, **options)
+    assert_same(*(answer_of(loss, data.copy(), factors) for loss in losses))
+
+
+@pytest.mark.parametrize("title", OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_options(name, title, ways):
+    compare(name, STACK, batch_of(STACK), masking_strategy="rlhf", **OPTIONS[title])
+    # The columns of this batch are ragged: on the right, its KLs are of other tokens.
+    first = title in LOG_PROBS_FIRST or title == "KLs padded on the right"
+    assert ways == ["log-probs" if first else "terms"]
+
+
+@pytest.mark.parametrize("strategy", ["sft", "rlhf"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_representations(form, strategy):
+    # Prompts that are padded by themselves end in another column than in their conversation.
+    data = batch_of(form, prompts=form != ("history", "stack", True))
+    compare("GRPOLoss", form, data, masking_strategy=strategy, **BOTH_KLS)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_all_tokens_of_rows_of_one_length(form):
+    """The first token counts too: torchrl puts uniform logits there."""
+    data = batch_of(form, rows(even=True))
+    compare("GRPOLoss", form, data, masking_strategy="generic", **BOTH_KLS)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_all_tokens_but_the_first(form):
+    chats = [row._replace(old=row.old.clone()) for row in rows()]
+    for row in chats:
+        row.old[0] = torch.nan
+    data = batch_of(form, chats)
+    compare("GRPOLoss", form, data, masking_strategy="generic", entropy_bonus=False, **BOTH_KLS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_advantage_a_token(name):
+    compare(name, PADDED, batch_of(PADDED, per_token=True), masking_strategy="rlhf", **BOTH_KLS)
+
+
+def test_an_advantage_for_all():
+    data = batch_of(PADDED)
+    data["advantage"] = torch.tensor(0.7).expand(len(rows()), 1, 1)
+    compare("GRPOLoss", PADDED, data, masking_strategy="rlhf")
+
+
+def test_advantages_of_several_columns():
+    data = batch_of(PADDED)
+    data["advantage"] = torch.randn(len(rows()), 1, 2)
+    compare("GRPOLoss", PADDED, data, masking_strategy="rlhf", entropy_bonus=False)
+
+
+@pytest.mark.parametrize("key", ["auto", ("my", "mask"), None])
+def test_a_mask_of_the_data(key):
+    data = batch_of(PADDED)
+    valid = torch.rand(data["tokens", "full"].shape) < 0.7
+    data["collector"] = TensorDict(mask=valid[..., None], batch_size=data.batch_size)
+    data["my"] = TensorDict(mask=valid.flip(1), batch_size=data.batch_size)
+    losses = losses_of("GRPOLoss", model_of(), PADDED, masking_strategy="rlhf", **BOTH_KLS)
+    for loss in losses:
+        loss.loss_mask_key = key
+    assert_same(*(answer_of(loss, data.copy()) for loss in losses))
+
+
+def test_keys():
+    data = batch_of(STACK)
+    keys = {"advantage": "a", "sample_log_prob": ("old", "p"), "ref_log_probs": "ref"}
+    data["a"] = data.pop("advantage")
+    data.rename_key_(("log_probs", "full"), ("old", "p"))
+    data.rename_key_(("next", "ref_log_probs", "full"), "ref")
+    losses = losses_of("GRPOLoss", model_of(), STACK, masking_strategy="rlhf", **BOTH_KLS)
+    for loss in losses:
+        loss.set_keys(**keys)
+    assert losses[0].in_keys == losses[1].in_keys
+    assert losses[0].out_keys == losses[1].out_keys
+    assert vars(losses[0].tensor_keys) == vars(losses[1].tensor_keys)
+    assert_same(*(answer_of(loss, data.copy()) for loss in losses))
+
+
+def test_bounds_that_are_scheduled():
+    losses = losses_of("GRPOLoss", model_of(), STACK, masking_strategy="rlhf")
+    data = batch_of(STACK)
+    for loss in losses:
+        loss.clip_epsilon_low, loss.clip_epsilon_high = 0.01, 0.5
+    assert_same(*(answer_of(loss, data.copy()) for loss in losses))
+
+
+TERMS = [name for name in OUTPUTS if name.startswith("loss_")]
+
+
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("options", [{}, {"kl_mask_threshold": 0.03}], ids=["made", "recomputed"])
+def test_one_term_alone(term, options):
+    options = {"masking_strategy": "rlhf", **BOTH_KLS, **options}
+    compare("GRPOLoss", STACK, batch_of(STACK), factors={term: 1.0}, **options)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125, -3.0])
+def test_one_factor_for_all_terms(scale):
+    factors = dict.fromkeys(TERMS, scale)
+    compare("GRPOLoss", STACK, batch_of(STACK), factors=factors, **BOTH_KLS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_factor_for_each_term(name):
+    factors = dict(zip(TERMS, (0.7, -3.0, 11.0, 0.0), strict=True))
+    compare(name, STACK, batch_of(STACK), factors=factors, masking_strategy="rlhf", **BOTH_KLS)
+
+
+def test_gradients_accumulate():
+    losses = losses_of("GRPOLoss", model_of(), STACK, masking_strategy="rlhf")
+    grads = []
+    for loss in losses:
+        for chats in (rows()[:1], rows()[1:]):
+            output = loss(batch_of(STACK, chats))
+            ((output.loss_objective + output.loss_entropy) / 2).backward()
+        grads.append({name: p.grad for name, p in loss.named_parameters()})
+    _near(*grads)
+
+
+def test_twice_through_one_graph():
+    losses = losses_of("GRPOLoss", model_of(), STACK, masking_strategy="rlhf", **BOTH_KLS)
+    grads = []
+    for loss in losses:
+        output = loss(batch_of(STACK))
+        total = sum(getattr(output, name) for name in TERMS)
+        total.backward(retain_graph=True)
+        output.loss_kl_to_ref.backward(retain_graph=True)
+        total.backward()
+        grads.append({name: p.grad for name, p in loss.named_parameters()})
+    _near(*grads)
+
+
+def _near(ours: dict, theirs: dict, truth: dict) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, exact in truth.items():
+        error = (ours[name] - exact).abs().max()
+        allowed = 4 * (theirs[name] - exact).abs().max() + 1e-5 * exact.abs().max()
+        assert error <= allowed, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen2", {"tie_word_embeddings": True}),
+    ],
+    ids=["llama", "tied", "tied qwen2"],
+)
+def test_models(kind, options):
+    model = model_of(kind, **options)
+    compare("GRPOLoss", STACK, batch_of(STACK), model, masking_strategy="rlhf", **BOTH_KLS)
+
+
+@pytest.mark.parametrize("frozen", ["lm_head", "model", "model.layers.0"])
+def test_frozen_parts(frozen):
+    model = model_of()
+    model.get_submodule(frozen).requires_grad_(False)
+    compare("GRPOLoss", STACK, batch_of(STACK), model, masking_strategy="rlhf", **BOTH_KLS)
+
+
+def test_adapters():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model_of(), config).eval()
+    compare("GRPOLoss", STACK, batch_of(STACK), model, masking_strategy="rlhf", **BOTH_KLS)
+
+
+def test_adapters_of_the_head():
+    """The head is no plain product then, and the model is asked for its logits."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model_of(), config).eval()
+    compare("GRPOLoss", STACK, batch_of(STACK), model, masking_strategy="rlhf", **BOTH_KLS)
+
+
+def test_training_mode_without_dropout():
+    compare("GRPOLoss", STACK, batch_of(STACK), model_of().train(), masking_strategy="rlhf")
+
+
+def test_without_gradients():
+    losses = losses_of("GRPOLoss", model_of(), STACK, masking_strategy="rlhf", **BOTH_KLS)
+    outputs = []
+    for loss in losses:
+        with torch.no_grad():
+            outputs.append(loss(batch_of(STACK)))
+    for name in OUTPUTS:
+        ours, theirs, truth = (getattr(output, name) for output in outputs)
+        assert not ours.requires_grad
+        assert (ours - truth).abs() <= 4 * (theirs - truth).abs() + 1e-5 * truth.abs()
+
+
+def test_the_data_stays_as_it_is():
+    for form in FORMS:
+        data = batch_of(form, prompts=False)
+        before = copy.deepcopy(data)
+        loss = losses_of("GRPOLoss", model_of(), form, masking_strategy="rlhf")[0]
+        loss(data)
+        assert set(map(str, data.keys(True))) == set(map(str, before.keys(True)))
