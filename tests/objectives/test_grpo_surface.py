@@ -1,0 +1,159 @@
+"""GRPO losses as objects: their classes, arguments, states, copies, errors, and under a patch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torchrl.objectives.llm
+from tensordict import TensorDict
+from torchrl.objectives.llm import grpo as torchrl_grpo
+
+import fusedrl
+
+from .policies import NAMES, actor_of, answer_of, assert_same, batch_of, losses_of, model_of
+
+STACK = ("tokens", "stack", False)
+PADDED = ("tokens", "padded", True)
+RLHF: dict[str, Any] = {"masking_strategy": "rlhf", "kl_to_ref_coeff": 0.1}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_classes(name):
+    ours, theirs = getattr(fusedrl, name), getattr(torchrl_grpo, name)
+    loss = ours(actor_of(model_of(), STACK))
+    assert isinstance(loss, theirs) and isinstance(loss, torchrl_grpo.GRPOLoss)
+    assert isinstance(loss, fusedrl.GRPOLoss)
+    assert ours.output_type is theirs.output_type
+    assert inspect.signature(ours) == inspect.signature(theirs)
+    assert ours.__name__ == theirs.__name__ and ours.__module__ == "fusedrl.objectives.grpo"
+    public = {member for member in dir(ours) if not member.startswith("_")}
+    assert public == {*dir(theirs), "max_tokens_per_forward"} - {
+        member for member in dir(theirs) if member.startswith("_")
+    }
+
+
+@pytest.mark.parametrize("options", [{}, RLHF, {"entropy_bonus": False}])
+def test_keys(options):
+    ours, theirs, _ = losses_of("GRPOLoss", model_of(), STACK, **options)
+    assert ours.in_keys == theirs.in_keys and ours.out_keys == theirs.out_keys
+    with pytest.raises(ValueError, match="is not an accepted tensordict key"):
+        ours.set_keys(nothing="a")
+
+
+def test_arguments_are_checked_as_torchrl_checks_them():
+    for clip in (-0.1, (0.2, -1.0), (0.1, 0.2, 0.3)):
+        messages = []
+        for kind in (fusedrl.GRPOLoss, torchrl_grpo.GRPOLoss):
+            with pytest.raises(Exception) as caught:  # noqa: PT011
+                kind(None, clip_epsilon=clip)
+            messages.append((type(caught.value), str(caught.value)))
+        assert messages[0] == messages[1]
+
+
+def test_state_dicts_are_interchangeable():
+    ours, theirs, _ = losses_of("DAPO", model_of(), STACK, clip_epsilon=(0.1, 0.3))
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    theirs.load_state_dict(ours.state_dict())
+    other = fusedrl.DAPO(actor_of(model_of(), STACK))
+    other.load_state_dict(theirs.state_dict())
+    assert other.clip_epsilon_high.item() == pytest.approx(0.3)
+
+
+def saved(loss: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(loss, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved], ids=str
+)
+def test_copies(copied):
+    losses = losses_of("GRPOLoss", model_of(), STACK, **RLHF)
+    losses[0].max_tokens_per_forward = 50
+    answer_of(losses[0], batch_of(STACK))
+    losses[0] = copied(losses[0])
+    assert losses[0].max_tokens_per_forward == 50
+    assert_same(*(answer_of(loss, batch_of(STACK)) for loss in losses))
+
+
+def test_a_loss_outside_of_its_forward_is_torchrls():
+    ours, theirs, _ = losses_of("GRPOLoss", model_of(), STACK, **RLHF)
+    results = [loss._get_cur_log_prob(batch_of(STACK)) for loss in (ours, theirs)]
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1].logits, results[1][1].logits)
+
+
+def test_a_program_that_is_patched():
+    model = model_of()
+    before = torchrl_grpo.GRPOLoss(actor_of(model, STACK), **RLHF)
+    text = pickle.dumps(before)
+    with fusedrl.patch_torchrl() as report:
+        assert {"GRPOLoss", "CISPOLoss", "DAPO"} <= {change.name for change in report}
+        loss = torchrl.objectives.llm.GRPOLoss(actor_of(model, STACK), **RLHF)
+        assert type(loss) is fusedrl.GRPOLoss
+        assert isinstance(
+            torchrl.objectives.llm.CISPOLoss(actor_of(model, STACK)), torchrl_grpo.GRPOLoss
+        )
+        assert type(pickle.loads(text)) is fusedrl.GRPOLoss
+        assert type(pickle.loads(pickle.dumps(before))) is type(before)
+        ours = answer_of(pickle.loads(text), batch_of(STACK))
+    assert type(pickle.loads(text)) is type(before) is torchrl.objectives.llm.GRPOLoss
+    double = torchrl_grpo.GRPOLoss(actor_of(copy.deepcopy(model).double(), STACK), **RLHF)
+    assert_same(ours, *(answer_of(loss, batch_of(STACK)) for loss in (before, double)))
+
+
+def broken(key: Any) -> Any:
+    data = batch_of(PADDED)
+    del data[key]
+    return data
+
+
+def changed(key: Any, change: Any) -> Any:
+    data = batch_of(PADDED)
+    data[key] = change(data[key])
+    return data
+
+
+ERRORS = {
+    "no tokens": (lambda: broken(("tokens", "full")), {}),
+    "no advantage": (lambda: broken("advantage"), {}),
+    "no log-probs": (lambda: broken(("log_probs", "full")), {}),
+    "no reference": (lambda: broken(("next", "ref_log_probs", "full")), {}),
+    "flat advantages": (lambda: changed("advantage", lambda x: x.squeeze(-1)), {}),
+    "long advantages": (lambda: changed("advantage", lambda x: x.expand(-1, 7, 1)), {}),
+    "fewer log-probs": (lambda: changed(("log_probs", "full"), lambda x: x[:, 1:]), {}),
+    "fewer of the reference": (
+        lambda: changed(("next", "ref_log_probs", "full"), lambda x: x[:, 1:]),
+        {},
+    ),
+    "log-probs with a graph": (
+        lambda: changed(("log_probs", "full"), lambda x: x.requires_grad_()),
+        {},
+    ),
+    "no mask": (lambda: broken("masks"), {}),
+    "an actor that generates": (lambda: batch_of(PADDED), {}),
+    "an unknown strategy": (lambda: batch_of(PADDED), {"masking_strategy": "none"}),
+    "ragged tokens of an actor that pads": (lambda: batch_of(STACK), {}),
+}
+
+
+@pytest.mark.parametrize("title", ERRORS)
+def test_errors_are_those_of_torchrl(title):
+    make, options = ERRORS[title]
+    messages = []
+    for kind in (fusedrl.GRPOLoss, torchrl_grpo.GRPOLoss):
+        actor = actor_of(model_of(), PADDED)
+        actor.generate = title == "an actor that generates"
+        data: TensorDict = copy.deepcopy(make())
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            kind(actor, **RLHF | options)(data)
+        messages.append((type(caught.value), str(caught.value)))
+    assert messages[0] == messages[1]
