@@ -1,4 +1,4 @@
-"""GRPO with torchrl's loss and replay buffer, while another process generates the next answers.
+"""GRPO with torchrl's replay buffer, while another process generates the next answers.
 
 A tiny model made on the spot stands in for yours, and learns in less than a minute to answer in
 vowels. ``python grpo.py 4`` stops after four batches.
@@ -25,10 +25,10 @@ from torchrl.envs import StepCounter, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import DataLoadingPrimer
 from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+from torchrl.objectives.llm import MCAdvantage
 from transformers import PreTrainedTokenizerFast
 
-from fusedrl import AsyncCollector, LLMCollector, RetrieveKL
+from fusedrl import AsyncCollector, GRPOLoss, LLMCollector, RetrieveKL
 from fusedrl.demo.models import make_model
 
 QUESTIONS = ["How are you?", "What is 2 + 2?", "Name a colour.", "Is it late?"]

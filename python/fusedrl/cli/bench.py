@@ -38,6 +38,7 @@ OPS = (
     "trl",
     "channel",
     "collectors",
+    "grpo_step",
     "async_collector",
 )
 
