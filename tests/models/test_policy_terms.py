@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fusedrl.models import causal_log_probs, causal_policy_terms
+from fusedrl.models import causal_log_probs
+from fusedrl.models.policy_terms import causal_policy_terms
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
 from fusedrl.ops.linear_policy_loss.reference import policy_terms
 

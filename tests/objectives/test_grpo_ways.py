@@ -239,6 +239,16 @@ def test_parameters_given_to_a_call(ways):
     assert (ours - exact).abs().max() <= allowed
 
 
+def test_a_compiled_loss(ways):
+    losses = losses_of("GRPOLoss", model_of(), STACK, **RLHF)
+    compiled = torch.compile(losses[0], backend="eager")
+    data = batch_of(STACK)
+    ours, theirs, truth = (answer_of(loss, data) for loss in (compiled, *losses[1:]))
+    grads = {name.removeprefix("_orig_mod."): grad for name, grad in ours.grads.items()}
+    assert_same(ours._replace(grads=grads), theirs, truth)
+    assert ways == ["terms"]
+
+
 def test_no_second_derivative():
     loss = losses_of("GRPOLoss", model_of(), STACK, **RLHF)[0]
     output = loss(batch_of(STACK))

@@ -2,6 +2,5 @@
 
 from fusedrl.models.adapters import WithoutAdapters
 from fusedrl.models.log_probs import causal_log_probs
-from fusedrl.models.policy_terms import causal_policy_terms
 
-__all__ = ["WithoutAdapters", "causal_log_probs", "causal_policy_terms"]
+__all__ = ["WithoutAdapters", "causal_log_probs"]

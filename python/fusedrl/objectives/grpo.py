@@ -5,12 +5,15 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torchrl.objectives.llm import DAPO as _DAPO
 from torchrl.objectives.llm import CISPOLoss as _CISPOLoss
 from torchrl.objectives.llm import GRPOLoss as _GRPOLoss
 
 from fusedrl.objectives.scores import Scores, scores_of
+
+_not_compiled: Any = torch.compiler.disable  # its types hide methods
 
 # The loss whose forward runs in this context, and its scores.
 _running: ContextVar[tuple[_GRPOLoss, Scores] | None] = ContextVar("_running", default=None)
@@ -20,15 +23,15 @@ class GRPOLoss(_GRPOLoss):
     """The clipped loss of GRPO over the tokens of a conversation.
 
     A drop-in for :class:`torchrl.objectives.llm.GRPOLoss`: arguments, keys, outputs and metrics are
-    torchrl's, and torchrl's own formulas compute the values. The policy's log-probs and entropies
-    come from :func:`fusedrl.models.causal_policy_terms` over the tokens that the masking strategy
-    counts, in float32, and the gradients are made in the same pass. With ``kl_mask_threshold``,
-    without aggregation, and in subclasses with an objective of their own they come from
-    :func:`fusedrl.models.causal_log_probs`, which takes one more product with the head.
+    torchrl's, and torchrl's own formulas compute the values. What they take, log-probs and
+    entropies of the tokens that the masking strategy counts, comes from hidden states, in float32,
+    and the gradients are made in the same pass, as with :func:`fusedrl.linear_policy_loss`. With
+    ``kl_mask_threshold``, without aggregation, and in subclasses with an objective of their own it
+    comes from :func:`fusedrl.models.causal_log_probs`, which takes one more product with the head.
 
     What cannot be had from hidden states runs as torchrl's class does, and is logged once: an actor
     that is no ``TransformersWrapper``, subclasses that read the distribution of all logits, tokens
-    that are not those that the actor reads.
+    that are not those that the actor reads. There is no second derivative.
 
     Attributes:
         max_tokens_per_forward: bounds the tokens of one forward pass of the model, see
@@ -61,6 +64,7 @@ class GRPOLoss(_GRPOLoss):
 
     max_tokens_per_forward: int | None = None
 
+    @_not_compiled  # there is nothing to gain around the kernels; a model may be compiled itself
     def forward(self, tensordict: TensorDictBase) -> Any:
         """The losses and metrics of a batch, as torchrl's class gives them."""
         scores = scores_of(self, GRPOLoss, tensordict)
@@ -85,6 +89,11 @@ class CISPOLoss(GRPOLoss, _CISPOLoss):
     """The loss of CISPO, over clipped ratios; see :class:`fusedrl.GRPOLoss`.
 
     A drop-in for :class:`torchrl.objectives.llm.CISPOLoss`.
+
+    Example:
+        >>> from fusedrl import CISPOLoss, GRPOLoss
+        >>> isinstance(CISPOLoss(clip_epsilon=(0.9, 4.0)), GRPOLoss)  # an actor may be set later
+        True
     """
 
 
@@ -92,4 +101,11 @@ class DAPO(GRPOLoss, _DAPO):
     """The loss of DAPO, with bounds that differ; see :class:`fusedrl.GRPOLoss`.
 
     A drop-in for :class:`torchrl.objectives.llm.DAPO`.
+
+    Example:
+        >>> from fusedrl import DAPO
+        >>> loss = DAPO(clip_epsilon=(0.2, 0.28))
+        >>> loss.clip_epsilon_high = 0.3  # bounds may be scheduled
+        >>> loss.clip_epsilon_high
+        tensor(0.3000)
     """

@@ -12,7 +12,8 @@ from torch import Tensor, distributions
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
-from fusedrl.models import causal_log_probs, causal_policy_terms
+from fusedrl.models import causal_log_probs
+from fusedrl.models.policy_terms import causal_policy_terms
 from fusedrl.models.split import classes_of
 from fusedrl.objectives.batches import CannotFuse, LossBatch, read
 from fusedrl.objectives.plans import Plan, overridden, plan_of
@@ -37,8 +38,7 @@ class Scores(NamedTuple):
     Args:
         log_probs: of each token, ``[B, T]``; they differentiate where there are no terms.
         distribution: with the mask and the entropy of each token.
-        terms: the four terms of :func:`fusedrl.models.causal_policy_terms`, where the gradients
-            were made with the log-probs.
+        terms: those of :func:`causal_policy_terms`, where gradients were made with the log-probs.
     """
 
     log_probs: Tensor
