@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorClass, TensorDict
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import grpo as torchrl_grpo
 
@@ -143,6 +143,25 @@ def test_a_forward_of_a_subclass_goes_on_from_ours(ways):
     losses.append(make(torchrl_grpo.GRPOLoss)(actor_of(model_of().double(), STACK), **RLHF))
     assert_same(*(answer_of(loss, batch_of(STACK)) for loss in losses))
     assert ways == ["terms"]
+
+
+class FewerFields(TensorClass["nocast"]):
+    loss_objective: torch.Tensor
+    clip_fraction: torch.Tensor
+    kl_approx: torch.Tensor
+    ESS: torch.Tensor
+
+
+def test_an_output_of_fewer_fields(ways):
+    values = []
+    for kind in (fusedrl.GRPOLoss, torchrl_grpo.GRPOLoss):
+        loss = kind(actor_of(model_of(), STACK), masking_strategy="rlhf", entropy_bonus=False)
+        loss.output_type = FewerFields
+        output = loss(batch_of(STACK))
+        assert type(output) is FewerFields and output.loss_objective.requires_grad
+        values.append(output.loss_objective)
+    assert ways == ["terms"]
+    torch.testing.assert_close(*values)
 
 
 class OwnWrapper(TransformersWrapper):

@@ -49,7 +49,7 @@ class Scores(NamedTuple):
         """The output of torchrl's formulas with the gradients of the terms."""
         if self.terms is not None and self.terms.requires_grad:
             for name, term in zip(_OUTPUTS, self.terms.unbind(), strict=True):
-                value = getattr(output, name)
+                value = getattr(output, name, None)  # an output_type of the user's may have fewer
                 if value is not None:
                     setattr(output, name, _WithGradientOf.apply(value, term))
         return output
