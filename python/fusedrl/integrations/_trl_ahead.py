@@ -60,7 +60,7 @@ def policy_log_probs(
     count = len(offsets) - 1
     each = torch.arange(count, device=targets.device)
     index = torch.repeat_interleave(each, offsets.diff(), output_size=len(targets))
-    sequences = Sequences(index, count, place(plan.kept))
+    sequences = Sequences(index, count, place(plan.kept), offsets)
     if plan.level == "token":
         terms = autograd.run(task)
     else:
