@@ -242,3 +242,13 @@ def test_entries_of_a_batch_share_no_memory(collect):
     before = batch[IDS].clone()
     batch["collector"].apply_(lambda ids: ids.add_(100))
     assert (batch[IDS] == before + 100).all()
+
+
+def test_a_change_of_an_entry_is_no_change_of_another():
+    """Autograd would refuse to differentiate what it saved of the others."""
+    copy = Copies().after(lazy_stack([TensorDict({"x": torch.ones(2)}, []) for _ in range(8)]))
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * copy[1]["x"]).sum()
+    copy[2]["x"].add_(1)
+    loss.backward()
+    assert weight.grad.tolist() == [1.0, 1.0]

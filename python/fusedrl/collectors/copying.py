@@ -96,7 +96,12 @@ def _clones_of_small(tensors: list[Tensor]) -> list[Tensor]:
     for begin in range(0, len(tensors), MANY):
         some = tensors[begin : begin + MANY]
         try:
-            made += torch.stack(some).unbind(0)
+            stacked = torch.stack(some)
         except RuntimeError:  # of several shapes or devices
             made += [tensor.clone() for tensor in some]
+            continue
+        views = stacked.unbind(0)
+        # Views count their changes together: a change of one would look like one of another, which
+        # autograd refuses in a backward pass.
+        made += views if stacked.requires_grad else [view.data for view in views]
     return made
