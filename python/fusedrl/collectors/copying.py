@@ -100,8 +100,11 @@ def _clones_of_small(tensors: list[Tensor]) -> list[Tensor]:
         except RuntimeError:  # of several shapes or devices
             made += [tensor.clone() for tensor in some]
             continue
-        views = stacked.unbind(0)
-        # Views count their changes together: a change of one would look like one of another, which
-        # autograd refuses in a backward pass.
-        made += views if stacked.requires_grad else [view.data for view in views]
+        if stacked.requires_grad:
+            made += stacked.unbind(0)
+            continue
+        # Views of one tensor count their changes together, and autograd would take a change of one
+        # for a change of another.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            made += stacked.unbind(0)
     return made
