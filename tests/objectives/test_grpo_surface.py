@@ -73,7 +73,9 @@ def saved(loss: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved], ids=str
+    "copied",
+    [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved],
+    ids=["copied", "pickled", "saved"],
 )
 def test_copies(copied):
     losses = losses_of("GRPOLoss", model_of(), STACK, **RLHF)
