@@ -84,7 +84,6 @@ def from_sequence_ratios(
     return Terms(values, log_probs, torch.zeros_like(log_probs) if entropy is None else entropy)
 
 
-@torch.compiler.disable()  # a compiled graph has no autograd.grad in it
 def slopes_of(
     task: Task, level: str, sequences: Sequences, log_probs: Tensor, entropy: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -96,6 +95,11 @@ def slopes_of(
         )
         (slopes,) = torch.autograd.grad(values.sum(), leaf)
     return values.detach(), slopes
+
+
+# A compiled graph has no autograd.grad in it. torch.compiler.disable says the same, and imports the
+# compiler.
+slopes_of._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _log_probs(
