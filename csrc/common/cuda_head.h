@@ -37,8 +37,8 @@ inline Tensor new_zeros(const Tensor& like, std::vector<int64_t> sizes, ScalarTy
 }
 
 // The rows of a batch that are multiplied, and how many of them and of the classes at a time: all
-// classes of a few rows where whole rows are asked for. The
-// host waits for the device where a mask or a shift drops rows: it has to know how many are left.
+// classes of a few rows where whole rows are asked for. The host waits for the device where a mask
+// or a shift drops rows: it has to know how many are left.
 class HeadRows {
  public:
   HeadRows(const OnDeviceOf& device, const Tensor& hidden, const std::optional<Tensor>& mask,
@@ -216,8 +216,9 @@ class CudaHeadGradient {
     Tensor hidden = none(), weight = none(), bias = none();
     if (hidden_.has_value()) hidden = hidden_in_float ? scattered<float>() : scattered<T>();
     if (weight_.has_value()) weight = *weight_;
-    if (bias_.has_value())
+    if (bias_.has_value()) {
       bias = in_float_ ? *bias_ : torch::stable::to(*bias_, like_.scalar_type());
+    }
     return {hidden, weight, bias};
   }
 

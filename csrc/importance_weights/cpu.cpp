@@ -25,7 +25,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor log_probs, Tensor rollout_log_
       {static_cast<float>(*data<double>(low)), static_cast<float>(*data<double>(high)), masks}};
   const MismatchRows rows = results.rows();
   float* weights = mutable_data<float>(results.weights);
-  const int64_t grain = std::max<int64_t>(kGrain * bounds.sequences / std::max(tokens, 1L), 1);
+  const int64_t grain =
+      std::max<int64_t>(kGrain * bounds.sequences / std::max<int64_t>(tokens, 1), 1);
   dispatch_half_or_float(log_probs, "log_probs", [&]<typename T>() {
     const SequenceKernel<T> kernel = weigh_sequence<T>(cpu_level());
     const T *p = data<T>(log_probs), *q = data<T>(rollout_log_probs);

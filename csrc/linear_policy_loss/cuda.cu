@@ -1,5 +1,7 @@
 // CUDA op: the matrix product of a block of rows, what becomes of it, and two more for gradients.
+#include <optional>
 #include <tuple>
+#include <vector>
 
 #include "common/cuda_head.h"
 #include "linear_policy_loss/kernels.h"
@@ -23,12 +25,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
                                             surrogate, low, high, most, estimator);
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0), false,
                       true);
-  const bool differentiates = of_hidden || of_weight || of_bias;
-  std::tuple<Tensor, Tensor, Tensor> grads{hidden, hidden, hidden};
+  const auto none = [&] { return empty_vector(hidden, hidden.scalar_type()); };
+  std::tuple<Tensor, Tensor, Tensor> grads{none(), none(), none()};
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
     const CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap);
-    CudaHeadGradient<T> gradient(device, rows, head, hidden, weight, of_hidden, of_weight, of_bias,
-                                 in_float);
+    std::optional<CudaHeadGradient<T>> gradient;
+    if (of_hidden || of_weight || of_bias) {
+      gradient.emplace(device, rows, head, hidden, weight, of_hidden, of_weight, of_bias, in_float);
+    }
     const auto run = entropy ? policy_rows<true, T> : policy_rows<false, T>;
     for_each_tile(
         rows,
@@ -36,11 +40,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
           const Tile<T> tile = head.tile(first_class, first_row);
           device.launch(run, tile.rows, threads_for(tile.classes * sizeof(float)), tile, rows.kept,
                         rows.rows, data<int64_t>(tokens), policy, mutable_data<PolicyRow>(results),
-                        differentiates ? gradient.grads() : nullptr);
-          if (differentiates) gradient.add(tile, first_class);
+                        gradient.has_value() ? gradient->grads() : nullptr);
+          if (gradient.has_value()) gradient->add(tile, first_class);
         },
-        [&](int64_t first_class) { gradient.finish_classes(first_class); });
-    grads = gradient.result(in_float);
+        [&](int64_t first_class) {
+          if (gradient.has_value()) gradient->finish_classes(first_class);
+        });
+    if (gradient.has_value()) grads = gradient->result(in_float);
   });
   const auto& [grad_hidden, grad_weight, grad_bias] = grads;
   return {results, grad_hidden, grad_weight, grad_bias};

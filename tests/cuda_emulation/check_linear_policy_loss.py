@@ -32,6 +32,11 @@ def compare(hidden, weight, bias, tokens, mask=None, **options):
         )  # fmt: skip
         results.append((out, torch.autograd.grad(out.loss * 3, leaves)))
     (mine, grads), (exact, exact_grads) = results
+    without_gradients = linear_policy_loss(
+        *(hidden, weight, tokens, mask, advantages), old_log_probs=old, ref_log_probs=ref,
+        bias=bias, offsets=OFFSETS, **options,
+    )  # fmt: skip
+    assert torch.equal(without_gradients.loss, mine.loss.detach())
     for name in ("loss", "kl", "entropy", "log_probs"):
         got, want = getattr(mine, name), getattr(exact, name)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)

@@ -22,7 +22,12 @@ from fusedrl.ops._autograd import first_derivative_only
 from fusedrl.ops._head import Head
 from fusedrl.ops.linear_policy_loss import autograd, ways
 from fusedrl.ops.linear_policy_loss.autograd import Rows, Task, Terms
-from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Sequences, TermWeights
+from fusedrl.ops.linear_policy_loss.losses import (
+    PolicyBatch,
+    Sequences,
+    TermWeights,
+    sequences_of,
+)
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
@@ -57,10 +62,7 @@ def policy_log_probs(
         *(head, rows, PolicyBatch(*columns), TermWeights(*weights), plan.surrogate),  # pyright: ignore[reportArgumentType]
         entropy=True,
     )
-    count = len(offsets) - 1
-    each = torch.arange(count, device=targets.device)
-    index = torch.repeat_interleave(each, offsets.diff(), output_size=len(targets))
-    sequences = Sequences(index, count, place(plan.kept), offsets)
+    sequences = sequences_of(targets, place(plan.kept), offsets, shift=False)
     if plan.level == "token":
         terms = autograd.run(task)
     else:

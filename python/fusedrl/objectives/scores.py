@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from fusedrl.models import causal_log_probs
 from fusedrl.models.policy_terms import causal_policy_terms
 from fusedrl.models.split import classes_of
-from fusedrl.objectives.batches import CannotFuse, LossBatch, read
 from fusedrl.objectives.plans import Plan, overridden, plan_of
+from fusedrl.objectives.tokens import CannotFuse, LossBatch, read
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, TermWeights
 from fusedrl.ops.token_log_probs import TokenLogProbs
 from fusedrl.transforms.reading import can_read

@@ -54,6 +54,24 @@ def with_unit_stride(rows: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
+def count_sequences(tokens: Tensor, offsets: Tensor | None) -> int:
+    """Sequences of a packed ``[N]`` batch with offsets, or rows of a padded one; else one."""
+    if offsets is not None:
+        return len(offsets) - 1
+    return len(tokens) if tokens.dim() == 2 else 1
+
+
+def sequence_of_tokens(tokens: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:
+    """The number of the sequence that each token is of, flat, and how many sequences there are."""
+    count = count_sequences(tokens, offsets)
+    if offsets is not None:
+        each = torch.arange(count, device=tokens.device)
+        index = torch.repeat_interleave(each, offsets.diff(), output_size=tokens.numel())
+        return index, count
+    places = torch.arange(tokens.numel(), device=tokens.device)
+    return places // max(tokens.shape[-1], 1), count
+
+
 class Packed(NamedTuple):
     """The values of a nested batch, of its companions, and the way back for a value a token."""
 
@@ -68,9 +86,12 @@ def pack(
     nested: Tensor,
     offsets: Tensor | None,
     over: str | None = None,
+    form: str = "[B, j, columns]",
     **companions: Tensor | None,
 ) -> Packed:
-    """Nested rows and their companions, of the same sequence lengths, as packed values.
+    """A nested tensor and its companions, of the same sequence lengths, as packed values.
+
+    Its dimensions are as many as those of ``form``, ``[B, j, columns]`` or ``[B, j]``.
 
     The answer is nested over the offsets of the companion ``over``, or of the rows, so that it
     composes with that tensor.
@@ -78,10 +99,8 @@ def pack(
     if offsets is not None:
         raise ValueError(f"offsets: expected None with nested {name}, which carry their own")
     packed = ragged.from_nested(nested, name)
-    if packed.values.dim() != 2:
-        raise ValueError(
-            f"{name}: expected a nested [B, j, columns], got one of {nested.dim()} dimensions"
-        )
+    if nested.dim() != form.count(",") + 1:
+        raise ValueError(f"{name}: expected a nested {form}, got one of {nested.dim()} dimensions")
     values = [
         None if value is None else _dispatch.nested_values(key, value, name, packed.offsets)
         for key, value in companions.items()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedrl import ragged
-from fusedrl.ops import _dispatch
+from fusedrl.ops import _dispatch, _rows
 from fusedrl.ops._samples import check_lists, pack_columns
 from fusedrl.ops.importance_weights import reference
 
@@ -200,32 +200,21 @@ def _nested(
     offsets: Tensor | None,
     options: dict[str, Any],
 ) -> ImportanceWeights:
-    if offsets is not None:
-        raise ValueError("offsets: expected None with nested log_probs, which carry their own")
-    packed = ragged.from_nested(log_probs, "log_probs")
-    if packed.values.dim() != 1:
-        raise ValueError(
-            f"log_probs: expected a nested tensor [B, j], got one of {log_probs.dim()} dimensions"
-        )
-
-    def values_of(name: str, companion: Any) -> Tensor:
-        return _dispatch.nested_values(name, companion, "log_probs", packed.offsets)
-
+    _dispatch.check_tensor(
+        "rollout_log_probs", rollout_log_probs, _dispatch.NESTED, like=" like log_probs"
+    )
+    companions: dict[str, Any] = {"rollout_log_probs": rollout_log_probs}
+    companions |= {} if mask is None else {"mask": mask}
+    packed = _rows.pack("log_probs", log_probs, offsets, form="[B, j]", **companions)
+    values: dict[str, Any] = dict(zip(companions, packed.companions, strict=True))
     weighed = _dense(
         packed.values,
-        values_of("rollout_log_probs", rollout_log_probs),
-        None if mask is None else values_of("mask", mask),
+        values["rollout_log_probs"],
+        values.get("mask"),
         packed.offsets,
         options,
     )
-    if log_probs.layout == torch.jagged:
-        own_offsets = ragged.jagged_parts(log_probs)[1]
-        return weighed._replace(
-            weights=ragged.to_jagged(ragged.Ragged(weighed.weights, own_offsets))
-        )
-    return weighed._replace(
-        weights=ragged.to_strided(ragged.Ragged(weighed.weights, packed.offsets))
-    )
+    return weighed._replace(weights=packed.rewrap(weighed.weights))
 
 
 def _dense(
@@ -244,7 +233,7 @@ def _dense(
     # Constants, whichever way a caller differentiates.
     log_probs, rollout_log_probs = (x.detach().to(dtype) for x in (log_probs, rollout_log_probs))
     if chosen == "reference":
-        sequences, count = _sequences(log_probs, offsets)
+        sequences, count = _rows.sequence_of_tokens(log_probs, offsets)
         kept = None if mask is None else mask.flatten()
         values = log_probs.flatten(), rollout_log_probs.flatten()
         weights, counts, sums = reference.importance_weights(
@@ -317,23 +306,6 @@ def _bounds(
     return least, most
 
 
-def _sequences(log_probs: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:
-    """The number of the sequence that each token is of, and how many sequences there are."""
-    count = _count(log_probs, offsets)
-    device, tokens = log_probs.device, log_probs.numel()
-    every = torch.arange(count, device=device)
-    if offsets is not None:
-        return torch.repeat_interleave(every, offsets.diff(), output_size=tokens), count
-    length = log_probs.shape[-1]
-    return every[:, None].expand(count, length).reshape(-1), count
-
-
-def _count(log_probs: Tensor, offsets: Tensor | None) -> int:
-    if offsets is not None:
-        return len(offsets) - 1
-    return len(log_probs) if log_probs.dim() == 2 else 1
-
-
 def _fake(
     log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -341,7 +313,7 @@ def _fake(
     offsets: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    count, dtype = _count(log_probs, offsets), _dispatch.result_dtype(log_probs)
+    count, dtype = _rows.count_sequences(log_probs, offsets), _dispatch.result_dtype(log_probs)
     return (
         log_probs.new_empty(log_probs.shape, dtype=dtype),
         log_probs.new_empty((count, 2), dtype=torch.int64),

@@ -188,7 +188,7 @@ def linear_policy_loss(
     """
     _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
     if hidden.is_nested:
-        columns: dict[str, Tensor | None] = {
+        columns: dict[str, Any] = {
             "mask": mask,
             "old_log_probs": old_log_probs,
             "ref_log_probs": ref_log_probs,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusedrl.ops import _dispatch, _rows
+from fusedrl.ops.importance_weights import LEVELS
 from fusedrl.ops.token_kl import ESTIMATORS
 
 SURROGATES = ("clip", "clipped_ratio", "cispo", "reinforce")
-RATIOS = ("token", "sequence", "geometric")
+RATIOS = LEVELS
 AGGREGATIONS = ("token", "sequence", "constant")
 
 
@@ -118,9 +121,9 @@ def recipe_of(
     return Surrogate(recipe.surrogate, low, high, most, estimator), ratio, aggregation
 
 
-def one_of(name: str, value: object, choices: object) -> str:
+def one_of(name: str, value: object, choices: Iterable[str]) -> str:
     """``value``, which has to be one of ``choices``."""
-    names = tuple(choices)  # pyright: ignore[reportArgumentType]
+    names = tuple(choices)
     if not isinstance(value, str) or value not in names:
         raise ValueError(f"{name}: expected one of {', '.join(names)}, got {value!r}")
     return value
@@ -137,9 +140,10 @@ def _bounds(clip: object) -> tuple[float, float]:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    number = _dispatch.real_number(value)
+    if number is None or math.isnan(number):
         raise ValueError(f"{name}: expected a number, got {value!r}")
-    return float(value)
+    return float(number)
 
 
 class Sequences(NamedTuple):
@@ -167,15 +171,10 @@ def sequences_of(
 
     With ``shift`` no row predicts the first token of a sequence, which therefore is not kept.
     """
+    index, count = _rows.sequence_of_tokens(tokens, offsets)
+    if offsets is None:
+        offsets = torch.arange(count + 1, device=tokens.device) * tokens.shape[-1]
     places = torch.arange(tokens.numel(), device=tokens.device)
-    if offsets is not None:
-        count = len(offsets) - 1
-        each = torch.arange(count, device=tokens.device)
-        index = torch.repeat_interleave(each, offsets.diff(), output_size=tokens.numel())
-    else:
-        count, width = len(tokens) if tokens.dim() == 2 else 1, tokens.shape[-1]
-        index = places // max(width, 1)
-        offsets = torch.arange(count + 1, device=tokens.device) * width
     kept = places >= 0 if mask is None else mask.flatten()
     if shift:
         kept = kept & (places != offsets[:-1][index])

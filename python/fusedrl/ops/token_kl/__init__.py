@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedrl import ragged
-from fusedrl.ops import _autograd, _dispatch
+from fusedrl.ops import _autograd, _dispatch, _rows
 from fusedrl.ops._samples import check_lists
 from fusedrl.ops.token_kl import reference
 from fusedrl.ops.token_kl.samples import (
@@ -198,19 +198,15 @@ def _nested(
     reward: Any,
     options: dict[str, Any],
 ) -> Any:
-    if offsets is not None:
-        raise ValueError("offsets: expected None with nested log_probs, which carry their own")
-    packed = ragged.from_nested(log_probs, "log_probs")
-    if packed.values.dim() != 1:
-        raise ValueError(
-            f"log_probs: expected a nested tensor [B, j], got one of {log_probs.dim()} dimensions"
-        )
-
-    def values_of(name: str, companion: Any) -> Tensor:
-        return _dispatch.nested_values(name, companion, "log_probs", packed.offsets)
-
-    if _dispatch.kind(reward) == _dispatch.NESTED:
-        reward = values_of("reward", reward)
+    _dispatch.check_tensor("ref_log_probs", ref_log_probs, _dispatch.NESTED, like=" like log_probs")
+    companions: dict[str, Any] = {"ref_log_probs": ref_log_probs}
+    companions |= {} if mask is None else {"mask": mask}
+    nested_reward = _dispatch.kind(reward) == _dispatch.NESTED
+    companions |= {"reward": reward} if nested_reward else {}
+    packed = _rows.pack("log_probs", log_probs, offsets, form="[B, j]", **companions)
+    values: dict[str, Any] = dict(zip(companions, packed.companions, strict=True))
+    if nested_reward:
+        reward = values["reward"]
     elif reward is not None:
         _dispatch.check_tensor("reward", reward, _dispatch.DENSE, _dispatch.NESTED)
         if reward.shape == (len(packed.offsets) - 1,):
@@ -218,18 +214,13 @@ def _nested(
             reward = torch.repeat_interleave(reward, packed.offsets.diff())
     kl, penalised = _dense(
         packed.values,
-        values_of("ref_log_probs", ref_log_probs),
-        None if mask is None else values_of("mask", mask),
+        values["ref_log_probs"],
+        values.get("mask"),
         packed.offsets,
         reward,
         options,
     )
-
-    def rewrap(flat: Tensor) -> Tensor:
-        if log_probs.layout == torch.jagged:
-            return ragged.to_jagged(ragged.Ragged(flat, ragged.jagged_parts(log_probs)[1]))
-        return ragged.to_strided(ragged.Ragged(flat, packed.offsets))
-
+    rewrap = packed.rewrap
     return rewrap(kl) if penalised is None else TokenKL(rewrap(kl), rewrap(penalised))
 
 
