@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import os
@@ -15,120 +14,30 @@ from pathlib import Path
 import pytest
 import torch
 from one_thread import one_thread
-from sync_workers import Callable, Canary, canary_policy, scored, weights_of
+from sync_collecting import (
+    FRAMES,
+    check_every_frame,
+    check_that_updates_count,
+    collecting,
+    forked,
+    newest,
+    versions,
+)
+from sync_workers import Canary, canary_policy, weights_of
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torch import nn
 from torchrl.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.collectors.llm import LLMCollector
-from torchrl.collectors.utils import _make_meta_policy
 from torchrl.envs.llm.transforms import PolicyVersion
-from torchrl.modules.llm import TransformersWrapper
 from torchrl.weight_update import WeightSyncScheme
 from weights_workers import Ones, make_policy
 
 from fusedrl import ChannelWeightSyncScheme
 from fusedrl.channel.following import version_of
 
-__all__ = ["one_thread"]
+__all__ = ["forked", "one_thread"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-FRAMES = {"frames_per_batch": 24, "total_frames": -1}
-
-
-@pytest.fixture
-def forked():
-    """Workers are forked: they start in a tenth of the time."""
-    before = torch.multiprocessing.get_start_method(allow_none=True)
-    torch.multiprocessing.set_start_method("fork", force=True)
-    yield
-    torch.multiprocessing.set_start_method(before, force=True)
-
-
-@contextlib.contextmanager
-def collecting(make, scheme, policy=None, env=Ones, model_id="policy", **options):
-    """A collector, and an iterator of its batches."""
-    schemes = scheme if isinstance(scheme, dict) else {model_id: scheme}
-    one = make in (Collector, AsyncCollector)
-    if make is MultiSyncCollector:
-        options["cat_results"] = 0
-    collector = make(
-        env if one else [env, env],
-        policy,
-        weight_sync_schemes=schemes,
-        track_policy_version=options.pop("track_policy_version", True),
-        **FRAMES,
-        **options,
-    )
-    try:
-        yield collector, iter(collector)
-    finally:
-        collector.shutdown(timeout=5, raise_on_error=False)
-        for scheme in schemes.values():
-            scheme.shutdown()
-
-
-@contextlib.contextmanager
-def training(collector, interval: float = 0.001):
-    """Another thread publishes version after version."""
-    stop, errors = threading.Event(), []
-
-    def train() -> None:
-        version = collector._weight_sync_schemes["policy"].version
-        while not stop.wait(interval):
-            version += 1
-            try:
-                collector.update_policy_weights_(weights_of(float(version)))
-            except Exception as error:
-                errors.append(error)
-                return
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-    assert errors == []
-
-
-def versions(batch) -> set[int]:
-    """The versions that a batch was computed with: fails where weights are torn or tags wrong."""
-    low, high = batch["low"].flatten(), batch["high"].flatten()
-    assert low.tolist() == high.tolist()
-    assert batch["next", "policy_version"].flatten().tolist() == low.tolist()
-    assert batch["policy_version"].flatten().tolist() == low.tolist()
-    return set(low.int().tolist())
-
-
-def check_that_updates_count(collector, iterator) -> None:
-    """The policy's one weight, which its actions are, is the number of the update."""
-    for version in (1.0, 2.0, 3.0):
-        if version > 1:
-            collector.update_policy_weights_(make_policy(version))
-        batch = next(iterator)
-        assert {*batch["action"].flatten().tolist()} == {version}
-        assert {*batch["next", "policy_version"].flatten().tolist()} == {version}
-
-
-def newest(collector, iterator, version: int, batches: int = 8) -> None:
-    """Batches are of this version from some batch on; those before were under way."""
-    for _ in range(batches):
-        if versions(next(iterator)) == {version}:
-            return
-    raise AssertionError(f"no batch of version {version}")
-
-
-def check_every_frame(collector, iterator, batches: int) -> None:
-    assert versions(next(iterator)) == {1}
-    with training(collector):
-        seen = set().union(*(versions(next(iterator)) for _ in range(batches)))
-    assert len(seen) > 5
-    last = collector._weight_sync_schemes["policy"].version
-    assert collector.policy_version == last  # one update, one version
-    newest(collector, iterator, last)
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
@@ -236,114 +145,6 @@ def test_a_waiting_update_names_the_worker_that_is_stopped_or_dead(forked):
         collector.procs[0].join(10)
         with pytest.raises(RuntimeError, match=rf"expected living workers, got dead: pid {pid}"):
             collector.update_policy_weights_(weights_of(5.0))
-
-
-def test_policies_that_workers_make_follow_a_model_that_the_trainer_names(forked):
-    scheme = ChannelWeightSyncScheme(mode="copy")
-    trained = canary_policy(1.0)
-    scheme.init_on_sender(model_id="policy", model=trained)
-    with collecting(MultiSyncCollector, scheme, policy_factory=Callable, trust_policy=True) as (
-        collector,
-        iterator,
-    ):
-        newest(collector, iterator, 1)
-        collector.update_policy_weights_(canary_policy(2.0))
-        newest(collector, iterator, 2)
-
-
-def test_a_policys_part_and_a_transforms_model_have_schemes_of_their_own(forked):
-    part, model = "policy.module", "env.transform[0].model"
-    schemes = {part: ChannelWeightSyncScheme(), model: ChannelWeightSyncScheme()}
-    for name, scheme in schemes.items():
-        scheme.init_on_sender(model_id=name, model=Canary(1.0))
-    with collecting(MultiSyncCollector, schemes, env=scored, policy_factory=canary_policy) as (
-        collector,
-        iterator,
-    ):
-        newest(collector, iterator, 1)
-        collector.update_policy_weights_(weights_dict={part: Canary(2.0), model: Canary(2.0)})
-        collector.update_policy_weights_(Canary(3.0), model_id=model)
-        newest(collector, iterator, 2)
-        batch = next(iterator)
-        assert {*batch["next", "model_low"].flatten().tolist()} == {3.0}
-        assert {*batch["next", "model_high"].flatten().tolist()} == {3.0}
-
-
-def test_a_transforms_model_follows_in_the_trainers_process():
-    name = "env.transform[0].model"
-    scheme, env = ChannelWeightSyncScheme(), scored()
-    transform, model = env.transform, env.transform.model
-    with collecting(Collector, scheme, canary_policy(), env, name) as (collector, iterator):
-        collector.update_policy_weights_(Canary(5.0), model_id=name)
-        assert {*next(iterator)["next", "model_low"].flatten().tolist()} == {5.0}
-        assert transform.model is not model
-    assert transform.model is model and model.first.requires_grad
-    for name, message in (
-        ("env.transform[0]", "a path that ends with an attribute"),
-        ("env.transform", "a module that is called, got the transform"),
-    ):
-        schemes, env = {name: ChannelWeightSyncScheme()}, scored()
-        transform, model = env.transform, env.transform.model
-        tracks = name.endswith("]")  # a transform more
-        with (
-            pytest.raises(ValueError, match=message),
-            collecting(Collector, schemes, canary_policy(), env, track_policy_version=tracks),
-        ):
-            pass
-        assert transform.model is model and model._compiled_call_impl is None
-        assert tracks or env.transform is transform
-
-
-class Tied(nn.Module):
-    """Two names of one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-        self.b.weight = self.a.weight
-
-    def forward(self, observation):
-        return self.b(self.a(observation))
-
-
-def test_tied_weights_stay_tied_in_workers(forked):
-    policy = TensorDictModule(Tied(), in_keys=["observation"], out_keys=["action"])
-    scheme = ChannelWeightSyncScheme(mode="copy")
-    with collecting(AsyncCollector, scheme, policy) as (collector, iterator):
-        next(iterator)
-        assert scheme.channel.layout.stored[0].name == "module.a.weight"
-        assert len(scheme.channel.layout.stored) == 1
-        with torch.no_grad():
-            policy.module.a.weight.fill_(3.0)
-        collector.update_policy_weights_()
-        for _ in range(4):
-            actions = next(iterator)["action"].flatten().tolist()
-        assert actions == [9.0] * len(actions)
-
-
-def test_a_language_model_that_travels_on_meta_arrives_whole():
-    transformers, tokenizers = map(pytest.importorskip, ("transformers", "tokenizers"))
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()), pad_token="-", eos_token="."
-    )
-    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **heads)).eval()
-    policy = TransformersWrapper(model, input_mode="tokens", tokenizer=tokenizer, generate=False)
-    scheme = ChannelWeightSyncScheme()
-    scheme.init_on_sender(model_id="policy", model=policy)
-    scheme.connect()
-    with _make_meta_policy(policy):  # as torchrl sends it
-        sent = pickle.loads(pickle.dumps(policy))
-    worker = pickle.loads(pickle.dumps(scheme))
-    worker.init_on_receiver(model_id="policy", model=sent, worker_idx=0)
-    worker.connect(worker_idx=0)
-    tokens = torch.arange(8)[None]
-    arrived = sent.model.state_dict()
-    assert all(torch.equal(arrived[name], x) for name, x in model.state_dict().items())
-    torch.testing.assert_close(sent.model(tokens).logits, model(tokens).logits)
-    for end in (worker, scheme):
-        end.shutdown()
 
 
 def test_an_update_between_the_policy_call_and_the_step_leaves_the_tag():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,7 +25,6 @@ from torchrl.collectors.llm import RayLLMCollector as TorchrlRayLLMCollector
 from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer
 
 from fusedrl import (
-    LLMCollector,
     PolicyVersion,
     RayLLMCollector,
     RayRemoteWeightUpdater,
@@ -495,12 +493,3 @@ def test_torchrls_profiler_runs_in_the_actors(collect, tmp_path):
     assert all("aten::" in (tmp_path / f"trace {n}.json").read_text() for n in (0, 1))
     collector.disable_profile()
     assert collector.post_collect_hook is None
-
-
-def test_our_collector_as_an_actor(cluster):
-    """In a worker that Ray starts as it does for users: it imports by itself."""
-    remote = LLMCollector.as_remote().options(runtime_env={"py_executable": sys.executable})
-    actor = remote.remote(Counting(), policy=ray_dialogs.says(), dialog_turns_per_batch=2)
-    batch = ray.get(actor.next.remote())
-    assert batch.shape == (2, 1) and ray.get(actor.is_initialized.remote())
-    ray.kill(actor)

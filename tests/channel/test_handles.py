@@ -1,0 +1,103 @@
+"""How a channel gets to another process, and what must not get there."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import stat
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import channel_workers as workers
+import pytest
+import torch
+from channel_workers import publish
+from torch import nn
+
+from fusedrl.channel import WeightChannel
+
+
+def test_tensors_outlive_the_channel_they_came_from():
+    channel = WeightChannel.create(workers.weights_of(0))
+    publish(channel)
+    reader = channel.handle.open()
+    with reader.lease() as lease:
+        kept = lease.weights["a"]
+    reader.close()
+    channel.close()
+    del reader, channel, lease
+    assert float(kept.sum()) == kept.numel()
+
+
+def test_a_view_that_was_pickled_for_another_process_does_not_stay_what_readers_read(
+    channel, reader
+):
+    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    for version in range(1, 8):
+        publish(channel)
+        reader.load_into(model)
+        with reader.lease() as lease:
+            assert workers.version_in(lease.weights) == lease.version == version
+            ForkingPickler.dumps(lease.weights["a"])
+            ForkingPickler.dumps(model["b"])
+        assert {float(p[0]) for p in model.values()} == {float(version)}
+
+
+def test_handles_are_small_and_do_not_show_their_secret(channel):
+    publish(channel)
+    text = pickle.dumps(channel.handle)
+    assert len(text) < 1000
+    assert channel.handle.session not in repr(channel.handle)
+    with pickle.loads(text).open() as reader, reader.lease() as lease:
+        assert lease.version == 1
+    assert b"torch" not in text
+
+
+def test_handles_of_another_session_open_nothing(channel):
+    other = type(channel.handle)(channel.handle.pid, channel.handle.fd, "0" * 32)
+    with pytest.raises(RuntimeError, match="another session"):
+        other.open()
+    with Path(__file__).open() as file:
+        wrong = type(channel.handle)(os.getpid(), file.fileno(), channel.handle.session)
+        with pytest.raises(RuntimeError, match="is not shared memory"):
+            wrong.open()
+
+
+def test_the_memory_is_this_users_alone_and_cannot_be_resized(channel):
+    path = Path(f"/proc/self/fd/{channel.handle.fd}")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(PermissionError):
+        os.truncate(path, 0)
+
+
+def test_readers_and_channels_are_not_pickled(channel, reader):
+    for end in (channel, reader):
+        with pytest.raises(TypeError, match="expected a WeightHandle"):
+            pickle.dumps(end)
+
+
+@pytest.mark.parametrize("what", ["reader", "lease"])
+def test_a_forked_child_has_to_open_the_handle_itself(channel, reader, what):
+    publish(channel)
+    lease = reader.lease()
+    use = reader.lease if what == "reader" else lambda: lease.weights
+    child = os.fork()
+    if child == 0:
+        try:
+            use()
+        except RuntimeError as error:
+            os._exit(0 if "open the handle again in this process" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert [r.alive for r in channel.readers()] == [True]
+    lease.release()
+
+
+def test_the_channel_passes_through_a_socket(channel):
+    publish(channel)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel.send_to(ours)
+        with channel.handle.open(theirs) as reader, reader.lease() as lease:
+            assert workers.version_in(lease.weights) == 1
