@@ -1,0 +1,132 @@
+"""The trainer's side: publish, let an engine load it, and know which version it has."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import TracebackType
+from typing import Any
+
+from fusedrl.channel import WeightChannel
+from fusedrl.channel.checks import seconds
+from fusedrl.vllm.controls import InFlight, control_of
+from fusedrl.vllm.engine_loads import EngineLoads
+from fusedrl.vllm.passing import ChannelSocket
+
+
+class EngineWeights:
+    """Keeps a vLLM engine at the versions of a weight channel.
+
+    An update is complete or has not been: the engine's workers lease one version, all the same one,
+    before anything of the model is touched. Its number is the channel's everywhere: in the engine,
+    in ``CompletionOutput.weight_versions`` of each request, and here.
+
+    Args:
+        channel: of the weights of the engine's model, under the names of its checkpoint. Whoever
+            made it closes it.
+        engine: a ``vllm.LLM``; an ``AsyncLLM``, whose updates are :meth:`update_async`; or the
+            address of a server that runs with ``VLLM_SERVER_DEV_MODE=1``. It was started with
+            ``WeightTransferConfig(backend="fusedrl")``, on the machine of this process.
+        in_flight: what becomes of requests that are running. ``"recompute"``: they go on, with the
+            keys and values of their tokens computed again by the new weights. ``"wait"``: the
+            update begins when they have ended.
+        socket: path for a Unix socket, for an engine that sees other pids than this process
+            (containers on one machine, which share its folder).
+        timeout: seconds that a wait for the engine's workers, or a call of a server, may take.
+
+    Raises:
+        TypeError: another kind of engine.
+
+    Example:
+        >>> from fusedrl import WeightChannel
+        >>> from fusedrl.vllm import EngineWeights
+        >>> def train(model, llm, steps):  # llm = LLM(..., weight_transfer_config=...)
+        ...     with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+        ...         for step in range(steps):
+        ...             version = weights.update()
+        ...             rollouts = llm.generate(...)
+    """
+
+    def __init__(
+        self,
+        channel: WeightChannel,
+        engine: Any,
+        *,
+        in_flight: InFlight = "recompute",
+        socket: str | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        if in_flight not in ("recompute", "wait"):
+            raise ValueError(f"in_flight: expected 'recompute' or 'wait', got {in_flight!r}")
+        self.channel = channel
+        timeout = seconds("timeout", timeout)
+        self._updating = threading.Lock()
+        control = control_of(engine, timeout)
+        self._socket = None if socket is None else ChannelSocket(channel, socket)
+        self._loads = EngineLoads(
+            channel.handle,
+            lambda: channel.version,
+            control,
+            in_flight=in_flight,
+            socket=socket,
+            timeout=timeout,
+        )
+
+    @property
+    def version(self) -> int | None:
+        """The version that the engine was given last; ``None`` before the first."""
+        return self._loads.version
+
+    def update(self, weights: Any = None, version: int | None = None) -> int:
+        """Publish weights, and let the engine load them.
+
+        Args:
+            weights: as for :meth:`WeightChannel.publish`.
+            version: as for :meth:`WeightChannel.publish`.
+
+        Returns:
+            The version that the engine has: a later one than was published, if another thread
+            published in between.
+
+        Raises:
+            ValueError: weights that do not fit the channel, or a channel that does not fit the
+                engine's model. The engine goes on with the version that it has.
+            RuntimeError: the engine refused; the message is the engine's. It goes on with the
+                version that it has, unless the message says otherwise.
+            TypeError: an ``AsyncLLM``.
+        """
+        self._loads.check_synchronous()
+        with self._updating:
+            return self._loads.load(self._published(weights, version))
+
+    async def update_async(self, weights: Any = None, version: int | None = None) -> int:
+        """As :meth:`update`, in the event loop of an ``AsyncLLM``, which goes on meanwhile."""
+        await asyncio.to_thread(self._updating.acquire)
+        try:
+            published = await asyncio.to_thread(self._published, weights, version)
+            return await self._loads.load_async(published)
+        finally:
+            self._updating.release()
+
+    def _published(self, weights: Any, version: int | None) -> int:
+        published = self.channel.publish(weights, version)
+        assert published is not None  # on_full="block"
+        return published
+
+    def close(self) -> None:
+        """Let go of the engine, which keeps the version that it has."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def __enter__(self) -> EngineWeights:
+        """This."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()

@@ -1,0 +1,147 @@
+"""Weights by the names of a checkpoint, into a model of vLLM, which has others."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from fusedrl.channel.entries import refuse
+from fusedrl.channel.layout import Layout
+
+logger = logging.getLogger("fusedrl")
+
+
+class ModelWeights:
+    """Loads the versions of a layout into one model.
+
+    Args:
+        model: of vLLM: the parameters of several layers of a checkpoint are one of its own, and
+            some are in another form.
+        vllm_config: that the model was made with.
+        layout: of the weights.
+
+    Raises:
+        ValueError: the weights are not those of the model: all names and shapes that do not fit.
+            The model is not touched.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, layout: Layout) -> None:
+        if layout.adapters == "only":
+            raise ValueError(
+                "channel: expected all weights of a model, got those of its adapters alone; create "
+                "the channel with adapters='merged'"
+            )
+        self._model = model
+        self._config = vllm_config
+        self._layout = layout
+        check_names(vllm_config, layout)
+
+    @torch.no_grad()
+    def load(self, views: Sequence[Tensor]) -> None:
+        """Load one version.
+
+        Args:
+            views: one for each entry that is stored, as :meth:`Layout.views` makes them. They may
+                be freed afterwards.
+        """
+        weights = [(name, views[index]) for name, index in self._layout.view_of.items()]
+        initialize_layerwise_reload(self._model)
+        try:
+            self._model.load_weights(weights)
+        finally:
+            finalize_layerwise_reload(self._model, self._config.model_config)
+
+
+class _Copies(TorchDispatchMode):
+    """Notes which sources are copied to which destinations, views of them included."""
+
+    def __init__(self, sources: dict[int, str]) -> None:
+        super().__init__()
+        self.names_of = {storage: {name} for storage, name in sources.items()}
+        self.used: set[str] = set()
+        self.filled: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        names = set().union(*(self.names_of.get(_storage(value), ()) for value in tensors))
+        for made in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(made, Tensor) and names:
+                self.names_of.setdefault(_storage(made), set()).update(names)
+        if func._schema.is_mutable and tensors:
+            target = tensors[0]
+            self.filled[_storage(target)] = self.filled.get(_storage(target), 0) + target.numel()
+            self.used |= names
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def check_names(vllm_config: VllmConfig, layout: Layout) -> None:
+    """Raise ``ValueError`` unless a model of this configuration takes all of a layout's weights.
+
+    A second model, without memory, is given tensors without memory: what it takes, and where to, is
+    what the engine's own would do.
+    """
+    if vllm_config.model_config.quantization is not None:
+        logger.info("weights: names and shapes of a quantised model are not checked beforehand")
+        return
+    skeleton = _skeleton(vllm_config)
+    given = {
+        entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        for entry in layout.entries
+    }
+    copies = _Copies({_storage(tensor): name for name, tensor in given.items()})
+    refused = ""
+    try:
+        with copies:
+            skeleton.load_weights(list(given.items()))
+    except Exception as error:
+        refused = f"{type(error).__name__}: {error}"
+    differences = [] if not refused else [f"vLLM's model refused them with {refused}"]
+    if not refused:
+        differences += [
+            f"{entry.name}: expected no such entry, got {entry.described()}"
+            for entry in layout.entries
+            if entry.name not in copies.used and entry.kind == "parameter" and entry.tied_to is None
+        ]
+        differences += [
+            f"{name} of vLLM's model: expected {parameter.numel()} elements, got "
+            f"{copies.filled.get(_storage(parameter), 0)}"
+            for name, parameter in skeleton.named_parameters()
+            if copies.filled.get(_storage(parameter), 0) < parameter.numel()
+        ]
+    architectures = vllm_config.model_config.hf_config.architectures
+    refuse(
+        "channel",
+        differences,
+        f"create it from the model that the engine runs, {architectures}, under the names of its "
+        "checkpoint",
+    )
+
+
+def _skeleton(vllm_config: VllmConfig) -> nn.Module:
+    """A model of the same classes on the meta device, which the engine does not know of."""
+    config = copy.copy(vllm_config)
+    # Layers register there by their names, which are those of the engine's own.
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    dtype = vllm_config.model_config.dtype
+    with torch.device("meta"), set_default_torch_dtype(dtype), set_current_vllm_config(config):
+        return initialize_model(config)

@@ -1,0 +1,44 @@
+"""How a vLLM engine finds the weight channel: an entry point that each of its processes calls."""
+
+from __future__ import annotations
+
+import logging
+
+BACKEND = "fusedrl"
+# Those whose interface the transfer engine implements. Before 0.31 `receive_weights` and
+# `start_weight_update` have other signatures.
+OLDEST = (0, 31)
+
+logger = logging.getLogger("fusedrl")
+
+
+def register() -> None:
+    """Make ``backend="fusedrl"`` known to this process's vLLM; may be called again.
+
+    A vLLM without weight transfer is left alone: engines that do not ask for the backend must
+    start, and one that does is told by vLLM that there is no such option.
+    """
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        logger.info(
+            "vllm: expected weight transfer (0.31 or later) for backend='fusedrl', got none"
+        )
+        return
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "fusedrl.vllm.transfer_engine", "ChannelWeightTransferEngine"
+        )
+
+
+def check_version(version: str) -> None:
+    """Raise ``RuntimeError`` unless a version of vLLM is one that the backend works with."""
+    numbers = version.split(".")
+    try:
+        found = int(numbers[0]), int(numbers[1])
+    except (IndexError, ValueError):
+        return  # a build of a branch, which says nothing
+    if found < OLDEST:
+        raise RuntimeError(
+            f"vllm: expected 0.31 or 0.32 for backend='fusedrl', got {version}; upgrade vLLM"
+        )

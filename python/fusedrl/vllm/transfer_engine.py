@@ -1,0 +1,171 @@
+"""The end of a weight channel within a worker of a vLLM engine."""
+
+from __future__ import annotations
+
+import logging
+import socket as sockets
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm import __version__ as vllm_version
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from fusedrl.channel import WeightHandle, WeightReader
+from fusedrl.channel.reader import Lease
+from fusedrl.vllm.agreement import Ranks
+from fusedrl.vllm.model_weights import ModelWeights
+from fusedrl.vllm.plugin import check_version
+
+logger = logging.getLogger("fusedrl")
+
+
+@dataclass
+class ChannelInitInfo(WeightTransferInitInfo):
+    """Which channel an engine is to read: the fields of a :class:`WeightHandle`, as plain JSON.
+
+    Attributes:
+        pid: of the publisher, as the engine's processes see it.
+        fd: of the channel, in the publisher's process.
+        session: the channel's secret.
+        socket: path of a Unix socket that passes the channel, where the engine sees other pids.
+    """
+
+    pid: int
+    fd: int
+    session: str = field(repr=False)
+    socket: str | None = None
+
+
+@dataclass
+class ChannelUpdateInfo(WeightTransferUpdateInfo):
+    """Which version an engine is to load.
+
+    Attributes:
+        version: this one, and no other, which the engine would have under a wrong number.
+        timeout: seconds to wait for it; the channel's own if ``None``.
+    """
+
+    version: int
+    timeout: float | None = None
+
+
+class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelUpdateInfo]):
+    """Load versions of a :class:`WeightChannel` into the model of a vLLM worker.
+
+    vLLM makes it for ``WeightTransferConfig(backend="fusedrl")``. A version is leased, by all
+    workers the same one, before anything of the model is touched; an update that fails before that
+    leaves the engine with the version that it has.
+
+    Raises:
+        RuntimeError: a vLLM whose interface is another one.
+    """
+
+    init_info_cls = ChannelInitInfo
+    update_info_cls = ChannelUpdateInfo
+    # The channel has the weights of the model, not those of its draft.
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        check_version(vllm_version)
+        super().__init__(config, vllm_config, device, model)
+        self.version: int | None = None
+        self._reader: WeightReader | None = None
+        self._weights: ModelWeights | None = None
+
+    def init_transfer_engine(self, init_info: ChannelInitInfo) -> None:
+        """Become a reader of the channel, in the place of one that there was.
+
+        Raises:
+            RuntimeError: the channel cannot be opened; the message says why.
+            ValueError: its weights are not those of the engine's model; all differences.
+        """
+        opened: list[WeightReader] = []
+
+        def open_and_check() -> ModelWeights:
+            opened.append(_opened(init_info))
+            try:
+                return ModelWeights(self.model, self.vllm_config, opened[0].layout)
+            except BaseException:
+                opened[0].close()
+                raise
+
+        weights = Ranks.of_this_process().all_or_none(open_and_check, lambda: opened[0].close())
+        if weights is not None:
+            self.shutdown()
+            self._reader, self._weights, self.version = opened[0], weights, None
+
+    def start_weight_update(self) -> None:
+        """Nothing: a model is touched when a version is there, by :meth:`update_weights`."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As :meth:`receive_weights`; the fields come as a dict."""
+        # The base class synchronises an accelerator, which a CPU does not have.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: ChannelUpdateInfo) -> None:
+        """Lease a version, load all of it, and let it go.
+
+        Raises:
+            RuntimeError: no channel, a channel whose publisher has ended without this version, or
+                which has gone on to another; several workers, of which one failed.
+            TimeoutError: the version was not published in time.
+        """
+        held: list[Lease] = []
+
+        def lease() -> Lease:
+            held.append(self._lease(update_info))
+            return held[0]
+
+        leased = Ranks.of_this_process().all_or_none(lease, lambda: held[0].release())
+        if leased is None:
+            return
+        assert self._reader is not None and self._weights is not None
+        with leased:
+            self._weights.load(self._reader._views(leased._slot))
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
+        self.version = leased.version
+
+    def _lease(self, update_info: ChannelUpdateInfo) -> Lease:
+        if self._reader is None:
+            raise RuntimeError(
+                "channel: expected one that is open, got none; call init_weight_transfer_engine "
+                "with the channel's handle first"
+            )
+        lease = self._reader.lease(update_info.version, update_info.timeout)
+        if lease.version != update_info.version:
+            lease.release()
+            raise RuntimeError(
+                f"version: expected {update_info.version}, got a channel that has published "
+                f"{lease.version} since; ask for that one"
+            )
+        return lease
+
+    def finish_weight_update(self) -> None:
+        """Nothing: an update that was not received has changed nothing."""
+
+    def shutdown(self) -> None:
+        """Close the channel; the model keeps its weights."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._weights = None
+
+
+def _opened(init_info: ChannelInitInfo) -> WeightReader:
+    handle = WeightHandle(init_info.pid, init_info.fd, init_info.session)
+    if init_info.socket is None:
+        return handle.open()
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as socket:
+        try:
+            socket.connect(init_info.socket)
+        except OSError as error:
+            raise RuntimeError(
+                f"socket: expected the trainer's Unix socket at {init_info.socket}, got "
+                f"{error.strerror}; mount its folder into the engine's container"
+            ) from error
+        return handle.open(socket)
