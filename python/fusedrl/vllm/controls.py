@@ -17,8 +17,8 @@ class Control(Protocol):
     but the engine, in the thread that calls.
     """
 
-    async def init(self, info: dict[str, Any]) -> None:
-        """Give each worker the channel's handle."""
+    async def workers(self) -> int:
+        """How many hold the model together."""
         ...
 
     async def pause(self, in_flight: InFlight) -> None:
@@ -77,9 +77,9 @@ class Offline:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    async def init(self, info: dict[str, Any]) -> None:
-        """Give each worker the channel's handle."""
-        self._engine.init_weight_transfer_engine({"init_info": info})
+    async def workers(self) -> int:
+        """How many hold the model together."""
+        return self._engine.llm_engine.vllm_config.parallel_config.world_size
 
     async def pause(self, in_flight: InFlight) -> None:
         """Nothing runs."""
@@ -111,11 +111,9 @@ class InLoop:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    async def init(self, info: dict[str, Any]) -> None:
-        """Give each worker the channel's handle."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+    async def workers(self) -> int:
+        """How many hold the model together."""
+        return self._engine.vllm_config.parallel_config.world_size
 
     async def pause(self, in_flight: InFlight) -> None:
         """Let no request go on, but those that ``"wait"`` is for."""
@@ -158,9 +156,9 @@ class Server:
         self._address = address.rstrip("/")
         self._timeout = timeout
 
-    async def init(self, info: dict[str, Any]) -> None:
-        """Give each worker the channel's handle."""
-        self._post("init_weight_transfer_engine", {"init_info": info})
+    async def workers(self) -> int:
+        """How many hold the model together."""
+        return json.loads(self._call("GET", "get_world_size?include_dp=false"))["world_size"]
 
     async def pause(self, in_flight: InFlight) -> None:
         """Let no request go on, but those that ``"wait"`` is for."""
@@ -189,15 +187,18 @@ class Server:
         self._post("reset_encoder_cache")
 
     def _post(self, path: str, fields: dict[str, Any] | None = None) -> None:
+        self._call("POST", path, b"" if fields is None else json.dumps(fields).encode())
+
+    def _call(self, method: str, path: str, data: bytes | None = None) -> bytes:
         request = urllib.request.Request(
             f"{self._address}/{path}",
-            data=b"" if fields is None else json.dumps(fields).encode(),
+            data=data,
             headers={"Content-Type": "application/json"},
-            method="POST",
+            method=method,
         )
         try:
             with urllib.request.urlopen(request, timeout=self._timeout) as answer:
-                answer.read()
+                return answer.read()
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:2000]
             remedy = (
@@ -212,3 +213,14 @@ class Server:
                 f"engine: expected a server at {self._address}, got {error}; start it first, with "
                 "VLLM_SERVER_DEV_MODE=1"
             ) from error
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What a server says of a call that failed."""
+    if error.code == 404:
+        return "no such call; start the server with VLLM_SERVER_DEV_MODE=1"
+    text = error.read().decode(errors="replace")
+    try:
+        return json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return text[:2000] or error.reason

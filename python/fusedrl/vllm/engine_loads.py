@@ -46,7 +46,6 @@ class EngineLoads:
         self._control = control
         self._in_flight: InFlight = in_flight
         self._timeout = timeout
-        self._known = False  # the engine has the address
 
     def check_synchronous(self) -> None:
         """Raise ``TypeError`` for an engine that is called in an event loop."""
@@ -74,9 +73,6 @@ class EngineLoads:
         return await asyncio.to_thread(_run, self._load(version))
 
     async def _load(self, version: int) -> int:
-        if not self._known:
-            await self._control.init(self._address)
-            self._known = True
         await self._control.pause(self._in_flight)
         try:
             self.version = await self._load_paused(version)
@@ -94,11 +90,15 @@ class EngineLoads:
                 await self._finish_failed()
                 await self._control.start()
             try:
-                await self._control.load({"version": version, "timeout": self._timeout})
+                # With the address, as the engine may have been restarted, or read another channel.
+                await self._control.load(
+                    {"version": version, "timeout": self._timeout, "channel": self._address}
+                )
             except Exception:
-                await self._finish_failed()
+                if await self._control.workers() > 1:
+                    await self._finish_failed()
                 newest = self._newest()
-                if newest is None or newest == version:
+                if newest is None or newest <= version:
                     raise
                 version = newest
             else:
@@ -110,7 +110,7 @@ class EngineLoads:
         )
 
     async def _finish_failed(self) -> None:
-        # Of several workers, only the last one knows that the update has failed.
+        # Of several workers only the last one has ended the update that failed; it refuses this.
         with contextlib.suppress(Exception):
             await self._control.finish(None)
 

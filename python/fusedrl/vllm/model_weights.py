@@ -18,10 +18,10 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from fusedrl.channel.entries import refuse
 from fusedrl.channel.layout import Layout
 
 logger = logging.getLogger("fusedrl")
+_SHOWN = 10
 
 
 class ModelWeights:
@@ -101,38 +101,49 @@ def check_names(vllm_config: VllmConfig, layout: Layout) -> None:
     if vllm_config.model_config.quantization is not None:
         logger.info("weights: names and shapes of a quantised model are not checked beforehand")
         return
-    skeleton = _skeleton(vllm_config)
     given = {
         entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         for entry in layout.entries
     }
+    skeleton = _skeleton(vllm_config)
     copies = _Copies({_storage(tensor): name for name, tensor in given.items()})
-    refused = ""
     try:
         with copies:
             skeleton.load_weights(list(given.items()))
-    except Exception as error:
-        refused = f"{type(error).__name__}: {error}"
-    differences = [] if not refused else [f"vLLM's model refused them with {refused}"]
-    if not refused:
-        differences += [
+    except Exception:
+        differences = _refused(_skeleton(vllm_config), given)
+    else:
+        differences = [
             f"{entry.name}: expected no such entry, got {entry.described()}"
-            for entry in layout.entries
-            if entry.name not in copies.used and entry.kind == "parameter" and entry.tied_to is None
+            for entry in layout.stored
+            if entry.name not in copies.used and entry.kind == "parameter"
         ]
+        filled = copies.filled
         differences += [
-            f"{name} of vLLM's model: expected {parameter.numel()} elements, got "
-            f"{copies.filled.get(_storage(parameter), 0)}"
+            f"{name} of vLLM's model: expected {parameter.numel()} elements, got {count}"
             for name, parameter in skeleton.named_parameters()
-            if copies.filled.get(_storage(parameter), 0) < parameter.numel()
+            if (count := filled.get(_storage(parameter), 0)) < parameter.numel()
         ]
-    architectures = vllm_config.model_config.hf_config.architectures
-    refuse(
-        "channel",
-        differences,
-        f"create it from the model that the engine runs, {architectures}, under the names of its "
-        "checkpoint",
-    )
+    if differences:
+        shown = differences[:_SHOWN]
+        more = [f"and {len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
+        raise ValueError(
+            f"channel: expected the weights of {vllm_config.model_config.architecture} as its "
+            "checkpoint has them, got others; create the channel from the model that the engine "
+            "runs\n  " + "\n  ".join(shown + more)
+        )
+
+
+def _refused(skeleton: nn.Module, given: dict[str, Tensor]) -> list[str]:
+    """What a model says of each of the weights that it refuses."""
+    refused = []
+    for name, tensor in given.items():
+        try:
+            skeleton.load_weights([(name, tensor)])
+        except Exception as error:
+            text = str(error) or "no such entry, or of another shape"
+            refused.append(f"{name}, {tuple(tensor.shape)}: {type(error).__name__}: {text}")
+    return refused or ["they are refused together, though not one by one"]
 
 
 def _skeleton(vllm_config: VllmConfig) -> nn.Module:

@@ -48,10 +48,13 @@ class ChannelUpdateInfo(WeightTransferUpdateInfo):
     Attributes:
         version: this one, and no other, which the engine would have under a wrong number.
         timeout: seconds to wait for it; the channel's own if ``None``.
+        channel: the fields of :class:`ChannelInitInfo`, of the channel that has the version.
+            ``None``: the one that the engine reads.
     """
 
     version: int
     timeout: float | None = None
+    channel: dict[str, Any] | None = field(default=None, repr=False)
 
 
 class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelUpdateInfo]):
@@ -73,9 +76,9 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         check_version(vllm_version)
         super().__init__(config, vllm_config, device, model)
-        self.version: int | None = None
         self._reader: WeightReader | None = None
         self._weights: ModelWeights | None = None
+        self._session: str | None = None
 
     def init_transfer_engine(self, init_info: ChannelInitInfo) -> None:
         """Become a reader of the channel, in the place of one that there was.
@@ -84,10 +87,14 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
             RuntimeError: the channel cannot be opened; the message says why.
             ValueError: its weights are not those of the engine's model; all differences.
         """
+        self._open(init_info)
+
+    def _open(self, info: ChannelInitInfo) -> bool:
+        """Read another channel, unless a worker cannot."""
         opened: list[WeightReader] = []
 
         def open_and_check() -> ModelWeights:
-            opened.append(_opened(init_info))
+            opened.append(_opened(info))
             try:
                 return ModelWeights(self.model, self.vllm_config, opened[0].layout)
             except BaseException:
@@ -95,9 +102,11 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
                 raise
 
         weights = Ranks.of_this_process().all_or_none(open_and_check, lambda: opened[0].close())
-        if weights is not None:
-            self.shutdown()
-            self._reader, self._weights, self.version = opened[0], weights, None
+        if weights is None:
+            return False
+        self.shutdown()
+        self._reader, self._weights, self._session = opened[0], weights, info.session
+        return True
 
     def start_weight_update(self) -> None:
         """Nothing: a model is touched when a version is there, by :meth:`update_weights`."""
@@ -114,7 +123,12 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
             RuntimeError: no channel, a channel whose publisher has ended without this version, or
                 which has gone on to another; several workers, of which one failed.
             TimeoutError: the version was not published in time.
+            ValueError: a channel that has not the weights of the engine's model.
         """
+        if update_info.channel is not None:
+            info = self.parse_init_info(update_info.channel)
+            if info.session != self._session and not self._open(info):
+                return
         held: list[Lease] = []
 
         def lease() -> Lease:
@@ -129,7 +143,6 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
             self._weights.load(self._reader._views(leased._slot))
             if self.device.type != "cpu":
                 torch.accelerator.synchronize(self.device)
-        self.version = leased.version
 
     def _lease(self, update_info: ChannelUpdateInfo) -> Lease:
         if self._reader is None:
@@ -153,7 +166,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         """Close the channel; the model keeps its weights."""
         if self._reader is not None:
             self._reader.close()
-        self._reader = self._weights = None
+        self._reader = self._weights = self._session = None
 
 
 def _opened(init_info: ChannelInitInfo) -> WeightReader:

@@ -1,0 +1,170 @@
+"""A ``vllm.LLM`` that a trainer feeds through a channel."""
+
+import threading
+
+import pytest
+import torch
+from tiny_engines import completion, expected, offline, tiny_model, train
+
+from fusedrl import WeightChannel
+from fusedrl.vllm import EngineWeights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return tiny_model(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(folder, model):
+    with offline(folder) as llm:
+        yield llm
+
+
+def tokens_of(llm):
+    return list(completion(llm).token_ids)
+
+
+def versions_of(llm):
+    return [(span.version, span.start, span.end) for span in completion(llm).weight_versions]
+
+
+def test_an_engine_has_the_weights_of_each_update(llm, model):
+    assert tokens_of(llm) == expected(model)
+    seen = {tuple(tokens_of(llm))}
+    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+        assert weights.version is None
+        for version in range(1, 21):
+            train(model)
+            assert weights.update() == version
+            assert tokens_of(llm) == expected(model)
+            assert versions_of(llm) == [(str(version), 0, 12)]
+            seen.add(tuple(tokens_of(llm)))
+        assert weights.version == channel.version == 20
+        assert llm.get_weight_version() == "20"
+    assert len(seen) > 15  # an engine that stands still would be seen
+
+
+def test_bfloat16_weights_in_the_channel_are_what_the_engine_has(llm, model):
+    train(model)
+    with (
+        WeightChannel.create(model, dtype=torch.bfloat16) as channel,
+        EngineWeights(channel, llm) as weights,
+    ):
+        weights.update()
+    rounded = {name: t.bfloat16().float() for name, t in model.state_dict().items()}
+    model.load_state_dict(rounded)
+    assert tokens_of(llm) == expected(model)
+
+
+def test_the_number_is_that_of_a_version_published_in_between(llm, model, monkeypatch):
+    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+        publish = channel.publish
+
+        def overtaken(*args):
+            version = publish(*args)
+            train(model)
+            publish()
+            return version
+
+        monkeypatch.setattr(channel, "publish", overtaken)
+        assert weights.update() == 2
+        assert versions_of(llm) == [("2", 0, 12)]
+        assert tokens_of(llm) == expected(model)
+
+
+def test_updates_of_two_threads_come_one_after_the_other(llm, model):
+    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+        given = []
+        threads = [
+            threading.Thread(target=lambda: given.append(weights.update())) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(given) == [1, 2, 3, 4]
+        assert weights.version == 4
+
+
+def test_two_trainers_of_one_engine_do_not_get_each_other_s_weights(llm, model, tmp_path):
+    other = tiny_model(tmp_path, seed=7)
+    with (
+        WeightChannel.create(model) as channel,
+        WeightChannel.create(other) as another,
+        EngineWeights(channel, llm) as weights,
+        EngineWeights(another, llm) as others,
+    ):
+        for trained, given in [(model, weights), (other, others), (model, weights)]:
+            given.update(version=(given.version or 0) + 1)
+            assert tokens_of(llm) == expected(trained)
+    assert expected(model) != expected(other)
+
+
+class TestRefused:
+    """What is refused leaves the engine as it was, and the next update works."""
+
+    @pytest.fixture(autouse=True)
+    def goes_on(self, llm, model):
+        with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+            weights.update(version=100)
+            before = tokens_of(llm)
+            yield
+            assert tokens_of(llm) == before
+            assert versions_of(llm) == [("100", 0, 12)]
+            train(model)
+            assert weights.update() == 101
+            assert tokens_of(llm) == expected(model)
+
+    @pytest.mark.parametrize(
+        ("sizes", "said"),
+        [
+            ({"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}, "embed_tok"),
+            ({"num_hidden_layers": 3}, "model.layers.2"),
+            ({"num_hidden_layers": 1}, "model.layers.1"),
+            ({"kind": "llama"}, "bias"),
+        ],
+        ids=["narrower", "deeper", "shallower", "without biases"],
+    )
+    def test_weights_of_another_model(self, llm, tmp_path, sizes, said):
+        other = tiny_model(tmp_path, **sizes)
+        with WeightChannel.create(other) as channel, EngineWeights(channel, llm) as weights:
+            with pytest.raises(Exception, match=said):
+                weights.update()
+            assert weights.version is None
+
+    def test_a_channel_that_is_closed(self, llm, model):
+        with WeightChannel.create(model) as channel:
+            weights = EngineWeights(channel, llm)
+            channel.publish()
+        with pytest.raises(Exception, match="closed"):
+            weights._loads.load(1)
+
+    def test_a_version_that_never_comes(self, llm, model):
+        with WeightChannel.create(model) as channel:
+            weights = EngineWeights(channel, llm, timeout=0.2)
+            channel.publish()
+            with pytest.raises(Exception, match=r"expected 7 or later within 0\.2 s, got 1"):
+                weights._loads.load(7)
+
+    def test_an_update_that_is_begun_and_never_ended(self, llm):
+        llm.start_weight_update()
+
+
+def test_an_update_that_somebody_began_and_left_is_ended(llm, model):
+    llm.start_weight_update()
+    train(model)
+    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+        assert weights.update() == 1
+    assert tokens_of(llm) == expected(model)
+
+
+@pytest.mark.parametrize("engine", [None, 3, object()], ids=["None", "3", "an object"])
+def test_another_kind_of_engine_is_refused(model, engine):
+    with WeightChannel.create(model) as channel, pytest.raises(TypeError, match=r"vllm\.LLM"):
+        EngineWeights(channel, engine)
