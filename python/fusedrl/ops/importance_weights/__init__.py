@@ -264,8 +264,7 @@ def _check(
 ) -> None:
     for name, value in (("log_probs", log_probs), ("rollout_log_probs", rollout_log_probs)):
         _dispatch.check_tensor(name, value, like="" if value is log_probs else " like log_probs")
-        if not value.dtype.is_floating_point:
-            raise TypeError(f"{name}: expected a floating-point dtype, got {value.dtype}")
+        _dispatch.check_floating(name, value)
     if log_probs.dim() not in (1, 2):
         raise ValueError(
             f"log_probs: expected [N] packed or [B, T] padded, got shape {tuple(log_probs.shape)}"

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyLoss", "RatioStatistics", "linear_policy_loss"]
 
+IMPORTANCE_OPTIONS = ("level", "mode", "low", "high", "nan", "impl")
+
 
 class PolicyLoss(NamedTuple):
     """A policy's loss, and what it is made of.
@@ -250,6 +252,7 @@ def linear_policy_loss(
         )
     _check_coefficients(kl_coeff, entropy_coeff, ref_log_probs, aggregation, normalizer)
     _check_main_grad(main_grad, head.weight, group)
+    _check_importance(importance, rollout_log_probs)
     chosen = _dispatch.choose(impl, "linear_policy_loss", head.hidden.device, head.hidden.dtype)
     rows = autograd.Rows(
         tokens.to(torch.int64).contiguous(),
@@ -282,8 +285,6 @@ def linear_policy_loss(
         task = corrected(
             task, rollout, importance or {}, sequences.offsets, kept, vocab_offset, group
         )
-    elif importance:
-        raise ValueError("rollout_log_probs: expected a tensor with importance, got None")
     if chosen == "reference" or group is not None:
         terms = from_log_probs(task, level, sequences, vocab_offset, group)
     elif level == "token":
@@ -334,6 +335,25 @@ def _check_coefficients(
         )
 
 
+def _check_importance(
+    importance: Mapping[str, Any] | None, rollout_log_probs: Tensor | None
+) -> None:
+    if importance is None:
+        return
+    if not isinstance(importance, Mapping):
+        raise TypeError(
+            "importance: expected a mapping of options of importance_weights, got "
+            f"{_dispatch.kind(importance)}; pass {{'level': 'sequence'}}, say"
+        )
+    for name in importance:
+        if name not in IMPORTANCE_OPTIONS:
+            raise TypeError(
+                f"importance: expected options among {', '.join(IMPORTANCE_OPTIONS)}, got {name!r}"
+            )
+    if importance and rollout_log_probs is None:
+        raise ValueError("rollout_log_probs: expected a tensor with importance, got None")
+
+
 def _check_main_grad(main_grad: Tensor | None, weight: Tensor, group: object) -> None:
     if main_grad is None:
         return
@@ -366,6 +386,7 @@ def _advantages(
         raise ValueError(
             f"advantages: expected shape {tuple(tokens.shape)}, one a token, or "
             f"({sequences.count},), one a sequence, got {tuple(value.shape)}"
+            + ("; flatten it with .flatten()" if value.numel() == sequences.count else "")
         )
     _dispatch.check_device("advantages", spread, tokens.device)
     return spread.to(dtype).contiguous()
@@ -373,8 +394,7 @@ def _advantages(
 
 def _check_constant(name: str, value: Tensor) -> None:
     _dispatch.check_tensor(name, value)
-    if not value.dtype.is_floating_point:
-        raise TypeError(f"{name}: expected a floating-point dtype, got {value.dtype}")
+    _dispatch.check_floating(name, value)
     if value.requires_grad:
         raise ValueError(
             f"{name}: expected a constant, got a tensor that requires grad; no gradient flows to "

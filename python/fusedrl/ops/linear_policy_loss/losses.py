@@ -130,7 +130,7 @@ def one_of(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def _bounds(clip: object) -> tuple[float, float]:
-    pair = clip if isinstance(clip, tuple) else (clip, clip)
+    pair = clip if isinstance(clip, (tuple, list)) else (clip, clip)
     if len(pair) != 2:
         raise ValueError(f"clip: expected a number or a pair (low, high), got {clip!r}")
     below, above = (_number("clip", value) for value in pair)
