@@ -33,13 +33,13 @@ class PolicyLoss(NamedTuple):
 
     Args:
         loss: ``objective + kl_coeff * kl - entropy_coeff * entropy``, which differentiates.
-        objective: the aggregated term of the advantages; without gradient, as all that follows.
+        objective: the aggregated term of the advantages. Like all that follows it has no gradient.
         kl: the aggregated KL to the reference policy, 0 without one.
         entropy: the aggregated entropy, 0 where it was not asked for.
         log_probs: float32, shaped like the tokens; 0 for a dropped one.
-        entropies: of each token's distribution, ``None`` where they were not asked for.
-        ratio: statistics of the ratios of kept tokens, a
-            :class:`fusedrl.ops.linear_policy_loss.RatioStatistics`.
+        entropies: the entropy of each token's distribution, ``None`` where it was not asked for.
+        ratio: statistics of the ratios of kept tokens: ``mean``, ``smallest``, ``largest``,
+            ``clipped_low``, ``clipped_high``, ``effective_sample_size`` and ``kl``.
 
     Example:
         >>> import torch
@@ -113,43 +113,45 @@ def linear_policy_loss(
     ============= ================================= =========== =========== ============
 
     A block of rows is multiplied by the head once, reduced to log-probs, weighed, overwritten by
-    the gradient of its logits, and multiplied into both gradients before the next block starts:
-    three matrix products, where a log-prob op and a loss behind it take four. The logits of one
-    block exist at a time: at most 256 MiB (or one row). A ratio of whole sequences needs
-    their log-probs first, and a vocabulary that is sharded over ranks those of all ranks: four
-    products. Only kept rows are multiplied. Gradients are made in the forward pass, where any are
+    the gradient of its logits, and multiplied into both gradients before the next block starts.
+    That is three matrix products, where a log-prob op and a loss behind it take four. The logits of
+    one block exist at a time: at most 256 MiB, or one row. Four products are needed for a ratio of
+    whole sequences, which needs their log-probs first, and for a vocabulary that is sharded over
+    ranks. Only kept rows are multiplied. Gradients are made in the forward pass, where any are
     needed, summed in float32, and scaled in the backward pass.
 
     Args:
         hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``; float32, bfloat16
             or float16 (float64 runs through the reference).
-        weight: ``[V, H]`` of the dtype of ``hidden``.
+        weight: ``[V, H]`` of the dtype of ``hidden``. ``torch.autocast`` rounds both to its dtype.
         tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged, as is every other tensor
             of one entry a token.
         mask: bool, shaped like ``tokens``; ``None`` keeps all. Nothing of a dropped token is read.
         advantages: one a token, shaped like ``tokens``, or one a sequence, ``[B]``.
-        old_log_probs: log-probs of the policy that generated, shaped like ``tokens``; ``None``:
-            those of the policy itself, so that every ratio is 1.
-        ref_log_probs: log-probs of the reference policy, which ``kl_coeff`` needs.
+        old_log_probs: log-probs of the policy that generated, shaped like ``tokens``. With ``None``
+            those of the policy itself are taken, so that every ratio is 1.
+        ref_log_probs: log-probs of the reference policy, which ``kl_coeff`` needs. Where that is 0
+            they have no part in the loss, and ``kl`` is computed all the same.
         token_weights: factor of each token's objective, a constant shaped like ``tokens``.
         rollout_log_probs: log-probs of the engine that generated, where those differ from what the
-            same weights give in training: each token's objective is multiplied by the
-            :func:`importance_weights` of ``old_log_probs`` to them. Without ``old_log_probs`` those
-            of the policy itself are taken, which come first then: four products.
+            same weights give in training. Each token's objective is multiplied by the
+            :func:`importance_weights` of ``old_log_probs`` to them, beside ``token_weights``.
+            Without ``old_log_probs`` the policy's own are computed first: four products.
         importance: options of :func:`importance_weights`, such as ``{"level": "geometric"}``.
-        offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends; one
-            sequence without.
+        offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends. Without
+            offsets a packed batch is one sequence.
         shift: token *i* reads row *i - 1* of its own sequence, and the first token of every
             sequence has no row. Packed hidden states then need ``offsets``.
-        loss: a row of the table; what follows replaces what it says there.
+        loss: a row of the table, which ``ratio``, ``clip`` and ``aggregation`` change.
         ratio: ``"token"``, ``"sequence"`` (the product over the kept tokens of a sequence) or
             ``"geometric"`` (its geometric mean).
-        clip: ``low`` and ``high``, or one number for both: the ratio is clamped to
-            ``[1 - low, 1 + high]``.
-        dual_clip: a larger ratio counts as this one where the advantage is negative.
+        clip: ``low`` and ``high``, the distances of the bounds from 1, or one number for both: the
+            ratio is clamped to ``[1 - low, 1 + high]``. Without effect on ``reinforce``.
+        dual_clip: a larger ratio counts as this one where the advantage is negative. It affects
+            clipped losses only.
         aggregation: ``"token"``, the mean over kept tokens; ``"sequence"``, the mean over sequences
-            of the mean over their kept tokens; ``"constant"``, the sum over ``normalizer``. KL and
-            entropy are aggregated alike.
+            of the mean over their kept tokens, 0 where there is none; ``"constant"``, the sum over
+            ``normalizer``. KL and entropy are aggregated alike.
         normalizer: replaces the number of tokens (``"token"``) or sequences (``"sequence"``), to
             count those of other ranks or micro-batches too.
         kl_coeff: factor of the KL to the reference policy in the loss.
@@ -170,7 +172,8 @@ def linear_policy_loss(
         :class:`PolicyLoss`.
 
     Raises:
-        TypeError: a mask that is not bool, hidden states that are not floating point.
+        TypeError: a mask that is not bool, hidden states, advantages or log-probs that are not
+            floating point, an unknown option in ``importance``.
         ValueError: an unknown loss, shapes, dtypes, devices or offsets that do not fit, a
             coefficient without what it weighs, a constant that requires grad.
         RuntimeError: a kept token outside ``[0, V)``; a second derivative.
