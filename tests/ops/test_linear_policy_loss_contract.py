@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -226,11 +227,12 @@ def test_refused_importance(importance, message):
 def test_modules_and_their_outputs_in_place_of_tensors():
     hidden, weight, _ = inputs()
     output = SimpleNamespace(last_hidden_state=hidden)
-    for given, message in (
+    cases: tuple[tuple[Any, str], ...] = (
         ((output, weight), r"hidden: .* got SimpleNamespace; pass its \.last_hidden_state"),
         ((hidden, torch.nn.Linear(6, 20)), r"weight: .* got Linear; pass its \.weight"),
         ((hidden, torch.nn.Sequential()), "weight: .* got Sequential$"),
-    ):
+    )
+    for given, message in cases:
         with pytest.raises(TypeError, match=message):
             linear_policy_loss(*given, TOKENS, MASK, torch.zeros(9))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -78,7 +78,7 @@ def linear_policy_loss(
     shift: bool = False,
     loss: str = "grpo",
     ratio: str | None = None,
-    clip: float | tuple[float, float] | None = None,
+    clip: float | Sequence[float] | None = None,
     dual_clip: float | None = None,
     aggregation: str | None = None,
     normalizer: float | Tensor | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,7 +98,7 @@ def recipe_of(
     loss: str,
     ratio: str | None,
     aggregation: str | None,
-    clip: float | tuple[float, float] | None,
+    clip: float | Sequence[float] | None,
     dual_clip: float | None,
     kl_estimator: str,
 ) -> tuple[Surrogate, str, str]:
