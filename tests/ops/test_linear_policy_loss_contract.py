@@ -229,6 +229,7 @@ def test_modules_and_their_outputs_in_place_of_tensors():
     output = SimpleNamespace(last_hidden_state=hidden)
     cases: tuple[tuple[Any, str], ...] = (
         ((output, weight), r"hidden: .* got SimpleNamespace; pass its \.last_hidden_state"),
+        (({"logits": hidden}, weight), "hidden: expected .* got dict$"),
         ((hidden, torch.nn.Linear(6, 20)), r"weight: .* got Linear; pass its \.weight"),
         ((hidden, torch.nn.Sequential()), "weight: .* got Sequential$"),
     )

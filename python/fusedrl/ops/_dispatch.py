@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import numbers
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -207,7 +207,8 @@ def _remedy(value: object) -> str:
         return "; pass its .weight" if hasattr(value, "weight") else ""
     if hasattr(value, "last_hidden_state"):
         return "; pass its .last_hidden_state"
-    return "" if value is None else "; convert it with torch.as_tensor"
+    unclear = value is None or isinstance(value, Mapping)
+    return "" if unclear else "; convert it with torch.as_tensor"
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
