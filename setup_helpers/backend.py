@@ -8,12 +8,17 @@ none.
 
 from __future__ import annotations
 
+import base64
+import csv
+import hashlib
 import importlib.util
+import io
 import os
 import re
 import site
 import sys
 import sysconfig
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,7 +118,38 @@ def build_editable(
     wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
 ) -> str:
     _point_cmake_at_torch()
-    return _skbuild.build_editable(wheel_directory, config_settings, metadata_directory)
+    name = _skbuild.build_editable(wheel_directory, config_settings, metadata_directory)
+    _keep_paths_within(Path.cwd(), Path(wheel_directory, name))
+    return name
+
+
+def _keep_paths_within(checkout: Path, wheel: Path) -> None:
+    """Put no folder beside the checkout on sys.path.
+
+    For ``"fusedrl/benchmarks" = "benchmarks"`` in pyproject.toml, scikit-build-core names the
+    folder two levels above: any neighbour of the checkout would be a package.
+    """
+    with zipfile.ZipFile(wheel) as old:
+        files = {entry: old.read(entry) for entry in old.infolist()}
+    record = next(entry for entry in files if entry.filename.endswith(".dist-info/RECORD"))
+    rows = list(csv.reader(io.StringIO(files[record].decode())))
+    for entry in [entry for entry in files if entry.filename.endswith(".pth")]:
+        lines = files[entry].decode().splitlines(keepends=True)
+        kept = [
+            line
+            for line in dict.fromkeys(lines)
+            if line.startswith("import ") or Path(line.strip()).is_relative_to(checkout)
+        ]
+        files[entry] = "".join(kept).encode()
+        digest = base64.urlsafe_b64encode(hashlib.sha256(files[entry]).digest()).rstrip(b"=")
+        row = [entry.filename, f"sha256={digest.decode()}", str(len(files[entry]))]
+        rows = [row if known[0] == entry.filename else known for known in rows]
+    written = io.StringIO()
+    csv.writer(written, lineterminator="\n").writerows(rows)
+    files[record] = written.getvalue().encode()
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry, data in files.items():
+            new.writestr(entry, data)
 
 
 get_requires_for_build_sdist = _skbuild.get_requires_for_build_sdist

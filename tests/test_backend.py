@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.util
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -126,6 +129,28 @@ def test_build_without_torch_stops_in_one_line(backend, tmp_path, kind):
     assert "expected an installed torch to compile against, found none" in message
     assert "pip install 'torch>=2.10'" in message
     assert "FUSEDRL_TORCH_DIR" in message
+
+
+def test_an_editable_install_has_no_path_beside_the_checkout(backend, monkeypatch, tmp_path):
+    def build_editable(folder, *_):
+        with zipfile.ZipFile(Path(folder) / "made.whl", "w") as wheel:
+            wheel.writestr("made.pth", f"import made\n{ROOT / 'python'}\n{ROOT.parent}\n")
+            wheel.writestr("made.py", "")
+            wheel.writestr("made.dist-info/RECORD", "made.pth,x,1\nmade.py,y,0\nRECORD,,\n")
+        return "made.whl"
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(backend, "_point_cmake_at_torch", lambda: None)
+    monkeypatch.setattr(backend._skbuild, "build_editable", build_editable)
+    with zipfile.ZipFile(tmp_path / backend.build_editable(str(tmp_path))) as wheel:
+        path, record = wheel.read("made.pth"), wheel.read("made.dist-info/RECORD").decode()
+    assert path.decode().splitlines() == ["import made", str(ROOT / "python")]
+    digest = base64.urlsafe_b64encode(hashlib.sha256(path).digest()).rstrip(b"=").decode()
+    assert record.splitlines() == [
+        f"made.pth,sha256={digest},{len(path)}",
+        "made.py,y,0",
+        "RECORD,,",
+    ]
 
 
 def test_sdist_has_what_a_build_needs_and_nothing_else(backend, monkeypatch, tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -153,9 +155,12 @@ def test_three_products_of_the_kept_rows():
         ({"aggregation": "mean"}, "aggregation: expected one of token, sequence, constant"),
         ({"loss": "dr_grpo"}, "normalizer: expected a number with aggregation='constant'"),
         ({"normalizer": 0}, "normalizer: expected a number from"),
+        ({"normalizer": torch.tensor(9)}, r"normalizer: .* got torch.int64 \(\); .*\.double\(\)"),
+        ({"normalizer": torch.ones(2)}, r"normalizer: .* got torch.float32 \(2,\)$"),
         ({"clip": -0.1}, "clip: expected a pair in"),
         ({"clip": (0.1, 0.2, 0.3)}, "clip: expected a number or a pair"),
         ({"clip": "0.1"}, "clip: expected a number, got '0.1'"),
+        ({"clip": [0.1]}, r"clip: expected a number or a pair \(low, high\), got \[0.1\]"),
         ({"dual_clip": 1.1}, r"dual_clip: expected at least 1 \+ clip\[1\] = 1.2"),
         ({"kl_coeff": 0.1}, "ref_log_probs: expected a tensor with kl_coeff=0.1"),
         ({"kl_coeff": "much"}, "kl_coeff: expected a finite number"),
@@ -171,6 +176,7 @@ def test_three_products_of_the_kept_rows():
         ({"main_grad": torch.zeros(20, 6).half()}, "main_grad: expected torch.float32"),
         ({"main_grad": torch.zeros(19, 6)}, r"main_grad: expected shape \(20, 6\)"),
         ({"impl": "triton"}, "impl: linear_policy_loss has no Triton kernel"),
+        ({"importance": {"high": 3.0}}, "rollout_log_probs: expected a tensor with importance"),
     ],
     ids=str,
 )
@@ -184,17 +190,65 @@ def test_refused_options(options, message):
     ("advantages", "error", "message"),
     [
         (torch.zeros(4), ValueError, r"advantages: expected shape \(9,\), one a token, or \(1,\)"),
-        (torch.zeros(9, dtype=torch.int64), TypeError, "advantages: expected a floating-point"),
-        ([0.0] * 9, TypeError, "advantages: expected a dense tensor, got list"),
+        (torch.zeros(1, 1), ValueError, r"advantages: .* got \(1, 1\); .*\.flatten\(\)"),
+        (torch.zeros(9).long(), TypeError, r"advantages: expected a floating-point .*\.float\(\)"),
+        ([0.0] * 9, TypeError, "advantages: expected a dense tensor, got list; .*as_tensor"),
+        (None, TypeError, "advantages: expected a dense tensor, got NoneType$"),
         (torch.zeros(9, requires_grad=True), ValueError, "advantages: expected a constant"),
         (torch.zeros(9, device="meta"), ValueError, "advantages: expected device cpu, got meta"),
     ],
-    ids=["shape", "dtype", "list", "gradient", "device"],
+    ids=["shape", "column", "dtype", "list", "none", "gradient", "device"],
 )
 def test_refused_advantages(advantages, error, message):
     hidden, weight, _ = inputs()
     with pytest.raises(error, match=message):
         linear_policy_loss(hidden, weight, TOKENS, MASK, advantages)
+
+
+@pytest.mark.parametrize(
+    ("importance", "message"),
+    [
+        ("sequence", "importance: expected a mapping of options .* got str; pass {'level'"),
+        ({"hihg": 2.0}, "importance: expected options among level, mode, .* got 'hihg'"),
+        ({"mask": MASK}, "importance: expected options among level, mode, .* got 'mask'"),
+    ],
+    ids=["string", "typo", "mask"],
+)
+def test_refused_importance(importance, message):
+    hidden, weight, _ = inputs()
+    with pytest.raises(TypeError, match=message):
+        linear_policy_loss(
+            *(hidden, weight, TOKENS, MASK, torch.zeros(9)),
+            rollout_log_probs=torch.zeros(9),
+            importance=importance,
+        )
+
+
+def test_modules_and_their_outputs_in_place_of_tensors():
+    hidden, weight, _ = inputs()
+    output = SimpleNamespace(last_hidden_state=hidden)
+    cases: tuple[tuple[Any, str], ...] = (
+        ((output, weight), r"hidden: .* got SimpleNamespace; pass its \.last_hidden_state"),
+        (({"logits": hidden}, weight), "hidden: expected .* got dict$"),
+        ((hidden, torch.nn.Linear(6, 20)), r"weight: .* got Linear; pass its \.weight"),
+        ((hidden, torch.nn.Sequential()), "weight: .* got Sequential$"),
+    )
+    for given, message in cases:
+        with pytest.raises(TypeError, match=message):
+            linear_policy_loss(*given, TOKENS, MASK, torch.zeros(9))
+
+
+def test_a_clip_of_a_list_is_that_of_a_pair():
+    """As a configuration in JSON or YAML has it."""
+    hidden, weight, _ = inputs()
+    advantages, old, _ = constants()
+    of_list, of_pair = (
+        linear_policy_loss(
+            *(hidden, weight, TOKENS, MASK, advantages), old_log_probs=old, clip=clip
+        ).loss
+        for clip in ([0.1, 0.5], (0.1, 0.5))
+    )
+    assert torch.equal(of_list, of_pair)
 
 
 def test_a_kept_token_outside_the_vocabulary():

@@ -23,15 +23,20 @@ class GRPOLoss(_GRPOLoss):
     """The clipped loss of GRPO over the tokens of a conversation.
 
     A drop-in for :class:`torchrl.objectives.llm.GRPOLoss`: arguments, keys, outputs and metrics are
-    torchrl's, and torchrl's own formulas compute the values. What they take, log-probs and
-    entropies of the tokens that the masking strategy counts, comes from hidden states, in float32,
-    and the gradients are made in the same pass, as with :func:`fusedrl.linear_policy_loss`. With
-    ``kl_mask_threshold``, without aggregation, and in subclasses with an objective of their own it
-    comes from :func:`fusedrl.models.causal_log_probs`, which takes one more product with the head.
+    torchrl's, and torchrl's own formulas compute the values. They take log-probs and entropies of
+    the tokens that the masking strategy counts, which are computed from hidden states, in float32.
+    The gradients are made in the same pass, as with :func:`fusedrl.linear_policy_loss`. With
+    ``kl_mask_threshold``, without aggregation, and in subclasses with an objective of their own,
+    log-probs come from :func:`fusedrl.models.causal_log_probs`, which takes one more product with
+    the head.
 
-    What cannot be had from hidden states runs as torchrl's class does, and is logged once: an actor
-    that is no ``TransformersWrapper``, subclasses that read the distribution of all logits, tokens
-    that are not those that the actor reads. There is no second derivative.
+    What cannot be computed from hidden states runs as torchrl's class does, and is logged once: an
+    actor that is no ``TransformersWrapper``, subclasses that read the distribution of all logits,
+    and tokens that are not those that the actor reads. There is no second derivative.
+
+    As in torchrl, ``loss_objective``, ``loss_entropy`` and the other fields that begin with
+    ``loss_`` differentiate, and are to be added up; an argument that the class does not know is
+    accepted and ignored.
 
     Attributes:
         max_tokens_per_forward: bounds the tokens of one forward pass of the model, see

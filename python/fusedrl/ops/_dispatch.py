@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import numbers
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -127,9 +127,10 @@ def scalar_tensor(
         return torch.full((), float(number), dtype=torch.float64, device="cpu")
     check_tensor(name, value)
     if value.numel() != 1 or not value.dtype.is_floating_point:
+        remedy = "; convert it with .double()" if value.numel() == 1 else ""
         raise ValueError(
             f"{name}: expected a float or a floating-point tensor of one element, "
-            f"got {value.dtype} {tuple(value.shape)}"
+            f"got {value.dtype} {tuple(value.shape)}{remedy}"
         )
     if value.device.type != "cpu" and value.device != device:
         raise ValueError(
@@ -195,12 +196,27 @@ def check_tensor(name: str, value: object, *kinds: str, like: str = "") -> None:
     got, kinds = kind(value), kinds or (DENSE,)
     if got in kinds:
         return
-    remedy = ""
-    if not isinstance(value, Tensor):
-        remedy = "; convert it with torch.as_tensor"
-    elif got not in (DENSE, NESTED):
-        remedy = "; convert it with .to_dense()"
-    raise TypeError(f"{name}: expected {' or '.join(kinds)}{like}, got {got}{remedy}")
+    raise TypeError(f"{name}: expected {' or '.join(kinds)}{like}, got {got}{_remedy(value)}")
+
+
+def _remedy(value: object) -> str:
+    """What makes a dense tensor of ``value``, where it is clear what does."""
+    if isinstance(value, Tensor):
+        return "" if kind(value) in (DENSE, NESTED) else "; convert it with .to_dense()"
+    if isinstance(value, torch.nn.Module):
+        return "; pass its .weight" if hasattr(value, "weight") else ""
+    if hasattr(value, "last_hidden_state"):
+        return "; pass its .last_hidden_state"
+    unclear = value is None or isinstance(value, Mapping)
+    return "" if unclear else "; convert it with torch.as_tensor"
+
+
+def check_floating(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor of integers or bools."""
+    if not tensor.dtype.is_floating_point:
+        raise TypeError(
+            f"{name}: expected a floating-point dtype, got {tensor.dtype}; convert it with .float()"
+        )
 
 
 def nested_values(name: str, value: Any, like: str, offsets: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ _TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 def check_rows(name: str, rows: Tensor, offsets: Tensor | None, shift: bool) -> None:
     """Refuse what is no batch of rows, packed with offsets where a shift needs them, or padded."""
-    if not rows.dtype.is_floating_point:
-        raise TypeError(f"{name}: expected a floating-point dtype, got {rows.dtype}")
+    _dispatch.check_floating(name, rows)
     width, column = ("V", "class") if "logits" in name else ("H", "feature")
     if rows.dim() not in (2, 3):
         raise ValueError(
@@ -28,7 +27,8 @@ def check_rows(name: str, rows: Tensor, offsets: Tensor | None, shift: bool) -> 
         raise ValueError(f"{name}: expected at least one {column}, got shape {tuple(rows.shape)}")
     if rows.dim() == 3 and offsets is not None:
         raise ValueError(
-            f"offsets: expected None with padded [B, T, {width}] {name} (one sequence a row)"
+            f"offsets: expected None with padded [B, T, {width}] {name} (one sequence a row), "
+            "got a tensor; leave it out, or pass packed rows without padding"
         )
     if rows.dim() == 2 and shift and offsets is None:
         raise ValueError(

@@ -94,12 +94,12 @@ def importance_weights(
 ) -> ImportanceWeights:
     r"""Weights that correct for the policy that generated not being the one that trains.
 
-    With the log ratio ``d = log_probs - rollout_log_probs`` of a token, a ratio is
-    :math:`e^{\min(d, 20)}` at the level of tokens. At that of sequences all tokens of one have the
-    same, with the sum of ``d`` over its kept tokens in the place of ``d``, or their mean
-    (``"geometric"``). The weight is the ratio, within the bounds.
+    With the log ratio ``d = log_probs - rollout_log_probs`` of a token, its ratio at the level of
+    tokens is :math:`e^{\min(d, 20)}`. At the level of sequences all tokens of a sequence have one
+    ratio, with the sum of ``d`` over its kept tokens in the place of ``d``; at the level
+    ``"geometric"``, with their mean. The weight is the ratio, within the bounds.
 
-    Weights are constants: no gradient flows through them to either log-probs.
+    Weights are constants: no gradient flows through them to the log-probs of either policy.
 
     Args:
         log_probs: float log-probs of the sampled tokens under the policy that trains: padded
@@ -108,14 +108,14 @@ def importance_weights(
         rollout_log_probs: those under the policy that generated, in the same form.
         mask: bool in the same form; ``None`` keeps all. A dropped token has weight exactly 0, and
             its log-probs are not read.
-        offsets: int64 ``[B + 1]`` of packed ``[N]`` values. At the level of tokens these may come
-            without, and are one sequence.
+        offsets: int64 ``[B + 1]``, where each sequence of packed ``[N]`` values starts and ends. At
+            the level of tokens they may be left out, and all values are one sequence.
         level: ``"token"``, ``"sequence"`` or ``"geometric"``.
         mode: what becomes of a ratio outside ``[low, high]``: ``"truncate"`` puts the bound in its
             place (TIS), ``"mask"`` puts 0 (MIS, IcePop).
         low: the least ratio, from 0 to 1e30; ``None`` for no such bound. Pass a 0-dim tensor to
             vary it under ``torch.compile`` without a recompile.
-        high: the largest ratio, likewise.
+        high: the largest ratio, from 0 to 1e30, or ``None``, in the same way.
         nan: ``"propagate"``, or ``"missing"``: a token whose log ratio is NaN has ratio 1 at the
             level of tokens, adds nothing to its sequence's, and does not count in the mismatch.
         impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
@@ -128,8 +128,8 @@ def importance_weights(
         TypeError: a mask that is not bool, values that are not floating point, arguments of
             different forms, a sparse tensor, a bound that is no real number.
         ValueError: an unknown option, shapes, devices and offsets that do not fit, packed values
-            without offsets where a sequence has one ratio, or bounds out of range or order (in a
-            compiled graph and on the GPU they are not looked at).
+            without offsets where a sequence has one ratio, or bounds out of range or order. Bounds
+            are not looked at in a compiled graph, nor where they are tensors on the GPU.
 
     Example:
         >>> import torch
@@ -264,8 +264,7 @@ def _check(
 ) -> None:
     for name, value in (("log_probs", log_probs), ("rollout_log_probs", rollout_log_probs)):
         _dispatch.check_tensor(name, value, like="" if value is log_probs else " like log_probs")
-        if not value.dtype.is_floating_point:
-            raise TypeError(f"{name}: expected a floating-point dtype, got {value.dtype}")
+        _dispatch.check_floating(name, value)
     if log_probs.dim() not in (1, 2):
         raise ValueError(
             f"log_probs: expected [N] packed or [B, T] padded, got shape {tuple(log_probs.shape)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,19 +25,21 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyLoss", "RatioStatistics", "linear_policy_loss"]
 
+IMPORTANCE_OPTIONS = ("level", "mode", "low", "high", "nan", "impl")
+
 
 class PolicyLoss(NamedTuple):
     """A policy's loss, and what it is made of.
 
     Args:
         loss: ``objective + kl_coeff * kl - entropy_coeff * entropy``, which differentiates.
-        objective: the aggregated term of the advantages; without gradient, as all that follows.
+        objective: the aggregated term of the advantages. Like all that follows it has no gradient.
         kl: the aggregated KL to the reference policy, 0 without one.
         entropy: the aggregated entropy, 0 where it was not asked for.
         log_probs: float32, shaped like the tokens; 0 for a dropped one.
-        entropies: of each token's distribution, ``None`` where they were not asked for.
-        ratio: statistics of the ratios of kept tokens, a
-            :class:`fusedrl.ops.linear_policy_loss.RatioStatistics`.
+        entropies: the entropy of each token's distribution, ``None`` where it was not asked for.
+        ratio: statistics of the ratios of kept tokens: ``mean``, ``smallest``, ``largest``,
+            ``clipped_low``, ``clipped_high``, ``effective_sample_size`` and ``kl``.
 
     Example:
         >>> import torch
@@ -76,7 +78,7 @@ def linear_policy_loss(
     shift: bool = False,
     loss: str = "grpo",
     ratio: str | None = None,
-    clip: float | tuple[float, float] | None = None,
+    clip: float | Sequence[float] | None = None,
     dual_clip: float | None = None,
     aggregation: str | None = None,
     normalizer: float | Tensor | None = None,
@@ -111,43 +113,45 @@ def linear_policy_loss(
     ============= ================================= =========== =========== ============
 
     A block of rows is multiplied by the head once, reduced to log-probs, weighed, overwritten by
-    the gradient of its logits, and multiplied into both gradients before the next block starts:
-    three matrix products, where a log-prob op and a loss behind it take four. The logits of one
-    block exist at a time: at most 256 MiB (or one row). A ratio of whole sequences needs
-    their log-probs first, and a vocabulary that is sharded over ranks those of all ranks: four
-    products. Only kept rows are multiplied. Gradients are made in the forward pass, where any are
+    the gradient of its logits, and multiplied into both gradients before the next block starts.
+    That is three matrix products, where a log-prob op and a loss behind it take four. The logits of
+    one block exist at a time: at most 256 MiB, or one row. Four products are needed for a ratio of
+    whole sequences, which needs their log-probs first, and for a vocabulary that is sharded over
+    ranks. Only kept rows are multiplied. Gradients are made in the forward pass, where any are
     needed, summed in float32, and scaled in the backward pass.
 
     Args:
         hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``; float32, bfloat16
             or float16 (float64 runs through the reference).
-        weight: ``[V, H]`` of the dtype of ``hidden``.
+        weight: ``[V, H]`` of the dtype of ``hidden``. ``torch.autocast`` rounds both to its dtype.
         tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged, as is every other tensor
             of one entry a token.
         mask: bool, shaped like ``tokens``; ``None`` keeps all. Nothing of a dropped token is read.
         advantages: one a token, shaped like ``tokens``, or one a sequence, ``[B]``.
-        old_log_probs: log-probs of the policy that generated, shaped like ``tokens``; ``None``:
-            those of the policy itself, so that every ratio is 1.
-        ref_log_probs: log-probs of the reference policy, which ``kl_coeff`` needs.
+        old_log_probs: log-probs of the policy that generated, shaped like ``tokens``. With ``None``
+            those of the policy itself are taken, so that every ratio is 1.
+        ref_log_probs: log-probs of the reference policy, which ``kl_coeff`` needs. Where that is 0
+            they have no part in the loss, and ``kl`` is computed all the same.
         token_weights: factor of each token's objective, a constant shaped like ``tokens``.
         rollout_log_probs: log-probs of the engine that generated, where those differ from what the
-            same weights give in training: each token's objective is multiplied by the
-            :func:`importance_weights` of ``old_log_probs`` to them. Without ``old_log_probs`` those
-            of the policy itself are taken, which come first then: four products.
+            same weights give in training. Each token's objective is multiplied by the
+            :func:`importance_weights` of ``old_log_probs`` to them, beside ``token_weights``.
+            Without ``old_log_probs`` the policy's own are computed first: four products.
         importance: options of :func:`importance_weights`, such as ``{"level": "geometric"}``.
-        offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends; one
-            sequence without.
+        offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends. Without
+            offsets a packed batch is one sequence.
         shift: token *i* reads row *i - 1* of its own sequence, and the first token of every
             sequence has no row. Packed hidden states then need ``offsets``.
-        loss: a row of the table; what follows replaces what it says there.
+        loss: a row of the table, which ``ratio``, ``clip`` and ``aggregation`` change.
         ratio: ``"token"``, ``"sequence"`` (the product over the kept tokens of a sequence) or
             ``"geometric"`` (its geometric mean).
-        clip: ``low`` and ``high``, or one number for both: the ratio is clamped to
-            ``[1 - low, 1 + high]``.
-        dual_clip: a larger ratio counts as this one where the advantage is negative.
+        clip: ``low`` and ``high``, the distances of the bounds from 1, or one number for both: the
+            ratio is clamped to ``[1 - low, 1 + high]``. Without effect on ``reinforce``.
+        dual_clip: a larger ratio counts as this one where the advantage is negative. It affects
+            clipped losses only.
         aggregation: ``"token"``, the mean over kept tokens; ``"sequence"``, the mean over sequences
-            of the mean over their kept tokens; ``"constant"``, the sum over ``normalizer``. KL and
-            entropy are aggregated alike.
+            of the mean over their kept tokens, 0 where there is none; ``"constant"``, the sum over
+            ``normalizer``. KL and entropy are aggregated alike.
         normalizer: replaces the number of tokens (``"token"``) or sequences (``"sequence"``), to
             count those of other ranks or micro-batches too.
         kl_coeff: factor of the KL to the reference policy in the loss.
@@ -168,7 +172,8 @@ def linear_policy_loss(
         :class:`PolicyLoss`.
 
     Raises:
-        TypeError: a mask that is not bool, hidden states that are not floating point.
+        TypeError: a mask that is not bool, hidden states, advantages or log-probs that are not
+            floating point, an unknown option in ``importance``.
         ValueError: an unknown loss, shapes, dtypes, devices or offsets that do not fit, a
             coefficient without what it weighs, a constant that requires grad.
         RuntimeError: a kept token outside ``[0, V)``; a second derivative.
@@ -250,6 +255,7 @@ def linear_policy_loss(
         )
     _check_coefficients(kl_coeff, entropy_coeff, ref_log_probs, aggregation, normalizer)
     _check_main_grad(main_grad, head.weight, group)
+    _check_importance(importance, rollout_log_probs)
     chosen = _dispatch.choose(impl, "linear_policy_loss", head.hidden.device, head.hidden.dtype)
     rows = autograd.Rows(
         tokens.to(torch.int64).contiguous(),
@@ -282,8 +288,6 @@ def linear_policy_loss(
         task = corrected(
             task, rollout, importance or {}, sequences.offsets, kept, vocab_offset, group
         )
-    elif importance:
-        raise ValueError("rollout_log_probs: expected a tensor with importance, got None")
     if chosen == "reference" or group is not None:
         terms = from_log_probs(task, level, sequences, vocab_offset, group)
     elif level == "token":
@@ -334,6 +338,25 @@ def _check_coefficients(
         )
 
 
+def _check_importance(
+    importance: Mapping[str, Any] | None, rollout_log_probs: Tensor | None
+) -> None:
+    if importance is None:
+        return
+    if not isinstance(importance, Mapping):
+        raise TypeError(
+            "importance: expected a mapping of options of importance_weights, got "
+            f"{_dispatch.kind(importance)}; pass {{'level': 'sequence'}}, say"
+        )
+    for name in importance:
+        if name not in IMPORTANCE_OPTIONS:
+            raise TypeError(
+                f"importance: expected options among {', '.join(IMPORTANCE_OPTIONS)}, got {name!r}"
+            )
+    if importance and rollout_log_probs is None:
+        raise ValueError("rollout_log_probs: expected a tensor with importance, got None")
+
+
 def _check_main_grad(main_grad: Tensor | None, weight: Tensor, group: object) -> None:
     if main_grad is None:
         return
@@ -366,6 +389,7 @@ def _advantages(
         raise ValueError(
             f"advantages: expected shape {tuple(tokens.shape)}, one a token, or "
             f"({sequences.count},), one a sequence, got {tuple(value.shape)}"
+            + ("; flatten it with .flatten()" if value.numel() == sequences.count else "")
         )
     _dispatch.check_device("advantages", spread, tokens.device)
     return spread.to(dtype).contiguous()
@@ -373,8 +397,7 @@ def _advantages(
 
 def _check_constant(name: str, value: Tensor) -> None:
     _dispatch.check_tensor(name, value)
-    if not value.dtype.is_floating_point:
-        raise TypeError(f"{name}: expected a floating-point dtype, got {value.dtype}")
+    _dispatch.check_floating(name, value)
     if value.requires_grad:
         raise ValueError(
             f"{name}: expected a constant, got a tensor that requires grad; no gradient flows to "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,7 +98,7 @@ def recipe_of(
     loss: str,
     ratio: str | None,
     aggregation: str | None,
-    clip: float | tuple[float, float] | None,
+    clip: float | Sequence[float] | None,
     dual_clip: float | None,
     kl_estimator: str,
 ) -> tuple[Surrogate, str, str]:
@@ -130,7 +130,7 @@ def one_of(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def _bounds(clip: object) -> tuple[float, float]:
-    pair = clip if isinstance(clip, tuple) else (clip, clip)
+    pair = clip if isinstance(clip, (tuple, list)) else (clip, clip)
     if len(pair) != 2:
         raise ValueError(f"clip: expected a number or a pair (low, high), got {clip!r}")
     below, above = (_number("clip", value) for value in pair)

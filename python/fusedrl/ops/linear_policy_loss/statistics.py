@@ -14,13 +14,15 @@ class RatioStatistics(NamedTuple):
     """Statistics of the ratios of kept tokens: 0-dim tensors, without gradient.
 
     Args:
-        mean: of the ratios.
-        smallest: of the ratios.
-        largest: of the ratios.
-        clipped_low: fraction of tokens below the lower bound with a negative advantage, whose
-            objective therefore has no gradient.
-        clipped_high: fraction of tokens above the upper bound with a positive advantage.
-        effective_sample_size: ``(sum r)^2 / sum r^2`` over the number of tokens, in (0, 1].
+        mean: their mean.
+        smallest: the least of them.
+        largest: the greatest of them.
+        clipped_low: fraction of the tokens that have a negative advantage and a ratio below the
+            lower bound. The objective of a clipped loss has no gradient there.
+        clipped_high: fraction of the tokens that have a positive advantage and a ratio above the
+            upper bound. The same holds for them.
+        effective_sample_size: ``(sum r)^2 / sum r^2`` as a fraction of the number of tokens, in
+            (0, 1].
         kl: mean of ``old_log_probs - log_probs``, an estimate of the KL of the policy that
             generated to the policy.
     """

@@ -274,8 +274,7 @@ def _broadcast_reward(reward: Tensor, log_probs: Tensor, offsets: Tensor | None)
     """``reward`` shaped like the log-probs, or still ``[B]`` where the kernel broadcasts it."""
     _dispatch.check_tensor("reward", reward, like=" like log_probs")
     _dispatch.check_device("reward", reward, log_probs.device)
-    if not reward.dtype.is_floating_point:
-        raise TypeError(f"reward: expected a floating-point dtype, got {reward.dtype}")
+    _dispatch.check_floating("reward", reward)
     if reward.shape == log_probs.shape:
         return reward
     if offsets is not None and reward.shape == (len(offsets) - 1,):
@@ -303,8 +302,7 @@ def _check(
 ) -> None:
     for name, value in (("log_probs", log_probs), ("ref_log_probs", ref_log_probs)):
         _dispatch.check_tensor(name, value, like="" if value is log_probs else " like log_probs")
-        if not value.dtype.is_floating_point:
-            raise TypeError(f"{name}: expected a floating-point dtype, got {value.dtype}")
+        _dispatch.check_floating(name, value)
     _dispatch.check_same("ref_log_probs", ref_log_probs, log_probs.shape, log_probs.device)
     _dispatch.check_mask(mask, log_probs.shape, log_probs.device)
     if offsets is not None and log_probs.dim() != 1:
