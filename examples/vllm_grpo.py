@@ -1,0 +1,133 @@
+"""GRPO with vLLM: it generates in bfloat16 while a float32 trainer publishes to a weight channel.
+
+A tiny model made on the spot stands in for yours, and learns in a minute to answer in vowels.
+``python vllm_grpo.py 2`` stops after two updates. Every token names the weights that made it, and
+the loss corrects for the other precision of the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import string
+import tempfile
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.config import WeightTransferConfig
+
+from fusedrl import WeightChannel, linear_policy_loss
+from fusedrl.vllm import EngineWeights
+
+QUESTIONS = ["How are you?", "What is 2 + 2?", "Name a colour.", "Is it late?"]
+GROUP = 16  # answers to a question
+TOKENS = 12  # of an answer
+PAD = 0
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a character."""
+    characters = ["<pad>", "<eos>", *string.ascii_letters, *string.digits, *" \n?+."]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def make_model(folder: str) -> Any:
+    """A model and its tokenizer, saved where the engine reads them."""
+    tokenizer = make_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # of 32, the smallest that vLLM has
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def reward(text: str) -> float:
+    """The share of vowels in an answer."""
+    return sum(c in "aeiou" for c in text) / TOKENS
+
+
+def step(model: Any, optimizer: Any, rollouts: list[Any]) -> tuple[float, float]:
+    """One update; the mean reward, and how far the engine's log-probs are from the trainer's."""
+    answers = [answer for rollout in rollouts for answer in rollout.outputs]
+    prompts = [rollout.prompt_token_ids for rollout in rollouts for _ in rollout.outputs]
+    length = max(map(len, prompts)) + TOKENS
+    tokens = torch.full((len(answers), length), PAD)
+    generated = torch.zeros(len(answers), length, dtype=torch.bool)
+    rollout_log_probs = torch.zeros(len(answers), length)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        start, end = len(prompt), len(prompt) + len(answer.token_ids)
+        tokens[row, :end] = torch.tensor([*prompt, *answer.token_ids])
+        generated[row, start:end] = True
+        rollout_log_probs[row, start:end] = torch.tensor(
+            [of[token].logprob for token, of in zip(answer.token_ids, answer.logprobs, strict=True)]
+        )
+    rewards = torch.tensor([reward(answer.text) for answer in answers]).view(-1, GROUP)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+
+    hidden = model.model(tokens, attention_mask=tokens != PAD).last_hidden_state
+    result = linear_policy_loss(
+        hidden,
+        model.lm_head.weight,
+        tokens,
+        generated,
+        advantages.flatten(),
+        rollout_log_probs=rollout_log_probs,
+        importance={"high": 2.0},
+        shift=True,
+    )
+    result.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    differences = (result.log_probs - rollout_log_probs)[generated]
+    return rewards.mean().item(), differences.abs().mean().item()
+
+
+def main(updates: int) -> None:
+    """Generate, train, publish: each update is one version of the weights."""
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(folder)
+        llm = LLM(
+            folder,
+            dtype="bfloat16",
+            max_model_len=128,
+            enforce_eager=True,
+            kv_cache_memory_bytes=64 << 20,
+            weight_transfer_config=WeightTransferConfig(backend="fusedrl"),
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    sampling = SamplingParams(n=GROUP, max_tokens=TOKENS, logprobs=0)
+    with (
+        WeightChannel.create(model, dtype=torch.bfloat16) as channel,
+        EngineWeights(channel, llm) as weights,
+    ):
+        for _ in range(updates):
+            rollouts = llm.generate(QUESTIONS, sampling, use_tqdm=False)
+            mean, difference = step(model, optimizer, rollouts)
+            [span] = rollouts[0].outputs[0].weight_versions
+            print(
+                f"weights {span.version}: reward {mean:.2f}, "
+                f"{difference:.4f} nats a token between engine and trainer"
+            )
+            weights.update()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("updates", type=int, nargs="?", default=40, help="updates to run")
+    main(parser.parse_args().updates)

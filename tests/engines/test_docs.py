@@ -1,0 +1,36 @@
+"""What the documentation shows of vLLM runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import vllm
+from tiny_engines import OPTIONS, tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_runs(tmp_path, monkeypatch, capsys):
+    class Small(vllm.LLM):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **{**OPTIONS, **options})
+
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/vllm.md").read_text(), re.DOTALL)
+    tiny_model(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(vllm, "LLM", Small)
+    exec(compile(block, "docs/vllm.md", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert "version='default', start=0, end=8" in printed
+    assert "version='1', start=0, end=8" in printed
+
+
+@pytest.mark.parametrize("example", ["vllm_grpo.py"])
+def test_the_example_runs(example, tmp_path):
+    program = [sys.executable, str(ROOT / "examples" / example), "2"]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "weights default: reward" in done.stdout
+    assert "weights 1: reward" in done.stdout
