@@ -1,5 +1,6 @@
 """What the workers of one engine do alike, or not at all."""
 
+# pyright: reportMissingImports=false -- vLLM has an environment of its own
 from __future__ import annotations
 
 from collections.abc import Callable

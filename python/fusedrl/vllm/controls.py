@@ -1,5 +1,6 @@
 """How a trainer calls an engine: in its own process, in an event loop, or over HTTP."""
 
+# pyright: reportMissingImports=false -- vLLM has an environment of its own
 from __future__ import annotations
 
 import json

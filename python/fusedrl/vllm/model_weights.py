@@ -1,5 +1,6 @@
 """Weights by the names of a checkpoint, into a model of vLLM, which has others."""
 
+# pyright: reportMissingImports=false -- vLLM has an environment of its own
 from __future__ import annotations
 
 import copy
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload import (
@@ -38,7 +39,7 @@ class ModelWeights:
             The model is not touched.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig, layout: Layout) -> None:
+    def __init__(self, model: Any, vllm_config: VllmConfig, layout: Layout) -> None:
         if layout.adapters == "only":
             raise ValueError(
                 "channel: expected all weights of a model, got those of its adapters alone; create "
@@ -134,7 +135,7 @@ def check_names(vllm_config: VllmConfig, layout: Layout) -> None:
         )
 
 
-def _refused(skeleton: nn.Module, given: dict[str, Tensor]) -> list[str]:
+def _refused(skeleton: Any, given: dict[str, Tensor]) -> list[str]:
     """What a model says of each of the weights that it refuses."""
     refused = []
     for name, tensor in given.items():
@@ -146,7 +147,7 @@ def _refused(skeleton: nn.Module, given: dict[str, Tensor]) -> list[str]:
     return refused or ["they are refused together, though not one by one"]
 
 
-def _skeleton(vllm_config: VllmConfig) -> nn.Module:
+def _skeleton(vllm_config: VllmConfig) -> Any:
     """A model of the same classes on the meta device, which the engine does not know of."""
     config = copy.copy(vllm_config)
     # Layers register there by their names, which are those of the engine's own.

@@ -1,5 +1,6 @@
 """How a vLLM engine finds the weight channel: an entry point that each of its processes calls."""
 
+# pyright: reportMissingImports=false -- vLLM has an environment of its own
 from __future__ import annotations
 
 import logging

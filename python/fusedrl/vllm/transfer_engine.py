@@ -1,5 +1,6 @@
 """The end of a weight channel within a worker of a vLLM engine."""
 
+# pyright: reportMissingImports=false -- vLLM has an environment of its own
 from __future__ import annotations
 
 import logging
