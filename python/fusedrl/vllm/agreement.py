@@ -1,6 +1,7 @@
 """What the workers of one engine do alike, or not at all."""
 
-# pyright: reportMissingImports=false -- vLLM has an environment of its own
+# vLLM has an environment of its own, which the linters do not see.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Callable

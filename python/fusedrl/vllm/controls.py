@@ -1,6 +1,7 @@
 """How a trainer calls an engine: in its own process, in an event loop, or over HTTP."""
 
-# pyright: reportMissingImports=false -- vLLM has an environment of its own
+# vLLM has an environment of its own, which the linters do not see.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import json

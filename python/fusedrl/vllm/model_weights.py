@@ -1,6 +1,7 @@
 """Weights by the names of a checkpoint, into a model of vLLM, which has others."""
 
-# pyright: reportMissingImports=false -- vLLM has an environment of its own
+# vLLM has an environment of its own, which the linters do not see.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import copy

@@ -1,6 +1,7 @@
 """How a vLLM engine finds the weight channel: an entry point that each of its processes calls."""
 
-# pyright: reportMissingImports=false -- vLLM has an environment of its own
+# vLLM has an environment of its own, which the linters do not see.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import logging

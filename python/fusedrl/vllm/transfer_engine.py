@@ -1,6 +1,7 @@
 """The end of a weight channel within a worker of a vLLM engine."""
 
-# pyright: reportMissingImports=false -- vLLM has an environment of its own
+# vLLM has an environment of its own, which the linters do not see.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import logging
