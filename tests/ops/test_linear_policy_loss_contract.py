@@ -167,6 +167,8 @@ def test_three_products_of_the_kept_rows():
             "old_log_probs: expected a constant",
         ),
         ({"token_weights": torch.zeros(9, 1)}, r"token_weights: expected shape \(9,\)"),
+        ({"importance": {"mask": MASK}}, r"importance: expected a mapping of .*, got \['mask'\]"),
+        ({"importance": ["token"]}, r"importance: expected a mapping of .*, got \['token'\]"),
         ({"vocab_offset": 0}, "vocab_offset, group: expected both"),
         ({"main_grad": torch.zeros(20, 6).half()}, "main_grad: expected torch.float32"),
         ({"main_grad": torch.zeros(19, 6)}, r"main_grad: expected shape \(20, 6\)"),

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyLoss", "RatioStatistics", "linear_policy_loss"]
 
+_COUNTS = (torch.int64, torch.int32)  # of tokens or sequences, as sums over masks and ranks are
+_IMPORTANCE = ("level", "mode", "low", "high", "nan", "impl")
+
 
 class PolicyLoss(NamedTuple):
     """A policy's loss, and what it is made of.
@@ -125,7 +128,8 @@ def linear_policy_loss(
         tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged, as is every other tensor
             of one entry a token.
         mask: bool, shaped like ``tokens``; ``None`` keeps all. Nothing of a dropped token is read.
-        advantages: one a token, shaped like ``tokens``, or one a sequence, ``[B]``.
+        advantages: one a token, shaped like ``tokens``, or one a sequence, ``[B]``. Where packed
+            tokens are as many as sequences, they are of the tokens.
         old_log_probs: log-probs of the policy that generated, shaped like ``tokens``; ``None``:
             those of the policy itself, so that every ratio is 1.
         ref_log_probs: log-probs of the reference policy, which ``kl_coeff`` needs.
@@ -134,7 +138,8 @@ def linear_policy_loss(
             same weights give in training: each token's objective is multiplied by the
             :func:`importance_weights` of ``old_log_probs`` to them. Without ``old_log_probs`` those
             of the policy itself are taken, which come first then: four products.
-        importance: options of :func:`importance_weights`, such as ``{"level": "geometric"}``.
+        importance: options of :func:`importance_weights`, such as ``{"level": "geometric"}``; not
+            its tensors.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends; one
             sequence without.
         shift: token *i* reads row *i - 1* of its own sequence, and the first token of every
@@ -149,7 +154,7 @@ def linear_policy_loss(
             of the mean over their kept tokens; ``"constant"``, the sum over ``normalizer``. KL and
             entropy are aggregated alike.
         normalizer: replaces the number of tokens (``"token"``) or sequences (``"sequence"``), to
-            count those of other ranks or micro-batches too.
+            count those of other ranks or micro-batches too: a number, or a tensor of one element.
         kl_coeff: factor of the KL to the reference policy in the loss.
         kl_estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``, as :func:`token_kl` has them.
         entropy_coeff: factor of the entropy, which the loss rewards.
@@ -268,6 +273,8 @@ def linear_policy_loss(
     factors = _constant("token_weights", token_weights, tokens, dtype)
     if normalizer is not None:
         low = 1 / _dispatch.LARGEST
+        if isinstance(normalizer, Tensor) and normalizer.dtype in _COUNTS:
+            normalizer = normalizer.double()
         normalizer = _dispatch.scalar_tensor("normalizer", normalizer, head.hidden.device, low)
     share = losses.shares(sequences, aggregation, normalizer).to(dtype).view(tokens.shape)
     weights = losses.TermWeights(
@@ -276,6 +283,7 @@ def linear_policy_loss(
         entropy=share * -entropy_coeff if entropy_coeff else None,
     )
     task = Task(head, rows, batch, weights, surrogate, entropy or bool(entropy_coeff))
+    _check_importance(importance)
     rollout = _constant("rollout_log_probs", rollout_log_probs, tokens, dtype)
     if rollout is not None:
         kept = sequences.kept
@@ -285,7 +293,7 @@ def linear_policy_loss(
     elif importance:
         raise ValueError("rollout_log_probs: expected a tensor with importance, got None")
     if chosen == "reference" or group is not None:
-        terms = from_log_probs(task, level, sequences, vocab_offset, group)
+        terms = from_log_probs(task, level, sequences, vocab_offset, group, main_grad)
     elif level == "token":
         terms = autograd.run(task, main_grad)
     else:
@@ -332,6 +340,12 @@ def _check_coefficients(
             "normalizer: expected a number with aggregation='constant', such as the number of "
             "sequences times the longest length that may be generated, got None"
         )
+
+
+def _check_importance(importance: Mapping[str, Any] | None) -> None:
+    unknown = [name for name in importance or () if name not in _IMPORTANCE]
+    if unknown:
+        raise ValueError(f"importance: expected a mapping of {_IMPORTANCE}, got {unknown}")
 
 
 def _check_main_grad(main_grad: Tensor | None, weight: Tensor, group: object) -> None:
