@@ -37,7 +37,7 @@ def surrogate_of(
             free = ratio.clamp(max=most) * advantages
             flat = (ratio > most) | (bounded * advantages < free)
     if surrogate.kind == "cispo":
-        return -bounded * advantages * log_probs
+        return -bounded.detach() * advantages * log_probs  # nor a forward-mode tangent
     # The exponential of a ratio that is clipped may be infinite, and 0 times that is NaN.
     ratio = torch.where(flat, log_ratio.detach(), log_ratio).exp()
     bounded = ratio.clamp(low, high)
