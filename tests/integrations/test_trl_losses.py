@@ -104,6 +104,27 @@ def test_importance_weights_of_vllm_weigh_the_tokens(folder, calls, said, tmp_pa
     assert not said()
 
 
+@pytest.mark.parametrize("differ", ["advantages", "importance weights"])
+@pytest.mark.parametrize("columns", [(), (OLD,)], ids=["on policy", "off policy"])
+def test_weights_of_tokens_under_a_ratio_of_sequences(
+    columns, differ, folder, calls, said, tmp_path
+):
+    """The ratio spreads the gradient evenly, also where it is 1: what a token gets is the mean."""
+
+    def make():
+        trainer = grpo(folder, tmp_path, loss_type="grpo", **SEQUENCE)
+        trainer.use_vllm = differ != "advantages"
+        return trainer
+
+    inputs = batch(*columns, "importance_sampling_ratio")
+    if differ == "advantages":
+        inputs["advantages"] = inputs["advantages"][:, None] * torch.linspace(-1, 3, WIDTH)
+    found, expected, _ = both(make, inputs)
+    check_same(found, expected)
+    assert calls == {"linear_policy_loss": 1, "linear_token_log_probs": 1}
+    assert not said()
+
+
 @pytest.mark.parametrize("advantages", ["per token", "zero"])
 def test_advantages_of_tokens_and_of_nothing(advantages, folder, calls, said, tmp_path):
     inputs = batch(OLD)

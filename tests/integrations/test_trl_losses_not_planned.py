@@ -168,6 +168,28 @@ def test_a_loss_that_is_not_finite_is_that_of_trl(folder, calls, said, tmp_path)
         torch.testing.assert_close(found[1][name], gradient, equal_nan=True)
 
 
+@pytest.mark.parametrize("overflows", ["ratio", "scale"])
+def test_gradients_that_overflow_do_not_count_as_others(overflows, folder, calls, said, tmp_path):
+    """A clipped ratio that is infinite gives NaN in TRL, as a loss scale that is too large does."""
+    scale, inputs = (torch.inf, batch(OLD)) if overflows == "scale" else (1.0, batch(OLD))
+    with fusedrl.patch_trl(["ChunkedLogProbFunction"]):
+        trainer = grpo(folder, tmp_path)
+        good = inputs = near(trainer, inputs)
+        if overflows == "ratio":
+            inputs = {**good, OLD: good[OLD].clone()}
+            inputs[OLD][0, 0] = -300.0  # where the advantage is positive
+        expected = step(trainer, inputs, scale)
+    with fusedrl.patch_trl():
+        for _ in range(_trl_loss.MOST_MISSES):
+            found = step(trainer, inputs, scale)
+        step(trainer, good)
+    assert calls["linear_policy_loss"] == _trl_loss.MOST_MISSES + 1
+    assert not said()
+    assert any(gradient.isnan().any() for gradient in expected[1].values())
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, equal_nan=True)
+
+
 def test_a_trainer_without_what_a_plan_reads_runs_as_trl_has_it(folder, calls, said, tmp_path):
     def make():
         trainer = grpo(folder, tmp_path)

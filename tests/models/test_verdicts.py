@@ -132,6 +132,46 @@ def test_hooks_that_come_later_count(hook):
     assert way_of(model).packs
 
 
+@pytest.mark.parametrize("hook", ["full", "before", "everywhere"])
+def test_hooks_of_the_backward_pass_count_where_there_is_one(hook):
+    model = model_of("llama")
+    head = model.lm_head
+    check(model)
+    _, plain = gradients(model)
+
+    def double(module, grads, *_):
+        return tuple(2 * grad for grad in grads) if module is head else None
+
+    if hook == "full":
+        handle = head.register_full_backward_hook(double)
+    elif hook == "before":
+        handle = head.register_full_backward_pre_hook(double)
+    else:
+        handle = nn.modules.module.register_module_full_backward_hook(double)
+    try:
+        ours, theirs = gradients(model)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(theirs, 2 * plain, rtol=1e-4, atol=1e-4)
+        assert way_of(model).parts is None
+        with torch.no_grad():
+            assert way_of(model).packs
+    finally:
+        handle.remove()
+    assert way_of(model).packs
+
+
+def gradients(model):
+    """Those of the embeddings, through our log-probs and through the model's own logits."""
+    tokens, found = torch.arange(3, 12), []
+    for log_probs in (
+        lambda: causal_log_probs(model, tokens, [9]),
+        lambda: model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None]),
+    ):
+        (gradient,) = torch.autograd.grad(log_probs().sum(), model.model.embed_tokens.weight)
+        found.append(gradient)
+    return found
+
+
 @pytest.mark.parametrize("value", [0.25, 2])
 def test_a_scale_that_is_set_on_the_model_counts(value):
     model = model_of("cohere")

@@ -112,7 +112,7 @@ def test_kl_estimators(estimator, loss):
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("normalizer", [None, 13, torch.tensor(7.0)], ids=str)
+@pytest.mark.parametrize("normalizer", [None, 13, torch.tensor(7.0), torch.tensor(7)], ids=str)
 @pytest.mark.parametrize("ratio", ["token", "sequence", "geometric"])
 def test_aggregations_and_ratios(aggregation, normalizer, ratio):
     if aggregation == "constant" and normalizer is None:
@@ -267,6 +267,25 @@ def test_float32_main_grad(dtype, loss):
     _, (_, exact, _) = problem.run(torch.float64, "reference", 6.0, loss=loss)
     atol = 3e-6 * exact.abs().max().item()
     torch.testing.assert_close(main_grad.double(), exact, rtol=1e-4, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_main_grad_of_the_reference(dtype, loss):
+    """The definition, which also is what float64 runs through, adds to it as kernels do."""
+    problem = Problem(dtype=dtype)
+    _, (hidden_grad, *_) = problem.run(impl="reference", loss=loss)
+    hidden, weight, bias = (x.clone().requires_grad_() for x in problem.head)
+    main_grad = torch.ones(weight.shape)
+    result = linear_policy_loss(
+        hidden, weight, problem.tokens, None, problem.advantages, bias=bias, loss=loss,
+        old_log_probs=problem.old, main_grad=main_grad, impl="reference",
+    )  # fmt: skip
+    (result.loss * 3).backward()
+    assert weight.grad is None
+    torch.testing.assert_close(hidden.grad, 3 * hidden_grad)
+    _, (_, exact, _) = problem.run(torch.float64, "reference", 3.0, loss=loss)
+    torch.testing.assert_close(main_grad.double() - 1, exact, rtol=1e-4, atol=1e-6)
 
 
 def test_small_gradients_survive_float16():

@@ -162,11 +162,12 @@ class _Ahead(torch.autograd.Function):
         if factor is not None:
             ctx.record.misses = 0
             return factor, *nothing, None, None, None
-        ctx.record.misses += 1
-        log_once(
-            f"trl: {ctx.trainer}: the gradient of its loss is not the one of its options, so that "
-            "the one made ahead is not used"
-        )
+        if found.isfinite().all():  # what overflowed does not tell which loss it is of
+            ctx.record.misses += 1
+            log_once(
+                f"trl: {ctx.trainer}: the gradient of its loss is not the one of its options, so "
+                "that the one made ahead is not used"
+            )
         head = ctx.head._replace(hidden=hidden, weight=weight, bias=bias)
         return None, *nothing, *_gradients(head, ctx.rows, found, ctx.needs_input_grad[-3:])
 

@@ -148,13 +148,16 @@ def _grpo_plan(trainer: Any, inputs: dict[str, Any]) -> Plan:
     if trainer.off_policy_mask_threshold is not None:
         raise NotPlanned("off_policy_mask_threshold needs the log-probs before the loss")
     old = inputs.get("old_per_token_logps")
-    surrogate, level = _grpo_surrogate(trainer, on_policy=old is None)
+    corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    factors = inputs["importance_sampling_ratio"] if corrects else None
+    even = inputs["advantages"].dim() == 1 and (factors is None or factors.shape[1] == 1)
+    surrogate, level = _grpo_surrogate(trainer, on_policy=old is None, even=even)
     scored = inputs["completion_mask"].bool()
     kept = scored & inputs["tool_mask"].bool() if "tool_mask" in inputs else scored
     share = _grpo_share(trainer, inputs, kept)
     objective = share
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        objective = torch.where(kept, share * inputs["importance_sampling_ratio"], 0)
+    if factors is not None:
+        objective = torch.where(kept, share * factors, 0)
     weights = TermWeights(
         objective,
         kl=share * trainer.beta if trainer.beta else None,
@@ -164,11 +167,11 @@ def _grpo_plan(trainer: Any, inputs: dict[str, Any]) -> Plan:
     return _plan_of(trainer, inputs, scored, kept, old, reference, weights, surrogate, level)
 
 
-def _grpo_surrogate(trainer: Any, on_policy: bool) -> tuple[Surrogate, str]:
+def _grpo_surrogate(trainer: Any, on_policy: bool, even: bool) -> tuple[Surrogate, str]:
     """The surrogate of a GRPO trainer, and the level of its ratio.
 
     On policy every ratio is 1. A ratio of sequences then spreads the gradient of its tokens evenly
-    among them, and they have the same weight: what each gets is what it gave. And a k3 estimate
+    among them: where they have the same weight, what each gets is what it gave. And a k3 estimate
     times the ratio has the gradient of k2 there: with ``d = ref - p``, the derivative of
     ``r (e^d - d - 1)`` by ``p`` is ``(e^d - d - 1) + (1 - e^d) = -d``.
     """
@@ -181,9 +184,9 @@ def _grpo_surrogate(trainer: Any, on_policy: bool) -> tuple[Surrogate, str]:
         if of_sequences or not on_policy:
             raise NotPlanned("use_bias_correction_kl weighs the KL by ratios, which are not all 1")
         estimator = "k2"
-    if clipped and of_sequences and on_policy:
+    if clipped and of_sequences and on_policy and even:
         return REINFORCE._replace(estimator=estimator), "token"
-    level = "geometric" if of_sequences and not on_policy else "token"
+    level = "geometric" if of_sequences and (clipped or not on_policy) else "token"
     high, most = trainer.epsilon_high, trainer.args.delta
     if loss == "cispo":
         return Surrogate("cispo", 0.0, high, math.inf, estimator), level

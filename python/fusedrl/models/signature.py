@@ -7,10 +7,12 @@ from operator import is_
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import nn
 from torch.nn.modules import module as every_module
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 # What is computed in another way while it is set: the compiled call of a module, and adapters.
 _SWITCHES = ("_compiled_call_impl", "_disable_adapters", "_active_adapter", "merged_adapters")
 
@@ -54,9 +56,13 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether there are hooks that calling something else than the module would pass by."""
-    of_all = any(getattr(every_module, f"_global{name}") for name in _HOOKS)
-    own = any(getattr(module, name) for name in _HOOKS)
+    """Whether there are hooks that calling something else than the module would pass by.
+
+    Those of the backward pass count where one may follow.
+    """
+    names = (*_HOOKS, *_BACKWARD_HOOKS) if torch.is_grad_enabled() else _HOOKS
+    of_all = any(getattr(every_module, f"_global{name}") for name in names)
+    own = any(getattr(module, name) for name in names)
     return of_all or own or hasattr(module, "_hf_hook")
 
 

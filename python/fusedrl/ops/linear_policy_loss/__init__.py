@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyLoss", "RatioStatistics", "linear_policy_loss"]
 
+_COUNTS = (torch.int64, torch.int32)  # of tokens or sequences, as sums over masks and ranks are
 IMPORTANCE_OPTIONS = ("level", "mode", "low", "high", "nan", "impl")
 
 
@@ -127,7 +128,8 @@ def linear_policy_loss(
         tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged, as is every other tensor
             of one entry a token.
         mask: bool, shaped like ``tokens``; ``None`` keeps all. Nothing of a dropped token is read.
-        advantages: one a token, shaped like ``tokens``, or one a sequence, ``[B]``.
+        advantages: one a token, shaped like ``tokens``, or one a sequence, ``[B]``. Where packed
+            tokens are as many as sequences, they are of the tokens.
         old_log_probs: log-probs of the policy that generated, shaped like ``tokens``. With ``None``
             those of the policy itself are taken, so that every ratio is 1.
         ref_log_probs: log-probs of the reference policy, which ``kl_coeff`` needs. Where that is 0
@@ -137,7 +139,8 @@ def linear_policy_loss(
             same weights give in training. Each token's objective is multiplied by the
             :func:`importance_weights` of ``old_log_probs`` to them, beside ``token_weights``.
             Without ``old_log_probs`` the policy's own are computed first: four products.
-        importance: options of :func:`importance_weights`, such as ``{"level": "geometric"}``.
+        importance: options of :func:`importance_weights`, such as ``{"level": "geometric"}``; not
+            its tensors.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends. Without
             offsets a packed batch is one sequence.
         shift: token *i* reads row *i - 1* of its own sequence, and the first token of every
@@ -153,7 +156,7 @@ def linear_policy_loss(
             of the mean over their kept tokens, 0 where there is none; ``"constant"``, the sum over
             ``normalizer``. KL and entropy are aggregated alike.
         normalizer: replaces the number of tokens (``"token"``) or sequences (``"sequence"``), to
-            count those of other ranks or micro-batches too.
+            count those of other ranks or micro-batches too: a number, or a tensor of one element.
         kl_coeff: factor of the KL to the reference policy in the loss.
         kl_estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``, as :func:`token_kl` has them.
         entropy_coeff: factor of the entropy, which the loss rewards.
@@ -274,6 +277,8 @@ def linear_policy_loss(
     factors = _constant("token_weights", token_weights, tokens, dtype)
     if normalizer is not None:
         low = 1 / _dispatch.LARGEST
+        if isinstance(normalizer, Tensor) and normalizer.dtype in _COUNTS:
+            normalizer = normalizer.double()
         normalizer = _dispatch.scalar_tensor("normalizer", normalizer, head.hidden.device, low)
     share = losses.shares(sequences, aggregation, normalizer).to(dtype).view(tokens.shape)
     weights = losses.TermWeights(
@@ -289,7 +294,7 @@ def linear_policy_loss(
             task, rollout, importance or {}, sequences.offsets, kept, vocab_offset, group
         )
     if chosen == "reference" or group is not None:
-        terms = from_log_probs(task, level, sequences, vocab_offset, group)
+        terms = from_log_probs(task, level, sequences, vocab_offset, group, main_grad)
     elif level == "token":
         terms = autograd.run(task, main_grad)
     else:

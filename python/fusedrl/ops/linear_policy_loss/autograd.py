@@ -141,8 +141,10 @@ class _Autograd(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         call = Call(*args)
         results, grads = _with_gradients(call, ctx.needs_input_grad[2:5], main_grad is not None)
-        tensors = [x if isinstance(x, Tensor) else None for x in args]
-        ctx.save_for_backward(results, *grads, *tensors)
+        # Gradients that are made need no constants. The head is kept to see that nobody changes it.
+        kept = len(args) if separate else 3
+        tensors = [x if isinstance(x, Tensor) and i < kept else None for i, x in enumerate(args)]
+        ctx.save_for_backward(results if separate else None, *grads, *tensors)
         ctx.constants = [None if isinstance(x, Tensor) else x for x in args]
         ctx.options = (main_grad, separate)
         ctx.mark_non_differentiable(results)

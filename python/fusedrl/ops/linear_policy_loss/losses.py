@@ -175,7 +175,9 @@ def sequences_of(
     if offsets is None:
         offsets = torch.arange(count + 1, device=tokens.device) * tokens.shape[-1]
     places = torch.arange(tokens.numel(), device=tokens.device)
-    kept = places >= 0 if mask is None else mask.flatten()
+    kept = places >= 0
+    if mask is not None:
+        kept = kept & mask.flatten()
     if shift:
         kept = kept & (places != offsets[:-1][index])
     return Sequences(index, count, kept, offsets)

@@ -28,13 +28,22 @@ def surrogate_of(
     """
     if surrogate.kind == "reinforce":
         return -advantages * log_probs
-    ratio = log_ratio.exp()
-    bounded = ratio.clamp(surrogate.low, surrogate.high)
+    low, high, most = surrogate.low, surrogate.high, surrogate.most
+    with torch.no_grad():
+        ratio = log_ratio.exp()
+        bounded = ratio.clamp(low, high)
+        flat = (ratio < low) | (ratio > high)
+        if surrogate.kind == "clip":
+            free = ratio.clamp(max=most) * advantages
+            flat = (ratio > most) | (bounded * advantages < free)
     if surrogate.kind == "cispo":
-        return -bounded.detach() * advantages * log_probs
+        return -bounded.detach() * advantages * log_probs  # nor a forward-mode tangent
+    # The exponential of a ratio that is clipped may be infinite, and 0 times that is NaN.
+    ratio = torch.where(flat, log_ratio.detach(), log_ratio).exp()
+    bounded = ratio.clamp(low, high)
     if surrogate.kind == "clipped_ratio":
         return -bounded * advantages
-    return -torch.minimum(ratio.clamp(max=surrogate.most) * advantages, bounded * advantages)
+    return -torch.minimum(ratio.clamp(max=most) * advantages, bounded * advantages)
 
 
 def policy_terms(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fusedrl.ops import _dispatch
+from fusedrl.ops._autograd import first_derivative_only
 from fusedrl.ops.importance_weights import importance_weights
 from fusedrl.ops.linear_policy_loss import autograd
 from fusedrl.ops.linear_policy_loss.autograd import REINFORCE, Task, Terms
@@ -48,12 +50,15 @@ def from_log_probs(
     sequences: Sequences,
     vocab_offset: int | None = None,
     group: ProcessGroup | None = None,
+    main_grad: Tensor | None = None,
 ) -> Terms:
     """The definition over log-probs that differentiate: the reference's, or those of all ranks."""
     if group is None:
-        rows = task.rows
+        head, rows = task.head, task.rows
+        if main_grad is not None:
+            head = head._replace(weight=_IntoMainGrad.apply(head.weight, main_grad))
         log_probs, entropy = reference.linear_token_log_probs(
-            *(task.head, rows.tokens, rows.mask, rows.offsets, rows.shift, rows.temperature),
+            *(head, rows.tokens, rows.mask, rows.offsets, rows.shift, rows.temperature),
             task.entropy,
         )
     else:
@@ -65,6 +70,21 @@ def from_log_probs(
     return Terms(values, log_probs.detach(), entropy.detach())
 
 
+class _IntoMainGrad(torch.autograd.Function):
+    """A weight in the dtype of its logits, whose gradient is added to another tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.main_grad = main_grad
+        return weight.to(_dispatch.result_dtype(weight), copy=True)
+
+    @staticmethod
+    @first_derivative_only("linear_policy_loss", "leave out main_grad, and pass impl='reference'")
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.main_grad.add_(grads[0])
+        return None, None
+
+
 def from_sequence_ratios(
     task: Task, level: str, sequences: Sequences, main_grad: Tensor | None
 ) -> Terms:
@@ -72,16 +92,32 @@ def from_sequence_ratios(
     differentiates = task.needs_grad
     with torch.no_grad():
         log_probs, entropy = _log_probs(task)
-    values, slopes = slopes_of(task, level, sequences, log_probs, entropy)
     if differentiates:
+        values, slopes = slopes_of(task, level, sequences, log_probs, entropy)
         linear = task._replace(
             batch=PolicyBatch(-slopes, None, None),
             weights=TermWeights((slopes != 0).to(slopes.dtype), entropy=task.weights.entropy),
             surrogate=REINFORCE,
         )
-        terms = autograd.run(linear, main_grad).values
-        values = values + (terms - terms.detach())
+        values = _WithGradientsOf.apply(values, autograd.run(linear, main_grad).values)
+    else:
+        with torch.no_grad():
+            values = policy_terms(
+                log_probs, entropy, task.batch, task.weights, task.surrogate, level, sequences
+            )
     return Terms(values, log_probs, torch.zeros_like(log_probs) if entropy is None else entropy)
+
+
+class _WithGradientsOf(torch.autograd.Function):
+    """Values that differentiate as others do, which may be infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, others: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0]
 
 
 def slopes_of(
