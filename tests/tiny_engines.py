@@ -71,7 +71,7 @@ def train(model: nn.Module) -> None:
 
 def expected(model: Any, prompt: list[int] = PROMPT, tokens: int = 12) -> list[int]:
     """The tokens that transformers finds the most likely."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
