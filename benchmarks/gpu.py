@@ -105,7 +105,7 @@ def _build(args: argparse.Namespace, limit: float) -> int:
 
 
 def _tests(args: argparse.Namespace, limit: float) -> int:
-    folders = ("tests/ops", "tests/models", "tests/channel")
+    folders = ("tests/ops", "tests/models", "tests/channel", "tests/engines")
     return _run(args.out / "pytest.log", limit, *_pytest(), "-m", "gpu", *folders)
 
 
