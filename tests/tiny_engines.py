@@ -51,6 +51,12 @@ def tiny_model(folder: Path, *, kind: str = "qwen2", seed: int = 0, **sizes: Any
     }[kind]
     made = model(config(**{**_SIZES, "tie_word_embeddings": False, **sizes})).eval()
     made.save_pretrained(folder)
+    save_tokenizer(folder)
+    return made
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A token a byte, beside the model."""
     vocabulary = {"<pad>": 0, "<eos>": 1}
     for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocabulary[character] = len(vocabulary)
@@ -59,7 +65,6 @@ def tiny_model(folder: Path, *, kind: str = "qwen2", seed: int = 0, **sizes: Any
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     fast.save_pretrained(folder)
-    return made
 
 
 @torch.no_grad()

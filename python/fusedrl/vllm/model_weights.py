@@ -49,7 +49,8 @@ class ModelWeights:
         self._model = model
         self._config = vllm_config
         self._layout = layout
-        check_names(vllm_config, layout)
+        self._names = names_for(vllm_config, layout)
+        check_loads_again(model, vllm_config)
 
     @torch.no_grad()
     def load(self, views: Sequence[Tensor]) -> None:
@@ -59,10 +60,10 @@ class ModelWeights:
             views: one for each entry that is stored, as :meth:`Layout.views` makes them. They may
                 be freed afterwards.
         """
-        weights = [(name, views[index]) for name, index in self._layout.view_of.items()]
+        index = self._layout.view_of
         initialize_layerwise_reload(self._model)
         try:
-            self._model.load_weights(weights)
+            self._model.load_weights((name, views[index[name]]) for name in self._names)
         finally:
             finalize_layerwise_reload(self._model, self._config.model_config)
 
@@ -94,46 +95,80 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def check_names(vllm_config: VllmConfig, layout: Layout) -> None:
-    """Raise ``ValueError`` unless a model of this configuration takes all of a layout's weights.
+def names_for(vllm_config: VllmConfig, layout: Layout) -> list[str]:
+    """The names of a layout that a model of this configuration is to be given.
 
-    A second model, without memory, is given tensors without memory: what it takes, and where to, is
-    what the engine's own would do.
+    Those that are tied to others, too, if the model takes them: it may have packed a copy for each.
+
+    Raises:
+        ValueError: the model does not take all of these weights, or needs others.
     """
+    stored, every = [e.name for e in layout.stored], [e.name for e in layout.entries]
     if vllm_config.model_config.quantization is not None:
         logger.info("weights: names and shapes of a quantised model are not checked beforehand")
+        return stored
+    differences: list[str] = []
+    for names in [every, stored] if len(every) > len(stored) else [stored]:
+        differences = _differences(vllm_config, layout, names)
+        if not differences:
+            return names
+    shown = differences[:_SHOWN]
+    more = [f"and {len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
+    raise ValueError(
+        f"channel: expected the weights of {vllm_config.model_config.architecture} as its "
+        "checkpoint has them, got others; create the channel from the model that the engine "
+        "runs, or from a dict with the names of its checkpoint\n  " + "\n  ".join(shown + more)
+    )
+
+
+def check_loads_again(model: Any, vllm_config: VllmConfig) -> None:
+    """Raise ``ValueError`` for a model that vLLM's reload would leave half loaded.
+
+    On CPUs it packs experts into other shapes, and then copies unpacked ones over them.
+    """
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return
-    given = {
-        entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        for entry in layout.entries
-    }
+    unpacked = dict(_skeleton(vllm_config).named_parameters())
+    for name, parameter in model.named_parameters():
+        before = unpacked[name].shape if name in unpacked else parameter.shape
+        if parameter.numel() and parameter.shape != before:
+            raise ValueError(
+                f"engine: expected weights that vLLM can load again, got {name}, which it has "
+                f"packed from {tuple(before)} into {tuple(parameter.shape)} for this CPU; run "
+                "this model on a GPU"
+            )
+
+
+def _differences(vllm_config: VllmConfig, layout: Layout, names: list[str]) -> list[str]:
+    """What a model says that has no memory, when it is given tensors that have none either.
+
+    It takes them, and puts them where the engine's own would.
+    """
     skeleton = _skeleton(vllm_config)
+    entries = {entry.name: entry for entry in layout.entries}
+    # One element in place of all. On meta, they could not be copied to what is not there.
+    given = {n: torch.zeros((), dtype=entries[n].dtype).expand(entries[n].shape) for n in names}
     copies = _Copies({_storage(tensor): name for name, tensor in given.items()})
     try:
-        with copies:
+        with copies, set_current_vllm_config(vllm_config), torch.no_grad():
             skeleton.load_weights(list(given.items()))
     except Exception:
-        differences = _refused(_skeleton(vllm_config), given)
-    else:
-        differences = [
-            f"{entry.name}: expected no such entry, got {entry.described()}"
-            for entry in layout.stored
-            if entry.name not in copies.used and entry.kind == "parameter"
-        ]
-        filled = copies.filled
-        differences += [
-            f"{name} of vLLM's model: expected {parameter.numel()} elements, got {count}"
-            for name, parameter in skeleton.named_parameters()
-            if (count := filled.get(_storage(parameter), 0)) < parameter.numel()
-        ]
-    if differences:
-        shown = differences[:_SHOWN]
-        more = [f"and {len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
-        raise ValueError(
-            f"channel: expected the weights of {vllm_config.model_config.architecture} as its "
-            "checkpoint has them, got others; create the channel from the model that the engine "
-            "runs\n  " + "\n  ".join(shown + more)
-        )
+        with set_current_vllm_config(vllm_config), torch.no_grad():
+            return _refused(_skeleton(vllm_config), given)
+    unused = [
+        f"{name}: expected no such entry, got {entries[name].described()}"
+        for name in names
+        if name not in copies.used
+        and entries[name].kind == "parameter"
+        # The other name of a weight says nothing new where the model has no use for it.
+        and entries[name].tied_to is None
+    ]
+    missing = [
+        f"{name} of vLLM's model: expected {parameter.numel()} elements, got {count}"
+        for name, parameter in skeleton.named_parameters()
+        if (count := copies.filled.get(_storage(parameter), 0)) < parameter.numel()
+    ]
+    return unused + missing
 
 
 def _refused(skeleton: Any, given: dict[str, Tensor]) -> list[str]:
