@@ -3,7 +3,6 @@
 import socket
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file
 from tiny_engines import OPTIONS, VOCABULARY, save_tokenizer, train
@@ -19,6 +18,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from fusedrl.channel.layout import Layout
 from fusedrl.vllm.model_weights import ModelWeights
+
+from ..models import tiny
 
 SIZES = {
     "vocab_size": VOCABULARY,
