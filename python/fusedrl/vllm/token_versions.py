@@ -1,0 +1,81 @@
+"""The version of each token, out of the spans that vLLM reports with a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedrl.channel.checks import MAX_VERSION
+
+TOKENS_KEY = "token_policy_version"  # where a policy reports them, in its tensordicts
+PADDING = -1
+STARTED_WITH = "default"  # vLLM's label for weights that no update has brought
+
+
+def token_versions(completion: Any) -> Tensor:
+    """The version of the weights that sampled each token of a completion.
+
+    Args:
+        completion: a ``CompletionOutput`` of vLLM 0.32 or later, finished, with all its tokens.
+
+    Returns:
+        int64, one a token: the channel's versions, and 0 for the weights that the engine started
+        with.
+
+    Raises:
+        ValueError: no versions, others than a channel's, or not of these tokens.
+
+    Example:
+        >>> from types import SimpleNamespace as Span
+        >>> from fusedrl.vllm import token_versions
+        >>> spans = [Span(version="default", start=0, end=1), Span(version="7", start=1, end=3)]
+        >>> token_versions(Span(token_ids=[5, 6, 7], weight_versions=spans, finish_reason="stop"))
+        tensor([0, 7, 7])
+    """
+    if not hasattr(completion, "weight_versions"):
+        raise ValueError(
+            "completion: expected weight_versions, which vLLM has from 0.32 on, got "
+            f"{type(completion).__name__} without them; upgrade vLLM"
+        )
+    spans, tokens = completion.weight_versions, len(completion.token_ids)
+    if spans is None:
+        raise ValueError(
+            "completion: expected one that is finished, which has its versions, got "
+            + (
+                "one that goes on; wait for its last output"
+                if completion.finish_reason is None
+                else "tokens without a version; take completions of vLLM's own engines"
+            )
+        )
+    _check_cover(spans, tokens)
+    versions = torch.empty(tokens, dtype=torch.int64)
+    for span in spans:
+        versions[span.start : span.end] = _number(span.version)
+    return versions
+
+
+def _check_cover(spans: Sequence[Any], tokens: int) -> None:
+    ends = [0, *(span.end for span in spans)]
+    starts = [*(span.start for span in spans), tokens]
+    if starts != ends or ends != sorted(ends):
+        raise ValueError(
+            f"completion: expected spans of its {tokens} tokens, one after the other, got "
+            f"{[(span.start, span.end) for span in spans]}; take the tokens of the whole "
+            "completion, which a stream of deltas has in parts"
+        )
+
+
+def _number(label: str) -> int:
+    if label == STARTED_WITH:
+        return 0
+    digits = label.isascii() and label.isdecimal() and len(label) <= len(str(MAX_VERSION))
+    number = int(label) if digits else MAX_VERSION + 1
+    if number > MAX_VERSION or str(number) != label:
+        raise ValueError(
+            f"completion: expected versions of a channel, got {label!r}; let the engine's weights "
+            "be updated by fusedrl alone, which gives them their numbers"
+        )
+    return number
