@@ -8,14 +8,15 @@ from datetime import datetime
 from typing import Any, Literal
 
 import torch
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
 from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion as _PolicyVersion
 from torchrl.envs.llm.transforms.policy_version import VersionChange
 from torchrl.envs.transforms import Transform
 
+from fusedrl.vllm.token_versions import PADDING, TOKENS_KEY
+
 KEY = "policy_version"
-TOKENS_KEY = "token_policy_version"
 
 Version = int | str
 
@@ -29,8 +30,9 @@ class PolicyVersion(_PolicyVersion):
     and counts one version for each weight update.
 
     A policy whose weights change while it generates can report the version of each token under
-    ``"token_policy_version"`` (int64, one row a sample, ragged or padded with -1); :meth:`span`
-    then takes these.
+    ``"token_policy_version"`` (int64, one row a sample, ragged or padded with -1), as those of vLLM
+    do. A collector then has them in ``"next"``, too, tags the turn with the oldest of them, and
+    :meth:`span` takes these.
 
     Args:
         version_type: ``"int"`` or ``int``: 0, 1, 2, ... in int64 tensors of the batch's shape.
@@ -166,6 +168,32 @@ def stamp(tensordict: TensorDictBase, version: Version) -> TensorDictBase:
         return tensordict.set(KEY, NonTensorData(version, batch_size=shape, device=device))
     # One entry an element, so that reading the key answers with a list as in torchrl.
     return tensordict.set(KEY, NonTensorData(version, device=device).expand(shape))
+
+
+def stamp_tokens(turn: TensorDictBase) -> None:
+    """Give ``"next"`` the versions of a turn's tokens, and both the oldest of them as their own.
+
+    Args:
+        turn: stamped, changed in place. Left alone where its policy reported no tokens' versions.
+    """
+    if isinstance(turn, LazyStackedTensorDict):
+        for part in turn.tensordicts:
+            stamp_tokens(part)
+        return
+    tokens = turn.get(TOKENS_KEY, None)
+    if tokens is None:
+        return
+    following = turn.get("next")
+    following.set(TOKENS_KEY, tokens.clone())  # a batch may be written to
+    if tokens.is_nested:
+        tokens = tokens.to_padded_tensor(PADDING)
+    rows = tokens.flatten(turn.batch_dims)
+    if not rows.shape[-1]:
+        return
+    none = torch.iinfo(torch.int64).max
+    oldest = rows.masked_fill(rows < 0, none).amin(-1)
+    for part in (turn, following):
+        part.set(KEY, torch.where(oldest == none, part.get(KEY), oldest))
 
 
 def versions_in(batch: TensorDictBase) -> set[Any]:

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase, lazy_stack
 from fusedrl.collectors.batches import DialogBatches, TurnBatches
 from fusedrl.collectors.call_by_length import call_by_length
 from fusedrl.collectors.copying import Copies
-from fusedrl.collectors.policy_version import stamp
+from fusedrl.collectors.policy_version import stamp, stamp_tokens
 from fusedrl.collectors.pool_scoring import PoolScoring
 from fusedrl.collectors.pools import forget_all, indices_of
 from fusedrl.collectors.rows import ended, rows_of, tag
@@ -162,6 +162,8 @@ class PoolLoop:
         if asked.version is not None:
             stamp(row, asked.version)
             stamp(row.get("next"), asked.version)
+            if not isinstance(asked.version, str):
+                stamp_tokens(row)
         return row
 
     def _hold(self, batches: DialogBatches, indices: list[int]) -> None:

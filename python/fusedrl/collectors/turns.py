@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from fusedrl.collectors.batches import DialogBatches, TurnBatches
 from fusedrl.collectors.call_by_length import call_by_length
 from fusedrl.collectors.copying import Copies
-from fusedrl.collectors.policy_version import stamp
+from fusedrl.collectors.policy_version import stamp, stamp_tokens
 from fusedrl.collectors.rows import IDS, ended, rows_of, tag
 from fusedrl.collectors.stopwatch import Stopwatch
 from fusedrl.collectors.trajectories import Trajectories
@@ -80,6 +80,8 @@ class TurnLoop:
                 stamp(turn, version)
                 if self._versions.tracker.version != version:  # what the environment wrote
                     stamp(turn.get("next"), version)
+                if not isinstance(version, str):
+                    stamp_tokens(turn)
             self._add(turn, over)
             if True in over:
                 self.trajectories.renew(mask)

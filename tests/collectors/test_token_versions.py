@@ -1,0 +1,99 @@
+"""Versions of tokens that a policy reports: where a collector has them, and what a turn's is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from counting_dialogs import Counting, policy
+from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import AsyncEnvPool
+
+from fusedrl import PolicyVersion
+from fusedrl.collectors.policy_version import stamp_tokens
+
+KEY, TOKENS = "policy_version", "token_policy_version"
+PADDED = torch.tensor([[5, 4, -1], [6, -1, -1]])
+RAGGED = [torch.tensor([5, 4]), torch.tensor([6])]
+
+
+class Reports:
+    """Answers as the numbers' policy does, and reports versions of tokens.
+
+    Args:
+        rows: of each call, of which an environment of one dialog has the first.
+    """
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __call__(self, carried: TensorDictBase) -> TensorDictBase:
+        actions = policy(carried)
+        if isinstance(self.rows, torch.Tensor):
+            return actions.set(TOKENS, self.rows.clone())
+        actions = actions if hasattr(actions, "tensordicts") else actions.to_lazystack(0)
+        for row, versions in zip(actions.tensordicts, self.rows, strict=False):
+            row.set(TOKENS, versions.expand(*row.batch_size, -1).clone())
+        return actions
+
+
+@pytest.mark.parametrize("mode", [{}, {"flatten_data": True}, {"copy_turns": False}], ids=str)
+@pytest.mark.parametrize("rows", [PADDED, RAGGED], ids=["padded", "ragged"])
+def test_a_turn_has_the_oldest_version_of_its_tokens(collect, rows, mode):
+    env = Counting(lazy=rows is RAGGED)
+    collector = collect(env, policy=Reports(rows), track_policy_version=True, **mode)
+    turns = collector.next().reshape(-1)
+    of_row = [[4, 5], [6]] if rows is RAGGED else [[-1, 4, 5], [-1, -1, 6]]
+    for part in (turns, turns["next"]):
+        assert sorted(part[KEY].tolist()) == [4, 4, 6, 6] and part[KEY].dtype == torch.int64
+        reported = sorted(sorted(row.tolist()) for row in part.get(TOKENS, as_list=True))
+        assert reported == sorted([*of_row, *of_row])
+    assert collector.policy_version_tracker.span(turns) == (4, 6)
+    assert collector.policy_version == 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_nested_tensor(layout):
+    tokens = torch.nested.nested_tensor(RAGGED, layout=layout)
+    turn = TensorDict({KEY: torch.zeros(2).long(), TOKENS: tokens, "next": {}}, [2])
+    turn["next", KEY] = torch.zeros(2).long()
+    stamp_tokens(turn)
+    assert turn[KEY].tolist() == turn["next", KEY].tolist() == [4, 6]
+    assert [row.tolist() for row in turn["next", TOKENS].unbind()] == [[5, 4], [6]]
+
+
+def test_no_memory_is_shared_between_the_turn_and_its_next(collect):
+    collector = collect(Counting(), policy=Reports(PADDED), track_policy_version=True)
+    batch = collector.next()
+    batch["next", TOKENS].fill_(9)
+    assert 9 not in batch[TOKENS]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [torch.full((2, 3), -1), torch.zeros(2, 0, dtype=torch.int64), [torch.zeros(0).long()] * 2],
+    ids=["padding", "none", "ragged"],
+)
+def test_answers_without_a_token_have_the_version_of_the_call(collect, rows):
+    env = Counting(lazy=isinstance(rows, list))
+    collector = collect(env, policy=Reports(rows), track_policy_version=True)
+    collector.increment_version()
+    assert collector.next()["next", KEY].tolist() == [[1, 1]] * 2
+
+
+def test_a_pool(collect):
+    pool = AsyncEnvPool([lambda: Counting(1)] * 2, stack="lazy")
+    collector = collect(pool, policy=Reports(RAGGED), track_policy_version=True)
+    turns = collector.next().reshape(-1)
+    for part in (turns, turns["next"]):
+        assert sorted(part[KEY].flatten().tolist()) == [4, 4, 6, 6]
+
+
+def test_uuids_are_left_alone(collect):
+    tracker = PolicyVersion("uuid")
+    collector = collect(Counting(), policy=Reports(PADDED), track_policy_version=tracker)
+    batch = collector.next()
+    assert {*batch.reshape(-1)["next", KEY]} == {tracker.version}
+    assert TOKENS not in batch["next"]
