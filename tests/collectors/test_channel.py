@@ -68,6 +68,22 @@ def test_the_policys_version_is_the_newest_published(channel, collect):
     assert collector.policy_version == 3  # that it had last
 
 
+@pytest.mark.parametrize("connects", [False, True], ids=["new", "connected"])
+def test_a_scheme_of_the_trainers_own_model(collect, connects):
+    trained, scheme = policy_of(Says(1)), ChannelWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=trained)
+    if connects:
+        scheme.connect()
+    collector = collect(channel=None, weight_sync_schemes={"policy": scheme})
+    assert of(collector.next()) == [1, 1]
+    collector.update_policy_weights_(policy_of(Says(2)))
+    assert of(collector.next()) == [2, 2]
+    trained.load_state_dict(policy_of(Says(3)).state_dict())
+    assert of(collector.next()) == [2, 2]
+    collector.update_policy_weights_()
+    assert of(collector.next()) == [3, 3]
+
+
 def test_an_update_without_weights_asks_for_nothing(channel, collect):
     collector = collect()
     publish(channel, 1)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import nn
 
@@ -69,6 +69,41 @@ class Held:
             self._places -= 1
             if self._places == 0:
                 self._lease.release()
+
+
+class Following(Protocol):
+    """What computes with one version in each ``with`` block, the newest when the block begins.
+
+    Attributes:
+        reader: of the channel.
+        module: that computes.
+        version: of the block that goes on, or of the last one; ``None`` before the first version.
+    """
+
+    reader: WeightReader
+    module: nn.Module
+    version: int | None
+
+    def __enter__(self) -> int | None:
+        """Begin a call; its version."""
+        ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        """End it."""
+        ...
+
+    def load(self, timeout: float | None = None) -> int:
+        """Load the newest version; which one."""
+        ...
+
+    def close(self, detach: bool = True) -> None:
+        """Follow no more."""
+        ...
 
 
 class Follower:

@@ -16,7 +16,7 @@ from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_d
 from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.channel.following import Follower
+from fusedrl.channel.following import Following
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.arguments import check_environment, check_staleness
 from fusedrl.collectors.batches import DialogBatches, FlatBatches, TurnBatches
@@ -32,6 +32,7 @@ from fusedrl.collectors.stopwatch import Profile
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.weights.follow import refuse_another_policy
+from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
 
 class LLMCollector(_LLMCollector):
@@ -232,6 +233,13 @@ class LLMCollector(_LLMCollector):
         self._max_staleness = most
 
     # What torchrl's constructor and methods reach for.
+
+    def _setup_weight_sync(self, weight_updater: Any, weight_sync_schemes: Any) -> None:
+        # torchrl tells only those of the collector that nobody has initialised before.
+        for scheme in (weight_sync_schemes or {}).values():
+            if isinstance(scheme, ChannelWeightSyncScheme):
+                scheme.join(self)  # pyright: ignore[reportAttributeAccessIssue]
+        super()._setup_weight_sync(weight_updater, weight_sync_schemes)
 
     def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
         """There is a tracker already."""
@@ -456,7 +464,7 @@ class LLMCollector(_LLMCollector):
                 "channel: expected weights to come through it, got others; publish them"
             )
 
-    def hold_turns(self, follower: Follower) -> Callable[[bool], None]:
+    def hold_turns(self, follower: Following) -> Callable[[bool], None]:
         """Let each turn have one version of what follows a channel; what is returned undoes it.
 
         That takes whether the policy keeps the version that it has.

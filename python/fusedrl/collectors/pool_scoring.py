@@ -11,7 +11,7 @@ from typing import Any
 
 from torchrl.envs.llm.transforms import RetrieveKL as TorchrlRetrieveKL
 
-from fusedrl.channel.following import Follower, Held
+from fusedrl.channel.following import Follower, Following, Held
 from fusedrl.channel.loading import Target
 from fusedrl.collectors.versions import Versions
 from fusedrl.weights.follow import replace
@@ -43,7 +43,7 @@ class PoolScoring:
         )
         self.policy: Any = None
         self._model: _SecondModel | None = None
-        self._checked: Follower | None = None
+        self._checked: Following | None = None
         self._turns: dict[int, Held | None] = {}  # by environment
         self._stepping = threading.local()  # the turn of the environment that a thread steps
         self._undo: list[Callable[[], None]] = []
@@ -63,6 +63,12 @@ class PoolScoring:
         self._checked = follower
         if not self._is_needed:
             return
+        if not isinstance(follower, Follower):
+            raise ValueError(
+                "env: expected environments of a pool that leave a policy with a vLLM engine "
+                "alone, which has one version at a time, got some that score with it; score with a "
+                "model of its own, or outside of a pool"
+            )
         follower.load()  # what the policy began with is in no version
         self._model = _SecondModel(policy, follower)
         self.policy = self._model.policy
@@ -70,7 +76,7 @@ class PoolScoring:
             step = partial(self._step, index, env.step_and_maybe_reset)
             self._undo.append(replace(env, "step_and_maybe_reset", step))
 
-    def _refuse_shared(self, follower: Follower) -> None:
+    def _refuse_shared(self, follower: Following) -> None:
         own = {id(parameter) for parameter in follower.module.parameters()}
         for part in (part for env in self._envs for part in env.modules()):
             waits = isinstance(part, TorchrlRetrieveKL) and not part._initialized

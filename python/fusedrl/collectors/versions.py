@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.channel.following import Follower
+from fusedrl.channel.following import Following
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.policy_version import Version
 from fusedrl.weights.follow import (
@@ -34,7 +34,7 @@ class Versions:
 
     def __init__(self) -> None:
         self.tracker: Any = None
-        self.follower: Follower | None = None
+        self.follower: Following | None = None
         self._close: Callable[[], None] | None = None
         self._update = _Update()
         self._unnumbered: Unnumbered | None = None
@@ -50,7 +50,7 @@ class Versions:
         follower, self._close = follow_channel(channel, policy, mode)
         self.follow(follower)
 
-    def follow(self, follower: Follower) -> None:
+    def follow(self, follower: Following) -> None:
         """Take the policy's weights from what follows a channel.
 
         Raises:

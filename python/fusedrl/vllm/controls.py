@@ -17,7 +17,12 @@ class Control(Protocol):
 
     They are coroutines for the sake of ``AsyncLLM``; those of the others never wait for anything
     but the engine, in the thread that calls.
+
+    Attributes:
+        key: which engine it is, for as long as this exists.
     """
+
+    key: int | str
 
     async def workers(self) -> int:
         """How many hold the model together."""
@@ -77,6 +82,7 @@ class Offline:
     """A ``vllm.LLM``: between two of its calls no request runs."""
 
     def __init__(self, engine: Any) -> None:
+        self.key: int | str = id(engine)
         self._engine = engine
 
     async def workers(self) -> int:
@@ -111,6 +117,7 @@ class InLoop:
     """An ``AsyncLLM``, within the event loop that it runs in."""
 
     def __init__(self, engine: Any) -> None:
+        self.key: int | str = id(engine)
         self._engine = engine
 
     async def workers(self) -> int:
@@ -156,6 +163,7 @@ class Server:
 
     def __init__(self, address: str, timeout: float) -> None:
         self._address = address.rstrip("/")
+        self.key: int | str = self._address
         self._timeout = timeout
 
     async def workers(self) -> int:

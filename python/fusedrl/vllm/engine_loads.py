@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from typing import Any
 
 from fusedrl.channel import WeightHandle
 from fusedrl.vllm.controls import Control, InFlight, InLoop
+
+# Who gave each engine, by its key, the weights that it has.
+_LAST: weakref.WeakValueDictionary[int | str, EngineLoads] = weakref.WeakValueDictionary()
 
 # Others may publish between the choice of a version and the engine's lease, which is of the newest.
 _TRIES = 20
@@ -55,6 +59,10 @@ class EngineLoads:
                 "event loop; await update_async() there"
             )
 
+    def has(self, version: int) -> bool:
+        """Whether this gave the engine a version, and nobody in this process another since."""
+        return self.version == version and _LAST.get(self._control.key) is self
+
     def load(self, version: int) -> int:
         """Load a published version, or a later one; returns which.
 
@@ -73,13 +81,15 @@ class EngineLoads:
         return await asyncio.to_thread(_run, self._load(version))
 
     async def _load(self, version: int) -> int:
+        _LAST[self._control.key] = self
         await self._control.pause(self._in_flight)
         try:
-            self.version = await self._load_paused(version)
+            loaded = await self._load_paused(version)
             await self._control.forget()
         finally:
             await self._control.resume()
-        return self.version
+        self.version = loaded
+        return loaded
 
     async def _load_paused(self, version: int) -> int:
         for _ in range(_TRIES):

@@ -15,8 +15,10 @@ from torch import nn
 from torchrl.collectors.llm import LLMCollector
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.channel.following import Follower
+from fusedrl.channel.following import Follower, Following
 from fusedrl.channel.sources import module_places
+from fusedrl.vllm.engine_follower import EngineFollower
+from fusedrl.vllm.policy import wrappers_in
 
 VERSION_KEY = "policy_version"
 
@@ -32,7 +34,7 @@ class LeasedVersion:
         follower: of the collector's policy.
     """
 
-    def __init__(self, transform: Any, follower: Follower) -> None:
+    def __init__(self, transform: Any, follower: Following) -> None:
         self.transform = transform
         self._follower = follower
 
@@ -104,7 +106,7 @@ class Attachment:
         ValueError: the collector tags frames with UUIDs, or with the versions of another follower.
     """
 
-    def __init__(self, collector: Any, follower: Follower, is_policy: bool) -> None:
+    def __init__(self, collector: Any, follower: Following, is_policy: bool) -> None:
         self._undo: list[Callable[[], Any]] = []
         self._leave: Callable[[bool], None] | None = None
         self._collector = weakref.ref(collector)
@@ -240,17 +242,19 @@ def _call(collector: weakref.ref[Any], method: str, *args: Any, **kwargs: Any) -
 
 def follow_channel(
     channel: WeightHandle | WeightReader, policy: Any, mode: Literal["alias", "copy"]
-) -> tuple[Follower, Callable[[], None]]:
+) -> tuple[Following, Callable[[], None]]:
     """What gives a policy the newest version of a channel, and what ends that.
 
     Args:
         channel: a handle, which is opened and closed here, or a reader.
-        policy: the module that the channel has the weights of, or what has one as its ``model``.
+        policy: the module that the channel has the weights of, or what has one, or a vLLM engine,
+            as its ``model``.
         mode: ``"alias"`` or ``"copy"``; in alias mode a version is held until the next one is
-            loaded, so that nothing of it changes between two calls.
+            loaded, so that nothing of it changes between two calls. An engine has a copy.
 
     Raises:
         ValueError: neither has the names of the channel.
+        TypeError: an engine, and a reader.
         RuntimeError: the reader is closed.
     """
     with ExitStack() as stack:
@@ -258,9 +262,22 @@ def follow_channel(
             stack.enter_context(channel.open()) if isinstance(channel, WeightHandle) else channel
         )
         check_open(reader)
-        follower = Follower(reader, _module_with(policy, reader), mode, keeps=True)
+        if wrappers_in(policy):
+            follower: Following = EngineFollower(_handle(channel), reader, policy)
+        else:
+            module = _module_with(policy, reader)
+            follower = Follower(reader, module, mode, keeps=True)
         stack.callback(follower.close)
         return follower, stack.pop_all().close
+
+
+def _handle(channel: WeightHandle | WeightReader) -> WeightHandle:
+    if isinstance(channel, WeightHandle):
+        return channel
+    raise TypeError(
+        "channel: expected a WeightHandle for a policy with a vLLM engine, which opens it in a "
+        f"process of its own, got {type(channel).__name__}; pass channel.handle"
+    )
 
 
 def check_open(reader: WeightReader) -> None:

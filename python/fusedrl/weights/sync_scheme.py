@@ -15,6 +15,7 @@ from torchrl.weight_update import TransportBackend, WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
 from fusedrl.channel import WeightChannel, WeightHandle
+from fusedrl.vllm.policy import wrappers_in
 from fusedrl.weights.arguments import check_timeout
 from fusedrl.weights.follow import module_of
 from fusedrl.weights.policy_copies import Copied, unsaved_buffers
@@ -168,6 +169,12 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         source = model if model is not None else weights
         if source is None:
             source = find_model(context, self._id())
+            if wrappers_in(source):
+                raise ValueError(
+                    "weight_sync_schemes: expected the trainer's model beside a policy with a vLLM "
+                    "engine, got none; call scheme.init_on_sender(model_id='policy', model=model) "
+                    "before the collector is made"
+                )
         if not isinstance(source, Mapping):
             source = module_of(source)
             self._buffers = unsaved_buffers(source)
@@ -178,8 +185,20 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         self._handle = channel.handle
         self._trainer = TrainerEnd(channel, self.wait, self.timeout)
         if context is not None:
-            ends = weakref.ref(self), weakref.ref(channel)
-            weakref.finalize(context, _close_with, *ends).atexit = False
+            self._end_with(context)
+
+    def _end_with(self, collector: Any) -> None:
+        ends = weakref.ref(self), weakref.ref(self.channel)
+        weakref.finalize(collector, _close_with, *ends).atexit = False
+
+    def join(self, collector: Any) -> None:
+        """Take a collector of this process that was made after the trainer's end."""
+        if self._trainer is None or self.context is not None:
+            return
+        self.context = collector
+        self._end_with(collector)
+        if self.synchronized_on_sender:  # else torchrl connects it
+            self._follow_in(collector)
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
@@ -188,9 +207,14 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         if not isinstance(collector, Collector):
             self._publish(weights)
             return
-        self._copied = Copied(collector, self._id(), self.channel.layout)
+        self._follow_in(collector, weights, publishes=True)
+
+    def _follow_in(self, collector: Any, weights: Any = None, publishes: bool = False) -> None:
         try:
-            self._publish(weights)
+            if not wrappers_in(collector.get_model(self._id())):  # an engine has its own weights
+                self._copied = Copied(collector, self._id(), self.channel.layout)
+            if publishes:
+                self._publish(weights)
             self._open_end()
             self._attach(collector)
         except BaseException:

@@ -11,8 +11,10 @@ from torchrl.envs import Transform
 from torchrl.weight_update.utils import _resolve_attr
 
 from fusedrl.channel import WeightHandle
-from fusedrl.channel.following import Follower
+from fusedrl.channel.following import Follower, Following
 from fusedrl.channel.sources import module_places
+from fusedrl.vllm.engine_follower import EngineFollower
+from fusedrl.vllm.policy import wrappers_in
 from fusedrl.weights.follow import Attachment, is_compiled, module_of
 from fusedrl.weights.policy_copies import materialise
 
@@ -36,17 +38,19 @@ class WorkerEnd:
         buffers: Mapping[str, Tensor],
     ) -> None:
         self.reader = handle.open()
+        self._handle = handle
         self._model_id = model_id
         self._mode: Literal["alias", "copy"] | None = mode
         self._buffers = buffers
-        self._follower: Follower | None = None
+        self._follower: Following | None = None
         self._attachment: Attachment | None = None
 
-    def follow(self, model: Any, collector: Any = None) -> Follower:
+    def follow(self, model: Any, collector: Any = None) -> Following:
         """Load the newest version into a model, and keep it until the model is called.
 
         Args:
-            model: a module, or what has one as its ``module``; its weights may lie on meta.
+            model: a module, or what has one as its ``module``; its weights may lie on meta, or in
+                a vLLM engine.
             collector: where it is called, if that is known.
 
         Raises:
@@ -59,14 +63,21 @@ class WorkerEnd:
                 f"weight_sync_schemes: expected a module that is called, got the transform "
                 f"{self._model_id!r}; name the module in it, such as '{self._model_id}.model'"
             )
-        materialise(module, self.reader.layout, self._buffers, self.reader.device)
-        mode: Literal["alias", "copy"] = self._mode or self._mode_for(module, collector)
+        has_engine = bool(wrappers_in(module))
+        if not has_engine:
+            materialise(module, self.reader.layout, self._buffers, self.reader.device)
+        mode = self._mode or self._mode_for(module, collector)
         before = self._follower
         if before is not None:
-            if before.module is module and before.mode == mode:
+            same = not isinstance(before, Follower) or before.mode == mode
+            if before.module is module and same:
                 return before
             before.close(detach=before.module is module)
-        self._follower = Follower(self.reader, module, mode)
+        self._follower = (
+            EngineFollower(self._handle, self.reader, module)
+            if has_engine
+            else Follower(self.reader, module, mode)
+        )
         self._follower.load()
         return self._follower
 

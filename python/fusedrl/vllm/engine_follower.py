@@ -1,0 +1,135 @@
+"""A policy's engine whose every call generates with one complete version, the newest."""
+
+# vLLM has an environment of its own, which the linters do not see.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+from fusedrl.channel import WeightHandle, WeightReader
+from fusedrl.channel.forking import renew_in_children
+from fusedrl.vllm.controls import control_of
+from fusedrl.vllm.engine_loads import EngineLoads
+from fusedrl.vllm.plugin import BACKEND
+from fusedrl.vllm.policy import ReportedVersions, wrappers_in
+from fusedrl.vllm.token_versions import STARTED_WITH
+
+TIMEOUT_S = 60.0  # that the engine's workers wait for a version, which is published already
+
+_FOLLOWERS: weakref.WeakSet[EngineFollower] = weakref.WeakSet()
+
+
+class EngineFollower:
+    """Keep a policy's ``vllm.LLM`` at the newest version, between calls and never during one.
+
+    It is used as :class:`fusedrl.channel.following.Follower`: ``with follower as version:``
+    brackets a call, and calls that overlap share the version of the first. Nothing is leased
+    between loads, as the engine has a copy of its own. Torchrl's wrappers report the version of
+    each token meanwhile, if the engine tells it (vLLM 0.32).
+
+    Args:
+        handle: of the channel; the engine opens it itself.
+        reader: of the same channel, which tells what is published; :meth:`close` leaves it open.
+        policy: with the engine in it. What the engine has is version 0, until one is published.
+
+    Raises:
+        ValueError: the engine was started without the backend, is followed already, or its model
+            has other weights than the channel.
+    """
+
+    def __init__(self, handle: WeightHandle, reader: WeightReader, policy: Any) -> None:
+        self.reader = reader
+        self.module = policy
+        self.version: int | None = None
+        wrappers = wrappers_in(policy)
+        self._engine = wrappers[0].model
+        _check_backend(self._engine)
+        if any(other._engine is self._engine for other in list(_FOLLOWERS)):
+            raise ValueError(
+                "policy: expected an engine that nothing else gives weights to, got one that "
+                "follows a channel already; shut down the other collector first"
+            )
+        self._calls = 0
+        # Re-entrant: a follower may be closed by what the garbage collector finds.
+        self._lock = threading.RLock()
+        renew_in_children(self, _lock=threading.RLock)
+        self._loads = EngineLoads(
+            handle, lambda: reader.version, control_of(self._engine, TIMEOUT_S), timeout=TIMEOUT_S
+        )
+        try:
+            self._engine.init_weight_transfer_engine({"init_info": asdict(handle)})
+        except Exception as error:  # that of an engine in another process has no class of its own
+            raise ValueError(
+                f"channel: expected one that the policy's engine can read, got: {error}"
+            ) from error
+        # A label of another channel says nothing of this one.
+        self._engine.update_weight_version(STARTED_WITH)
+        self._reports = [ReportedVersions(wrapper) for wrapper in wrappers if _can_tell(wrapper)]
+        _FOLLOWERS.add(self)
+
+    def load(self, timeout: float | None = None) -> int:
+        """Load the newest version, unless a call goes on; which one the engine has.
+
+        Args:
+            timeout: seconds to wait for the first version; the channel's own if ``None``.
+
+        Raises:
+            TimeoutError, RuntimeError: as for :meth:`WeightReader.wait_for`, or the engine refused.
+        """
+        with self._lock:
+            if self._calls == 0:
+                self._switch(self.reader.wait_for(0, timeout))
+            assert self.version is not None
+            return self.version
+
+    def __enter__(self) -> int | None:
+        """Begin a call; its version, ``None`` before the first."""
+        with self._lock:
+            if self._calls == 0 and (newest := self.reader.version) is not None:
+                self._switch(newest)
+            self._calls += 1
+            return self.version
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        """End it."""
+        with self._lock:
+            self._calls = max(0, self._calls - 1)
+
+    def _switch(self, newest: int) -> None:
+        if not self._loads.has(newest):
+            self.version = self._loads.load(newest)
+
+    def close(self, detach: bool = True) -> None:
+        """Follow no more; the engine keeps the version that it has."""
+        while self._reports:
+            self._reports.pop().remove()
+        _FOLLOWERS.discard(self)
+
+
+def _can_tell(wrapper: Any) -> bool:
+    """Whether a wrapper is torchrl's, and generates answers that have the versions."""
+    from torchrl.modules.llm import vLLMWrapper
+    from vllm.outputs import CompletionOutput
+
+    generates = isinstance(wrapper, vLLMWrapper) and wrapper.generate
+    return generates and hasattr(CompletionOutput, "weight_versions")
+
+
+def _check_backend(engine: Any) -> None:
+    config = engine.llm_engine.vllm_config.weight_transfer_config
+    backend = None if config is None else config.backend
+    if backend != BACKEND:
+        raise ValueError(
+            f"policy: expected a vllm.LLM that takes weights from a channel, got one with the "
+            f"backend {backend!r}; make it with "
+            f"weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
+        )
