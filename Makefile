@@ -104,7 +104,7 @@ test-slow: $(INSTALLED)
 
 # One process: each engine takes all cores.
 test-vllm: .venv-vllm/installed-$(PACKAGE)
-	.venv-vllm/bin/python -m pytest -m "not gpu" tests/engines --durations=10
+	.venv-vllm/bin/python -m pytest -m "not gpu and not slow" tests/engines --durations=10
 
 bench: $(INSTALLED)
 	fusedrl bench
