@@ -96,14 +96,33 @@ def completion(llm: Any, prompt: list[int] = PROMPT, tokens: int = 12) -> Any:
     return request.outputs[0]
 
 
+def has_spans() -> bool:
+    """Whether this vLLM names the version of each token, as 0.31 does not."""
+    from vllm.outputs import CompletionOutput
+
+    return "weight_versions" in CompletionOutput.__dataclass_fields__
+
+
+def spans_of(answer: Any, version: str) -> list[tuple[str, int, int]]:
+    """The versions of an answer, from where to where.
+
+    Args:
+        answer: of an engine.
+        version: that the engine has, for all tokens where it names none.
+    """
+    if not has_spans():
+        return [(version, 0, len(answer.token_ids))]
+    return [(span.version, span.start, span.end) for span in answer.weight_versions]
+
+
 @contextmanager
-def offline(folder: Path, **options: Any) -> Iterator[Any]:
-    """A ``vllm.LLM`` that takes its weights from channels."""
+def offline(folder: Path, backend: Any = "fusedrl", **options: Any) -> Iterator[Any]:
+    """A ``vllm.LLM`` that takes its weights from channels, or as another backend does."""
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    transfer = WeightTransferConfig(backend="fusedrl")
+    transfer = WeightTransferConfig(backend=backend)
     llm = LLM(str(folder), weight_transfer_config=transfer, **{**OPTIONS, **options})
     try:
         yield llm

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from tiny_engines import completion, expected, offline, tiny_model, train
+from tiny_engines import completion, expected, offline, spans_of, tiny_model, train
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
@@ -31,7 +31,7 @@ def tokens_of(llm):
 
 
 def versions_of(llm):
-    return [(span.version, span.start, span.end) for span in completion(llm).weight_versions]
+    return spans_of(completion(llm), llm.get_weight_version())
 
 
 def test_an_engine_has_the_weights_of_each_update(llm, model):

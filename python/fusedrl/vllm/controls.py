@@ -4,12 +4,27 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import asyncio
+import http.client
 import json
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from typing import Any, Literal, Protocol
 
+from fusedrl.vllm.plugin import BACKEND
+
 InFlight = Literal["recompute", "wait"]
+# What tokens name whose weights are not known, in the place of a version.
+UNKNOWN = "unknown"
+# Seconds that workers have for a version once it is there, or for finding out that it is not.
+_LOADING = 60.0
+# Seconds within which the end of an engine is noticed.
+_ALIVE = 0.5
+_ENDED = "engine: expected one that runs, got one that has ended during the call; its log says why"
 
 
 class Control(Protocol):
@@ -24,8 +39,8 @@ class Control(Protocol):
 
     key: int | str
 
-    async def workers(self) -> int:
-        """How many hold the model together."""
+    async def paused(self) -> bool:
+        """Whether requests wait, as somebody paused them."""
         ...
 
     async def pause(self, in_flight: InFlight) -> None:
@@ -34,6 +49,14 @@ class Control(Protocol):
 
     async def resume(self) -> None:
         """Let requests go on."""
+        ...
+
+    async def withhold(self) -> None:
+        """Give no answers under the number of a version that the engine may not have."""
+        ...
+
+    async def expect(self, state: dict[str, str]) -> None:
+        """Raise unless the workers are in a state, of ``transfer_engine.Expectation``."""
         ...
 
     async def start(self) -> None:
@@ -58,19 +81,23 @@ def control_of(engine: Any, timeout: float) -> Control:
 
     Args:
         engine: a ``vllm.LLM``, an ``AsyncLLM``, or the address of a server.
-        timeout: seconds for a call of a server.
+        timeout: seconds that a server's workers wait for a version.
 
     Raises:
         TypeError: something else.
+        ValueError: no such address, or an engine in this process that was started for another
+            backend, or for none.
     """
     if isinstance(engine, str):
-        return Server(engine, timeout)
+        return Server(engine, timeout + _LOADING)
     from vllm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if isinstance(engine, LLM):
+        _check_backend(engine.llm_engine.vllm_config)
         return Offline(engine)
     if isinstance(engine, AsyncLLM):
+        _check_backend(engine.vllm_config)
         return InLoop(engine)
     raise TypeError(
         "engine: expected a vllm.LLM, a vllm.v1.engine.async_llm.AsyncLLM or the address of a "
@@ -78,39 +105,83 @@ def control_of(engine: Any, timeout: float) -> Control:
     )
 
 
+def _check_backend(vllm_config: Any) -> None:
+    transfer = vllm_config.weight_transfer_config
+    backend = None if transfer is None else transfer.backend
+    if backend != BACKEND:
+        raise ValueError(
+            f"engine: expected one with backend={BACKEND!r}, got backend={backend!r}; start it "
+            f"with weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
+        )
+
+
 class Offline:
-    """A ``vllm.LLM``: between two of its calls no request runs."""
+    """A ``vllm.LLM``; its requests run between the calls of its ``llm_engine.step()`` too."""
 
     def __init__(self, engine: Any) -> None:
         self.key: int | str = id(engine)
         self._engine = engine
 
-    async def workers(self) -> int:
-        """How many hold the model together."""
-        return self._engine.llm_engine.vllm_config.parallel_config.world_size
+    async def paused(self) -> bool:
+        """It never is: whoever calls ``generate()`` would wait for ever."""
+        return False
 
     async def pause(self, in_flight: InFlight) -> None:
-        """Nothing runs."""
+        """Let no request go on, but those that ``"wait"`` is for."""
+        mode = "keep" if in_flight == "recompute" else "wait"
+        self._call(lambda: self._engine.sleep(level=0, mode=mode))
 
     async def resume(self) -> None:
-        """Nothing was stopped."""
+        """Let requests go on."""
+        self._call(lambda: self._engine.wake_up(tags=["scheduling"]))
+
+    async def withhold(self) -> None:
+        """Have tokens name no version; a model with parts of two versions makes none."""
+        self._call(lambda: self._engine.update_weight_version(UNKNOWN))
+        await self.forget()
+        await self.resume()
+
+    async def expect(self, state: dict[str, str]) -> None:
+        """Raise unless the workers are in a state."""
+        self._call(lambda: self._engine.init_weight_transfer_engine({"init_info": state}))
 
     async def start(self) -> None:
         """Begin an update."""
-        self._engine.start_weight_update()
+        self._call(self._engine.start_weight_update)
 
     async def load(self, info: dict[str, Any]) -> None:
         """Load a version."""
-        self._engine.update_weights({"update_info": info})
+        self._call(lambda: self._engine.update_weights({"update_info": info}))
 
     async def finish(self, version: str | None) -> None:
         """End an update; the engine's weights have this number."""
-        self._engine.finish_weight_update(version)
+        self._call(lambda: self._engine.finish_weight_update(version))
 
     async def forget(self) -> None:
-        """Drop all that was computed with the former weights."""
-        self._engine.reset_prefix_cache(reset_running_requests=True)
-        self._engine.llm_engine.reset_encoder_cache()
+        """Drop all that was computed with the former weights, of running requests too."""
+        self._call(lambda: self._engine.reset_prefix_cache(reset_running_requests=True))
+        self._call(self._engine.llm_engine.reset_encoder_cache)
+
+    def _call(self, call: Callable[[], Any]) -> None:
+        """Call an engine; vLLM waits for ever for the answer of one that has ended."""
+        client = self._engine.llm_engine.engine_core
+        resources = getattr(client, "resources", None)
+        if resources is None:  # an engine in this process
+            call()
+            return
+        answer: Future[Any] = Future()
+
+        def wait() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=wait, name="fusedrl-engine-call", daemon=True).start()
+        while not wait_for([answer], timeout=_ALIVE).done:
+            if resources.engine_dead or not client._finalizer.alive:
+                raise RuntimeError(_ENDED)
+        answer.result()
 
 
 class InLoop:
@@ -120,37 +191,60 @@ class InLoop:
         self.key: int | str = id(engine)
         self._engine = engine
 
-    async def workers(self) -> int:
-        """How many hold the model together."""
-        return self._engine.vllm_config.parallel_config.world_size
+    async def paused(self) -> bool:
+        """Whether requests wait, as somebody paused them."""
+        return await self._engine.is_paused()
 
     async def pause(self, in_flight: InFlight) -> None:
         """Let no request go on, but those that ``"wait"`` is for."""
         mode = "keep" if in_flight == "recompute" else "wait"
-        await self._engine.pause_generation(mode=mode, clear_cache=False)
+        await self._call(self._engine.pause_generation(mode=mode, clear_cache=False))
 
     async def resume(self) -> None:
         """Let requests go on."""
-        await self._engine.resume_generation()
+        await self._call(self._engine.resume_generation())
+
+    async def withhold(self) -> None:
+        """Leave it paused."""
+
+    async def expect(self, state: dict[str, str]) -> None:
+        """Raise unless the workers are in a state."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info=state)
+        await self._call(self._engine.init_weight_transfer_engine(request))
 
     async def start(self) -> None:
         """Begin an update."""
-        await self._engine.start_weight_update()
+        await self._call(self._engine.start_weight_update())
 
     async def load(self, info: dict[str, Any]) -> None:
         """Load a version."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        request = WeightTransferUpdateRequest(update_info=info)
+        await self._call(self._engine.update_weights(request))
 
     async def finish(self, version: str | None) -> None:
         """End an update; the engine's weights have this number."""
-        await self._engine.finish_weight_update(version)
+        await self._call(self._engine.finish_weight_update(version))
 
     async def forget(self) -> None:
         """Drop all that was computed with the former weights, of running requests too."""
-        await self._engine.reset_prefix_cache(reset_running_requests=True)
-        await self._engine.reset_encoder_cache()
+        await self._call(self._engine.reset_prefix_cache(reset_running_requests=True))
+        await self._call(self._engine.reset_encoder_cache())
+
+    async def _call(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Await a call; vLLM waits for ever for the answer of an engine that has ended."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([task], timeout=_ALIVE))[0]:
+                if self._engine.errored:
+                    raise RuntimeError(_ENDED)
+        except BaseException:
+            task.cancel()
+            raise
+        task.result()
 
 
 class Server:
@@ -162,13 +256,17 @@ class Server:
     """
 
     def __init__(self, address: str, timeout: float) -> None:
+        if not address.startswith(("http://", "https://")):
+            raise ValueError(
+                f"engine: expected an address such as 'http://localhost:8000', got {address!r}"
+            )
         self._address = address.rstrip("/")
         self.key: int | str = self._address
         self._timeout = timeout
 
-    async def workers(self) -> int:
-        """How many hold the model together."""
-        return json.loads(self._call("GET", "get_world_size?include_dp=false"))["world_size"]
+    async def paused(self) -> bool:
+        """Whether requests wait, as somebody paused them."""
+        return json.loads(self._call("GET", "is_paused"))["is_paused"]
 
     async def pause(self, in_flight: InFlight) -> None:
         """Let no request go on, but those that ``"wait"`` is for."""
@@ -178,6 +276,13 @@ class Server:
     async def resume(self) -> None:
         """Let requests go on."""
         self._post("resume")
+
+    async def withhold(self) -> None:
+        """Leave it paused."""
+
+    async def expect(self, state: dict[str, str]) -> None:
+        """Raise unless the workers are in a state."""
+        self._post("init_weight_transfer_engine", {"init_info": state})
 
     async def start(self) -> None:
         """Begin an update."""
@@ -210,15 +315,16 @@ class Server:
             with urllib.request.urlopen(request, timeout=self._timeout) as answer:
                 return answer.read()
         except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")[:2000]
-            remedy = (
-                "start it with VLLM_SERVER_DEV_MODE=1" if error.code == 404 else "its log says more"
-            )
             raise RuntimeError(
                 f"engine: expected {self._address}/{path.partition('?')[0]} to succeed, got "
-                f"{error.code}: {text or error.reason}; {remedy}"
+                f"{error.code}: {_reason(error)}"
             ) from error
-        except OSError as error:
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"engine: expected {self._address} to answer within {self._timeout} s, got "
+                "nothing; see what it does, or raise timeout"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
             raise RuntimeError(
                 f"engine: expected a server at {self._address}, got {error}; start it first, with "
                 "VLLM_SERVER_DEV_MODE=1"

@@ -14,7 +14,6 @@ from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.vllm.controls import control_of
 from fusedrl.vllm.engine_loads import EngineLoads
-from fusedrl.vllm.plugin import BACKEND
 from fusedrl.vllm.policy import ReportedVersions, wrappers_in
 from fusedrl.vllm.token_versions import STARTED_WITH
 
@@ -47,7 +46,7 @@ class EngineFollower:
         self.version: int | None = None
         wrappers = wrappers_in(policy)
         self._engine = wrappers[0].model
-        _check_backend(self._engine)
+        control = control_of(self._engine, TIMEOUT_S)
         if any(other._engine is self._engine for other in list(_FOLLOWERS)):
             raise ValueError(
                 "policy: expected an engine that nothing else gives weights to, got one that "
@@ -57,9 +56,7 @@ class EngineFollower:
         # Re-entrant: a follower may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
         renew_in_children(self, _lock=threading.RLock)
-        self._loads = EngineLoads(
-            handle, lambda: reader.version, control_of(self._engine, TIMEOUT_S), timeout=TIMEOUT_S
-        )
+        self._loads = EngineLoads(handle, lambda: reader.version, control, timeout=TIMEOUT_S)
         try:
             self._engine.init_weight_transfer_engine({"init_info": asdict(handle)})
         except Exception as error:  # that of an engine in another process has no class of its own
@@ -122,14 +119,3 @@ def _can_tell(wrapper: Any) -> bool:
 
     generates = isinstance(wrapper, vLLMWrapper) and wrapper.generate
     return generates and hasattr(CompletionOutput, "weight_versions")
-
-
-def _check_backend(engine: Any) -> None:
-    config = engine.llm_engine.vllm_config.weight_transfer_config
-    backend = None if config is None else config.backend
-    if backend != BACKEND:
-        raise ValueError(
-            f"policy: expected a vllm.LLM that takes weights from a channel, got one with the "
-            f"backend {backend!r}; make it with "
-            f"weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
-        )

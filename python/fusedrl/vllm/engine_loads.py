@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import sys
+import uuid
 import weakref
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
 from fusedrl.channel import WeightHandle
 from fusedrl.vllm.controls import Control, InFlight, InLoop
@@ -15,8 +18,16 @@ from fusedrl.vllm.controls import Control, InFlight, InLoop
 # Who gave each engine, by its key, the weights that it has.
 _LAST: weakref.WeakValueDictionary[int | str, EngineLoads] = weakref.WeakValueDictionary()
 
+Value = TypeVar("Value")
+
 # Others may publish between the choice of a version and the engine's lease, which is of the newest.
 _TRIES = 20
+_UNSETTLED = (
+    "engine: it may have this version, a part of it, or the former one; it answers under no "
+    "version's number until an update succeeds"
+)
+
+logger = logging.getLogger("fusedrl")
 
 
 class EngineLoads:
@@ -68,61 +79,125 @@ class EngineLoads:
 
         Raises:
             ValueError, RuntimeError: the engine's workers refused, or an engine in another process
-                did; the engine goes on with the version that it has.
+                did; the engine goes on with the version that it has, unless a note of the error
+                says otherwise.
             TypeError: an engine that is called in an event loop.
         """
         self.check_synchronous()
         return _run(self._load(version))
 
     async def load_async(self, version: int) -> int:
-        """As :meth:`load`, of any engine."""
+        """As :meth:`load`, of any engine; a cancellation takes effect when the engine has ended."""
         if isinstance(self._control, InLoop):
             return await self._load(version)
-        return await asyncio.to_thread(_run, self._load(version))
+        return await to_its_end(asyncio.to_thread(_run, self._load(version)))
 
     async def _load(self, version: int) -> int:
         _LAST[self._control.key] = self
-        await self._control.pause(self._in_flight)
+        attempt = Attempt(await self._control.paused())
         try:
-            loaded = await self._load_paused(version)
-            await self._control.forget()
-        finally:
-            await self._control.resume()
-        self.version = loaded
-        return loaded
+            await self._control.pause(self._in_flight)
+        except BaseException as error:
+            await self._give_up(attempt, error)
+            raise
+        loading = self._load_and_resume(version, attempt)
+        return await (to_its_end(loading) if isinstance(self._control, InLoop) else loading)
 
-    async def _load_paused(self, version: int) -> int:
+    async def _load_and_resume(self, version: int, attempt: Attempt) -> int:
+        try:
+            self.version = await self._load_paused(version, attempt)
+        except BaseException as error:
+            await self._give_up(attempt, error)
+            raise
+        await self._control.resume()
+        return self.version
+
+    async def _load_paused(self, version: int, attempt: Attempt) -> int:
         for _ in range(_TRIES):
+            await self._end_unfinished()
+            await self._control.start()
             try:
-                await self._control.start()
-            except Exception:
-                # Somebody began an update and did not end it.
-                await self._finish_failed()
-                await self._control.start()
-            try:
+                attempt.sent = True
                 # With the address, as the engine may have been restarted, or read another channel.
                 await self._control.load(
-                    {"version": version, "timeout": self._timeout, "channel": self._address}
+                    {
+                        "version": version,
+                        "timeout": self._timeout,
+                        "channel": self._address,
+                        "attempt": attempt.name,
+                    }
                 )
             except Exception:
-                if await self._control.workers() > 1:
-                    await self._finish_failed()
                 newest = self._newest()
                 if newest is None or newest <= version:
                     raise
                 version = newest
             else:
                 await self._control.finish(str(version))
+                await self._control.forget()
                 return version
         raise RuntimeError(
             f"version: expected one that the engine can lease within {_TRIES} tries, got a channel "
             "that is published to faster; publish less often"
         )
 
-    async def _finish_failed(self) -> None:
-        # Of several workers only the last one has ended the update that failed; it refuses this.
-        with contextlib.suppress(Exception):
-            await self._control.finish(None)
+    async def _end_unfinished(self) -> None:
+        """End an update that somebody began and left, or that some of the workers began."""
+        try:
+            await self._control.expect({"expect": "ended"})
+        except Exception:
+            # Those that have none refuse, of several workers the last one.
+            with contextlib.suppress(Exception):
+                await self._control.finish(None)
+
+    async def _give_up(self, attempt: Attempt, error: BaseException) -> None:
+        """Let the engine go on, if it has what it had."""
+        try:
+            if attempt.sent:
+                await self._end_unfinished()
+                await self._control.expect({"expect": "untouched", "attempt": attempt.name})
+            # Whoever paused it may have left it with parts of two versions.
+            if not attempt.was_paused:
+                await self._control.resume()
+        except BaseException:
+            _note(error, _UNSETTLED)
+            with contextlib.suppress(Exception):
+                await self._control.withhold()
+
+
+@dataclass
+class Attempt:
+    """One update of an engine.
+
+    Attributes:
+        was_paused: the engine was, when the update began.
+        sent: its workers were told to load a version.
+        name: by which they know it.
+    """
+
+    was_paused: bool
+    sent: bool = False
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+async def to_its_end(work: Coroutine[Any, Any, Value]) -> Value:
+    """Await what nobody may leave in its middle: a cancellation takes effect afterwards."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # which nobody reads otherwise
+        raise
+
+
+def _note(error: BaseException, text: str) -> None:
+    """Say more, whatever is raised."""
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:
+        logger.error(text)
 
 
 def _run(calls: Coroutine[Any, Any, int]) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 
 from fusedrl.channel import WeightChannel
 from fusedrl.channel.checks import seconds
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.vllm.controls import InFlight, control_of
-from fusedrl.vllm.engine_loads import EngineLoads
+from fusedrl.vllm.engine_loads import EngineLoads, to_its_end
 from fusedrl.vllm.passing import ChannelSocket
 
 
@@ -24,18 +25,21 @@ class EngineWeights:
     Args:
         channel: of the weights of the engine's model, under the names of its checkpoint. Whoever
             made it closes it.
-        engine: a ``vllm.LLM``; an ``AsyncLLM``, whose updates are :meth:`update_async`; or the
-            address of a server that runs with ``VLLM_SERVER_DEV_MODE=1``. It was started with
+        engine: a ``vllm.LLM``, which takes calls of one thread at a time, so that no other may be
+            within ``generate()`` during an update; an ``AsyncLLM``, whose updates are
+            :meth:`update_async`; or the address of a server that runs with
+            ``VLLM_SERVER_DEV_MODE=1``. It was started with
             ``WeightTransferConfig(backend="fusedrl")``, on the machine of this process.
         in_flight: what becomes of requests that are running. ``"recompute"``: they go on, with the
             keys and values of their tokens computed again by the new weights. ``"wait"``: the
             update begins when they have ended.
         socket: path for a Unix socket, for an engine that sees other pids than this process
             (containers on one machine, which share its folder).
-        timeout: seconds that a wait for the engine's workers, or a call of a server, may take.
+        timeout: seconds that the engine's workers wait for a version.
 
     Raises:
         TypeError: another kind of engine.
+        ValueError: an engine that was started without the backend.
 
     Example:
         >>> from fusedrl import WeightChannel
@@ -61,6 +65,7 @@ class EngineWeights:
         self.channel = channel
         timeout = seconds("timeout", timeout)
         self._updating = threading.Lock()
+        renew_in_children(self, _updating=threading.Lock)
         control = control_of(engine, timeout)
         self._socket = None if socket is None else ChannelSocket(channel, socket)
         self._loads = EngineLoads(
@@ -92,7 +97,8 @@ class EngineWeights:
             ValueError: weights that do not fit the channel, or a channel that does not fit the
                 engine's model. The engine goes on with the version that it has.
             RuntimeError: the engine refused; the message is the engine's. It goes on with the
-                version that it has, unless the message says otherwise.
+                version that it has, unless a note of the error says that it may have parts of two:
+                then it stays paused, or a ``vllm.LLM`` refuses to run, until an update succeeds.
             TypeError: an ``AsyncLLM``.
         """
         self._loads.check_synchronous()
@@ -100,13 +106,25 @@ class EngineWeights:
             return self._loads.load(self._published(weights, version))
 
     async def update_async(self, weights: Any = None, version: int | None = None) -> int:
-        """As :meth:`update`, in the event loop of an ``AsyncLLM``, which goes on meanwhile."""
-        await asyncio.to_thread(self._updating.acquire)
+        """As :meth:`update`, in the event loop of an ``AsyncLLM``, which goes on meanwhile.
+
+        A cancellation takes effect when the engine is through with the update that goes on.
+        """
+        await self._turn()
         try:
-            published = await asyncio.to_thread(self._published, weights, version)
+            published = await to_its_end(asyncio.to_thread(self._published, weights, version))
             return await self._loads.load_async(published)
         finally:
             self._updating.release()
+
+    async def _turn(self) -> None:
+        """Wait for the updates that came before."""
+        turn = asyncio.ensure_future(asyncio.to_thread(self._updating.acquire))
+        try:
+            await asyncio.shield(turn)
+        except asyncio.CancelledError:
+            turn.add_done_callback(lambda _: self._updating.release())
+            raise
 
     def _published(self, weights: Any, version: int | None) -> int:
         published = self.channel.publish(weights, version)

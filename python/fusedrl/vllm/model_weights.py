@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.model_loader.reload import (
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
     finalize_layerwise_reload,
+    get_layerwise_info,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -59,13 +61,30 @@ class ModelWeights:
         Args:
             views: one for each entry that is stored, as :meth:`Layout.views` makes them. They may
                 be freed afterwards.
+
+        Raises:
+            Exception: as the model does; some of its layers have the version then, others not, and
+                it can be loaded again.
         """
         index = self._layout.view_of
         initialize_layerwise_reload(self._model)
         try:
             self._model.load_weights((name, views[index[name]]) for name in self._names)
-        finally:
             finalize_layerwise_reload(self._model, self._config.model_config)
+        except BaseException:
+            _abandon_reload(self._model)
+            raise
+
+
+def _abandon_reload(model: Any) -> None:
+    """Give layers whose loading has begun the memory that they had."""
+    model._do_torchao_reload = model._original_do_torchao_reload
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
 
 
 class _Copies(TorchDispatchMode):

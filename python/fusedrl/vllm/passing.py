@@ -33,8 +33,9 @@ class ChannelSocket:
         except OSError as error:
             self._socket.close()
             raise ValueError(
-                f"socket: expected a path for a new Unix socket, got {path}: {error.strerror}; "
-                "remove what is there, or choose a shorter path in a folder of your own"
+                f"socket: expected a path for a new Unix socket, got {path}: "
+                f"{error.strerror or error}; remove what is there, or choose a shorter "
+                "path in a folder of your own"
             ) from error
         self._owner = os.getpid()
         threading.Thread(target=self._serve, name="fusedrl-socket", daemon=True).start()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 BACKEND = "fusedrl"
 # Those whose interface the transfer engine implements. Before 0.31 `receive_weights` and
@@ -29,8 +30,23 @@ def register() -> None:
         return
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "fusedrl.vllm.transfer_engine", "ChannelWeightTransferEngine"
+            BACKEND, "fusedrl.vllm.plugin", transfer_engine.__name__
         )
+
+
+def transfer_engine(*arguments: Any, **named: Any) -> Any:
+    """A worker's end of a channel, of the arguments that vLLM makes it with.
+
+    Raises:
+        RuntimeError: a vLLM whose arguments are others.
+    """
+    from vllm import __version__ as version
+
+    check_version(version)
+    # Imports what older versions do not have.
+    from fusedrl.vllm.transfer_engine import ChannelWeightTransferEngine
+
+    return ChannelWeightTransferEngine(*arguments, **named)
 
 
 def check_version(version: str) -> None:

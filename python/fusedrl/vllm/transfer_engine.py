@@ -7,10 +7,9 @@ from __future__ import annotations
 import logging
 import socket as sockets
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from vllm import __version__ as vllm_version
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -21,7 +20,7 @@ from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.reader import Lease
 from fusedrl.vllm.agreement import Ranks
 from fusedrl.vllm.model_weights import ModelWeights
-from fusedrl.vllm.plugin import check_version
+from fusedrl.vllm.refusal import let_run, refuse_to_run
 
 logger = logging.getLogger("fusedrl")
 
@@ -44,6 +43,20 @@ class ChannelInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
+class Expectation(WeightTransferInitInfo):
+    """What a trainer wants to be sure of: the only answer of a worker is an error, or none.
+
+    Attributes:
+        expect: ``"ended"``: no update that was begun goes on. ``"untouched"``: the model is what it
+            was before the attempt began.
+        attempt: of :class:`ChannelUpdateInfo`.
+    """
+
+    expect: Literal["ended", "untouched"]
+    attempt: str = ""
+
+
+@dataclass
 class ChannelUpdateInfo(WeightTransferUpdateInfo):
     """Which version an engine is to load.
 
@@ -52,11 +65,13 @@ class ChannelUpdateInfo(WeightTransferUpdateInfo):
         timeout: seconds to wait for it; the channel's own if ``None``.
         channel: the fields of :class:`ChannelInitInfo`, of the channel that has the version.
             ``None``: the one that the engine reads.
+        attempt: a name that no other update has, for :class:`Expectation`.
     """
 
     version: int
     timeout: float | None = None
     channel: dict[str, Any] | None = field(default=None, repr=False)
+    attempt: str = ""
 
 
 class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelUpdateInfo]):
@@ -64,10 +79,8 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
 
     vLLM makes it for ``WeightTransferConfig(backend="fusedrl")``. A version is leased, by all
     workers the same one, before anything of the model is touched; an update that fails before that
-    leaves the engine with the version that it has.
-
-    Raises:
-        RuntimeError: a vLLM whose interface is another one.
+    leaves the engine with the version that it has. One that fails after it leaves a model that
+    refuses to run, until an update succeeds.
     """
 
     init_info_cls = ChannelInitInfo
@@ -76,20 +89,42 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
-        check_version(vllm_version)
         super().__init__(config, vllm_config, device, model)
         self._reader: WeightReader | None = None
         self._weights: ModelWeights | None = None
         self._session: str | None = None
+        self._begun = False
+        self._touched_by: str | None = None
 
-    def init_transfer_engine(self, init_info: ChannelInitInfo) -> None:
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        """The address of a channel, or what a trainer wants to be sure of."""
+        if "expect" in init_dict:
+            return Expectation(**init_dict)
+        return super().parse_init_info(init_dict)
+
+    def init_transfer_engine(self, init_info: ChannelInitInfo | Expectation) -> None:
         """Become a reader of the channel, in the place of one that there was.
 
         Raises:
-            RuntimeError: the channel cannot be opened; the message says why.
+            RuntimeError: the channel cannot be opened, or an expectation is not met; the message
+                says why.
             ValueError: its weights are not those of the engine's model; all differences.
         """
-        self._open(init_info)
+        if isinstance(init_info, Expectation):
+            self._check(init_info)
+        else:
+            self._open(init_info)
+
+    def _check(self, wanted: Expectation) -> None:
+        def check() -> None:
+            if wanted.expect == "ended" and self._begun:
+                raise RuntimeError("update: expected none that goes on, got one; finish it")
+            if wanted.expect == "untouched" and self._touched_by == wanted.attempt:
+                raise RuntimeError(
+                    "update: expected one that has not touched the model, got one that has"
+                )
+
+        Ranks.of_this_process().all_or_none(check, _nothing)
 
     def _open(self, info: ChannelInitInfo) -> bool:
         """Read another channel, unless a worker cannot."""
@@ -111,12 +146,17 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         return True
 
     def start_weight_update(self) -> None:
-        """Nothing: a model is touched when a version is there, by :meth:`update_weights`."""
+        """Touch nothing: a model is touched when a version is there, by :meth:`update_weights`."""
+        self._begun = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As :meth:`receive_weights`; the fields come as a dict."""
         # The base class synchronises an accelerator, which a CPU does not have.
-        self.receive_weights(self.parse_update_info(update_info))
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            self._begun = False  # vLLM's worker ends an update that raises
+            raise
 
     def receive_weights(self, update_info: ChannelUpdateInfo) -> None:
         """Lease a version, load all of it, and let it go.
@@ -126,6 +166,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
                 which has gone on to another; several workers, of which one failed.
             TimeoutError: the version was not published in time.
             ValueError: a channel that has not the weights of the engine's model.
+            Exception: what a model of vLLM raises while it is loaded, which refuses to run then.
         """
         if update_info.channel is not None:
             info = self.parse_init_info(update_info.channel)
@@ -140,11 +181,23 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         leased = Ranks.of_this_process().all_or_none(lease, lambda: held[0].release())
         if leased is None:
             return
-        assert self._reader is not None and self._weights is not None
         with leased:
-            self._weights.load(self._reader._views(leased._slot))
+            self._load(leased, update_info.attempt)
+
+    def _load(self, lease: Lease, attempt: str) -> None:
+        reader, weights = self._reader, self._weights
+        assert reader is not None and weights is not None
+
+        def load() -> bool:
+            weights.load(reader._views(lease._slot))
             if self.device.type != "cpu":
                 torch.accelerator.synchronize(self.device)
+            return True
+
+        self._touched_by = attempt
+        refuse_to_run(self.model, lease.version)
+        if Ranks.of_this_process().all_or_none(load, _nothing):
+            let_run(self.model)
 
     def _lease(self, update_info: ChannelUpdateInfo) -> Lease:
         if self._reader is None:
@@ -162,13 +215,18 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         return lease
 
     def finish_weight_update(self) -> None:
-        """Nothing: an update that was not received has changed nothing."""
+        """Touch nothing: an update that was not received has changed nothing."""
+        self._begun = False
 
     def shutdown(self) -> None:
         """Close the channel; the model keeps its weights."""
         if self._reader is not None:
             self._reader.close()
         self._reader = self._weights = self._session = None
+
+
+def _nothing() -> None:
+    """What undoes an attempt that has left nothing behind."""
 
 
 def _opened(init_info: ChannelInitInfo) -> WeightReader:
@@ -181,6 +239,6 @@ def _opened(init_info: ChannelInitInfo) -> WeightReader:
         except OSError as error:
             raise RuntimeError(
                 f"socket: expected the trainer's Unix socket at {init_info.socket}, got "
-                f"{error.strerror}; mount its folder into the engine's container"
+                f"{error.strerror or error}; mount its folder into the engine's container"
             ) from error
         return handle.open(socket)

@@ -1,0 +1,97 @@
+"""vLLM's HTTP server, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tiny_engines import OPTIONS, PROMPT
+
+_OPTIONS = [
+    *("--dtype", OPTIONS["dtype"], "--enforce-eager", "--enable-scale-out"),
+    *("--kv-cache-memory-bytes", str(OPTIONS["kv_cache_memory_bytes"])),
+    *("--max-model-len", str(OPTIONS["max_model_len"])),
+    *("--weight-transfer-config", json.dumps({"backend": "fusedrl"})),
+    *("--served-model-name", "tiny"),
+]
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def server(folder: Path, port: int, log: Path, seconds: float = 200) -> Iterator[str]:
+    """The address of a server that answers, until the block ends."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *_OPTIONS]
+    environ = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    address = f"http://127.0.0.1:{port}"
+    with (
+        log.open("a") as written,
+        subprocess.Popen(
+            command, env=environ, stdout=written, stderr=written, start_new_session=True
+        ) as process,
+    ):
+        try:
+            deadline = time.monotonic() + seconds
+            while not _answers(address):
+                assert process.poll() is None, log.read_text()[-4000:]
+                assert time.monotonic() < deadline, log.read_text()[-4000:]
+                time.sleep(0.2)
+            yield address
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # its workers too
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def post(address: str, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """What a server answers."""
+    request = urllib.request.Request(
+        f"{address}/{path}",
+        data=json.dumps(fields).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def generated(
+    address: str, prompt: list[int] = PROMPT, tokens: int = 12, temperature: float = 0
+) -> dict[str, Any]:
+    """The tokens of a request, with their log-probs and the spans of their versions."""
+    settings = {"max_tokens": tokens, "temperature": temperature, "ignore_eos": True, "logprobs": 0}
+    fields = {"model": "tiny", "token_ids": prompt, "sampling_params": settings}
+    [choice] = post(address, "inference/v1/generate", fields)["choices"]
+    return choice
+
+
+def completed(address: str) -> dict[str, Any]:
+    """The greedy answer of the route that others know."""
+    fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    fields = {"model": "tiny", "return_token_ids": True, **fields}
+    [choice] = post(address, "v1/completions", fields)["choices"]
+    return choice

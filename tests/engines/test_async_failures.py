@@ -1,0 +1,176 @@
+"""Updates of an ``AsyncLLM`` that are cancelled, or fail in the middle."""
+
+import asyncio
+
+import pytest
+from engine_faults import inject
+from tiny_engines import OPTIONS, PROMPT, expected, spans_of, tiny_model, train
+
+from fusedrl import WeightChannel
+from fusedrl.vllm import EngineWeights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return tiny_model(folder)
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        yield inject(tmp_path_factory.mktemp("faults"), patch)
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def engine(folder, model, faults, loop):
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def start():
+        transfer = WeightTransferConfig(backend="fusedrl")
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(model=str(folder), weight_transfer_config=transfer, **OPTIONS)
+        )
+
+    engine = loop.run(start())
+    yield engine
+    engine.shutdown()
+
+
+async def answer_of(engine, name):
+    """The greedy tokens, and the versions that they are of."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = [o async for o in engine.generate({"prompt_token_ids": PROMPT}, greedy, name)]
+    completion = outputs[-1].outputs[0]
+    spans = spans_of(completion, await engine.get_weight_version())
+    return list(completion.token_ids), [version for version, _, _ in spans]
+
+
+@pytest.fixture
+def run(engine, model, loop):
+    """A test with an engine that is at a version, before and after which it goes on."""
+
+    def run(test):
+        async def main():
+            with WeightChannel.create(model) as channel, EngineWeights(channel, engine) as weights:
+                await weights.update_async(version=100)
+                train(model)
+                await test(weights)
+                assert not await engine.is_paused()
+                train(model)
+                version = await weights.update_async()
+                assert await answer_of(engine, "after") == (expected(model), [str(version)])
+
+        loop.run(main())
+
+    return run
+
+
+def test_a_cancelled_update_is_whole_before_it_is_cancelled(engine, model, faults, run):
+    async def test(weights):
+        with faults.stopping():
+            update = asyncio.create_task(weights.update_async())
+            await asyncio.to_thread(faults.wait)
+            update.cancel()
+            # The next update, and requests, come behind the one that goes on.
+            following = asyncio.create_task(weights.update_async())
+            request = asyncio.create_task(answer_of(engine, "behind"))
+            await asyncio.sleep(0.1)
+            assert not update.done()
+            assert not following.done()
+            assert not request.done()
+            following.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await following
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert weights.version == weights.channel.version == 101
+        assert await request == (expected(model), ["101"])
+
+    run(test)
+
+
+def test_a_cancelled_wait_for_a_pause_changes_nothing(engine, model, run):
+    async def test(weights):
+        await weights.update_async()
+        patient = EngineWeights(weights.channel, engine, in_flight="wait")
+        running = engine.generate({"prompt_token_ids": PROMPT}, long_request(), "long")
+        await anext(running)
+        update = asyncio.create_task(patient.update_async())
+        while not await engine.is_paused():
+            await asyncio.sleep(0.001)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert not await engine.is_paused()
+        async for _ in running:
+            pass
+        assert await answer_of(engine, "next") == (expected(model), ["101"])
+
+    def long_request():
+        from vllm import SamplingParams
+
+        return SamplingParams(max_tokens=200, ignore_eos=True)
+
+    run(test)
+
+
+def test_a_failure_in_the_middle_lets_requests_wait_for_the_next_update(engine, model, faults, run):
+    async def test(weights):
+        with faults.failing(), pytest.raises(Exception, match="out of memory") as told:
+            await weights.update_async()
+        assert "a part of it" in told.value.__notes__[0]
+        assert await engine.is_paused()
+        request = asyncio.create_task(answer_of(engine, "waits"))
+        # Nor does an update repair it that fails before it touches the model.
+        impatient = EngineWeights(weights.channel, engine, timeout=0.1)
+        with pytest.raises(Exception, match="within"):
+            await impatient._loads.load_async(999)
+        assert await engine.is_paused()
+        assert not request.done()
+        await weights.update_async()
+        assert await request == (expected(model), ["102"])
+
+    run(test)
+
+
+def test_what_fails_before_it_lets_them_go_on(engine, model, run, tmp_path):
+    async def test(weights):
+        await weights.update_async()
+        other = tiny_model(tmp_path, num_hidden_layers=3)
+        with WeightChannel.create(other) as channel:
+            refused = EngineWeights(channel, engine)
+            with pytest.raises(Exception, match=r"model\.layers\.2"):
+                await refused.update_async()
+        assert await answer_of(engine, "goes on") == (expected(model), ["101"])
+
+    run(test)
+
+
+def test_caches_that_are_not_dropped_let_requests_wait(engine, model, run, monkeypatch):
+    async def test(weights):
+        async def fail():
+            raise RuntimeError("no answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "reset_encoder_cache", fail)
+            with pytest.raises(RuntimeError, match="no answer"):
+                await weights.update_async()
+        assert await engine.is_paused()
+        await weights.update_async()
+
+    run(test)

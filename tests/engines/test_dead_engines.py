@@ -1,0 +1,88 @@
+"""What ends an engine: weights that never come, in vLLM's own backends; here, to use half of them.
+
+Each test has an engine of its own, as it does not outlive it.
+"""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from engine_faults import inject
+from tiny_engines import completion, expected, offline, tiny_model, train
+
+from fusedrl import WeightChannel
+from fusedrl.vllm import EngineWeights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return tiny_model(folder)
+
+
+def test_weights_that_never_come_end_an_engine_with_a_backend_of_vllm(folder, model):
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    with offline(folder, backend="ipc") as llm:
+        assert list(completion(llm).token_ids) == expected(model)
+        with (
+            WeightChannel.create(model) as channel,
+            pytest.raises(
+                ValueError, match="expected one with backend='fusedrl', got backend='ipc'"
+            ),
+        ):
+            EngineWeights(channel, llm)
+        llm.start_weight_update()
+        with pytest.raises(Exception, match="Invalid update_info"):
+            llm.update_weights({"update_info": {"weights": "of a trainer that has ended"}})
+        with pytest.raises(EngineDeadError):
+            completion(llm)
+
+
+def test_they_leave_an_engine_with_this_backend_as_it_was(folder, model, tmp_path, monkeypatch):
+    """And half of them, which a failing worker has loaded, are not generated with."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    faults = inject(tmp_path, monkeypatch)
+    with offline(folder) as llm, WeightChannel.create(model) as channel:
+        before = expected(model)
+        llm.start_weight_update()
+        with pytest.raises(Exception, match="Invalid update_info"):
+            llm.update_weights({"update_info": {"weights": "of a trainer that has ended"}})
+        assert list(completion(llm).token_ids) == before
+        train(model)
+        with EngineWeights(channel, llm) as weights:
+            with faults.failing(), pytest.raises(Exception, match="out of memory"):
+                weights.update()
+            with pytest.raises(EngineDeadError):
+                completion(llm)
+            with pytest.raises(EngineDeadError):
+                weights.update()
+
+
+def test_an_engine_that_is_killed_during_an_update(folder, model, tmp_path, monkeypatch):
+    faults = inject(tmp_path, monkeypatch)
+
+    def kill():
+        worker = faults.wait()
+        status = Path(f"/proc/{worker}/status").read_text()
+        os.kill(int(status.split("PPid:")[1].split()[0]), signal.SIGKILL)
+
+    with offline(folder) as llm, WeightChannel.create(model, slots=2) as channel:
+        weights = EngineWeights(channel, llm)
+        with faults.stopping():
+            killing = threading.Thread(target=kill)
+            killing.start()
+            with pytest.raises(RuntimeError, match="ended during the call") as told:
+                weights.update()
+            killing.join()
+        assert "a part of it" in told.value.__notes__[0]
+        assert weights.version is None
+        # Nobody holds the slot that its worker had leased.
+        assert [channel.publish(), channel.publish()] == [2, 3]

@@ -1,0 +1,226 @@
+"""Updates that fail: the engine goes on with the version that it has, and the next one works."""
+
+import os
+import signal
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+from engine_faults import inject
+from engine_publishers import publisher
+from tiny_engines import completion, expected, has_spans, offline, spans_of, tiny_model, train
+
+from fusedrl import WeightChannel, WeightHandle
+from fusedrl.vllm import EngineWeights
+from fusedrl.vllm.controls import control_of
+from fusedrl.vllm.engine_loads import EngineLoads
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return tiny_model(folder)
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        yield inject(tmp_path_factory.mktemp("faults"), patch)
+
+
+@pytest.fixture(scope="module")
+def llm(folder, model, faults):
+    with offline(folder) as llm:
+        yield llm
+
+
+def answer_of(llm):
+    """The greedy tokens, and the version that all of them are of."""
+    answer = completion(llm)
+    [(version, _, _)] = spans_of(answer, llm.get_weight_version())
+    return list(answer.token_ids), version
+
+
+def loads_of(handle, llm, timeout=20.0):
+    return EngineLoads(handle, lambda: None, control_of(llm, timeout), timeout=timeout)
+
+
+class TestATrainerInAnotherProcess:
+    """That ends, stops, or was never there."""
+
+    @pytest.fixture(autouse=True)
+    def goes_on(self, llm, model):
+        with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+            weights.update(version=100)
+            yield
+            train(model)
+            assert weights.update() == 101
+            assert answer_of(llm) == (expected(model), "101")
+
+    def test_killed_after_a_version_that_can_still_be_loaded(self, llm):
+        with publisher() as trainer:
+            loads = loads_of(trainer.handle, llm)
+            version, tokens = trainer.publish()
+            assert loads.load(version) == 1
+            assert answer_of(llm) == (tokens, "1")
+            version, tokens = trainer.publish()
+            trainer.kill()
+            assert loads.load(version) == 2
+            assert answer_of(llm) == (tokens, "2")
+            with pytest.raises(
+                Exception, match=rf"expected 3 or later, got 2.*{trainer.pid}.*dead"
+            ):
+                loads.load(3)
+            assert answer_of(llm) == (tokens, "2")
+
+    def test_killed_before_the_engine_knew_it(self, llm, model):
+        with publisher() as trainer:
+            version, _ = trainer.publish()
+            trainer.kill()
+            with pytest.raises(Exception, match=f"pid {trainer.pid}"):
+                loads_of(trainer.handle, llm).load(version)
+        assert answer_of(llm) == (expected(model), "100")
+
+    def test_stopped(self, llm):
+        with publisher() as trainer:
+            version, tokens = trainer.publish()
+            loads_of(trainer.handle, llm).load(version)
+            os.kill(trainer.pid, signal.SIGSTOP)
+            with pytest.raises(Exception, match=rf"2 or later within 0\.3 s, got 1.*{trainer.pid}"):
+                loads_of(trainer.handle, llm, 0.3).load(2)
+            assert answer_of(llm) == (tokens, "1")
+            # What it has published is there, whatever it does.
+            assert loads_of(trainer.handle, llm, 0.3).load(1) == 1
+            os.kill(trainer.pid, signal.SIGCONT)
+            version, tokens = trainer.publish()
+            loads_of(trainer.handle, llm).load(version)
+            assert answer_of(llm) == (tokens, "2")
+
+    @pytest.mark.parametrize(
+        ("handle", "said"),
+        [
+            (WeightHandle(2**22 + 1, 3, "0" * 32), "4194305"),
+            (WeightHandle(os.getpid(), 0, "0" * 32), "new handle"),
+        ],
+        ids=["no process", "no channel"],
+    )
+    def test_a_handle_of_nothing(self, llm, model, handle, said):
+        with pytest.raises(Exception, match=said):
+            loads_of(handle, llm).load(1)
+        assert answer_of(llm) == (expected(model), "100")
+
+    def test_another_layout(self, llm, model, tmp_path):
+        other = tiny_model(tmp_path, num_hidden_layers=3)
+        with WeightChannel.create(other) as channel:
+            channel.publish()
+            with pytest.raises(Exception, match=r"model\.layers\.2"):
+                loads_of(channel.handle, llm).load(1)
+        assert answer_of(llm) == (expected(model), "100")
+
+
+class TestInTheMiddle:
+    """Of loading, where a model has parts of two versions."""
+
+    @pytest.fixture
+    def weights(self, llm, model):
+        with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+            weights.update()
+            train(model)
+            yield weights
+
+    def repaired(self, llm, model, weights):
+        before = weights.version
+        assert weights.update() > before
+        return answer_of(llm) == (expected(model), str(weights.version))
+
+    def test_a_failure_is_told_and_the_next_update_repairs_it(self, llm, model, weights, faults):
+        with faults.failing(), pytest.raises(Exception, match="out of memory") as told:
+            weights.update()
+        assert "a part of it" in told.value.__notes__[0]
+        assert weights.version == 1
+        assert llm.get_weight_version() == "unknown"
+        assert self.repaired(llm, model, weights)
+
+    def test_one_that_fails_after_it_in_time_repairs_nothing(self, llm, model, weights, faults):
+        with faults.failing(), pytest.raises(Exception, match="out of memory"):
+            weights.update()
+        with pytest.raises(Exception, match="within"):
+            loads_of(weights.channel.handle, llm, 0.1).load(99)
+        assert llm.get_weight_version() == "unknown"
+        assert self.repaired(llm, model, weights)
+
+    def test_ctrl_c(self, llm, model, weights, faults, monkeypatch, default_signals):
+        give_up = weights._loads._give_up
+
+        async def lifted(*args):
+            faults.lift()
+            await give_up(*args)
+
+        def interrupt():
+            faults.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(weights._loads, "_give_up", lifted)
+        with faults.stopping():
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                weights.update()
+            thread.join()
+        # The engine has ended what it was told, after nobody waited for it.
+        assert answer_of(llm) == (expected(model), "unknown")
+        train(model)
+        assert self.repaired(llm, model, weights)
+
+    def test_a_channel_that_is_closed(self, llm, model, weights, faults):
+        closing = threading.Thread(
+            target=lambda: (faults.wait(), weights.channel.close(), faults.lift())
+        )
+        with faults.stopping():
+            closing.start()
+            assert weights.update() == 2
+            closing.join()
+        assert answer_of(llm) == (expected(model), "2")
+
+
+@pytest.mark.skipif(not has_spans(), reason="this vLLM does not say which tokens were made before")
+@torch.no_grad()
+def test_requests_that_run_go_on_with_the_new_weights(llm, tmp_path):
+    from vllm import SamplingParams
+
+    model = tiny_model(tmp_path)  # the larger the weights, the larger the differences of float32
+
+    settings = SamplingParams(max_tokens=200, temperature=1.0, logprobs=0, ignore_eos=True)
+    prompts = [[5, 6, 7 + number] for number in range(4)]
+    states, outputs = {}, {}
+
+    def update(weights, version=None):
+        version = str(weights.update(version=version))
+        states[version] = {name: t.clone() for name, t in model.state_dict().items()}
+
+    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+        update(weights, 1000)
+        for prompt in prompts:
+            llm.llm_engine.add_request(str(prompt[2] - 7), {"prompt_token_ids": prompt}, settings)
+        while llm.llm_engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in llm.llm_engine.step()}
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.005)
+            update(weights)
+    answers = [outputs[str(number)].outputs[0] for number in range(len(prompts))]
+    assert all(len(answer.weight_versions) > 1 for answer in answers)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = list(answer.token_ids)
+        given = torch.tensor([e[t].logprob for e, t in zip(answer.logprobs, tokens, strict=True)])
+        assert all(a.end == b.start for a, b in pairwise(answer.weight_versions))
+        for span in answer.weight_versions:
+            model.load_state_dict(states[span.version])
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            exact = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+            difference = (exact - given)[span.start : span.end]
+            assert difference.abs().max() < 1e-4

@@ -1,0 +1,261 @@
+"""A server that a trainer feeds: by its address, and through a socket where pids do not do."""
+
+import http.server
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from engine_servers import completed, free_port, generated, post, server
+from tiny_engines import expected, tiny_model, train
+
+from fusedrl import WeightChannel
+from fusedrl.vllm import EngineWeights
+from fusedrl.vllm.passing import ChannelSocket
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return tiny_model(folder)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return tmp_path_factory.mktemp("log") / "server.log"
+
+
+@pytest.fixture(scope="class")
+def address(folder, model, log):
+    with server(folder, free_port(), log) as address:
+        yield address
+
+
+class TestRunning:
+    """A server that runs."""
+
+    def answer_of(self, address):
+        choice = generated(address)
+        return choice["token_ids"], [tuple(span.values()) for span in choice["weight_versions"]]
+
+    def test_it_has_the_weights_of_each_update(self, address, model):
+        with WeightChannel.create(model) as channel, EngineWeights(channel, address) as weights:
+            for version in range(1, 4):
+                train(model)
+                assert weights.update() == version
+                assert self.answer_of(address) == (expected(model), [(str(version), 0, 12)])
+                answer = completed(address)
+                assert answer["token_ids"] == expected(model)
+                # The other routes do not say which weights made the tokens.
+                assert not any("version" in field for field in answer)
+
+    @torch.no_grad()
+    def test_requests_that_run_go_on(self, address, model):
+        prompts = [[5, 6, 7 + number] for number in range(6)]
+        states = {}
+        with (
+            WeightChannel.create(model) as channel,
+            EngineWeights(channel, address) as weights,
+            ThreadPoolExecutor(len(prompts)) as threads,
+        ):
+            weights.update(version=1000)
+            states["1000"] = {name: t.clone() for name, t in model.state_dict().items()}
+            running = [threads.submit(generated, address, p, 200, 1.0) for p in prompts]
+            while not all(request.done() for request in running):
+                train(model)
+                version = str(weights.update())
+                states[version] = {name: t.clone() for name, t in model.state_dict().items()}
+            answers = [request.result() for request in running]
+        assert any(len(answer["weight_versions"]) > 1 for answer in answers)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            tokens = answer["token_ids"]
+            given = torch.tensor([entry["logprob"] for entry in answer["logprobs"]["content"]])
+            for span in answer["weight_versions"]:
+                model.load_state_dict(states[span["version"]])
+                logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+                exact = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+                difference = (exact - given)[span["start"] : span["end"]]
+                assert difference.abs().max() < 1e-4
+
+    def test_weights_of_another_model(self, address, model, tmp_path):
+        other = tiny_model(tmp_path, num_hidden_layers=3)
+        with WeightChannel.create(model) as channel, EngineWeights(channel, address) as weights:
+            weights.update(version=100)
+            with WeightChannel.create(other) as others, EngineWeights(others, address) as refused:
+                with pytest.raises(RuntimeError, match=r"model\.layers\.2"):
+                    refused.update()
+                assert refused.version is None
+            assert self.answer_of(address) == (expected(model), [("100", 0, 12)])
+            train(model)
+            assert weights.update() == 101
+            assert self.answer_of(address) == (expected(model), [("101", 0, 12)])
+
+    def test_a_version_that_never_comes(self, address, model):
+        with WeightChannel.create(model) as channel:
+            weights = EngineWeights(channel, address, timeout=0.2)
+            weights.update(version=100)
+            with pytest.raises(RuntimeError, match=r"expected 107 or later within 0\.2 s, got 100"):
+                weights._loads.load(107)
+            assert self.answer_of(address) == (expected(model), [("100", 0, 12)])
+
+    def test_a_server_that_somebody_paused_goes_on_with_the_next_update(self, address, model):
+        train(model)
+        post(address, "pause?mode=keep", {})
+        with (
+            WeightChannel.create(model) as channel,
+            EngineWeights(channel, address, timeout=0.2) as weights,
+        ):
+            channel.publish()
+            with pytest.raises(RuntimeError, match="expected 7"):
+                weights._loads.load(7)  # which leaves it paused, as it was
+            with ThreadPoolExecutor(1) as thread:
+                waiting = thread.submit(generated, address)
+                assert weights.update() == 2
+                assert waiting.result()["token_ids"] == expected(model)
+
+    def test_a_channel_that_a_socket_passes(self, address, model, tmp_path):
+        path = str(tmp_path / "weights.sock")
+        with (
+            WeightChannel.create(model) as channel,
+            EngineWeights(channel, address, socket=path) as weights,
+        ):
+            # What pids of another namespace are: of no use.
+            weights._loads._address |= {"pid": 2**22 + 1}
+            for _ in range(2):
+                train(model)
+                weights.update()
+                assert self.answer_of(address)[0] == expected(model)
+        train(model)
+        with WeightChannel.create(model) as channel:
+            gone = EngineWeights(channel, address)
+            gone._loads._address |= {"socket": path}
+            with pytest.raises(
+                RuntimeError, match=r"trainer's Unix socket at .*, got No such file"
+            ):
+                gone.update()
+
+
+def test_a_server_that_was_restarted_gets_the_channel_again(folder, model, log):
+    port = free_port()
+    with WeightChannel.create(model) as channel:
+        weights = EngineWeights(channel, f"http://127.0.0.1:{port}")
+        with pytest.raises(RuntimeError, match=r"expected a server at .*, got .*start it first"):
+            weights.update()
+        for _ in range(2):
+            with server(folder, port, log) as address:
+                train(model)
+                version = weights.update()
+                answer = generated(address)
+                assert answer["token_ids"] == expected(model)
+                assert answer["weight_versions"][0]["version"] == str(version)
+
+
+class NoRoutes(http.server.BaseHTTPRequestHandler):
+    """What a server without VLLM_SERVER_DEV_MODE has of them."""
+
+    def do_GET(self):
+        body = b'{"detail":"Not Found"}'
+        self.send_response(404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_a_server_without_the_routes_is_told_how_to_have_them(model):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NoRoutes) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with WeightChannel.create(model) as channel:
+            weights = EngineWeights(channel, f"http://127.0.0.1:{other.server_port}")
+            with pytest.raises(RuntimeError, match="VLLM_SERVER_DEV_MODE=1"):
+                weights.update()
+        other.shutdown()
+
+
+def test_a_server_that_says_nothing_is_not_waited_for_for_ever(model, monkeypatch):
+    monkeypatch.setattr("fusedrl.vllm.controls._LOADING", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, WeightChannel.create(model) as channel:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        weights = EngineWeights(channel, address, timeout=0.1)
+        with pytest.raises(TimeoutError, match=r"answer within 0\.2 s"):
+            weights.update()
+
+
+@pytest.mark.parametrize("address", ["localhost:8000", "", "unix:/tmp/a.sock"])
+def test_no_address_of_a_server(model, address):
+    with (
+        WeightChannel.create(model) as channel,
+        pytest.raises(ValueError, match="engine: expected an address such as"),
+    ):
+        EngineWeights(channel, address)
+
+
+def test_a_forked_child_is_refused_whatever_its_parent_did_at_the_fork(model):
+    with WeightChannel.create(model) as channel:
+        weights = EngineWeights(channel, "http://127.0.0.1:9")
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            with weights._updating:
+                child = os.fork()
+            if not child:
+                try:
+                    weights.update()
+                except BaseException as error:
+                    theirs.sendall(str(error).encode())
+                finally:
+                    os._exit(0)
+            ours.settimeout(30)
+            assert "forked child" in ours.recv(4096).decode()
+            os.waitpid(child, 0)
+
+
+class TestSocket:
+    """That passes a channel to whoever connects."""
+
+    def opened(self, channel, path):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(path)
+            return channel.handle.open(connection)
+
+    def test_several_connect_until_it_is_closed(self, model, tmp_path):
+        path = tmp_path / "weights.sock"
+        with WeightChannel.create(model) as channel:
+            passing = ChannelSocket(channel, str(path))
+            assert path.stat().st_mode & 0o777 == 0o600
+            channel.publish()
+            with self.opened(channel, str(path)) as one, self.opened(channel, str(path)) as two:
+                assert one.version == two.version == 1
+            passing.close()
+            passing.close()
+            assert not path.exists()
+            with pytest.raises(FileNotFoundError):
+                self.opened(channel, str(path))
+
+    def test_a_path_that_exists_is_refused_and_left_alone(self, model, tmp_path):
+        path = tmp_path / "weights.sock"
+        path.write_text("of somebody else")
+        with WeightChannel.create(model) as channel:
+            with pytest.raises(ValueError, match=r"new Unix socket.*in use"):
+                ChannelSocket(channel, str(path))
+            with pytest.raises(ValueError, match="too long"):
+                ChannelSocket(channel, str(tmp_path / ("x" * 200)))
+        assert path.read_text() == "of somebody else"
+
+    def test_a_closed_channel_ends_the_connection(self, model, tmp_path):
+        path = str(tmp_path / "weights.sock")
+        channel = WeightChannel.create(model)
+        passing = ChannelSocket(channel, path)
+        channel.close()
+        with pytest.raises(RuntimeError, match="its end"):
+            self.opened(channel, path)
+        passing.close()
