@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from fusedrl.channel import WeightHandle
-from fusedrl.vllm.controls import Control, InFlight, InLoop
+from fusedrl.vllm.controls import AdapterControl, Control, InFlight, InLoop
+from fusedrl.vllm.peft_models import PeftAdapters
 
 # Others may publish between the choice of a version and the engine's lease, which is of the newest.
 _TRIES = 20
@@ -25,6 +26,7 @@ class EngineLoads:
         in_flight: as for :class:`~fusedrl.vllm.EngineWeights`.
         socket: path of the Unix socket that passes the channel, if the handle alone does not do.
         timeout: seconds that the engine's workers wait for a version.
+        adapters: of a channel with adapters alone; ``control`` is an ``AdapterControl`` then.
 
     Attributes:
         version: that the engine was given last; ``None`` before the first.
@@ -39,6 +41,7 @@ class EngineLoads:
         in_flight: InFlight = "recompute",
         socket: str | None = None,
         timeout: float = 60.0,
+        adapters: PeftAdapters | None = None,
     ) -> None:
         self.version: int | None = None
         self._address = asdict(handle) if socket is None else {**asdict(handle), "socket": socket}
@@ -46,6 +49,7 @@ class EngineLoads:
         self._control = control
         self._in_flight: InFlight = in_flight
         self._timeout = timeout
+        self._adapters = adapters
 
     def check_synchronous(self) -> None:
         """Raise ``TypeError`` for an engine that is called in an event loop."""
@@ -84,30 +88,50 @@ class EngineLoads:
     async def _load_paused(self, version: int) -> int:
         for _ in range(_TRIES):
             try:
-                await self._control.start()
+                if self._adapters is None:
+                    await self._load_weights(version)
+                else:
+                    await self._load_adapters(version, self._adapters)
             except Exception:
-                # Somebody began an update and did not end it.
-                await self._finish_failed()
-                await self._control.start()
-            try:
-                # With the address, as the engine may have been restarted, or read another channel.
-                await self._control.load(
-                    {"version": version, "timeout": self._timeout, "channel": self._address}
-                )
-            except Exception:
-                if await self._control.workers() > 1:
-                    await self._finish_failed()
                 newest = self._newest()
                 if newest is None or newest <= version:
                     raise
                 version = newest
             else:
-                await self._control.finish(str(version))
                 return version
         raise RuntimeError(
             f"version: expected one that the engine can lease within {_TRIES} tries, got a channel "
             "that is published to faster; publish less often"
         )
+
+    async def _load_weights(self, version: int) -> None:
+        try:
+            await self._control.start()
+        except Exception:
+            # Somebody began an update and did not end it.
+            await self._finish_failed()
+            await self._control.start()
+        try:
+            # With the address, as the engine may have been restarted, or read another channel.
+            await self._control.load(
+                {"version": version, "timeout": self._timeout, "channel": self._address}
+            )
+        except Exception:
+            if await self._control.workers() > 1:
+                await self._finish_failed()
+            raise
+        await self._control.finish(str(version))
+
+    async def _load_adapters(self, version: int, adapters: PeftAdapters) -> None:
+        control = cast("AdapterControl", self._control)
+        update = {
+            "version": version,
+            "timeout": self._timeout,
+            "number": adapters.number,
+            "scalings": adapters.scalings,
+        }
+        await control.load_adapters({**self._address, "adapters": update})
+        await control.number(str(version))
 
     async def _finish_failed(self) -> None:
         # Of several workers only the last one has ended the update that failed; it refuses this.
