@@ -12,6 +12,7 @@ from torch import Tensor
 TORCHRL = "torchrl"
 TRANSFORMERS = "transformers"
 TRL = "TRL"
+VLLM = "vLLM"
 LINEAR_CE = "F.linear_cross_entropy"
 LIGER = "Liger"
 CCE = "cut-cross-entropy"
@@ -21,6 +22,7 @@ MODULES = {
     TORCHRL: "torchrl",
     TRANSFORMERS: "transformers",
     TRL: "trl",
+    VLLM: "vllm",
     LINEAR_CE: "torch",
     LIGER: "liger_kernel",
     CCE: "cut_cross_entropy",

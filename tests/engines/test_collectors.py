@@ -240,7 +240,9 @@ def test_engines_without_the_backend_are_refused(collect, engine, monkeypatch):
     config = engine.llm_engine.vllm_config
     for transfer, got in ((None, "None"), (SimpleNamespace(backend="nccl"), "'nccl'")):
         monkeypatch.setattr(config, "weight_transfer_config", transfer)
-        with pytest.raises(ValueError, match=rf"policy: expected a vllm\.LLM .* got .* {got};"):
+        with pytest.raises(
+            ValueError, match=rf"engine: expected one with backend='fusedrl', got backend={got};"
+        ):
             collect()
 
 

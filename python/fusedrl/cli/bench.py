@@ -40,6 +40,7 @@ OPS = (
     "collectors",
     "grpo_step",
     "async_collector",
+    "vllm",
 )
 
 

@@ -76,6 +76,18 @@ class Control(Protocol):
         ...
 
 
+class AdapterControl(Control, Protocol):
+    """The calls of an engine whose requests can name adapters that no file has."""
+
+    async def load_adapters(self, info: dict[str, Any]) -> None:
+        """Load a version of adapters."""
+        ...
+
+    async def number(self, version: str) -> None:
+        """The engine's weights have this number."""
+        ...
+
+
 def control_of(engine: Any, timeout: float) -> Control:
     """What controls an engine.
 
@@ -157,6 +169,14 @@ class Offline:
         """End an update; the engine's weights have this number."""
         self._call(lambda: self._engine.finish_weight_update(version))
 
+    async def load_adapters(self, info: dict[str, Any]) -> None:
+        """Load a version of adapters."""
+        self._call(lambda: self._engine.init_weight_transfer_engine({"init_info": info}))
+
+    async def number(self, version: str) -> None:
+        """The engine's weights have this number."""
+        self._call(lambda: self._engine.update_weight_version(version))
+
     async def forget(self) -> None:
         """Drop all that was computed with the former weights, of running requests too."""
         self._call(lambda: self._engine.reset_prefix_cache(reset_running_requests=True))
@@ -228,6 +248,17 @@ class InLoop:
     async def finish(self, version: str | None) -> None:
         """End an update; the engine's weights have this number."""
         await self._call(self._engine.finish_weight_update(version))
+
+    async def load_adapters(self, info: dict[str, Any]) -> None:
+        """Load a version of adapters."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info=info)
+        await self._call(self._engine.init_weight_transfer_engine(request))
+
+    async def number(self, version: str) -> None:
+        """The engine's weights have this number."""
+        await self._call(self._engine.update_weight_version(version))
 
     async def forget(self) -> None:
         """Drop all that was computed with the former weights, of running requests too."""

@@ -10,10 +10,11 @@ import uuid
 import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fusedrl.channel import WeightHandle
-from fusedrl.vllm.controls import Control, InFlight, InLoop
+from fusedrl.vllm.controls import AdapterControl, Control, InFlight, InLoop
+from fusedrl.vllm.peft_models import PeftAdapters
 
 # Who gave each engine, by its key, the weights that it has.
 _LAST: weakref.WeakValueDictionary[int | str, EngineLoads] = weakref.WeakValueDictionary()
@@ -40,6 +41,7 @@ class EngineLoads:
         in_flight: as for :class:`~fusedrl.vllm.EngineWeights`.
         socket: path of the Unix socket that passes the channel, if the handle alone does not do.
         timeout: seconds that the engine's workers wait for a version.
+        adapters: of a channel with adapters alone; ``control`` is an ``AdapterControl`` then.
 
     Attributes:
         version: that the engine was given last; ``None`` before the first.
@@ -54,6 +56,7 @@ class EngineLoads:
         in_flight: InFlight = "recompute",
         socket: str | None = None,
         timeout: float = 60.0,
+        adapters: PeftAdapters | None = None,
     ) -> None:
         self.version: int | None = None
         self._address = asdict(handle) if socket is None else {**asdict(handle), "socket": socket}
@@ -61,6 +64,7 @@ class EngineLoads:
         self._control = control
         self._in_flight: InFlight = in_flight
         self._timeout = timeout
+        self._adapters = adapters
 
     def check_synchronous(self) -> None:
         """Raise ``TypeError`` for an engine that is called in an event loop."""
@@ -115,31 +119,41 @@ class EngineLoads:
     async def _load_paused(self, version: int, attempt: Attempt) -> int:
         for _ in range(_TRIES):
             await self._end_unfinished()
-            await self._control.start()
+            if self._adapters is None:
+                await self._control.start()
             try:
-                attempt.sent = True
-                # With the address, as the engine may have been restarted, or read another channel.
-                await self._control.load(
-                    {
-                        "version": version,
-                        "timeout": self._timeout,
-                        "channel": self._address,
-                        "attempt": attempt.name,
-                    }
-                )
+                await self._send(version, attempt)
             except Exception:
                 newest = self._newest()
                 if newest is None or newest <= version:
                     raise
                 version = newest
             else:
-                await self._control.finish(str(version))
+                await self._number(version)
                 await self._control.forget()
                 return version
         raise RuntimeError(
             f"version: expected one that the engine can lease within {_TRIES} tries, got a channel "
             "that is published to faster; publish less often"
         )
+
+    async def _send(self, version: int, attempt: Attempt) -> None:
+        """Let the workers load a version."""
+        attempt.sent = True
+        update = {"version": version, "timeout": self._timeout, "attempt": attempt.name}
+        # With the address, as the engine may have been restarted, or read another channel.
+        if self._adapters is None:
+            await self._control.load({**update, "channel": self._address})
+            return
+        adapters = {"number": self._adapters.number, "scalings": self._adapters.scalings}
+        control = cast("AdapterControl", self._control)
+        await control.load_adapters({**self._address, "adapters": {**update, **adapters}})
+
+    async def _number(self, version: int) -> None:
+        if self._adapters is None:
+            await self._control.finish(str(version))
+        else:
+            await cast("AdapterControl", self._control).number(str(version))
 
     async def _end_unfinished(self) -> None:
         """End an update that somebody began and left, or that some of the workers began."""

@@ -45,8 +45,8 @@ class ModelWeights:
     def __init__(self, model: Any, vllm_config: VllmConfig, layout: Layout) -> None:
         if layout.adapters == "only":
             raise ValueError(
-                "channel: expected all weights of a model, got those of its adapters alone; create "
-                "the channel with adapters='merged'"
+                "channel: expected all weights of a model, got those of its adapters alone; update "
+                "with EngineWeights, or create the channel with adapters='merged'"
             )
         self._model = model
         self._config = vllm_config

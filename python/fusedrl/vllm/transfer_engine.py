@@ -15,10 +15,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.lora_model import LoRAModel
 
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.reader import Lease
 from fusedrl.vllm.agreement import Ranks
+from fusedrl.vllm.lora_weights import LoraWeights
 from fusedrl.vllm.model_weights import ModelWeights
 from fusedrl.vllm.refusal import let_run, refuse_to_run
 
@@ -34,12 +36,35 @@ class ChannelInitInfo(WeightTransferInitInfo):
         fd: of the channel, in the publisher's process.
         session: the channel's secret.
         socket: path of a Unix socket that passes the channel, where the engine sees other pids.
+        adapters: the fields of :class:`AdapterUpdate`, to load a version of a channel with
+            ``adapters="only"``. vLLM drops all adapters at the end of what it calls an update of
+            its weights, which this is none of.
     """
 
     pid: int
     fd: int
     session: str = field(repr=False)
     socket: str | None = None
+    adapters: dict[str, Any] | None = None
+
+
+@dataclass
+class AdapterUpdate:
+    """Which version of a peft model's adapters an engine is to load.
+
+    Attributes:
+        version: this one, and no other.
+        timeout: seconds to wait for it; the channel's own if ``None``.
+        number: by which requests name the adapters, vLLM's ``lora_int_id``.
+        scalings: by how much each layer multiplies what its adapter adds.
+        attempt: a name that no other update has, for :class:`Expectation`.
+    """
+
+    version: int
+    timeout: float | None
+    number: int
+    scalings: dict[str, float]
+    attempt: str = ""
 
 
 @dataclass
@@ -49,7 +74,7 @@ class Expectation(WeightTransferInitInfo):
     Attributes:
         expect: ``"ended"``: no update that was begun goes on. ``"untouched"``: the model is what it
             was before the attempt began.
-        attempt: of :class:`ChannelUpdateInfo`.
+        attempt: of :class:`ChannelUpdateInfo`, or of :class:`AdapterUpdate`.
     """
 
     expect: Literal["ended", "untouched"]
@@ -91,7 +116,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._reader: WeightReader | None = None
-        self._weights: ModelWeights | None = None
+        self._weights: ModelWeights | LoraWeights | None = None
         self._session: str | None = None
         self._begun = False
         self._touched_by: str | None = None
@@ -105,15 +130,21 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
     def init_transfer_engine(self, init_info: ChannelInitInfo | Expectation) -> None:
         """Become a reader of the channel, in the place of one that there was.
 
+        With ``adapters`` a version of them is loaded, too.
+
         Raises:
-            RuntimeError: the channel cannot be opened, or an expectation is not met; the message
-                says why.
+            RuntimeError, TimeoutError: the channel cannot be opened, the version not be leased, or
+                an expectation is not met; the message says why.
             ValueError: its weights are not those of the engine's model; all differences.
         """
         if isinstance(init_info, Expectation):
             self._check(init_info)
+        elif init_info.adapters is None:
+            self._open(init_info, ModelWeights)
         else:
-            self._open(init_info)
+            known = init_info.session == self._session and isinstance(self._weights, LoraWeights)
+            if known or self._open(init_info, LoraWeights):
+                self._load_adapters(AdapterUpdate(**init_info.adapters))
 
     def _check(self, wanted: Expectation) -> None:
         def check() -> None:
@@ -126,14 +157,29 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
 
         Ranks.of_this_process().all_or_none(check, _nothing)
 
-    def _open(self, info: ChannelInitInfo) -> bool:
+    def _load_adapters(self, update: AdapterUpdate) -> None:
+        weights, reader = self._weights, self._reader
+        assert isinstance(weights, LoraWeights) and reader is not None
+
+        def copied() -> LoRAModel:
+            with self._lease(update.version, update.timeout) as lease:
+                copies = weights.copied(reader._views(lease._slot), update.number, update.scalings)
+                self._synchronize()
+                return copies
+
+        lora = Ranks.of_this_process().all_or_none(copied, _nothing)
+        if lora is not None:
+            self._touched_by = update.attempt
+            weights.put(lora)
+
+    def _open(self, info: ChannelInitInfo, kind: type[ModelWeights] | type[LoraWeights]) -> bool:
         """Read another channel, unless a worker cannot."""
         opened: list[WeightReader] = []
 
-        def open_and_check() -> ModelWeights:
+        def open_and_check() -> ModelWeights | LoraWeights:
             opened.append(_opened(info))
             try:
-                return ModelWeights(self.model, self.vllm_config, opened[0].layout)
+                return kind(self.model, self.vllm_config, opened[0].layout)
             except BaseException:
                 opened[0].close()
                 raise
@@ -170,12 +216,17 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         """
         if update_info.channel is not None:
             info = self.parse_init_info(update_info.channel)
-            if info.session != self._session and not self._open(info):
+            if info.session != self._session and not self._open(info, ModelWeights):
                 return
         held: list[Lease] = []
 
         def lease() -> Lease:
-            held.append(self._lease(update_info))
+            if isinstance(self._weights, LoraWeights):
+                raise ValueError(
+                    "channel: expected all weights of a model, got adapters alone; call "
+                    "init_weight_transfer_engine with 'adapters', as EngineWeights does"
+                )
+            held.append(self._lease(update_info.version, update_info.timeout))
             return held[0]
 
         leased = Ranks.of_this_process().all_or_none(lease, lambda: held[0].release())
@@ -186,12 +237,11 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
 
     def _load(self, lease: Lease, attempt: str) -> None:
         reader, weights = self._reader, self._weights
-        assert reader is not None and weights is not None
+        assert reader is not None and isinstance(weights, ModelWeights)
 
         def load() -> bool:
             weights.load(reader._views(lease._slot))
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize(self.device)
+            self._synchronize()
             return True
 
         self._touched_by = attempt
@@ -199,17 +249,21 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         if Ranks.of_this_process().all_or_none(load, _nothing):
             let_run(self.model)
 
-    def _lease(self, update_info: ChannelUpdateInfo) -> Lease:
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def _lease(self, version: int, timeout: float | None) -> Lease:
         if self._reader is None:
             raise RuntimeError(
                 "channel: expected one that is open, got none; call init_weight_transfer_engine "
                 "with the channel's handle first"
             )
-        lease = self._reader.lease(update_info.version, update_info.timeout)
-        if lease.version != update_info.version:
+        lease = self._reader.lease(version, timeout)
+        if lease.version != version:
             lease.release()
             raise RuntimeError(
-                f"version: expected {update_info.version}, got a channel that has published "
+                f"version: expected {version}, got a channel that has published "
                 f"{lease.version} since; ask for that one"
             )
         return lease

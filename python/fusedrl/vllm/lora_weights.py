@@ -1,0 +1,152 @@
+"""A peft model's adapters, into the LoRA manager of a model of vLLM."""
+
+# vLLM has an environment of its own, which the linters do not see.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+
+from fusedrl.channel.layout import Layout
+from fusedrl.vllm.peft_models import layer_of
+
+_SHOWN = 10
+_REMEDY = "or create the channel with adapters='merged'"
+
+
+class LoraWeights:
+    """Loads the versions of adapters beside one model, whose own weights stay as they are.
+
+    Args:
+        model: of vLLM.
+        vllm_config: that the model was made with.
+        layout: of the adapters' weights, under peft's names.
+
+    Raises:
+        ValueError: an engine that takes no adapters, or not these: all names and shapes that do
+            not fit. Nothing is touched.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, layout: Layout) -> None:
+        if layout.adapters != "only":
+            raise ValueError("channel: expected adapters alone, got all weights of a model")
+        config = vllm_config.lora_config
+        ranks = [e.shape[0] for e in layout.entries if layer_of(e.name)[1] == "lora_A"]
+        if config is None:
+            raise ValueError(
+                "engine: expected one that takes adapters, got one that was started without; "
+                f"start it with enable_lora=True, max_lora_rank={max(ranks)}, {_REMEDY}"
+            )
+        if max(ranks) > config.max_lora_rank:
+            raise ValueError(
+                f"engine: expected one for adapters of rank {max(ranks)}, got max_lora_rank="
+                f"{config.max_lora_rank}; start it with that of the adapters, {_REMEDY}"
+            )
+        # Where vLLM's manager of a model's adapters puts itself.
+        self._manager: Any = model.lora_manager
+        self._dtype = config.lora_dtype
+        self._layers = self._fitting(layout)
+
+    def _fitting(self, layout: Layout) -> dict[str, dict[str, tuple[str, int]]]:
+        """Of each layer of peft's its name in vLLM, and the views of its two matrices."""
+        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        mapper = None if mapper is None else mapper.get_rename_mapper()
+        sizes = dict(_sizes(self._manager))
+        layers: dict[str, dict[str, tuple[str, int]]] = {}
+        differences = []
+        for entry in layout.entries:
+            layer, part, _ = layer_of(entry.name)
+            name, _ = parse_fine_tuned_lora_name(f"{layer}.{part}.weight", mapper)
+            layers.setdefault(layer, {})[part] = (name, layout.view_of[entry.name])
+            size, at = ("input", 1) if part == "lora_A" else ("output", 0)
+            if name not in sizes:
+                differences.append(f"{entry.name}: expected no such layer, got {entry.shape}")
+            elif entry.shape[at] != sizes[name][size]:
+                differences.append(
+                    f"{entry.name}: expected {sizes[name][size]} {size}s, got {entry.shape[at]}"
+                )
+        if differences:
+            more = [f"and {len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
+            raise ValueError(
+                "channel: expected adapters of linear layers of the engine's model, got others; "
+                f"adapt the model that the engine runs, {_REMEDY}\n  "
+                + "\n  ".join(differences[:_SHOWN] + more)
+            )
+        return layers
+
+    @torch.no_grad()
+    def copied(
+        self, views: Sequence[Tensor], number: int, scalings: Mapping[str, float]
+    ) -> LoRAModel:
+        """One version of the adapters, in memory of its own.
+
+        Args:
+            views: one for each entry that is stored, as :meth:`Layout.views` makes them.
+            number: by which requests name the adapters.
+            scalings: of each layer, by peft's name.
+
+        Raises:
+            ValueError: scalings of other layers, or no room for further adapters.
+        """
+        held = self._manager.list_adapters()
+        if number not in held and len(held) >= self._manager.capacity:
+            raise ValueError(
+                f"engine: expected room for these adapters, got {len(held)} others, numbers "
+                f"{', '.join(map(str, held))}; start it with a larger max_cpu_loras, or call its "
+                "remove_lora(number) for one that is not needed any more"
+            )
+        if scalings.keys() != self._layers.keys():
+            differing = sorted(scalings.keys() ^ self._layers.keys())
+            raise ValueError(
+                f"scalings: expected one for each adapted layer, got others for {differing[:5]}; "
+                "update from the model that the channel was created from"
+            )
+        loras = {}
+        for layer, parts in self._layers.items():
+            name, _ = parts["lora_A"]
+            # vLLM multiplies in place, and keeps them.
+            a, b = (
+                views[parts[part][1]].to(self._dtype, copy=True) for part in ("lora_A", "lora_B")
+            )
+            loras[name] = LoRALayerWeights(name, a.shape[0], 0, a, b, scaling=scalings[layer])
+        return LoRAModel(number, max(lora.rank for lora in loras.values()), loras)
+
+    def put(self, lora: LoRAModel) -> None:
+        """Let requests that name these adapters have them, and not those of before."""
+        manager = self._manager
+        manager.remove_adapter(lora.id)
+        manager.add_adapter(lora)
+        manager.activate_adapter(lora.id)
+        # Requests for others may take its place among those that compute, from where it comes back,
+        # but not here: no file has it. The public pin_adapter() would keep both.
+        manager._pin_lora_in_cpu_cache(lora.id)
+
+
+def _sizes(manager: Any) -> Iterator[tuple[str, dict[str, int]]]:
+    """Inputs and outputs of the linear layers that a manager adapts, by the checkpoint's names."""
+    for name, wrapper in manager.modules.items():
+        base: Any = getattr(wrapper, "base_layer", None)
+        if not isinstance(base, LinearBase):
+            continue
+        packed = manager.packed_modules.get(name, [name])
+        outputs = _outputs(base) if len(packed) > 1 else [base.output_size]
+        if len(packed) == len(outputs):
+            for part, output in zip(packed, outputs, strict=True):
+                yield part, {"input": base.input_size, "output": output}
+
+
+def _outputs(base: Any) -> list[int]:
+    """Of the parts of a layer, those of all ranks together."""
+    if isinstance(base, QKVParallelLinear):
+        heads = [base.total_num_heads, base.total_num_kv_heads, base.total_num_kv_heads]
+        widths = [base.head_size, base.head_size, base.v_head_size]
+        return [count * width for count, width in zip(heads, widths, strict=True)]
+    return list(base.output_sizes)

@@ -1,0 +1,122 @@
+"""What a trainer's peft model says of its adapters, beside their weights."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch import nn
+
+from fusedrl.channel import WeightChannel
+from fusedrl.channel.adapters import loaded
+from fusedrl.channel.layout import Layout
+
+# Other ways to begin change the weights of the base, which the engine has not got.
+_BEGINNINGS = ("gaussian", "eva", "orthogonal")
+_SHOWN = 10
+
+
+def layer_of(name: str) -> tuple[str, str, str]:
+    """The layer of an adapter's weight, ``lora_A`` or ``lora_B``, and the adapter's name.
+
+    Raises:
+        ValueError: the name of anything else.
+    """
+    layer, _, rest = name.rpartition(".lora_")
+    part, _, adapter = rest.removesuffix(".weight").partition(".")
+    if not layer or part not in ("A", "B") or not adapter or not rest.endswith(".weight"):
+        raise ValueError("expected a weight of lora_A or lora_B, got another one that is trained")
+    return layer, f"lora_{part}", adapter
+
+
+class PeftAdapters:
+    """The adapters that a channel has the weights of.
+
+    Args:
+        channel: with ``adapters="only"``.
+
+    Attributes:
+        scalings: by how much each adapted layer multiplies what its adapter adds, by the layers'
+            names in the channel.
+        name: of these adapters in an engine.
+        number: of these adapters in an engine, another one for each channel.
+
+    Raises:
+        ValueError: adapters that are more than two matrices a layer; all that is wrong with them.
+    """
+
+    def __init__(self, channel: WeightChannel) -> None:
+        self._layout = channel.layout
+        self._template = channel._template
+        # Not the session itself, which is a secret.
+        digest = hashlib.sha256(channel.handle.session.encode()).hexdigest()
+        self.number = int(digest[:7], 16) + 1  # vLLM keeps them in 32 bits
+        self.name = f"fusedrl-adapters-{self.number}"
+        self.read(None)
+
+    def read(self, weights: Any) -> None:
+        """Read the scalings again.
+
+        Args:
+            weights: that are published: a peft model, or without one, those of the model that the
+                channel was created from.
+
+        Raises:
+            ValueError: as the class does.
+        """
+        model = weights if isinstance(weights, nn.Module) else self._template
+        self.scalings = _scalings(model, self._layout)
+
+
+def _scalings(model: nn.Module, layout: Layout) -> dict[str, float]:
+    problems = [
+        f"{entry.name}: tied to {entry.tied_to}" for entry in layout.entries if entry.tied_to
+    ]
+    layers, adapters = {}, set()
+    for entry, place in zip(layout.stored, layout.matched(model), strict=True):
+        try:
+            layer, _, adapter = layer_of(entry.name)
+        except ValueError as error:
+            problems.append(f"{entry.name}: {error}")
+        else:
+            layers[id(place.tensor)] = layer
+            adapters.add(adapter)
+    if len(adapters) > 1:
+        problems.append(f"expected one adapter, got {', '.join(sorted(adapters))}")
+    scalings = {}
+    part: Any
+    for part in model.modules():
+        if isinstance(part, loaded("peft.tuners.lora.layer", "LoraLayer")):
+            for adapter in adapters.intersection(part.lora_A):
+                layer = layers[id(part.lora_A[adapter].weight)]
+                scalings[layer] = float(part.scaling[adapter])
+                problems += _more_than_matrices(layer, part, adapter)
+        elif isinstance(part, loaded("peft.peft_model", "PeftModel")):
+            problems += _beginnings(part, adapters)
+    if problems:
+        shown = problems[:_SHOWN] + [f"and {len(problems) - _SHOWN} more"] * (
+            len(problems) > _SHOWN
+        )
+        raise ValueError(
+            "channel: expected adapters that vLLM has, two matrices for each of some linear "
+            "layers, got others; create the channel with adapters='merged'\n  " + "\n  ".join(shown)
+        )
+    return scalings
+
+
+def _more_than_matrices(layer: str, part: Any, adapter: str) -> list[str]:
+    found = []
+    if adapter not in part.active_adapters:
+        found.append(f"{layer}: expected {adapter!r} to be active, got {part.active_adapters}")
+    if adapter in part.lora_variant:
+        found.append(f"{layer}: a {type(part.lora_variant[adapter]).__name__}")
+    return found
+
+
+def _beginnings(model: Any, adapters: set[str]) -> list[str]:
+    ways = {name: getattr(model.peft_config[name], "init_lora_weights", True) for name in adapters}
+    return [
+        f"init_lora_weights={way!r} of {name!r} changes the weights of the base"
+        for name, way in ways.items()
+        if isinstance(way, str) and way.lower() not in _BEGINNINGS
+    ]

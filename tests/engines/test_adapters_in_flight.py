@@ -1,0 +1,148 @@
+"""An ``AsyncLLM`` of two workers whose adapters are updated while its requests run."""
+
+import asyncio
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_engines import OPTIONS, tiny_model
+
+from fusedrl import WeightChannel
+from fusedrl.vllm import EngineWeights
+
+TOKENS, PROMPTS = 60, [[5, 6, 7, 8], [9, 10], [40, 41, 42, 43, 44, 45]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def engine(folder, loop):
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    tiny_model(folder)
+    adapters = {"enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": 2}
+
+    async def start():
+        transfer = WeightTransferConfig(backend="fusedrl")
+        arguments = {**OPTIONS, **adapters, "weight_transfer_config": transfer}
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **arguments))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        engine = loop.run(start())
+    yield engine
+    engine.shutdown()
+
+
+def adapted(folder, rank):
+    torch.manual_seed(rank)
+    model = get_peft_model(
+        tiny_model(folder), LoraConfig(r=rank, lora_alpha=16, target_modules="all-linear")
+    )
+    train_adapters(model)
+    return model.eval()
+
+
+@torch.no_grad()
+def train_adapters(model):
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+async def sampled(engine, number, prompt, request):
+    """A prompt's tokens, their log-probs and the spans of their versions."""
+    from vllm import SamplingParams
+
+    settings = SamplingParams(max_tokens=TOKENS, temperature=1.0, logprobs=0, ignore_eos=True)
+    answers = engine.generate(
+        {"prompt_token_ids": prompt}, settings, f"{number}", lora_request=request
+    )
+    completion = [out async for out in answers][-1].outputs[0]
+    tokens = list(completion.token_ids)
+    log_probs = [entry[t].logprob for entry, t in zip(completion.logprobs, tokens, strict=True)]
+    return prompt, tokens, torch.tensor(log_probs), completion.weight_versions
+
+
+@torch.no_grad()
+def worst_difference(model, states, sequences, shift=0):
+    """Between vLLM's log-probs and those of the adapters that the spans name."""
+    worst = 0.0
+    for prompt, tokens, log_probs, spans in sequences:
+        for span in spans:
+            model.load_state_dict(states[max(1, int(span.version) - shift)])
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            exact = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+            difference = (exact - log_probs)[span.start : span.end]
+            worst = max(worst, difference.abs().max().item())
+    return worst
+
+
+def test_tokens_are_of_the_adapters_that_they_name(engine, loop, folder):
+    model = adapted(folder, 4)
+    states = {}
+
+    async def main(weights):
+        async def update():
+            train_adapters(model)
+            states[await weights.update_async()] = copy.deepcopy(model.state_dict())
+
+        await update()
+        generating = asyncio.gather(
+            *(sampled(engine, n, p, weights.lora_request) for n, p in enumerate(PROMPTS * 4))
+        )
+        while not generating.done():
+            await update()
+            await asyncio.sleep(0.05)
+        return await generating
+
+    with (
+        WeightChannel.create(model, adapters="only") as channel,
+        EngineWeights(channel, engine) as weights,
+    ):
+        sequences = loop.run(main(weights))
+        loop.run(engine.remove_lora(weights.lora_request.lora_int_id))
+    assert sum(len(spans) > 1 for _, _, _, spans in sequences) > len(sequences) / 2
+    assert worst_difference(model, states, sequences) < 1e-4
+    assert worst_difference(model, states, sequences, shift=1) > 0.01
+
+
+def test_what_one_worker_refuses_none_has(engine, loop, folder):
+    model = adapted(folder, 4)
+
+    async def differing(weights):
+        states = {weights.version: model.state_dict()}
+        sequences = [await sampled(engine, "a", PROMPTS[0], weights.lora_request)]
+        return worst_difference(model, states, sequences)
+
+    async def main(weights, others):
+        await weights.update_async()
+        assert await differing(weights) < 1e-4
+        for _ in range(2):
+            with pytest.raises(Exception, match=r"worker 0: .*rank 16.*worker 1: .*rank 16"):
+                await others.update_async()
+            assert await differing(weights) < 1e-4
+        train_adapters(model)
+        await weights.update_async()
+        assert await differing(weights) < 1e-4
+
+    with (
+        WeightChannel.create(model, adapters="only") as channel,
+        WeightChannel.create(adapted(folder, 16), adapters="only") as another,
+        EngineWeights(channel, engine) as weights,
+        EngineWeights(another, engine) as others,
+    ):
+        loop.run(main(weights, others))
+        loop.run(engine.remove_lora(weights.lora_request.lora_int_id))
