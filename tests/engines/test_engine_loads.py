@@ -21,6 +21,7 @@ class Engine:
     def __init__(self, failing=0, last=None, lost=False, error=RuntimeError):
         self.failing, self.last = failing, failing if last is None else last
         self.lost, self.error = lost, error
+        self.key = id(self)
         self.calls = 0
         self.is_paused = self.begun = False
         self.weights = self.name = "default"
