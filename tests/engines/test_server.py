@@ -141,6 +141,7 @@ class TestRunning:
                 gone.update()
 
 
+@pytest.mark.slow
 def test_a_server_that_was_restarted_gets_the_channel_again(folder, model, log):
     port = free_port()
     with WeightChannel.create(model) as channel:
