@@ -135,4 +135,4 @@ def offline(folder: Path, backend: Any = "fusedrl", **options: Any) -> Iterator[
     try:
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        llm.llm_engine.engine_core.shutdown(timeout=0.5)

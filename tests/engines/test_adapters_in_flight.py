@@ -43,7 +43,7 @@ def engine(folder, loop):
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         engine = loop.run(start())
     yield engine
-    engine.shutdown()
+    engine.shutdown(timeout=0.5)
 
 
 def adapted(folder, rank):

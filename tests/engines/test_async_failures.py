@@ -46,7 +46,7 @@ def engine(folder, model, faults, loop):
 
     engine = loop.run(start())
     yield engine
-    engine.shutdown()
+    engine.shutdown(timeout=0.5)
 
 
 async def answer_of(engine, name):

@@ -48,7 +48,7 @@ def engine(folder, model, loop):
 
     engine = loop.run(start())
     yield engine
-    engine.shutdown()
+    engine.shutdown(timeout=0.5)
 
 
 @torch.no_grad()
