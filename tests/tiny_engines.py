@@ -136,3 +136,23 @@ def offline(folder: Path, backend: Any = "fusedrl", **options: Any) -> Iterator[
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown(timeout=0.5)
+
+
+@contextmanager
+def in_loop(loop: Any, folder: Path, **options: Any) -> Iterator[Any]:
+    """An ``AsyncLLM`` that takes its weights from channels, in an ``asyncio.Runner``."""
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    transfer = WeightTransferConfig(backend="fusedrl")
+    arguments = {**OPTIONS, "weight_transfer_config": transfer, **options}
+
+    async def start() -> Any:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **arguments))
+
+    engine = loop.run(start())
+    try:
+        yield engine
+    finally:
+        engine.shutdown(timeout=0.5)

@@ -18,11 +18,6 @@ ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
 def llm(folder):
     tiny_model(folder)
     options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 3}

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_engines import OPTIONS, tiny_model
+from tiny_engines import in_loop, tiny_model
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
@@ -15,35 +15,12 @@ TOKENS, PROMPTS = 60, [[5, 6, 7, 8], [9, 10], [40, 41, 42, 43, 44, 45]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def loop():
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
-def engine(folder, loop):
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    tiny_model(folder)
+def engine(folder, model, loop):
     adapters = {"enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": 2}
-
-    async def start():
-        transfer = WeightTransferConfig(backend="fusedrl")
-        arguments = {**OPTIONS, **adapters, "weight_transfer_config": transfer}
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **arguments))
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        engine = loop.run(start())
-    yield engine
-    engine.shutdown(timeout=0.5)
+        with in_loop(loop, folder, **adapters) as engine:
+            yield engine
 
 
 def adapted(folder, rank):

@@ -6,9 +6,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from engine_policies import checked, dialogs, policy_in, versions
 
 from fusedrl import AsyncCollector, ChannelWeightSyncScheme, LLMCollector, WeightChannel

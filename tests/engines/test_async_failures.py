@@ -3,50 +3,16 @@
 import asyncio
 
 import pytest
-from engine_faults import inject
-from tiny_engines import OPTIONS, PROMPT, expected, spans_of, tiny_model, train
+from tiny_engines import PROMPT, expected, in_loop, spans_of, tiny_model, train
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return tiny_model(folder)
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        yield inject(tmp_path_factory.mktemp("faults"), patch)
-
-
-@pytest.fixture(scope="module")
-def loop():
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
 def engine(folder, model, faults, loop):
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    async def start():
-        transfer = WeightTransferConfig(backend="fusedrl")
-        return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=str(folder), weight_transfer_config=transfer, **OPTIONS)
-        )
-
-    engine = loop.run(start())
-    yield engine
-    engine.shutdown(timeout=0.5)
+    with in_loop(loop, folder) as engine:
+        yield engine
 
 
 async def answer_of(engine, name):

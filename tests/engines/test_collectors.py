@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from engine_policies import (
     CONTEXT,
@@ -32,11 +28,6 @@ from torchrl.modules.llm import vLLMWrapper
 
 from fusedrl import ChannelWeightSyncScheme, LLMCollector, WeightChannel
 from fusedrl.vllm import EngineWeights
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
 
 
 @pytest.fixture(scope="module")

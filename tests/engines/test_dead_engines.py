@@ -10,20 +10,10 @@ from pathlib import Path
 
 import pytest
 from engine_faults import inject
-from tiny_engines import completion, expected, offline, tiny_model, train
+from tiny_engines import completion, expected, offline, train
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return tiny_model(folder)
 
 
 def test_weights_that_never_come_end_an_engine_with_a_backend_of_vllm(folder, model):

@@ -79,7 +79,7 @@ class Engine:
     async def forget(self):
         await self.called(lambda: setattr(self, "stale", False))
 
-    async def expect(self, state):
+    async def init(self, state):
         def effect():
             if state["expect"] == "ended" and self.begun:
                 raise RuntimeError("not ended")
@@ -93,7 +93,7 @@ def loads_of(engine):
     return EngineLoads(WeightHandle(1, 3, "secret"), lambda: None, engine)
 
 
-CALLS = 7  # pause, expect, start, load, finish, forget, resume
+CALLS = 7  # pause, init, start, load, finish, forget, resume
 
 
 def test_an_update_takes_these_calls():

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from engine_faults import inject
 from engine_publishers import publisher
 from tiny_engines import completion, expected, has_spans, offline, spans_of, tiny_model, train
 
@@ -15,22 +14,6 @@ from fusedrl import WeightChannel, WeightHandle
 from fusedrl.vllm import EngineWeights
 from fusedrl.vllm.controls import control_of
 from fusedrl.vllm.engine_loads import EngineLoads
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return tiny_model(folder)
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        yield inject(tmp_path_factory.mktemp("faults"), patch)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from tiny_engines import OPTIONS, VOCABULARY, has_spans, tiny_model
+from tiny_engines import VOCABULARY, has_spans, in_loop
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
@@ -19,36 +19,9 @@ REQUESTS, AT_A_TIME, TOKENS = 500, 16, 24
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return tiny_model(folder)
-
-
-@pytest.fixture(scope="module")
-def loop():
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
 def engine(folder, model, loop):
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    async def start():
-        transfer = WeightTransferConfig(backend="fusedrl")
-        return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=str(folder), weight_transfer_config=transfer, **OPTIONS)
-        )
-
-    engine = loop.run(start())
-    yield engine
-    engine.shutdown(timeout=0.5)
+    with in_loop(loop, folder) as engine:
+        yield engine
 
 
 @torch.no_grad()

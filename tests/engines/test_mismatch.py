@@ -18,11 +18,6 @@ BATCHES = 20
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
 def model(folder):
     model = tiny_model(folder, vocab_size=VOCABULARY, num_hidden_layers=8)
     with torch.no_grad():

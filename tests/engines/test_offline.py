@@ -11,16 +11,6 @@ from fusedrl.vllm import EngineWeights
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return tiny_model(folder)
-
-
-@pytest.fixture(scope="module")
 def llm(folder, model):
     with offline(folder) as llm:
         yield llm

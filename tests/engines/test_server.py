@@ -17,16 +17,6 @@ from fusedrl.vllm.passing import ChannelSocket
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return tiny_model(folder)
-
-
-@pytest.fixture(scope="module")
 def log(tmp_path_factory):
     return tmp_path_factory.mktemp("log") / "server.log"
 

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm")
-
 from vllm.outputs import CompletionOutput, WeightVersionSpan
 
 from fusedrl.vllm import token_versions

@@ -2,20 +2,10 @@
 
 import pytest
 from engine_faults import inject
-from tiny_engines import completion, expected, offline, spans_of, tiny_model, train
+from tiny_engines import completion, expected, offline, spans_of, train
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return tiny_model(folder)
 
 
 @pytest.fixture(scope="module")

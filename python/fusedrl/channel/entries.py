@@ -53,15 +53,17 @@ def described(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 def refuse(argument: str, differences: Sequence[str], remedy: str) -> None:
     """Raise one ``ValueError`` of all ``differences``, the first ten of them in words."""
-    if not differences:
-        return
-    lines = list(differences[:_SHOWN])
-    if len(differences) > _SHOWN:
-        lines.append(f"and {len(differences) - _SHOWN} more")
-    raise ValueError(
-        f"{argument}: {len(differences)} differences from the channel's layout; {remedy}\n  "
-        + "\n  ".join(lines)
-    )
+    if differences:
+        raise ValueError(
+            f"{argument}: {len(differences)} differences from the channel's layout; {remedy}"
+            + listed(differences)
+        )
+
+
+def listed(differences: Sequence[str]) -> str:
+    """The first ten for a message, a line each, and how many more there are."""
+    more = [f"and {len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
+    return "".join(f"\n  {line}" for line in [*differences[:_SHOWN], *more])
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -55,8 +55,8 @@ class Control(Protocol):
         """Give no answers under the number of a version that the engine may not have."""
         ...
 
-    async def expect(self, state: dict[str, str]) -> None:
-        """Raise unless the workers are in a state, of ``transfer_engine.Expectation``."""
+    async def init(self, info: dict[str, Any]) -> None:
+        """Tell the workers what ``ChannelWeightTransferEngine.init_transfer_engine`` takes."""
         ...
 
     async def start(self) -> None:
@@ -71,20 +71,12 @@ class Control(Protocol):
         """End an update; the engine's weights have this number."""
         ...
 
+    async def number(self, version: str) -> None:
+        """The engine's weights have this number, without an update that ends."""
+        ...
+
     async def forget(self) -> None:
         """Drop all that was computed with the former weights, of running requests too."""
-        ...
-
-
-class AdapterControl(Control, Protocol):
-    """The calls of an engine whose requests can name adapters that no file has."""
-
-    async def load_adapters(self, info: dict[str, Any]) -> None:
-        """Load a version of adapters."""
-        ...
-
-    async def number(self, version: str) -> None:
-        """The engine's weights have this number."""
         ...
 
 
@@ -149,13 +141,13 @@ class Offline:
 
     async def withhold(self) -> None:
         """Have tokens name no version; a model with parts of two versions makes none."""
-        self._call(lambda: self._engine.update_weight_version(UNKNOWN))
+        await self.number(UNKNOWN)
         await self.forget()
         await self.resume()
 
-    async def expect(self, state: dict[str, str]) -> None:
-        """Raise unless the workers are in a state."""
-        self._call(lambda: self._engine.init_weight_transfer_engine({"init_info": state}))
+    async def init(self, info: dict[str, Any]) -> None:
+        """Tell the workers which channel to read, or what to make sure of."""
+        self._call(lambda: self._engine.init_weight_transfer_engine({"init_info": info}))
 
     async def start(self) -> None:
         """Begin an update."""
@@ -169,12 +161,8 @@ class Offline:
         """End an update; the engine's weights have this number."""
         self._call(lambda: self._engine.finish_weight_update(version))
 
-    async def load_adapters(self, info: dict[str, Any]) -> None:
-        """Load a version of adapters."""
-        self._call(lambda: self._engine.init_weight_transfer_engine({"init_info": info}))
-
     async def number(self, version: str) -> None:
-        """The engine's weights have this number."""
+        """The engine's weights have this number, without an update that ends."""
         self._call(lambda: self._engine.update_weight_version(version))
 
     async def forget(self) -> None:
@@ -227,11 +215,11 @@ class InLoop:
     async def withhold(self) -> None:
         """Leave it paused."""
 
-    async def expect(self, state: dict[str, str]) -> None:
-        """Raise unless the workers are in a state."""
+    async def init(self, info: dict[str, Any]) -> None:
+        """Tell the workers which channel to read, or what to make sure of."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        request = WeightTransferInitRequest(init_info=state)
+        request = WeightTransferInitRequest(init_info=info)
         await self._call(self._engine.init_weight_transfer_engine(request))
 
     async def start(self) -> None:
@@ -249,15 +237,8 @@ class InLoop:
         """End an update; the engine's weights have this number."""
         await self._call(self._engine.finish_weight_update(version))
 
-    async def load_adapters(self, info: dict[str, Any]) -> None:
-        """Load a version of adapters."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        request = WeightTransferInitRequest(init_info=info)
-        await self._call(self._engine.init_weight_transfer_engine(request))
-
     async def number(self, version: str) -> None:
-        """The engine's weights have this number."""
+        """The engine's weights have this number, without an update that ends."""
         await self._call(self._engine.update_weight_version(version))
 
     async def forget(self) -> None:
@@ -311,9 +292,9 @@ class Server:
     async def withhold(self) -> None:
         """Leave it paused."""
 
-    async def expect(self, state: dict[str, str]) -> None:
-        """Raise unless the workers are in a state."""
-        self._post("init_weight_transfer_engine", {"init_info": state})
+    async def init(self, info: dict[str, Any]) -> None:
+        """Tell the workers which channel to read, or what to make sure of."""
+        self._post("init_weight_transfer_engine", {"init_info": info})
 
     async def start(self) -> None:
         """Begin an update."""
@@ -326,6 +307,10 @@ class Server:
     async def finish(self, version: str | None) -> None:
         """End an update; the engine's weights have this number."""
         self._post("finish_weight_update", {"weight_version": version})
+
+    async def number(self, version: str) -> None:
+        """The engine's weights have this number, without an update that ends."""
+        self._post("update_weight_version", {"new_version": version})
 
     async def forget(self) -> None:
         """Drop all that was computed with the former weights, of running requests too."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +14,6 @@ from fusedrl.channel.forking import renew_in_children
 from fusedrl.vllm.controls import control_of
 from fusedrl.vllm.engine_loads import EngineLoads
 from fusedrl.vllm.policy import ReportedVersions, wrappers_in
-from fusedrl.vllm.token_versions import STARTED_WITH
 
 TIMEOUT_S = 60.0  # that the engine's workers wait for a version, which is published already
 
@@ -58,13 +56,11 @@ class EngineFollower:
         renew_in_children(self, _lock=threading.RLock)
         self._loads = EngineLoads(handle, lambda: reader.version, control, timeout=TIMEOUT_S)
         try:
-            self._engine.init_weight_transfer_engine({"init_info": asdict(handle)})
+            self._loads.open()
         except Exception as error:  # that of an engine in another process has no class of its own
             raise ValueError(
                 f"channel: expected one that the policy's engine can read, got: {error}"
             ) from error
-        # A label of another channel says nothing of this one.
-        self._engine.update_weight_version(STARTED_WITH)
         self._reports = [ReportedVersions(wrapper) for wrapper in wrappers if _can_tell(wrapper)]
         _FOLLOWERS.add(self)
 

@@ -10,17 +10,17 @@ import uuid
 import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from fusedrl.channel import WeightHandle
-from fusedrl.vllm.controls import AdapterControl, Control, InFlight, InLoop
+from fusedrl.vllm.controls import Control, InFlight, InLoop
 from fusedrl.vllm.peft_models import PeftAdapters
-
-# Who gave each engine, by its key, the weights that it has.
-_LAST: weakref.WeakValueDictionary[int | str, EngineLoads] = weakref.WeakValueDictionary()
+from fusedrl.vllm.token_versions import STARTED_WITH
 
 Value = TypeVar("Value")
 
+# Who gave each engine, by its key, the weights that it has.
+_LAST: weakref.WeakValueDictionary[int | str, EngineLoads] = weakref.WeakValueDictionary()
 # Others may publish between the choice of a version and the engine's lease, which is of the newest.
 _TRIES = 20
 _UNSETTLED = (
@@ -41,7 +41,7 @@ class EngineLoads:
         in_flight: as for :class:`~fusedrl.vllm.EngineWeights`.
         socket: path of the Unix socket that passes the channel, if the handle alone does not do.
         timeout: seconds that the engine's workers wait for a version.
-        adapters: of a channel with adapters alone; ``control`` is an ``AdapterControl`` then.
+        adapters: of a channel with adapters alone; not for a server.
 
     Attributes:
         version: that the engine was given last; ``None`` before the first.
@@ -73,6 +73,20 @@ class EngineLoads:
                 "engine: expected a vllm.LLM or a server, got an AsyncLLM, which is called in its "
                 "event loop; await update_async() there"
             )
+
+    def open(self) -> None:
+        """Let the engine read the channel, whose versions it has none of yet.
+
+        Raises:
+            ValueError, RuntimeError: the engine's workers cannot, or their model has other weights.
+        """
+        self.check_synchronous()
+        _run(self._open())
+
+    async def _open(self) -> None:
+        await self._control.init(self._address)
+        # A label of another channel says nothing of this one.
+        await self._control.number(STARTED_WITH)
 
     def has(self, version: int) -> bool:
         """Whether this gave the engine a version, and nobody in this process another since."""
@@ -146,19 +160,18 @@ class EngineLoads:
             await self._control.load({**update, "channel": self._address})
             return
         adapters = {"number": self._adapters.number, "scalings": self._adapters.scalings}
-        control = cast("AdapterControl", self._control)
-        await control.load_adapters({**self._address, "adapters": {**update, **adapters}})
+        await self._control.init({**self._address, "adapters": {**update, **adapters}})
 
     async def _number(self, version: int) -> None:
         if self._adapters is None:
             await self._control.finish(str(version))
         else:
-            await cast("AdapterControl", self._control).number(str(version))
+            await self._control.number(str(version))
 
     async def _end_unfinished(self) -> None:
         """End an update that somebody began and left, or that some of the workers began."""
         try:
-            await self._control.expect({"expect": "ended"})
+            await self._control.init({"expect": "ended"})
         except Exception:
             # Those that have none refuse, of several workers the last one.
             with contextlib.suppress(Exception):
@@ -169,7 +182,7 @@ class EngineLoads:
         try:
             if attempt.sent:
                 await self._end_unfinished()
-                await self._control.expect({"expect": "untouched", "attempt": attempt.name})
+                await self._control.init({"expect": "untouched", "attempt": attempt.name})
             # Whoever paused it may have left it with parts of two versions.
             if not attempt.was_paused:
                 await self._control.resume()
@@ -214,7 +227,7 @@ def _note(error: BaseException, text: str) -> None:
         logger.error(text)
 
 
-def _run(calls: Coroutine[Any, Any, int]) -> int:
+def _run(calls: Coroutine[Any, Any, Value]) -> Value:
     """What a coroutine returns that never waits for an event loop."""
     try:
         calls.send(None)

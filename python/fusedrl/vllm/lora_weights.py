@@ -15,10 +15,10 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 
+from fusedrl.channel.entries import listed
 from fusedrl.channel.layout import Layout
 from fusedrl.vllm.peft_models import layer_of
 
-_SHOWN = 10
 _REMEDY = "or create the channel with adapters='merged'"
 
 
@@ -74,11 +74,9 @@ class LoraWeights:
                     f"{entry.name}: expected {sizes[name][size]} {size}s, got {entry.shape[at]}"
                 )
         if differences:
-            more = [f"and {len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
             raise ValueError(
                 "channel: expected adapters of linear layers of the engine's model, got others; "
-                f"adapt the model that the engine runs, {_REMEDY}\n  "
-                + "\n  ".join(differences[:_SHOWN] + more)
+                f"adapt the model that the engine runs, {_REMEDY}" + listed(differences)
             )
         return layers
 

@@ -22,10 +22,10 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from fusedrl.channel.entries import listed
 from fusedrl.channel.layout import Layout
 
 logger = logging.getLogger("fusedrl")
-_SHOWN = 10
 
 
 class ModelWeights:
@@ -131,12 +131,10 @@ def names_for(vllm_config: VllmConfig, layout: Layout) -> list[str]:
         differences = _differences(vllm_config, layout, names)
         if not differences:
             return names
-    shown = differences[:_SHOWN]
-    more = [f"and {len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
     raise ValueError(
         f"channel: expected the weights of {vllm_config.model_config.architecture} as its "
         "checkpoint has them, got others; create the channel from the model that the engine "
-        "runs, or from a dict with the names of its checkpoint\n  " + "\n  ".join(shown + more)
+        "runs, or from a dict with the names of its checkpoint" + listed(differences)
     )
 
 

@@ -9,11 +9,11 @@ from torch import nn
 
 from fusedrl.channel import WeightChannel
 from fusedrl.channel.adapters import loaded
+from fusedrl.channel.entries import listed
 from fusedrl.channel.layout import Layout
 
 # Other ways to begin change the weights of the base, which the engine has not got.
 _BEGINNINGS = ("gaussian", "eva", "orthogonal")
-_SHOWN = 10
 
 
 def layer_of(name: str) -> tuple[str, str, str]:
@@ -94,12 +94,9 @@ def _scalings(model: nn.Module, layout: Layout) -> dict[str, float]:
         elif isinstance(part, loaded("peft.peft_model", "PeftModel")):
             problems += _beginnings(part, adapters)
     if problems:
-        shown = problems[:_SHOWN] + [f"and {len(problems) - _SHOWN} more"] * (
-            len(problems) > _SHOWN
-        )
         raise ValueError(
             "channel: expected adapters that vLLM has, two matrices for each of some linear "
-            "layers, got others; create the channel with adapters='merged'\n  " + "\n  ".join(shown)
+            "layers, got others; create the channel with adapters='merged'" + listed(problems)
         )
     return scalings
 
