@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from engine_log_probs import sampled, vary, worst_difference
 from peft import LoraConfig, get_peft_model
 from tiny_engines import in_loop, tiny_model
 
@@ -39,46 +40,21 @@ def train_adapters(model):
             parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
-async def sampled(engine, number, prompt, request):
-    """A prompt's tokens, their log-probs and the spans of their versions."""
-    from vllm import SamplingParams
-
-    settings = SamplingParams(max_tokens=TOKENS, temperature=1.0, logprobs=0, ignore_eos=True)
-    answers = engine.generate(
-        {"prompt_token_ids": prompt}, settings, f"{number}", lora_request=request
-    )
-    completion = [out async for out in answers][-1].outputs[0]
-    tokens = list(completion.token_ids)
-    log_probs = [entry[t].logprob for entry, t in zip(completion.logprobs, tokens, strict=True)]
-    return prompt, tokens, torch.tensor(log_probs), completion.weight_versions
-
-
-@torch.no_grad()
-def worst_difference(model, states, sequences, shift=0):
-    """Between vLLM's log-probs and those of the adapters that the spans name."""
-    worst = 0.0
-    for prompt, tokens, log_probs, spans in sequences:
-        for span in spans:
-            model.load_state_dict(states[max(1, int(span.version) - shift)])
-            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-            exact = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-            difference = (exact - log_probs)[span.start : span.end]
-            worst = max(worst, difference.abs().max().item())
-    return worst
-
-
 def test_tokens_are_of_the_adapters_that_they_name(engine, loop, folder):
     model = adapted(folder, 4)
-    states = {}
+    start, states = copy.deepcopy(model.state_dict()), {}
 
     async def main(weights):
         async def update():
-            train_adapters(model)
-            states[await weights.update_async()] = copy.deepcopy(model.state_dict())
+            state = vary(model, start, "lora_")
+            states[await weights.update_async()] = state
 
         await update()
         generating = asyncio.gather(
-            *(sampled(engine, n, p, weights.lora_request) for n, p in enumerate(PROMPTS * 4))
+            *(
+                sampled(engine, f"{number}", prompt, TOKENS, weights.lora_request)
+                for number, prompt in enumerate(PROMPTS * 4)
+            )
         )
         while not generating.done():
             await update()
@@ -89,11 +65,11 @@ def test_tokens_are_of_the_adapters_that_they_name(engine, loop, folder):
         WeightChannel.create(model, adapters="only") as channel,
         EngineWeights(channel, engine) as weights,
     ):
-        sequences = loop.run(main(weights))
+        answers = loop.run(main(weights))
         loop.run(engine.remove_lora(weights.lora_request.lora_int_id))
-    assert sum(len(spans) > 1 for _, _, _, spans in sequences) > len(sequences) / 2
-    assert worst_difference(model, states, sequences) < 1e-4
-    assert worst_difference(model, states, sequences, shift=1) > 0.01
+    assert sum(len(answer.spans) > 1 for answer in answers) > len(answers) / 2
+    assert worst_difference(model, states, answers) < 1e-4
+    assert worst_difference(model, states, answers, shift=1) > 0.01
 
 
 def test_what_one_worker_refuses_none_has(engine, loop, folder):
@@ -101,8 +77,8 @@ def test_what_one_worker_refuses_none_has(engine, loop, folder):
 
     async def differing(weights):
         states = {weights.version: model.state_dict()}
-        sequences = [await sampled(engine, "a", PROMPTS[0], weights.lora_request)]
-        return worst_difference(model, states, sequences)
+        answer = await sampled(engine, "a", PROMPTS[0], TOKENS, weights.lora_request)
+        return worst_difference(model, states, [answer])
 
     async def main(weights, others):
         await weights.update_async()

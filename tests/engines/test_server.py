@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
+from engine_log_probs import Answer, vary, worst_difference
 from engine_servers import completed, free_port, generated, post, server
 from tiny_engines import expected, tiny_model, train
 
@@ -45,33 +45,33 @@ class TestRunning:
                 # The other routes do not say which weights made the tokens.
                 assert not any("version" in field for field in answer)
 
-    @torch.no_grad()
     def test_requests_that_run_go_on(self, address, model):
         prompts = [[5, 6, 7 + number] for number in range(6)]
+        start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         states = {}
         with (
             WeightChannel.create(model) as channel,
             EngineWeights(channel, address) as weights,
             ThreadPoolExecutor(len(prompts)) as threads,
         ):
-            weights.update(version=1000)
-            states["1000"] = {name: t.clone() for name, t in model.state_dict().items()}
+            states[weights.update(version=1000)] = start
             running = [threads.submit(generated, address, p, 200, 1.0) for p in prompts]
             while not all(request.done() for request in running):
-                train(model)
-                version = str(weights.update())
-                states[version] = {name: t.clone() for name, t in model.state_dict().items()}
-            answers = [request.result() for request in running]
-        assert any(len(answer["weight_versions"]) > 1 for answer in answers)
-        for prompt, answer in zip(prompts, answers, strict=True):
-            tokens = answer["token_ids"]
-            given = torch.tensor([entry["logprob"] for entry in answer["logprobs"]["content"]])
-            for span in answer["weight_versions"]:
-                model.load_state_dict(states[span["version"]])
-                logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-                exact = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-                difference = (exact - given)[span["start"] : span["end"]]
-                assert difference.abs().max() < 1e-4
+                state = vary(model, start)
+                states[weights.update()] = state
+            choices = [request.result() for request in running]
+        answers = [
+            Answer(
+                prompt,
+                choice["token_ids"],
+                [entry["logprob"] for entry in choice["logprobs"]["content"]],
+                [(int(s["version"]), s["start"], s["end"]) for s in choice["weight_versions"]],
+            )
+            for prompt, choice in zip(prompts, choices, strict=True)
+        ]
+        assert any(len(answer.spans) > 1 for answer in answers)
+        assert worst_difference(model, states, answers) < 1e-4
+        model.load_state_dict(start)
 
     def test_weights_of_another_model(self, address, model, tmp_path):
         other = tiny_model(tmp_path, num_hidden_layers=3)
