@@ -263,13 +263,7 @@ def check_offsets(offsets: Tensor | None, count: int, device: torch.device) -> N
     """Refuse offsets that do not partition ``count`` packed tokens; values are read on CPU only."""
     if offsets is None:
         return
-    check_tensor("offsets", offsets)
-    if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or len(offsets) < 1:
-        raise ValueError(
-            f"offsets: expected a 1-D int64 tensor of B + 1 elements, "
-            f"got {offsets.dtype} {tuple(offsets.shape)}"
-        )
-    check_device("offsets", offsets, device)
+    check_offsets_kind(offsets, device)
     if device.type != "cpu" or not has_values(offsets):
         return
     bounds = offsets.tolist()
@@ -278,3 +272,14 @@ def check_offsets(offsets: Tensor | None, count: int, device: torch.device) -> N
             f"offsets: expected non-decreasing values from 0 to {count}, got {bounds[:8]}"
             f"{' ...' if len(bounds) > 8 else ''}"
         )
+
+
+def check_offsets_kind(offsets: Tensor, device: torch.device) -> None:
+    """Refuse what is no 1-D tensor of integers on the device, whatever its values are."""
+    check_tensor("offsets", offsets)
+    if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or len(offsets) < 1:
+        raise ValueError(
+            f"offsets: expected a 1-D int64 tensor of B + 1 elements, "
+            f"got {offsets.dtype} {tuple(offsets.shape)}"
+        )
+    check_device("offsets", offsets, device)

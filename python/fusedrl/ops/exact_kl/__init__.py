@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fusedrl.ops import _autograd, _dispatch, _rows
+from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.exact_kl import reference
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["DIRECTIONS", "exact_kl"]
 
 DIRECTIONS = ("reverse", "forward", "jensen_shannon")
 
 
+@accepts_parts("mask")
 def exact_kl(
     logits: Tensor,
     ref_logits: Tensor,
@@ -23,6 +28,7 @@ def exact_kl(
     direction: str = "reverse",
     offsets: Tensor | None = None,
     shift: bool = False,
+    sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     impl: str = "auto",
 ) -> Tensor:
@@ -52,6 +58,10 @@ def exact_kl(
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
             first token of every sequence has divergence 0. Packed logits then need ``offsets``.
+        sequence_group: the process group over whose ranks sequences are split into contiguous
+            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
+            of a part reads the last row of the rank before. Every rank calls, and differentiates.
+            ``offsets`` are those of all ranks' tokens; nested input is refused.
         temperature: positive divisor of both logits. Pass a 0-dim tensor to vary it under
             ``torch.compile`` without a recompile. No gradient flows to it.
         impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.ops import _dispatch, _head, _rows
+from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.linear_policy_loss import autograd, losses
 from fusedrl.ops.linear_policy_loss.autograd import Task
 from fusedrl.ops.linear_policy_loss.statistics import RatioStatistics, ratio_statistics
@@ -63,6 +64,12 @@ class PolicyLoss(NamedTuple):
     ratio: RatioStatistics
 
 
+@accepts_parts(
+    *("tokens", "mask", "advantages"),
+    *("old_log_probs", "ref_log_probs", "token_weights", "rollout_log_probs"),
+    per_sequence="advantages",
+    fields=("log_probs", "entropies"),
+)
 def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -77,6 +84,7 @@ def linear_policy_loss(
     importance: Mapping[str, Any] | None = None,
     offsets: Tensor | None = None,
     shift: bool = False,
+    sequence_group: ProcessGroup | None = None,
     loss: str = "grpo",
     ratio: str | None = None,
     clip: float | Sequence[float] | None = None,
@@ -145,6 +153,12 @@ def linear_policy_loss(
             offsets a packed batch is one sequence.
         shift: token *i* reads row *i - 1* of its own sequence, and the first token of every
             sequence has no row. Packed hidden states then need ``offsets``.
+        sequence_group: the process group over whose ranks sequences are split into contiguous
+            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
+            of a part reads the last row of the rank before. Every rank calls, and differentiates.
+            ``offsets`` and advantages of sequences are those of all ranks; nested input is
+            refused. A rank's loss is the part of the whole that its rows make: all parts add up to
+            it, and to its gradients. ``ratio`` is of the rank's own rows.
         loss: a row of the table, which ``ratio``, ``clip`` and ``aggregation`` change.
         ratio: ``"token"``, ``"sequence"`` (the product over the kept tokens of a sequence) or
             ``"geometric"`` (its geometric mean).
@@ -258,7 +272,7 @@ def linear_policy_loss(
         )
     _check_coefficients(kl_coeff, entropy_coeff, ref_log_probs, aggregation, normalizer)
     _check_main_grad(main_grad, head.weight, group)
-    _check_importance(importance, rollout_log_probs)
+    _check_importance(importance, rollout_log_probs, sequence_group)
     chosen = _dispatch.choose(impl, "linear_policy_loss", head.hidden.device, head.hidden.dtype)
     rows = autograd.Rows(
         tokens.to(torch.int64).contiguous(),
@@ -267,7 +281,7 @@ def linear_policy_loss(
         shift,
         _dispatch.temperature_tensor(temperature, head.hidden.device, chosen),
     )
-    sequences = losses.sequences_of(tokens, rows.mask, rows.offsets, shift)
+    sequences = losses.sequences_of(tokens, rows.mask, rows.offsets, shift, sequence_group)
     dtype = _dispatch.result_dtype(head.hidden)
     batch = losses.PolicyBatch(
         _advantages(advantages, tokens, sequences, dtype),
@@ -344,7 +358,7 @@ def _check_coefficients(
 
 
 def _check_importance(
-    importance: Mapping[str, Any] | None, rollout_log_probs: Tensor | None
+    importance: Mapping[str, Any] | None, rollout_log_probs: Tensor | None, sequence_group: object
 ) -> None:
     if importance is None:
         return
@@ -360,6 +374,11 @@ def _check_importance(
             )
     if importance and rollout_log_probs is None:
         raise ValueError("rollout_log_probs: expected a tensor with importance, got None")
+    if sequence_group is not None and importance.get("level", "token") != "token":
+        raise ValueError(
+            "importance: expected level='token' with sequence_group, as other ratios are of whole "
+            f"sequences, got {importance['level']!r}"
+        )
 
 
 def _check_main_grad(main_grad: Tensor | None, weight: Tensor, group: object) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedrl.ops import _dispatch, _rows
+from fusedrl.ops._sequence_parts import summed
 from fusedrl.ops.importance_weights import LEVELS
 from fusedrl.ops.token_kl import ESTIMATORS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 SURROGATES = ("clip", "clipped_ratio", "cispo", "reinforce")
 RATIOS = LEVELS
@@ -147,17 +151,27 @@ def _number(name: str, value: object) -> float:
 
 
 class Sequences(NamedTuple):
-    """Which sequence each token belongs to, and which tokens are kept; all packed."""
+    """Which sequence each token belongs to, and which tokens are kept; all packed.
+
+    Args:
+        index: the number of each token's sequence.
+        count: of all sequences.
+        kept: whether the token counts.
+        offsets: where each sequence starts and ends.
+        group: the ranks over which sequences are split, if they are: what is of a whole sequence
+            is summed over them.
+    """
 
     index: Tensor
     count: int
     kept: Tensor
     offsets: Tensor
+    group: ProcessGroup | None = None
 
     def sums(self, values: Tensor) -> Tensor:
         """The sum of ``values`` over the kept tokens of each sequence."""
         values = torch.where(self.kept, values.flatten(), 0)
-        return values.new_zeros(self.count).index_add(0, self.index, values)
+        return summed(values.new_zeros(self.count).index_add(0, self.index, values), self.group)
 
     def lengths(self, dtype: torch.dtype) -> Tensor:
         """The kept tokens of each sequence, at least one."""
@@ -165,7 +179,11 @@ class Sequences(NamedTuple):
 
 
 def sequences_of(
-    tokens: Tensor, mask: Tensor | None, offsets: Tensor | None, shift: bool
+    tokens: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    shift: bool,
+    group: ProcessGroup | None = None,
 ) -> Sequences:
     """The sequences of a packed batch with offsets, or the rows of a padded one.
 
@@ -180,7 +198,7 @@ def sequences_of(
         kept = kept & mask.flatten()
     if shift:
         kept = kept & (places != offsets[:-1][index])
-    return Sequences(index, count, kept, offsets)
+    return Sequences(index, count, kept, offsets, group)
 
 
 def log_ratios(log_ratio: Tensor, level: str, sequences: Sequences) -> Tensor:
@@ -204,5 +222,5 @@ def shares(sequences: Sequences, aggregation: str, normalizer: Tensor | None) ->
     if aggregation == "sequence":
         divisor = max(sequences.count, 1) if normalizer is None else normalizer
         return kept / sequences.lengths(torch.float32)[sequences.index] / divisor
-    divisor = kept.sum().clamp(min=1) if normalizer is None else normalizer
+    divisor = summed(kept.sum(), sequences.group).clamp(min=1) if normalizer is None else normalizer
     return kept / divisor

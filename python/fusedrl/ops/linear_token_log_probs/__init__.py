@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.ops import _autograd, _dispatch, _head, _rows
+from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.linear_token_log_probs import autograd, reference
 from fusedrl.ops.linear_token_log_probs.shards import VocabPart
 from fusedrl.ops.token_log_probs import TokenLogProbs
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["VocabPart", "linear_token_log_probs"]
 
 
+@accepts_parts("tokens", "mask", fields=("log_probs", "entropy"))
 def linear_token_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -29,6 +31,7 @@ def linear_token_log_probs(
     scale: float | None = None,
     offsets: Tensor | None = None,
     shift: bool = False,
+    sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     vocab_offset: int | None = None,
@@ -61,6 +64,10 @@ def linear_token_log_probs(
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads row *i - 1* of its own sequence, as causal models predict; the first
             token of every sequence has log-prob 0. Packed hidden states then need ``offsets``.
+        sequence_group: the process group over whose ranks sequences are split into contiguous
+            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
+            of a part reads the last row of the rank before. Every rank calls, and differentiates.
+            ``offsets`` are those of all ranks' tokens; nested input is refused.
         temperature: positive divisor of the logits; a 0-dim tensor varies it under
             ``torch.compile`` without a recompile. No gradient flows to it.
         entropy: also return the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
@@ -126,6 +133,11 @@ def linear_token_log_probs(
     _rows.check_tokens(tokens, head.hidden, "hidden states")
     _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
     _check_shard(vocab_offset, group)
+    if sequence_group is not None and vocab_offset is not None and group is None:
+        raise ValueError(
+            "group: expected the process group of the shards beside a sequence_group, as a "
+            "VocabPart is of one rank's rows, got None"
+        )
     chosen = _dispatch.choose(
         impl, "linear_token_log_probs", head.hidden.device, head.hidden.dtype, triton=True
     )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedrl.ops import _autograd, _dispatch, _rows
+from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.token_log_probs import reference
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["TokenLogProbs", "token_log_probs"]
 
@@ -20,6 +24,7 @@ class TokenLogProbs(NamedTuple):
     entropy: Tensor
 
 
+@accepts_parts("tokens", "mask", fields=("log_probs", "entropy"))
 def token_log_probs(
     logits: Tensor,
     tokens: Tensor,
@@ -27,6 +32,7 @@ def token_log_probs(
     *,
     offsets: Tensor | None = None,
     shift: bool = False,
+    sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     impl: str = "auto",
@@ -48,6 +54,10 @@ def token_log_probs(
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
             first token of every sequence has log-prob 0. Packed logits then need ``offsets``.
+        sequence_group: the process group over whose ranks sequences are split into contiguous
+            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
+            of a part reads the last row of the rank before. Every rank calls, and differentiates.
+            ``offsets`` are those of all ranks' tokens; nested input is refused.
         temperature: divisor of the logits, from 1e-30 to 1e30. Pass a 0-dim tensor, on the CPU or
             beside the logits, to vary it under ``torch.compile`` without a recompile. No gradient
             flows to it.

@@ -1,0 +1,264 @@
+"""Sequences that are split over ranks (context parallelism): one wrapper for every op over rows.
+
+With a shift, the last row of a rank predicts the first token of the next one. Rows are wide and
+tokens are not: what is known of that token goes to the rank that has its row, the op runs there
+without a shift, and the value comes back. Gradients take the same way in reverse.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fusedrl.ops import _dispatch, _rows
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TO_NEXT, TO_PREVIOUS = 1, -1
+
+
+def accepts_parts(
+    *columns: str, per_sequence: str | None = None, fields: Sequence[str] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let an op over rows take a ``sequence_group``; without one, a call is the op's own.
+
+    The op gets each column as its rows need it, ``shift=False``, and the offsets of its own part.
+    Its answer, or ``fields`` of one that is a named tuple, belongs to the rows that it computed and
+    is brought back to their tokens.
+
+    Args:
+        columns: arguments with one entry a token, which a shift moves.
+        per_sequence: the one of them that may have one entry a sequence instead, and then stays.
+        fields: what of a named tuple has one value a token.
+    """
+
+    def wrap(op: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(op)
+
+        @functools.wraps(op)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            if kwargs.get("sequence_group") is None:
+                return op(*args, **kwargs)
+            return on_a_part(*args, **kwargs)
+
+        def on_a_part(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = signature.bind(*args, **kwargs).arguments
+            name = next(iter(given))
+            shift = bool(given.get("shift", False))
+            rows, offsets = given[name], given.get("offsets")
+            _check_rows(name, rows, offsets, shift)
+            moving = _columns(given, columns, rows, per_sequence)
+            present = sum(1 << i for i, column in enumerate(columns) if column in moving)
+            part = _part_of(given["sequence_group"], rows, offsets, present)
+            if not shift:
+                return op(**(given | {"offsets": part.offsets}))  # pyright: ignore[reportCallIssue]
+            given |= part.of_rows(moving) | {"offsets": part.offsets, "shift": False}
+            result: Any = op(**given)  # pyright: ignore[reportCallIssue]
+            if isinstance(result, Tensor):
+                return part.of_tokens(result)  # pyright: ignore[reportReturnType]
+            found = {field: getattr(result, field) for field in fields}
+            return result._replace(
+                **{key: part.of_tokens(x) for key, x in found.items() if x is not None}
+            )
+
+        # No graph holds what ranks tell each other. torch.compiler.disable says the same, and
+        # imports the compiler.
+        on_a_part._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+        return wrapped
+
+    return wrap
+
+
+class Part(NamedTuple):
+    """What a rank has of the sequences.
+
+    Args:
+        group: the ranks.
+        offsets: of this part alone, with an entry for each sequence of all ranks.
+        goes_on: whether the token behind each row is one of the row's sequence, shaped like the
+            tokens; the rank does not know of the last one whether it exists.
+    """
+
+    group: dist.ProcessGroup
+    offsets: Tensor | None
+    goes_on: Tensor
+
+    def of_rows(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Each column as the rows need it: the entry of the token that a row predicts."""
+        firsts = [_carried(column[..., :1]) for column in columns.values()]
+        # Zeros for the last rank: none of its sequences goes on.
+        behind = _sent(firsts, self.group, TO_PREVIOUS)
+        moved = {
+            name: torch.cat((column[..., 1:], last.to(column.dtype)), -1)
+            for (name, column), last in zip(columns.items(), behind, strict=True)
+        }
+        moved["mask"] = moved["mask"] & self.goes_on
+        return moved
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """What the rows have computed for the tokens that they predict, at those tokens."""
+        first = _Moved.apply(values[..., -1:], self.group, TO_NEXT)
+        return torch.cat((first, values[..., :-1]), -1)
+
+
+def summed(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum over the ranks, with the gradient of what all of them make of it."""
+    return values if group is None else _Summed.apply(values, group)
+
+
+def _check_rows(name: str, rows: Any, offsets: Tensor | None, shift: bool) -> None:
+    _dispatch.check_tensor(name, rows, _dispatch.DENSE, _dispatch.NESTED)
+    if rows.is_nested:
+        raise ValueError(
+            f"sequence_group: expected None with nested {name}, whose offsets are of one rank "
+            "alone, got a group; pass packed values, with the offsets of all ranks' tokens"
+        )
+    _rows.check_rows(name, rows, offsets if rows.dim() == 3 else None, False)
+    if offsets is not None:
+        _dispatch.check_offsets_kind(offsets, rows.device)
+    elif rows.dim() == 2 and shift:
+        raise ValueError(
+            f"offsets: expected the sequence boundaries of all ranks' packed {name} with "
+            "shift=True, got None; pass offsets=torch.tensor([0, N]), N their number on all "
+            "ranks, if all are one sequence"
+        )
+
+
+def _columns(
+    given: dict[str, Any], columns: Sequence[str], rows: Tensor, per_sequence: str | None
+) -> dict[str, Tensor]:
+    """Those that are there and have an entry a token, and a mask; what has others is refused."""
+    shape, device = rows.shape[:-1], rows.device
+    mask = given.get("mask")
+    _dispatch.check_mask(mask, shape, device)
+    moving = {"mask": torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask}
+    for name in columns:
+        value = given.get(name)
+        if value is None or name == "mask":
+            continue
+        _dispatch.check_tensor(name, value)
+        if name != per_sequence or value.shape == shape:
+            _dispatch.check_same(name, value, shape, device)
+            moving[name] = value
+    return moving
+
+
+class _Layout(NamedTuple):
+    """What ranks tell each other of their parts before they exchange anything."""
+
+    dimensions: int
+    sequences: int  # of a padded batch; of offsets, one more
+    offsets_end: int  # -1 without offsets
+    columns: int  # a bit each
+    tokens: int  # in this part of each sequence, or of all packed ones
+
+
+def _part_of(group: Any, rows: Tensor, offsets: Tensor | None, columns: int) -> Part:
+    sequences = len(rows) if rows.dim() == 3 else 0 if offsets is None else len(offsets)
+    end = -1 if offsets is None else int(offsets[-1])
+    mine = _Layout(rows.dim(), sequences, end, columns, rows.shape[-2])
+    layouts = _layouts(group, mine, rows.device)
+    rank = dist.get_rank(group)
+    _check_layouts(layouts, rank)
+    start = sum(layout.tokens for layout in layouts[:rank])
+    total = sum(layout.tokens for layout in layouts)
+    goes_on = torch.ones(rows.shape[:-1], dtype=torch.bool, device=rows.device)
+    if offsets is None:
+        return Part(group, None, goes_on)
+    if end != total:
+        raise ValueError(
+            f"offsets: expected those of the {total} tokens of all ranks, the same on each, got "
+            f"{end} as the last; pass the boundaries of the whole batch, not "
+            "those of this rank's part"
+        )
+    _dispatch.check_offsets(offsets, total, rows.device)
+    offsets = offsets.to(torch.int64)
+    behind = torch.arange(start + 1, start + 1 + len(rows), device=rows.device)
+    goes_on = torch.isin(behind, offsets, invert=True)
+    return Part(group, (offsets - start).clamp(0, len(rows)), goes_on)
+
+
+def _layouts(group: Any, mine: _Layout, device: torch.device) -> list[_Layout]:
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"sequence_group: expected a torch.distributed.ProcessGroup, got {type(group).__name__}"
+        )
+    if dist.get_rank(group) < 0:
+        raise ValueError("sequence_group: expected a group that this rank is in, got another")
+    own = torch.tensor(mine, device=device)
+    every = own.new_empty((dist.get_world_size(group), len(own)))
+    dist.all_gather(list(every.unbind()), own, group=group)
+    return [_Layout(*numbers) for numbers in every.tolist()]
+
+
+def _check_layouts(layouts: list[_Layout], rank: int) -> None:
+    """Refuse parts that do not fit together: every rank does, as all know of all."""
+    mine = layouts[rank]
+    for other, layout in enumerate(layouts):
+        if layout._replace(tokens=mine.tokens) != mine:
+            raise ValueError(
+                "sequence_group: expected every rank to pass the same arguments, with the same "
+                "offsets or number of padded rows and one entry a token in the same ones, got "
+                f"{mine} on rank {rank} and {layout} on rank {other} of the group"
+            )
+        if layout.tokens == 0:
+            raise ValueError(
+                "sequence_group: expected at least one token a rank, got none on rank "
+                f"{other} of the group"
+            )
+
+
+def _carried(column: Tensor) -> Tensor:
+    """In a dtype that holds every value exactly, which ranks need not agree on."""
+    return column.to(torch.float64 if column.is_floating_point() else torch.int64)
+
+
+def _sent(tensors: Sequence[Tensor], group: dist.ProcessGroup, step: int) -> list[Tensor]:
+    """What the rank ``step`` before this one has sent, as this one does; zeros if there is none."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    arriving = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors]
+    transfers = []
+    for leaving, space in zip(tensors, arriving, strict=True):
+        for peer, call, tensor in (
+            (rank + step, dist.isend, leaving.contiguous()),
+            (rank - step, dist.irecv, space),
+        ):
+            if 0 <= peer < ranks and tensor.numel():
+                transfers.append(dist.P2POp(call, tensor, group=group, group_peer=peer))
+    if transfers:
+        for transfer in dist.batch_isend_irecv(transfers):
+            transfer.wait()
+    return arriving
+
+
+class _Moved(torch.autograd.Function):
+    """A value of the neighbour before, whose gradient goes back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup, step: int) -> Tensor:
+        ctx.group, ctx.step = group, step
+        return _sent([values], group, step)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _Moved.apply(grads[0], ctx.group, -ctx.step), None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Summed.apply(grads[0], ctx.group), None

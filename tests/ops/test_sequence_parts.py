@@ -1,0 +1,191 @@
+"""Sequences that are split over ranks: together they compute what one rank does."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from prepared import processes
+from sequence_ranks import CASES, LAYOUTS, on_a_rank, problem, run, second_derivative
+
+from fusedrl import linear_policy_loss, linear_token_log_probs, token_log_probs
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo"
+)
+
+PLACES = [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def ranks_found(tmp_path_factory):
+    """What each of two and of three ranks has computed of its part."""
+    found = {}
+    for ranks in LAYOUTS:
+        folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
+        started = [
+            processes.Process(target=on_a_rank, args=(rank, ranks, str(folder)))
+            for rank in range(ranks)
+        ]
+        try:
+            for process in started:
+                process.start()
+            for process in started:
+                process.join(120)
+            assert [process.exitcode for process in started] == [0] * ranks
+        finally:
+            for process in started:
+                process.kill()
+        found[ranks] = [torch.load(folder / str(rank), weights_only=False) for rank in range(ranks)]
+    return found
+
+
+def alone(layout, shift=True, dtype=torch.float64):
+    """The inputs and options of one rank that has all of it."""
+    inputs = problem(layout)
+    inputs = {k: x.to(dtype) if x.is_floating_point() else x for k, x in inputs.items()}
+    offsets = None if layout.offsets is None else torch.tensor(layout.offsets)
+    return inputs, {"shift": shift, "offsets": offsets}
+
+
+@pytest.mark.parametrize("shift", [True, False], ids=["shift", "no shift"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("ranks", "name"), PLACES)
+def test_ranks_equal_one(ranks_found, ranks, name, case, shift):
+    layout = LAYOUTS[ranks][name]
+    inputs, options = alone(layout, shift)
+    whole = run(CASES[case], inputs, **options)
+    parts = [found[name, case, shift] for found in ranks_found[ranks]]
+    for i, truth in enumerate(whole.of_tokens):
+        together = torch.cat([part.of_tokens[i] for part in parts], -1)
+        torch.testing.assert_close(together.double(), truth, **CLOSE)
+        assert torch.equal(together == 0, truth == 0)  # of dropped and of first tokens
+    for i, truth in enumerate(whole.of_batch):
+        total = torch.stack([part.of_batch[i] for part in parts]).sum()
+        torch.testing.assert_close(total.double(), truth, **CLOSE)
+    for leaf, truth in whole.gradients.items():
+        for rank, part in enumerate(parts):
+            if truth.shape[:-1] == inputs["tokens"].shape:
+                mine = truth[(*layout.part(rank), slice(None))]
+                torch.testing.assert_close(part.gradients[leaf].double(), mine, **CLOSE)
+        if truth.shape[:-1] != inputs["tokens"].shape:
+            total = torch.stack([part.gradients[leaf] for part in parts]).sum(0)
+            torch.testing.assert_close(total.double(), truth, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "case", ["token_log_probs", "token_log_probs, mask and entropy", "exact_kl"]
+)
+@pytest.mark.parametrize(("ranks", "name"), PLACES)
+def test_rows_have_the_bits_of_one_rank(ranks_found, ranks, name, case):
+    layout = LAYOUTS[ranks][name]
+    inputs, options = alone(layout, dtype=torch.float32)
+    whole = run(CASES[case], inputs, **options)
+    for rank, found in enumerate(ranks_found[ranks]):
+        part = found[name, case, True]
+        for got, value in zip(part.of_tokens, whole.of_tokens, strict=True):
+            assert torch.equal(got, value[layout.part(rank)])
+        for leaf, gradient in part.gradients.items():
+            assert torch.equal(gradient, whole.gradients[leaf][(*layout.part(rank), slice(None))])
+
+
+@pytest.mark.parametrize(("ranks", "name"), PLACES)
+def test_second_derivatives_of_the_reference(ranks_found, ranks, name):
+    layout = LAYOUTS[ranks][name]
+    inputs, options = alone(layout, dtype=torch.float32)
+    truth = second_derivative(inputs, **options)
+    for rank, found in enumerate(ranks_found[ranks]):
+        mine = truth[(*layout.part(rank), slice(None))]
+        torch.testing.assert_close(found[name, "second derivative"], mine)
+
+
+def test_layouts_have_every_kind_of_boundary():
+    """A part's first token starts a sequence or not, and is kept or dropped."""
+    kinds = set()
+    for ranks, name in PLACES:
+        layout = LAYOUTS[ranks][name]
+        mask = problem(layout)["mask"]
+        for bound in layout.bounds[1:-1]:
+            starts = bound in (layout.offsets or ())
+            kinds |= {(starts, kept) for kept in mask[..., bound].flatten().tolist()}
+    assert kinds == set(itertools.product((True, False), repeat=2))
+
+
+def test_every_rank_refuses_parts_that_do_not_fit(ranks_found):
+    expected = [
+        "offsets: expected those of the 6 tokens of all ranks, the same on each, got 3 as the last",
+        "sequence_group: expected every rank to pass the same arguments",
+        "sequence_group: expected at least one token a rank, got none on rank 0 of the group",
+        "sequence_group: expected every rank to pass the same arguments",
+        "sequence_group: expected every rank to pass the same arguments",
+        "sequence_group: expected every rank to pass the same arguments",
+    ]
+    for found in ranks_found[2]:
+        for said, start in zip(found["refusals"], expected, strict=True):
+            assert said.startswith(start)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_group_of_one_rank_is_as_none(one_rank):
+    layout = LAYOUTS[2]["goes on"]
+    inputs, options = alone(layout)
+    for case in CASES.values():
+        expected = run(case, inputs, **options)
+        found = run(case, inputs, sequence_group=one_rank, **options)
+        for ours, theirs in zip(
+            found.of_tokens + found.of_batch, expected.of_tokens + expected.of_batch, strict=True
+        ):
+            torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(found.gradients, expected.gradients)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"sequence_group": "all"}, TypeError, "sequence_group: expected a torch.distributed.Pro"),
+        ({"offsets": None}, ValueError, "offsets: expected the sequence boundaries of all ranks'"),
+        ({"offsets": torch.tensor([0.0, 3.0])}, ValueError, "offsets: expected a 1-D int64 tensor"),
+        ({"offsets": torch.tensor([0, 4])}, ValueError, "offsets: expected those of the 3 tokens"),
+        ({"offsets": torch.tensor([1, 3])}, ValueError, "offsets: expected non-decreasing values"),
+        ({"mask": torch.ones(3)}, TypeError, "mask: expected torch.bool"),
+        ({"mask": torch.ones(2, dtype=torch.bool)}, ValueError, r"mask: expected shape \(3,\)"),
+        ({"tokens": torch.zeros(2, dtype=torch.int64)}, ValueError, r"tokens: expected shape"),
+        ({"logits": torch.zeros(2, 3, 5)}, ValueError, "offsets: expected None with padded"),
+        (
+            {"logits": torch.nested.nested_tensor([torch.zeros(3, 5)], layout=torch.jagged)},
+            ValueError,
+            "sequence_group: expected None with nested logits",
+        ),
+    ],
+)
+def test_bad_input_is_refused(one_rank, change, error, message):
+    given = {
+        "logits": torch.zeros(3, 5),
+        "tokens": torch.zeros(3, dtype=torch.int64),
+        "mask": None,
+        "offsets": torch.tensor([0, 3]),
+        "sequence_group": one_rank,
+    }
+    with pytest.raises(error, match=message):
+        token_log_probs(**given | change, shift=True)
+
+
+def test_what_needs_other_ranks_rows_is_refused(one_rank):
+    hidden, weight = torch.zeros(2, 3, 4), torch.zeros(5, 4)
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="group: expected the process group of the shards"):
+        linear_token_log_probs(hidden, weight, tokens, vocab_offset=0, sequence_group=one_rank)
+    with pytest.raises(ValueError, match="importance: expected level='token' with sequence_group"):
+        linear_policy_loss(
+            *(hidden, weight, tokens, None, torch.zeros(2)), sequence_group=one_rank,
+            rollout_log_probs=torch.zeros(2, 3), importance={"level": "sequence"},
+        )  # fmt: skip
