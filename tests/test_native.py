@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -31,6 +32,18 @@ def fresh_load():
 def usable(level: str) -> bool:
     features = _host.cpu_features()
     return all(features.get(name, False) for name in FEATURES.get(level, ()))
+
+
+def test_levels_are_those_whose_instructions_the_cpu_has():
+    """As the system says, which the compiler's runtime does not ask."""
+    assert _host.cpu_levels() == [level for level in LEVELS if usable(level)]
+    cpuinfo = Path("/proc/cpuinfo")
+    if platform.machine() != "x86_64" or not cpuinfo.is_file():
+        pytest.skip("no list of flags to compare with")
+    flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    assert flags is not None
+    has = {level: set(FEATURES.get(level, ())) <= set(flags[1].split()) for level in LEVELS}
+    assert _host.cpu_levels() == [level for level in LEVELS if has[level]]
 
 
 def run_at(level: str, script: str) -> subprocess.CompletedProcess:
@@ -112,7 +125,8 @@ def test_cuda_library_under_a_cpu_build_of_torch_is_explained():
 COMPARE = """
 import torch
 from fusedrl import (
-    _host, exact_kl, importance_weights, linear_exact_kl, linear_token_log_probs, token_log_probs
+    _host, exact_kl, importance_weights, linear_exact_kl, linear_policy_loss,
+    linear_token_log_probs, token_log_probs
 )
 
 torch.set_num_threads(1)
@@ -154,6 +168,14 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
             )
             (out.log_probs * torch.arange(7) + out.entropy).sum().backward()
             result += [*out, *(leaf.grad for leaf in leaves)]
+            leaves = [x.detach().requires_grad_() for x in leaves]
+            advantages, old = draw[:, :2].to(dtype).float().unbind(1)
+            loss = linear_policy_loss(
+                *leaves[:2], tokens, None, advantages, old_log_probs=old - 9, loss="dapo",
+                bias=leaves[2], softcap=softcap, entropy_coeff=0.1, impl=impl,
+            )
+            loss.loss.backward()
+            result += [loss.loss, loss.log_probs, *(leaf.grad for leaf in leaves)]
         results.append(result)
     for kernel, truth in zip(*results):
         # Gradients are rounded to the dtype of the logits.

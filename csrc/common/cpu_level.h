@@ -9,6 +9,8 @@ namespace fusedrl {
 
 enum class CpuLevel { portable, avx2, avx512 };
 
+constexpr CpuLevel kCpuLevels[] = {CpuLevel::portable, CpuLevel::avx2, CpuLevel::avx512};
+
 inline const char* name_of(CpuLevel level) {
   constexpr const char* names[] = {"portable", "avx2", "avx512"};
   return names[static_cast<int>(level)];
@@ -33,7 +35,7 @@ inline CpuLevel chosen_cpu_level() {
   const CpuLevel best = best_cpu_level();
   const char* forced = std::getenv("FUSEDRL_CPU_LEVEL");
   if (forced == nullptr || *forced == '\0') return best;
-  for (const CpuLevel level : {CpuLevel::portable, CpuLevel::avx2, CpuLevel::avx512}) {
+  for (const CpuLevel level : kCpuLevels) {
     if (forced == std::string(name_of(level)) && level <= best) return level;
   }
   throw std::runtime_error(std::string("FUSEDRL_CPU_LEVEL: expected portable or a level up to ") +

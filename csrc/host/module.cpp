@@ -39,6 +39,14 @@ py::dict cpu_features() {
   return features;
 }
 
+py::list cpu_levels() {
+  py::list usable;
+  for (const fusedrl::CpuLevel level : fusedrl::kCpuLevels) {
+    if (level <= fusedrl::best_cpu_level()) usable.append(fusedrl::name_of(level));
+  }
+  return usable;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_host, m) {
@@ -50,9 +58,8 @@ PYBIND11_MODULE(_host, m) {
   m.def(
       "cpu_level", [] { return fusedrl::name_of(fusedrl::chosen_cpu_level()); },
       "The level that the CPU kernels run at; RuntimeError if FUSEDRL_CPU_LEVEL is not usable.");
-  m.def(
-      "best_cpu_level", [] { return fusedrl::name_of(fusedrl::best_cpu_level()); },
-      "The highest level that this CPU has the instructions for.");
+  m.def("cpu_levels", &cpu_levels,
+        "The levels that this CPU has the instructions for, the best one last.");
   fusedrl::bind_trees(m);
 #if defined(FUSEDRL_CHANNEL)
   fusedrl::bind_channel(m);

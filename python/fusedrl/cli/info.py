@@ -87,13 +87,14 @@ def _host() -> dict[str, Any]:
         "_host": "loaded",
         "built for": ", ".join(f"{key} {fact}" for key, fact in _host.build_info().items() if fact),
         "cpu features": ", ".join(features) or "none beyond the baseline",
+        "cpu levels": ", ".join(_host.cpu_levels()),
         "cpu level": _cpu_level(_host),
     }
 
 
 def _cpu_level(host: Any) -> str:
     """The level of the CPU kernels, and whether this CPU or the environment chose it."""
-    best = host.best_cpu_level()
+    best = host.cpu_levels()[-1]
     try:
         level = host.cpu_level()
     except RuntimeError as error:
