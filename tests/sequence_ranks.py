@@ -17,6 +17,7 @@ from fusedrl import (
     linear_token_log_probs,
     token_log_probs,
 )
+from fusedrl.ops._sequence_parts import accepts_parts
 
 CLASSES, WIDTH, TOKENS, SEQUENCES = 37, 6, 24, 4
 
@@ -184,6 +185,21 @@ def second_derivative(inputs: dict[str, Tensor], **options: Any) -> Tensor:
     return torch.autograd.grad((first**2).sum(), logits)[0]
 
 
+@accepts_parts("ids", "mask")
+def sum_of_classes(
+    logits: Tensor,
+    ids: Tensor,
+    mask: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    shift: bool = False,
+    sequence_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """An op with several classes a token."""
+    assert not shift
+    return torch.where(mask, logits.gather(-1, ids).sum(-1), 0)
+
+
 def refusals(rank: int, group: dist.ProcessGroup) -> list[str]:
     """What is said where the ranks' parts do not fit together; both hear of it."""
     rows, tokens = torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)
@@ -191,6 +207,7 @@ def refusals(rank: int, group: dist.ProcessGroup) -> list[str]:
     parts = (
         lambda: (rows, tokens, {"offsets": torch.tensor([0, 3])}),
         lambda: (rows, tokens, {"offsets": torch.tensor([0, 3 + 3 * rank])}),
+        lambda: (rows, tokens, {"offsets": torch.tensor([0, 2 + rank, 6])}),
         lambda: (rows[: 3 * rank], tokens[: 3 * rank], {"offsets": torch.tensor([0, 3])}),
         lambda: (padded[: 1 + rank], of_padded[: 1 + rank], {}),
         lambda: (
@@ -233,6 +250,9 @@ def on_a_rank(rank: int, ranks: int, folder: str) -> None:
         for case, call in CASES.items():
             for shift in (True, False):
                 found[name, case, shift] = run(call, mine, **options | {"shift": shift})
+        ids = torch.stack((mine["tokens"], mine["tokens"].flip(-1)), -1)
+        found[name, "ids"] = ids
+        found[name, "sums"] = sum_of_classes(mine["logits"], ids, mine["mask"], **options)
         found[name, "second derivative"] = second_derivative(mine, **options)
     found["refusals"] = refusals(rank, group) if ranks == 2 else []
     torch.save(found, f"{folder}/{rank}")

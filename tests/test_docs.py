@@ -17,7 +17,10 @@ import fusedrl.models
 SHORT = {"grpo.py": ["3"]}
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/channel.md", "docs/losses.md", "docs/mismatch.md"]
+PAGES = [
+    *("README.md", "docs/channel.md", "docs/context_parallel.md", "docs/losses.md"),
+    "docs/mismatch.md",
+]
 SECOND_NAMES = {"aSyncDataCollector"}  # of classes, which have the examples of the first
 NAMES = [name for name in fusedrl.__all__ if name not in {"__version__", *SECOND_NAMES}]
 NAMES += [f"models.{name}" for name in fusedrl.models.__all__]

@@ -43,6 +43,13 @@ def ranks_found(tmp_path_factory):
     return found
 
 
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
 def alone(layout, shift=True, dtype=torch.float64):
     """The inputs and options of one rank that has all of it."""
     inputs = problem(layout)
@@ -102,6 +109,37 @@ def test_second_derivatives_of_the_reference(ranks_found, ranks, name):
         torch.testing.assert_close(found[name, "second derivative"], mine)
 
 
+@pytest.mark.parametrize(("ranks", "name"), PLACES)
+def test_a_column_may_have_a_row_of_numbers_a_token(ranks_found, ranks, name):
+    layout = LAYOUTS[ranks][name]
+    logits, mask = (problem(layout)[key] for key in ("logits", "mask"))
+    ids, sums = (
+        torch.cat([found[name, key] for found in ranks_found[ranks]], len(layout.shape) - 1)
+        for key in ("ids", "sums")
+    )
+    for place in itertools.product(*map(range, layout.shape)):
+        *row, token = place
+        first = token in (layout.offsets or [0])
+        predicts = (*row, max(token - 1, 0))
+        expected = logits[predicts][ids[place]].sum() if mask[place] and not first else 0.0
+        assert sums[place] == expected
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_function_may_call_one(one_rank):
+    inputs, options = alone(LAYOUTS[2]["goes on"], dtype=torch.float32)
+
+    def loss(logits):
+        values = token_log_probs(2 * logits, inputs["tokens"], **options, sequence_group=one_rank)
+        return (3 * values).sum()
+
+    torch._dynamo.reset()
+    logits = inputs["logits"].requires_grad_()
+    (found,) = torch.autograd.grad(torch.compile(loss, backend="eager")(logits), logits)
+    (expected,) = torch.autograd.grad(loss(logits), logits)
+    assert torch.equal(found, expected)
+
+
 def test_layouts_have_every_kind_of_boundary():
     """A part's first token starts a sequence or not, and is kept or dropped."""
     kinds = set()
@@ -118,6 +156,7 @@ def test_every_rank_refuses_parts_that_do_not_fit(ranks_found):
     expected = [
         "offsets: expected those of the 6 tokens of all ranks, the same on each, got 3 as the last",
         "sequence_group: expected every rank to pass the same arguments",
+        "sequence_group: expected every rank to pass the same arguments",
         "sequence_group: expected at least one token a rank, got none on rank 0 of the group",
         "sequence_group: expected every rank to pass the same arguments",
         "sequence_group: expected every rank to pass the same arguments",
@@ -126,13 +165,6 @@ def test_every_rank_refuses_parts_that_do_not_fit(ranks_found):
     for found in ranks_found[2]:
         for said, start in zip(found["refusals"], expected, strict=True):
             assert said.startswith(start)
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_a_group_of_one_rank_is_as_none(one_rank):

@@ -25,18 +25,17 @@ TO_NEXT, TO_PREVIOUS = 1, -1
 
 
 def accepts_parts(
-    *columns: str, per_sequence: str | None = None, fields: Sequence[str] = ()
+    *columns: str, per_sequence: str | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let an op over rows take a ``sequence_group``; without one, a call is the op's own.
 
     The op gets each column as its rows need it, ``shift=False``, and the offsets of its own part.
-    Its answer, or ``fields`` of one that is a named tuple, belongs to the rows that it computed and
-    is brought back to their tokens.
+    Its answer, or what has one value a token in a named tuple, belongs to the rows that it computed
+    and is brought back to their tokens.
 
     Args:
-        columns: arguments with one entry a token, which a shift moves.
+        columns: arguments with an entry a token, a number or a row of them, which a shift moves.
         per_sequence: the one of them that may have one entry a sequence instead, and then stays.
-        fields: what of a named tuple has one value a token.
     """
 
     def wrap(op: Callable[P, R]) -> Callable[P, R]:
@@ -63,10 +62,12 @@ def accepts_parts(
             result: Any = op(**given)  # pyright: ignore[reportCallIssue]
             if isinstance(result, Tensor):
                 return part.of_tokens(result)  # pyright: ignore[reportReturnType]
-            found = {field: getattr(result, field) for field in fields}
-            return result._replace(
-                **{key: part.of_tokens(x) for key, x in found.items() if x is not None}
-            )
+            of_rows = {
+                field: value
+                for field, value in result._asdict().items()
+                if isinstance(value, Tensor) and value.shape == part.goes_on.shape
+            }
+            return result._replace(**{field: part.of_tokens(x) for field, x in of_rows.items()})
 
         # No graph holds what ranks tell each other. torch.compiler.disable says the same, and
         # imports the compiler.
@@ -92,11 +93,13 @@ class Part(NamedTuple):
 
     def of_rows(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
         """Each column as the rows need it: the entry of the token that a row predicts."""
-        firsts = [_carried(column[..., :1]) for column in columns.values()]
+        place = self.goes_on.dim() - 1  # of tokens among the dimensions
+        firsts = [_carried(column.narrow(place, 0, 1)) for column in columns.values()]
+        count = self.goes_on.shape[-1]
         # Zeros for the last rank: none of its sequences goes on.
         behind = _sent(firsts, self.group, TO_PREVIOUS)
         moved = {
-            name: torch.cat((column[..., 1:], last.to(column.dtype)), -1)
+            name: torch.cat((column.narrow(place, 1, count - 1), last.to(column.dtype)), place)
             for (name, column), last in zip(columns.items(), behind, strict=True)
         }
         moved["mask"] = moved["mask"] & self.goes_on
@@ -144,9 +147,11 @@ def _columns(
         if value is None or name == "mask":
             continue
         _dispatch.check_tensor(name, value)
-        if name != per_sequence or value.shape == shape:
-            _dispatch.check_same(name, value, shape, device)
+        if value.shape[: len(shape)] == shape:
+            _dispatch.check_device(name, value, device)
             moving[name] = value
+        elif name != per_sequence:
+            _dispatch.check_same(name, value, shape, device)
     return moving
 
 
@@ -156,14 +161,15 @@ class _Layout(NamedTuple):
     dimensions: int
     sequences: int  # of a padded batch; of offsets, one more
     offsets_end: int  # -1 without offsets
+    offsets_sum: int  # of each times its number, which tells those of ranks apart
     columns: int  # a bit each
     tokens: int  # in this part of each sequence, or of all packed ones
 
 
 def _part_of(group: Any, rows: Tensor, offsets: Tensor | None, columns: int) -> Part:
     sequences = len(rows) if rows.dim() == 3 else 0 if offsets is None else len(offsets)
-    end = -1 if offsets is None else int(offsets[-1])
-    mine = _Layout(rows.dim(), sequences, end, columns, rows.shape[-2])
+    end, of_offsets = (-1, 0) if offsets is None else _end_and_sum(offsets)
+    mine = _Layout(rows.dim(), sequences, end, of_offsets, columns, rows.shape[-2])
     layouts = _layouts(group, mine, rows.device)
     rank = dist.get_rank(group)
     _check_layouts(layouts, rank)
@@ -183,6 +189,11 @@ def _part_of(group: Any, rows: Tensor, offsets: Tensor | None, columns: int) -> 
     behind = torch.arange(start + 1, start + 1 + len(rows), device=rows.device)
     goes_on = torch.isin(behind, offsets, invert=True)
     return Part(group, (offsets - start).clamp(0, len(rows)), goes_on)
+
+
+def _end_and_sum(offsets: Tensor) -> list[int]:
+    numbers = torch.arange(len(offsets), device=offsets.device)
+    return torch.stack((offsets[-1].long(), (numbers * offsets).sum())).tolist()
 
 
 def _layouts(group: Any, mine: _Layout, device: torch.device) -> list[_Layout]:

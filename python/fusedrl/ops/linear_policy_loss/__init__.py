@@ -68,7 +68,6 @@ class PolicyLoss(NamedTuple):
     *("tokens", "mask", "advantages"),
     *("old_log_probs", "ref_log_probs", "token_weights", "rollout_log_probs"),
     per_sequence="advantages",
-    fields=("log_probs", "entropies"),
 )
 def linear_policy_loss(
     hidden: Tensor,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["VocabPart", "linear_token_log_probs"]
 
 
-@accepts_parts("tokens", "mask", fields=("log_probs", "entropy"))
+@accepts_parts("tokens", "mask")
 def linear_token_log_probs(
     hidden: Tensor,
     weight: Tensor,

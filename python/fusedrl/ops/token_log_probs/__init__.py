@@ -24,7 +24,7 @@ class TokenLogProbs(NamedTuple):
     entropy: Tensor
 
 
-@accepts_parts("tokens", "mask", fields=("log_probs", "entropy"))
+@accepts_parts("tokens", "mask")
 def token_log_probs(
     logits: Tensor,
     tokens: Tensor,
