@@ -215,8 +215,8 @@ def _check_layouts(layouts: list[_Layout], rank: int) -> None:
     for other, layout in enumerate(layouts):
         if layout._replace(tokens=mine.tokens) != mine:
             raise ValueError(
-                "sequence_group: expected every rank to pass the same arguments, with the same "
-                "offsets or number of padded rows and one entry a token in the same ones, got "
+                "sequence_group: expected every rank to pass the same arguments, with the whole "
+                "batch's offsets or as many padded rows, and entries a token in the same ones, got "
                 f"{mine} on rank {rank} and {layout} on rank {other} of the group"
             )
         if layout.tokens == 0:
