@@ -231,7 +231,7 @@ def refusals(rank: int, group: dist.ProcessGroup) -> list[str]:
     return said
 
 
-def on_a_rank(rank: int, ranks: int, folder: str) -> None:
+def join(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -240,6 +240,10 @@ def on_a_rank(rank: int, ranks: int, folder: str) -> None:
         world_size=ranks,
         timeout=timedelta(seconds=60),
     )
+
+
+def on_a_rank(rank: int, ranks: int, folder: str) -> None:
+    join(rank, ranks, folder)
     group = dist.group.WORLD
     found = {}
     for name, layout in LAYOUTS[ranks].items():
@@ -256,4 +260,24 @@ def on_a_rank(rank: int, ranks: int, folder: str) -> None:
         found[name, "second derivative"] = second_derivative(mine, **options)
     found["refusals"] = refusals(rank, group) if ranks == 2 else []
     torch.save(found, f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+GRID = LAYOUTS[2]["goes on"]
+SHARDS = [0, 20, CLASSES]
+GRID_CASES = ("linear_token_log_probs", "grpo", "gspo")
+
+
+def on_a_grid(rank: int, folder: str) -> None:
+    """Two parts of the sequences by two shards of the vocabulary, on four ranks."""
+    join(rank, 4, folder)
+    place, shard = divmod(rank, 2)
+    sequences = [dist.new_group([i, i + 2]) for i in (0, 1)][shard]
+    vocabulary = [dist.new_group([i, i + 1]) for i in (0, 2)][place]
+    mine = part_of(problem(GRID), GRID, place)
+    classes = slice(*SHARDS[shard : shard + 2])
+    mine |= {name: mine[name][classes] for name in ("weight", "bias")}
+    options = {"offsets": torch.tensor(GRID.offsets), "shift": True, "sequence_group": sequences}
+    options |= {"group": vocabulary, "vocab_offset": classes.start}
+    torch.save({case: run(CASES[case], mine, **options) for case in GRID_CASES}, f"{folder}/{rank}")
     dist.destroy_process_group()

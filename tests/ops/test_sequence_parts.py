@@ -8,7 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from prepared import processes
-from sequence_ranks import CASES, LAYOUTS, on_a_rank, problem, run, second_derivative
+from sequence_ranks import (
+    CASES,
+    GRID,
+    GRID_CASES,
+    LAYOUTS,
+    SHARDS,
+    on_a_grid,
+    on_a_rank,
+    problem,
+    run,
+    second_derivative,
+)
 
 from fusedrl import linear_policy_loss, linear_token_log_probs, token_log_probs
 
@@ -20,27 +31,31 @@ PLACES = [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in la
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
+def found_by(target, ranks, folder, *arguments):
+    """What each of the ranks has saved."""
+    started = [
+        processes.Process(target=target, args=(rank, *arguments, str(folder)))
+        for rank in range(ranks)
+    ]
+    try:
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(120)
+        assert [process.exitcode for process in started] == [0] * ranks
+    finally:
+        for process in started:
+            process.kill()
+    return [torch.load(folder / str(rank), weights_only=False) for rank in range(ranks)]
+
+
 @pytest.fixture(scope="module")
 def ranks_found(tmp_path_factory):
     """What each of two and of three ranks has computed of its part."""
-    found = {}
-    for ranks in LAYOUTS:
-        folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
-        started = [
-            processes.Process(target=on_a_rank, args=(rank, ranks, str(folder)))
-            for rank in range(ranks)
-        ]
-        try:
-            for process in started:
-                process.start()
-            for process in started:
-                process.join(120)
-            assert [process.exitcode for process in started] == [0] * ranks
-        finally:
-            for process in started:
-                process.kill()
-        found[ranks] = [torch.load(folder / str(rank), weights_only=False) for rank in range(ranks)]
-    return found
+    return {
+        ranks: found_by(on_a_rank, ranks, tmp_path_factory.mktemp(f"ranks-{ranks}"), ranks)
+        for ranks in LAYOUTS
+    }
 
 
 @pytest.fixture
@@ -81,6 +96,27 @@ def test_ranks_equal_one(ranks_found, ranks, name, case, shift):
         if truth.shape[:-1] != inputs["tokens"].shape:
             total = torch.stack([part.gradients[leaf] for part in parts]).sum(0)
             torch.testing.assert_close(total.double(), truth, **CLOSE)
+
+
+def test_parts_of_sequences_and_shards_of_the_vocabulary(tmp_path):
+    ranks = found_by(on_a_grid, 4, tmp_path)
+    inputs, options = alone(GRID)
+    for case in GRID_CASES:
+        whole = run(CASES[case], inputs, **options)
+        for shard in (0, 1):
+            parts = [ranks[2 * place + shard][case] for place in (0, 1)]
+            for i, truth in enumerate(whole.of_tokens):
+                together = torch.cat([part.of_tokens[i] for part in parts], -1)
+                torch.testing.assert_close(together.double(), truth, **CLOSE)
+            for i, truth in enumerate(whole.of_batch):
+                total = sum(part.of_batch[i] for part in parts)
+                torch.testing.assert_close(total.double(), truth, **CLOSE)
+            hidden = torch.cat([part.gradients["hidden"] for part in parts])
+            torch.testing.assert_close(hidden.double(), whole.gradients["hidden"], **CLOSE)
+            for name in ("weight", "bias"):
+                total = sum(part.gradients[name] for part in parts)
+                mine = whole.gradients[name][slice(*SHARDS[shard : shard + 2])]
+                torch.testing.assert_close(total.double(), mine, **CLOSE)
 
 
 @pytest.mark.parametrize(
