@@ -18,7 +18,8 @@ FEATURES = {
     "avx2": ("avx2", "fma", "f16c"),
     "avx512": ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
 }
-LEVELS = ("portable", "avx2", "avx512")
+FEATURES["avx512_bf16"] = (*FEATURES["avx512"], "avx512_bf16")
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 // The linear head of a language model on the CPU, in float32: a tile of logits, of some rows and
-// some classes, is all that ever exists of them.
+// some classes, is all that a thread makes at a time.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -7,78 +7,70 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/bf16_products.h"
 #include "common/cpu_memory.h"
+#include "common/cpu_ops.h"
+#include "common/cpu_share.h"
 #include "common/row_map.h"
 #include "common/tensor.h"
 
 namespace fusedrl {
 
-// A tile has at most 4 MiB of logits, and 2 MiB of weights where these have to be converted. GEMMs
-// run at full speed on tiles that the caches hold; larger ones only wait less often for each other.
-constexpr int64_t kTileLogits = 1 << 20;
-constexpr int64_t kTileWeights = 1 << 19;
-constexpr int64_t kTileRows = 1024;
-constexpr int64_t kTileClasses = 4096;
+// One thread multiplies at full speed from tiles of this size, which its caches hold.
+constexpr int64_t kTileLogits = 1 << 17;
+constexpr int64_t kTileClasses = 1024;
 constexpr int64_t kTileStep = 256;
+constexpr int64_t kBlockRows = 512;
 
 // Rows of one GEMM where the bits of a row may not depend on how many others there are.
 constexpr int64_t kInvariantRows = 64;
 // Below as many columns MKL sums a row in an order that depends on where the row stands.
 constexpr int64_t kNarrowColumns = 16;
 
-// out = a b
-inline void multiply(Tensor& out, const Tensor& a, const Tensor& b) {
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
-}
+// A matrix in memory that something else owns; `column` elements between its columns.
+template <typename T>
+struct Strided {
+  const T* data;
+  int64_t rows, columns, row, column = 1;
 
-// out += a b
-inline void multiply_add(Tensor& out, const Tensor& a, const Tensor& b) {
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
-}
-
-// out = a b, or out += a b, every element summed in the same order.
-inline void multiply_in_order(Tensor& out, const Tensor& a, const Tensor& b, bool add) {
-  const int64_t rows = out.size(0), columns = out.size(1), depth = a.size(1);
-  const int64_t a_row = a.stride(0), a_step = a.stride(1);
-  const int64_t b_step = b.stride(0), b_column = b.stride(1);
-  const float *from_a = data<float>(a), *from_b = data<float>(b);
-  float* to = mutable_data<float>(out);
-  torch::stable::parallel_for(0, rows, 8, [=](int64_t begin, int64_t end) {
-    for (int64_t i = begin * columns; i < end * columns; ++i) {
-      const int64_t row = i / columns, column = i % columns;
-      float sum = 0;
-      for (int64_t k = 0; k < depth; ++k) {
-        sum += from_a[row * a_row + k * a_step] * from_b[k * b_step + column * b_column];
-      }
-      to[i] = add ? to[i] + sum : sum;
-    }
-  });
-}
-
-inline Tensor rows_of(const Tensor& matrix, int64_t first, int64_t count) {
-  Tensor copy = matrix;
-  return torch::stable::narrow(copy, 0, first, count);
-}
-
-inline Tensor transposed(const Tensor& matrix) { return torch::stable::transpose(matrix, 0, 1); }
-
-inline Tensor new_matrix(const Tensor& like, int64_t rows, int64_t columns) {
-  return new_uninitialised(like, std::vector<int64_t>{rows, columns}, ScalarType::Float);
-}
-
-// A float32 matrix whose number of rows and columns changes from tile to tile.
-class Workspace {
- public:
-  Workspace(const Tensor& like, int64_t most) : flat_(new_matrix(like, most, 1)) {}
-
-  Tensor matrix(int64_t rows, int64_t columns, int64_t first = 0) const {
-    return torch::stable::view(rows_of(flat_, first, rows * columns), {rows, columns});
+  Tensor tensor(ScalarType dtype = ScalarType::Float) const {
+    return torch::stable::from_blob(const_cast<T*>(data), {rows, columns}, {row, column},
+                                    torch::stable::Device(torch::headeronly::DeviceType::CPU),
+                                    dtype);
   }
-
- private:
-  Tensor flat_;
+  Strided transposed() const { return {data, columns, rows, column, row}; }
 };
+using Floats = Strided<float>;
+
+// out = a b, or out += a b, on the thread that calls.
+inline void multiply(FloatMatrix out, const Floats& a, const Floats& b, bool add) {
+  Tensor to = Floats{out.data, a.rows, b.columns, out.row}.tensor();
+  const Tensor x = a.tensor(), y = b.tensor();
+  if (add) {
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_cpu_addmm_out(to.get(), to.get(), x.get(), y.get(), 1.0, 1.0));
+  } else {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), x.get(), y.get()));
+  }
+}
+
+// The same, every element summed in the same order.
+inline void multiply_in_order(FloatMatrix out, const Floats& a, const Floats& b, bool add) {
+  for (int64_t r = 0; r < a.rows; ++r) {
+    for (int64_t c = 0; c < b.columns; ++c) {
+      float sum = 0;
+      for (int64_t k = 0; k < a.columns; ++k) {
+        sum += a.data[r * a.row + k * a.column] * b.data[k * b.row + c * b.column];
+      }
+      float& to = out.data[r * out.row + c];
+      to = add ? to + sum : sum;
+    }
+  }
+}
+
+inline Tensor new_floats(const Tensor& like, int64_t count) {
+  return new_uninitialised(like, std::vector<int64_t>{count}, ScalarType::Float);
+}
 
 // Where the rows that these tokens read start.
 inline std::vector<int64_t> elements_of(const RowMap& map, const std::vector<int64_t>& tokens) {
@@ -88,20 +80,22 @@ inline std::vector<int64_t> elements_of(const RowMap& map, const std::vector<int
   return elements;
 }
 
-// The hidden states at `rows` (element offsets), times `scale`, in float32. Zeros fill the last
-// block.
-inline Tensor gathered(const Tensor& hidden, const std::vector<int64_t>& rows, float scale,
-                       int64_t block) {
-  const int64_t width = hidden.size(hidden.dim() - 1), count = rows.size();
-  const int64_t padded = (count + block - 1) / block * block;
-  Tensor out = new_matrix(hidden, padded, width);
-  float* to = mutable_data<float>(out);
+// The hidden states at `elements`, times `factor`, as `To` [rows, width]; zeros fill what they are
+// too few or too narrow for.
+template <typename To>
+Tensor gathered(const Tensor& hidden, const std::vector<int64_t>& elements, float factor,
+                int64_t rows, int64_t width, ScalarType dtype) {
+  const int64_t columns = hidden.size(hidden.dim() - 1), count = elements.size();
+  Tensor out = new_uninitialised(hidden, std::vector<int64_t>{rows, width}, dtype);
+  To* to = mutable_data<To>(out);
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
     const T* from = data<T>(hidden);
-    torch::stable::parallel_for(0, padded, 16, [&](int64_t begin, int64_t end) {
+    torch::stable::parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         for (int64_t i = 0; i < width; ++i) {
-          to[r * width + i] = r < count ? scale * static_cast<float>(from[rows[r] + i]) : 0.0f;
+          const bool inside = r < count && i < columns;
+          to[r * width + i] =
+              To(inside ? factor * static_cast<float>(from[elements[r] + i]) : 0.0f);
         }
       }
     });
@@ -109,37 +103,22 @@ inline Tensor gathered(const Tensor& hidden, const std::vector<int64_t>& rows, f
   return out;
 }
 
-// Rows of a GEMM.
-inline int64_t block_rows(int64_t rows, bool batch_invariant) {
-  return batch_invariant ? kInvariantRows : std::max<int64_t>(1, std::min(rows, kTileRows));
-}
-
-// Classes of a tile for so many rows.
-inline int64_t tile_classes(const Tensor& weight, int64_t block) {
-  int64_t most = std::min(kTileClasses, kTileLogits / block);
-  if (weight.scalar_type() != ScalarType::Float) {
-    most = std::min(most, kTileWeights / weight.size(1));
-  }
-  return std::min(std::max(most / kTileStep, int64_t(1)) * kTileStep, weight.size(0));
-}
-
-// Computes tiles of logits = scale (h W^T + b) over the kept rows.
+// Logits = scale (h W^T + b) of the rows that are kept.
 class CpuHead {
  public:
-  // With `whole_rows`, blocks have so many rows, and the logits of all their classes are held.
-  CpuHead(const Tensor& hidden, const std::vector<int64_t>& rows, const Tensor& weight,
-          const std::optional<Tensor>& bias, float scale, bool batch_invariant,
-          int64_t most_classes, int64_t whole_rows = 0)
-      : block_(whole_rows > 0 ? whole_rows : block_rows(rows.size(), batch_invariant)),
-        most_classes_(most_classes),
-        rows_(rows.size()),
-        batch_invariant_(batch_invariant),
-        holds_blocks_(whole_rows > 0),
-        hidden_(gathered(hidden, rows, scale, batch_invariant ? block_ : 1)),
+  CpuHead(const Tensor& hidden, const std::vector<int64_t>& elements, const Tensor& weight,
+          const std::optional<Tensor>& bias, float scale, bool batch_invariant)
+      : batch_invariant_(batch_invariant),
+        width_(weight.size(1)),
+        blocks_{{0, static_cast<int64_t>(elements.size())},
+                block_rows(elements.size(), batch_invariant)},
         weight_(weight),
-        logits_(hidden, block_ * (holds_blocks_ ? weight.size(0) : most_classes)),
-        upcast_(hidden, is_float() ? 0 : most_classes * weight.size(1)),
-        tile_(weight) {
+        products_(in_bf16(hidden, weight) ? bf16_products(cpu_level()) : nullptr),
+        factor_(products_ == nullptr ? 1.0f : scale),
+        hidden_(products_ == nullptr ? gathered<float>(hidden, elements, scale, padded_rows(),
+                                                       width_, ScalarType::Float)
+                                     : gathered<BFloat16>(hidden, elements, 1.0f, padded_rows(),
+                                                          pairs() * 2, ScalarType::BFloat16)) {
     if (!bias.has_value()) return;
     bias_.resize(weight.size(0));
     dispatch_half_or_float(*bias, "bias", [&]<typename T>() {
@@ -148,84 +127,169 @@ class CpuHead {
     });
   }
 
-  int64_t most_classes() const { return most_classes_; }
-  int64_t padded_rows() const { return hidden_.size(0); }
+  bool batch_invariant() const { return batch_invariant_; }
+  int64_t rows() const { return blocks_.range.count; }
   int64_t classes() const { return weight_.size(0); }
+  int64_t width() const { return width_; }
 
-  // Calls f(first, count) for every tile of classes, its weights at hand.
-  template <typename F>
-  void for_each_tile(F&& f) {
-    if (rows_ == 0) return;
-    for (int64_t first = 0; first < classes(); first += most_classes_) {
-      const int64_t count = std::min(most_classes_, classes() - first);
-      load(first, count);
-      f(first, count);
-    }
+  // Rows of one product.
+  const Spans& blocks() const { return blocks_; }
+  Spans blocks(Span rows) const { return {rows, blocks_.length}; }
+
+  // Classes of one product.
+  Spans tiles(Span classes) const {
+    const int64_t steps = std::min(kTileClasses, kTileLogits / blocks_.length) / kTileStep;
+    return {classes, std::max<int64_t>(steps, 1) * kTileStep};
   }
+  Spans tiles() const { return tiles({0, classes()}); }
+  Segments segments() const { return {tiles()}; }
 
-  // Calls f(first, count) for every block of rows.
-  template <typename F>
-  void for_each_block(F&& f) const {
-    for (int64_t first = 0; first < rows_; first += block_) {
-      f(first, std::min(block_, rows_ - first));
-    }
-  }
+  // Where one thread converts weights.
+  class Room {
+   public:
+    explicit Room(const CpuHead& head)
+        : weights_(new_floats(head.weight_, head.converts() ? kTileClasses * head.width_ : 0)) {}
 
-  // Weights of the classes from `first` on, in float32.
-  void load(int64_t first, int64_t count) {
-    tile_ = rows_of(weight_, first, count);
-    first_class_ = first;
-    if (is_float()) return;
-    Tensor upcast = upcast_.matrix(count, weight_.size(1));
-    torch::stable::copy_(upcast, tile_);
-    tile_ = upcast;
-  }
+   private:
+    friend class CpuHead;
+    Tensor weights_;
+    Span classes_{0, 0}, columns_{0, 0};  // that have been converted
+  };
 
-  // The rows of a block and, where rows are padded, zeros after them.
-  Tensor hidden_block(int64_t first) const {
-    return rows_of(hidden_, first, std::min(block_, hidden_.size(0) - first));
-  }
+  // Floats that the logits of a block and a tile take.
+  int64_t tile_floats() const { return padded(blocks_.length) * tiles().length; }
 
-  // Where the logits [rows, classes] of a block of rows and the loaded classes belong: the next
-  // tile overwrites them unless all of a block are held.
-  Tensor place(int64_t first_row) const {
-    const int64_t rows = hidden_block(first_row).size(0);
-    return logits_.matrix(rows, tile_.size(0), holds_blocks_ ? rows * first_class_ : 0);
-  }
-
-  Tensor logits(int64_t first_row) const {
-    Tensor out = place(first_row);
-    multiply_rows(out, hidden_block(first_row), transposed(tile_), false);
-    return out;
-  }
-
-  // out = a b, or out += a b, for a block's rows `a`.
-  void multiply_rows(Tensor& out, const Tensor& a, const Tensor& b, bool add) const {
-    if (batch_invariant_ && out.size(1) < kNarrowColumns) {
-      multiply_in_order(out, a, b, add);
-    } else if (add) {
-      multiply_add(out, a, b);
+  // The products of a block of rows and a tile of classes, at out[0][0]. Where batches are
+  // invariant, a block's last rows may be none of the head's: `out` has room for them.
+  void logits(Room& room, Span rows, Span classes, FloatMatrix out) const {
+    const int64_t count = padded(rows.count);
+    if (products_ != nullptr) {
+      products_->multiply_transposed(out, hidden_pairs(rows.first), weights_in_bf16(classes.first),
+                                     {count, classes.count, width_}, factor_, false);
     } else {
-      multiply(out, a, b);
+      multiply_rows(out, hidden_floats({rows.first, count}),
+                    weights_in_float(room, classes, {0, width_}).transposed(), false);
     }
   }
 
-  // Null without a bias; the loaded classes'.
-  const float* bias() const { return bias_.empty() ? nullptr : bias_.data() + first_class_; }
+  // out = a b, or out += a b, for rows `a` that may come in other batches.
+  void multiply_rows(FloatMatrix out, const Floats& a, const Floats& b, bool add) const {
+    if (batch_invariant_ && b.columns < kNarrowColumns) {
+      multiply_in_order(out, a, b, add);
+    } else {
+      multiply(out, a, b, add);
+    }
+  }
 
-  const Tensor& tile() const { return tile_; }
-  int64_t first_class() const { return first_class_; }
+  const Tensor& weight() const { return weight_; }
+
+  // Null without a bias.
+  const float* bias(int64_t first_class) const {
+    return bias_.empty() ? nullptr : bias_.data() + first_class;
+  }
+
+  // Null where products are in float32.
+  const Bf16Products* products() const { return products_; }
+  float factor() const { return factor_; }  // of bfloat16 products; others have it in their rows
+
+  Floats hidden_floats(Span rows) const {
+    return {data<float>(hidden_) + rows.first * width_, rows.count, width_, width_};
+  }
+  Bf16Matrix hidden_in_bf16(int64_t first_row) const {
+    return {data<BFloat16>(hidden_) + first_row * pairs() * 2, pairs() * 2};
+  }
+  Bf16Matrix weights_in_bf16(int64_t first_class) const {
+    return {data<BFloat16>(weight_) + first_class * weight_.stride(0), weight_.stride(0)};
+  }
+  Floats weights_in_float(Room& room, Span classes, Span columns) const {
+    const int64_t row = weight_.stride(0), column = weight_.stride(1);
+    const int64_t first = classes.first * row + columns.first * column;
+    if (!converts()) {
+      return {data<float>(weight_) + first, classes.count, columns.count, row, column};
+    }
+    float* to = mutable_data<float>(room.weights_);
+    const Floats converted{to, classes.count, columns.count, columns.count};
+    if (room.classes_ != classes || room.columns_ != columns) {
+      // Not a view of the weight, which may require gradients: autograd is on in other threads.
+      const auto* half = static_cast<const BFloat16*>(weight_.const_data_ptr()) + first;
+      Tensor out = converted.tensor();
+      torch::stable::copy_(
+          out, Strided<BFloat16>{half, classes.count, columns.count, row, column}.tensor(
+                   weight_.scalar_type()));
+      room.classes_ = classes;
+      room.columns_ = columns;
+    }
+    return converted;
+  }
+
+  // Rows that a product has where batches are invariant.
+  int64_t padded(int64_t rows) const {
+    return batch_invariant_ && products_ == nullptr
+               ? (rows + kInvariantRows - 1) / kInvariantRows * kInvariantRows
+               : rows;
+  }
 
  private:
-  bool is_float() const { return weight_.scalar_type() == ScalarType::Float; }
+  static int64_t block_rows(int64_t rows, bool batch_invariant) {
+    if (batch_invariant) return kInvariantRows;
+    const int64_t blocks = std::max<int64_t>((rows + kBlockRows - 1) / kBlockRows, 1);
+    return std::max<int64_t>((rows + blocks - 1) / blocks, 1);
+  }
+  static bool in_bf16(const Tensor& hidden, const Tensor& weight) {
+    return hidden.scalar_type() == ScalarType::BFloat16 &&
+           weight.scalar_type() == ScalarType::BFloat16 && weight.stride(1) == 1;
+  }
+  bool converts() const {
+    return products_ == nullptr && weight_.scalar_type() != ScalarType::Float;
+  }
+  int64_t padded_rows() const { return padded(rows()); }
+  int64_t pairs() const { return (width_ + 1) / 2; }
+  Pairs hidden_pairs(int64_t first_row) const {
+    return {static_cast<const uint32_t*>(hidden_.const_data_ptr()) + first_row * pairs(), nullptr,
+            pairs(), 1};
+  }
 
-  int64_t block_, most_classes_, rows_;
-  bool batch_invariant_, holds_blocks_;
-  Tensor hidden_, weight_;
-  Workspace logits_, upcast_;
-  Tensor tile_;
-  int64_t first_class_ = 0;
+  bool batch_invariant_;
+  int64_t width_;
+  Spans blocks_;
+  Tensor weight_;
+  const Bf16Products* products_;
+  float factor_;
+  Tensor hidden_;
   std::vector<float> bias_;
 };
+
+// Calls f(room, block, tile) for all blocks of these rows and tiles of these classes, on torch's
+// threads.
+template <typename MakeRoom, typename F>
+void for_each_tile(const CpuHead& head, Span rows, Span classes, const MakeRoom& make_room,
+                   const F& f) {
+  const Spans blocks = head.blocks(rows), tiles = head.tiles(classes);
+  share(tiles.count() * blocks.count(), make_room, [&](auto& room, int64_t i) {
+    f(room, blocks[i % blocks.count()], tiles[i / blocks.count()]);
+  });
+}
+
+// Calls f(room, rows, classes, parts) for blocks of rows and segments' tiles, on torch's threads;
+// `parts` are those of these rows in the segment. Returns each row's, merged in order.
+template <typename Part, typename MakeRoom, typename F, typename Merge>
+std::vector<Part> reduced(const CpuHead& head, Span rows, const MakeRoom& make_room, const F& f,
+                          const Merge& merge) {
+  const Spans blocks = head.blocks(rows);
+  const Segments segments = head.segments();
+  std::vector<Part> parts(segments.count() * rows.count);
+  share(segments.count() * blocks.count(), make_room, [&](auto& room, int64_t i) {
+    const int64_t segment = i / blocks.count();
+    const Span block = blocks[i % blocks.count()];
+    Part* of_block = parts.data() + segment * rows.count + block.first - rows.first;
+    segments.for_each_tile(segment, [&](Span tile) { f(room, block, tile, of_block); });
+  });
+  for (int64_t i = rows.count; i < segments.count() * rows.count; ++i) {
+    Part& row = parts[i % rows.count];
+    row = merge(row, parts[i]);
+  }
+  parts.resize(rows.count);
+  return parts;
+}
 
 }  // namespace fusedrl

@@ -1,5 +1,5 @@
-// Gradients of a linear head from tiles of its logits' gradients. Everything is summed in float32
-// and rounded to the gradient's dtype once.
+// Gradients of a linear head from those of its logits, some rows and classes of them at a time.
+// Everything is summed in float32 and rounded to the gradient's dtype once.
 #pragma once
 
 #include <optional>
@@ -9,50 +9,77 @@
 
 namespace fusedrl {
 
+// Which rows and classes have gradients of their logits at a time: 4 MiB of them, so that threads
+// seldom wait for each other, or the tiles that keep eight threads busy.
+struct GradientParts {
+  explicit GradientParts(const CpuHead& head)
+      : rows{{0, head.rows()}, head.batch_invariant() ? kInvariantRows : kMostRows},
+        classes{{0, head.classes()}, 0} {
+    const int64_t most_rows = std::min(rows.length, std::max<int64_t>(head.rows(), 1));
+    const int64_t step = head.tiles().length;
+    // As many sums may have to wait for more rows before they are rounded.
+    const int64_t most_sums = head.batch_invariant() || rows.count() > 1 ? kMost : INT64_MAX;
+    const int64_t most = std::min(kMost / most_rows, most_sums / head.width());
+    classes.length = std::max<int64_t>(most / step, 8) * step;
+    floats = head.padded(most_rows) * std::min(classes.length, head.classes());
+  }
+
+  // Calls f(rows, classes), all rows of a part of the classes before the next part.
+  template <typename F>
+  void for_each(F&& f) const {
+    for (int64_t c = 0; c < classes.count(); ++c) {
+      for (int64_t r = 0; r < rows.count(); ++r) f(rows[r], classes[c]);
+    }
+  }
+
+  static constexpr int64_t kMostRows = 1024, kMost = int64_t(1) << 20;
+  Spans rows, classes;
+  int64_t floats;  // of the largest part
+};
+
 class CpuHeadGradient {
  public:
   // The weight's gradient is of its dtype unless another is asked for.
-  CpuHeadGradient(CpuHead& head, const Tensor& hidden, const Tensor& weight,
+  CpuHeadGradient(const CpuHead& head, const Tensor& hidden, const Tensor& weight,
                   const std::optional<Tensor>& bias, bool of_hidden, bool of_weight, bool of_bias,
                   std::optional<ScalarType> weight_dtype = std::nullopt)
       : head_(head), hidden_like_(hidden) {
-    const int64_t width = weight.size(1);
-    if (of_hidden) hidden_ = zeros(hidden, {head.padded_rows(), width}, ScalarType::Float);
+    if (of_hidden) {
+      hidden_ = torch::stable::new_zeros(hidden, {head.padded(head.rows()), head.width()},
+                                         ScalarType::Float);
+    }
     if (of_weight) {
       const ScalarType dtype = weight_dtype.value_or(weight.scalar_type());
-      // The first block of rows overwrites every tile.
-      weight_ = head.padded_rows() > 0 ? new_uninitialised(weight, weight.sizes(), dtype)
-                                       : zeros(weight, weight.sizes(), dtype);
-      if (dtype != ScalarType::Float) {
-        upcast_.emplace(weight, head.most_classes() * width);
-      }
+      // The first rows overwrite it.
+      weight_ = head.rows() > 0 ? new_uninitialised(weight, weight.sizes(), dtype)
+                                : torch::stable::new_zeros(weight, weight.sizes(), dtype);
     }
     if (of_bias) bias_sums_.resize(bias->numel());
   }
 
-  // Adds what `grads`, the gradients of head.logits(first_row), contribute.
-  void add(int64_t first_row, const Tensor& grads) {
-    const Tensor block = head_.hidden_block(first_row);
-    if (hidden_.has_value()) {
-      Tensor out = rows_of(*hidden_, first_row, block.size(0));
-      head_.multiply_rows(out, grads, head_.tile(), true);
+  // Adds what `grads`, the gradients of the logits of these rows and classes, contribute. A class
+  // is given with all rows, in their order, before another one's sums begin.
+  void add(Span rows, Span classes, FloatMatrix grads) {
+    const Spans blocks = head_.blocks(rows), tiles = head_.tiles(classes);
+    const Spans columns{{0, head_.width()}, kColumns};
+    const int64_t of_hidden = hidden_.has_value() ? blocks.count() * columns.count() : 0;
+    const int64_t of_classes = weight_.has_value() || !bias_sums_.empty() ? tiles.count() : 0;
+    if (waits_for_more_rows(rows) && rows.first == 0) {
+      sums_.emplace(new_floats(hidden_like_, classes.count * head_.width()));
     }
-    if (weight_.has_value()) {
-      Tensor out = weight_tile();
-      if (first_row == 0) {
-        multiply(out, transposed(grads), block);
+    const auto make_room = [&] { return Room(*this); };
+    share(of_hidden + of_classes, make_room, [&](Room& room, int64_t i) {
+      if (i < of_hidden) {
+        const Span block = blocks[i / columns.count()];
+        add_hidden(room, block, classes, columns[i % columns.count()],
+                   {grads.data + (block.first - rows.first) * grads.row, grads.row});
       } else {
-        multiply_add(out, transposed(grads), block);
+        const Span tile = tiles[i - of_hidden];
+        const FloatMatrix part{grads.data + tile.first - classes.first, grads.row};
+        if (weight_.has_value()) add_weight(room, rows, tile, tile.first - classes.first, part);
+        if (!bias_sums_.empty()) add_bias(rows, tile, part);
       }
-    }
-    if (!bias_sums_.empty()) add_bias(grads);
-  }
-
-  // After the last block of a tile of classes.
-  void finish_tile() {
-    if (!upcast_.has_value()) return;
-    Tensor out = rows_of(*weight_, head_.first_class(), head_.tile().size(0));
-    torch::stable::copy_(out, weight_tile());
+    });
   }
 
   // Shaped like the hidden states, which these tokens read, and of their dtype unless another is
@@ -61,8 +88,8 @@ class CpuHeadGradient {
                 std::optional<ScalarType> dtype = std::nullopt) const {
     if (!hidden_.has_value()) return empty_vector(hidden_like_, hidden_like_.scalar_type());
     const int64_t width = hidden_->size(1), count = tokens.size();
-    Tensor out =
-        zeros(hidden_like_, hidden_like_.sizes(), dtype.value_or(hidden_like_.scalar_type()));
+    Tensor out = torch::stable::new_zeros(hidden_like_, hidden_like_.sizes(),
+                                          dtype.value_or(hidden_like_.scalar_type()));
     const float* from = data<float>(*hidden_);
     dispatch_half_or_float(out, "hidden", [&]<typename T>() {
       T* to = mutable_data<T>(out);
@@ -94,32 +121,92 @@ class CpuHeadGradient {
   }
 
  private:
-  static Tensor zeros(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
-                      ScalarType dtype) {
-    return torch::stable::new_zeros(like, sizes, dtype);
-  }
+  static constexpr int64_t kColumns = 256;  // of the hidden states' gradient, at a time
 
-  Tensor weight_tile() const {
-    const int64_t count = head_.tile().size(0);
-    if (upcast_.has_value()) return upcast_->matrix(count, weight_->size(1));
-    return rows_of(*weight_, head_.first_class(), count);
+  bool sums_in_half() const {
+    return weight_.has_value() && weight_->scalar_type() != ScalarType::Float;
   }
+  bool waits_for_more_rows(Span rows) const { return sums_in_half() && rows.count < head_.rows(); }
 
-  void add_bias(const Tensor& grads) {
-    const int64_t rows = grads.size(0), count = grads.size(1);
-    const float* from = data<float>(grads);
-    double* sums = bias_sums_.data() + head_.first_class();
-    torch::stable::parallel_for(0, count, 256, [=](int64_t begin, int64_t end) {
-      for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t v = begin; v < end; ++v) sums[v] += from[r * count + v];
+  // One thread's.
+  struct Room {
+    explicit Room(const CpuHeadGradient& gradient)
+        : of_head(gradient.head_),
+          high(gradient.head_.products() == nullptr ? 0 : kBlockRows * kTileClasses / 2),
+          rest(high.size()),
+          sums(new_floats(gradient.hidden_like_,
+                          gradient.sums_in_half()
+                              ? gradient.head_.tiles().length * gradient.head_.width()
+                              : 0)) {}
+
+    CpuHead::Room of_head;
+    std::vector<uint32_t> high, rest;  // of gradients, in bfloat16
+    Tensor sums;
+  };
+
+  // `grads` are those of a block of rows.
+  void add_hidden(Room& room, Span block, Span classes, Span columns, FloatMatrix grads) const {
+    const int64_t rows = head_.padded(block.count);
+    const FloatMatrix out{
+        mutable_data<float>(*hidden_) + block.first * head_.width() + columns.first, head_.width()};
+    const Spans tiles{classes, kTileClasses};
+    for (int64_t i = 0; i < tiles.count(); ++i) {
+      const Span tile = tiles[i];
+      const FloatMatrix part{grads.data + tile.first - classes.first, grads.row};
+      if (const Bf16Products* products = head_.products()) {
+        products->pairs_of_columns(room.high.data(), room.rest.data(), part, rows, tile.count);
+        Bf16Matrix weights = head_.weights_in_bf16(tile.first);
+        weights.data += columns.first;
+        products->multiply(out, {room.high.data(), room.rest.data(), (tile.count + 1) / 2, 1},
+                           weights, {rows, columns.count, tile.count}, 1.0f, true);
+      } else {
+        head_.multiply_rows(out, Floats{part.data, rows, tile.count, part.row},
+                            head_.weights_in_float(room.of_head, tile, columns), true);
       }
-    });
+    }
   }
 
-  CpuHead& head_;
+  // `grads` are those of a tile, which begins `offset` classes after the first one of the sums.
+  void add_weight(Room& room, Span rows, Span tile, int64_t offset, FloatMatrix grads) const {
+    const int64_t width = head_.width();
+    const bool in_half = sums_in_half();
+    const FloatMatrix out{!in_half ? mutable_data<float>(*weight_) + tile.first * width
+                          : waits_for_more_rows(rows) ? mutable_data<float>(*sums_) + offset * width
+                                                      : mutable_data<float>(room.sums),
+                          width};
+    if (const Bf16Products* products = head_.products()) {
+      const Spans blocks = head_.blocks(rows);
+      for (int64_t i = 0; i < blocks.count(); ++i) {
+        const Span block = blocks[i];
+        const FloatMatrix part{grads.data + (block.first - rows.first) * grads.row, grads.row};
+        products->pairs_of_rows(room.high.data(), room.rest.data(), part, block.count, tile.count);
+        products->multiply(out, {room.high.data(), room.rest.data(), 1, tile.count},
+                           head_.hidden_in_bf16(block.first), {tile.count, width, block.count},
+                           head_.factor(), block.first > 0);
+      }
+    } else {
+      multiply(out, Floats{grads.data, rows.count, tile.count, grads.row}.transposed(),
+               head_.hidden_floats(rows), rows.first > 0);
+    }
+    if (!in_half || rows.end() < head_.rows()) return;
+    // Not a view of the gradient: in inference mode, which other threads are not in, none is
+    // written.
+    auto* half = static_cast<BFloat16*>(weight_->mutable_data_ptr()) + tile.first * width;
+    Tensor rounded =
+        Strided<BFloat16>{half, tile.count, width, width}.tensor(weight_->scalar_type());
+    torch::stable::copy_(rounded, Floats{out.data, tile.count, width, width}.tensor());
+  }
+
+  void add_bias(Span rows, Span tile, FloatMatrix grads) {
+    double* sums = bias_sums_.data() + tile.first;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      for (int64_t v = 0; v < tile.count; ++v) sums[v] += grads.data[r * grads.row + v];
+    }
+  }
+
+  const CpuHead& head_;
   Tensor hidden_like_;
-  std::optional<Tensor> hidden_, weight_;
-  std::optional<Workspace> upcast_;
+  std::optional<Tensor> hidden_, weight_, sums_;
   std::vector<double> bias_sums_;
 };
 

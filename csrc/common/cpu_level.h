@@ -7,12 +7,13 @@
 
 namespace fusedrl {
 
-enum class CpuLevel { portable, avx2, avx512 };
+enum class CpuLevel { portable, avx2, avx512, avx512_bf16 };
 
-constexpr CpuLevel kCpuLevels[] = {CpuLevel::portable, CpuLevel::avx2, CpuLevel::avx512};
+constexpr CpuLevel kCpuLevels[] = {CpuLevel::portable, CpuLevel::avx2, CpuLevel::avx512,
+                                   CpuLevel::avx512_bf16};
 
 inline const char* name_of(CpuLevel level) {
-  constexpr const char* names[] = {"portable", "avx2", "avx512"};
+  constexpr const char* names[] = {"portable", "avx2", "avx512", "avx512_bf16"};
   return names[static_cast<int>(level)];
 }
 
@@ -24,6 +25,9 @@ inline CpuLevel best_cpu_level() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
+#if defined(FUSEDRL_BF16_PRODUCTS)
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) return CpuLevel::avx512_bf16;
+#endif
   if (avx512) return CpuLevel::avx512;
   if (avx2) return CpuLevel::avx2;
 #endif

@@ -37,7 +37,7 @@ PairKernels<T> pair_kernels();
 template <typename T>
 PairKernels<T> pair_kernels(CpuLevel level) {
 #if defined(FUSEDRL_X86_LEVELS)
-  if (level == CpuLevel::avx512) return avx512::pair_kernels<T>();
+  if (level >= CpuLevel::avx512) return avx512::pair_kernels<T>();
   if (level == CpuLevel::avx2) return avx2::pair_kernels<T>();
 #endif
   return portable::pair_kernels<T>();

@@ -35,6 +35,7 @@ py::dict cpu_features() {
   features["avx512bw"] = bool(__builtin_cpu_supports("avx512bw"));
   features["avx512dq"] = bool(__builtin_cpu_supports("avx512dq"));
   features["avx512vl"] = bool(__builtin_cpu_supports("avx512vl"));
+  features["avx512_bf16"] = bool(__builtin_cpu_supports("avx512bf16"));
 #endif
   return features;
 }

@@ -36,7 +36,7 @@ SequenceKernel<T> weigh_sequence();
 template <typename T>
 SequenceKernel<T> weigh_sequence(CpuLevel level) {
 #if defined(FUSEDRL_X86_LEVELS)
-  if (level == CpuLevel::avx512) return avx512::weigh_sequence<T>();
+  if (level >= CpuLevel::avx512) return avx512::weigh_sequence<T>();
   if (level == CpuLevel::avx2) return avx2::weigh_sequence<T>();
 #endif
   return portable::weigh_sequence<T>();

@@ -2,6 +2,7 @@
 // kernels of exact_kl.
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "common/cpu_head_gradient.h"
 #include "common/cpu_ops.h"
@@ -16,18 +17,16 @@ namespace {
 struct Side {
   Side(const Tensor& hidden, const std::vector<int64_t>& tokens,
        const std::optional<Tensor>& offsets, bool shift, const Tensor& weight,
-       const std::optional<Tensor>& bias, double scale, double softcap, bool batch_invariant,
-       int64_t classes)
+       const std::optional<Tensor>& bias, double scale, double softcap, bool batch_invariant)
       : map(row_map(hidden, offsets, shift)),
         scale(static_cast<float>(scale)),
         cap(static_cast<float>(softcap)),
-        head(hidden, elements_of(map, tokens), weight, bias, this->scale, batch_invariant,
-             classes) {}
+        head(hidden, elements_of(map, tokens), weight, bias, this->scale, batch_invariant) {}
 
   // Logits of one row of a tile from its matrix product, in place.
-  void shape(float* row, int64_t count) const {
-    if (head.bias() == nullptr && cap == 0) return;
-    head_kernels(cpu_level()).shape(row, head.bias(), count, cap);
+  void shape(float* row, Span tile) const {
+    const float* bias = head.bias(tile.first);
+    if (bias != nullptr || cap > 0) head_kernels(cpu_level()).shape(row, bias, tile.count, cap);
   }
 
   RowMap map;
@@ -35,29 +34,36 @@ struct Side {
   CpuHead head;
 };
 
-// Calls f(p_row, q_row, count, i) for the logits of the i-th kept row in every tile of classes, on
-// torch's threads, and after(first_row, p_tile, q_tile) for each block of rows.
-template <typename F, typename G, typename H>
-void for_each_tile(Side& p, Side& q, F&& f, G&& after_block, H&& after_tile) {
-  p.head.for_each_tile([&](int64_t first, int64_t count) {
-    q.head.load(first, count);
-    p.head.for_each_block([&](int64_t first_row, int64_t block) {
-      const Tensor of_p = p.head.logits(first_row), of_q = q.head.logits(first_row);
-      float *x = mutable_data<float>(of_p), *y = mutable_data<float>(of_q);
-      torch::stable::parallel_for(0, block, grain_rows(count), [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) {
-          p.shape(x + r * count, count);
-          q.shape(y + r * count, count);
-          f(x + r * count, y + r * count, count, first_row + r);
-        }
-      });
-      after_block(first_row, of_p, of_q);
-    });
-    after_tile();
-  });
-}
+// A thread's tile of both sides' logits.
+struct PairRoom {
+  PairRoom(const Side& p, const Side& q)
+      : of_p(p.head),
+        of_q(q.head),
+        p(new_floats(p.head.weight(), p.head.tile_floats())),
+        q(new_floats(q.head.weight(), q.head.tile_floats())) {}
 
-const auto nothing = [](auto&&...) {};
+  CpuHead::Room of_p, of_q;
+  Tensor p, q;
+};
+
+// Calls f(p_row, q_row, count, i, part) for the logits of the i-th row in every tile of classes,
+// and returns what `merge` makes of each row's parts.
+template <typename Part, typename F, typename Merge>
+std::vector<Part> reduced(const Side& p, const Side& q, F&& f, Merge&& merge) {
+  return reduced<Part>(
+      p.head, {0, p.head.rows()}, [&] { return PairRoom(p, q); },
+      [&](PairRoom& room, Span block, Span tile, Part* parts) {
+        float *x = mutable_data<float>(room.p), *y = mutable_data<float>(room.q);
+        p.head.logits(room.of_p, block, tile, {x, tile.count});
+        q.head.logits(room.of_q, block, tile, {y, tile.count});
+        for (int64_t r = 0; r < block.count; ++r, x += tile.count, y += tile.count) {
+          p.shape(x, tile);
+          q.shape(y, tile);
+          f(x, y, tile.count, block.first + r, parts[r]);
+        }
+      },
+      merge);
+}
 
 std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
                                    double scale, double softcap, Tensor ref_hidden,
@@ -71,27 +77,30 @@ std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<T
   const std::vector<int64_t> kept = kept_tokens(row_map(hidden, offsets, shift), data<bool>(mask));
   const float inv_temperature = inverse_temperature(temperature);
   const PairKernels<float> kernels = pair_kernels<float>(cpu_level());
-  const int64_t block = block_rows(kept.size(), batch_invariant);
-  const int64_t classes = std::min(tile_classes(weight, block), tile_classes(ref_weight, block));
-  Side p(hidden, kept, offsets, shift, weight, bias, scale, softcap, batch_invariant, classes);
-  Side q(ref_hidden, kept, offsets, shift, ref_weight, ref_bias, ref_scale, ref_softcap,
-         batch_invariant, classes);
+  const Side p(hidden, kept, offsets, shift, weight, bias, scale, softcap, batch_invariant);
+  const Side q(ref_hidden, kept, offsets, shift, ref_weight, ref_bias, ref_scale, ref_softcap,
+               batch_invariant);
 
-  std::vector<PairPart<double>> parts(kept.size());
-  const auto add = [&](float* x, float* y, int64_t count, int64_t i) {
-    parts[i] = merge(parts[i], kernels.part(x, y, count, inv_temperature), inv_temperature);
-  };
-  for_each_tile(p, q, add, nothing, nothing);
+  const std::vector<PairPart<double>> parts = reduced<PairPart<double>>(
+      p, q,
+      [&](float* x, float* y, int64_t count, int64_t, PairPart<double>& part) {
+        part = merge(part, kernels.part(x, y, count, inv_temperature), inv_temperature);
+      },
+      [&](const auto& x, const auto& y) { return merge(x, y, inv_temperature); });
 
   // Its mixture needs both normalizers first, hence every product a second time.
-  std::vector<Pair<double>> sums(jensen_shannon ? kept.size() : 0);
+  const auto plus = [](const Pair<double>& x, const Pair<double>& y) {
+    return Pair<double>{x.p + y.p, x.q + y.q};
+  };
+  std::vector<Pair<double>> sums;
   if (jensen_shannon) {
-    const auto add_sums = [&](float* x, float* y, int64_t count, int64_t i) {
-      const Pair<double> sum =
-          kernels.jensen_shannon_part(x, y, count, normalizers_of(parts[i]), inv_temperature);
-      sums[i] = {sums[i].p + sum.p, sums[i].q + sum.q};
-    };
-    for_each_tile(p, q, add_sums, nothing, nothing);
+    sums = reduced<Pair<double>>(
+        p, q,
+        [&](float* x, float* y, int64_t count, int64_t i, Pair<double>& sum) {
+          const Pair<Normalizer> normalizers = normalizers_of(parts[i]);
+          sum = plus(sum, kernels.jensen_shannon_part(x, y, count, normalizers, inv_temperature));
+        },
+        plus);
   }
 
   float* out = mutable_data<float>(kl);
@@ -120,19 +129,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const PairKernels<float> kernels = pair_kernels<float>(cpu_level());
   const auto run = jensen_shannon ? kernels.jensen_shannon_backward : kernels.backward;
   const auto chain = head_kernels(cpu_level()).chain;
-  const int64_t block = block_rows(kept.size(), batch_invariant);
-  const int64_t classes = std::min(tile_classes(weight, block), tile_classes(ref_weight, block));
-  Side p(hidden, kept, offsets, shift, weight, bias, scale, softcap, batch_invariant, classes);
-  Side q(ref_hidden, kept, offsets, shift, ref_weight, ref_bias, ref_scale, ref_softcap,
-         batch_invariant, classes);
+  const Side p(hidden, kept, offsets, shift, weight, bias, scale, softcap, batch_invariant);
+  const Side q(ref_hidden, kept, offsets, shift, ref_weight, ref_bias, ref_scale, ref_softcap,
+               batch_invariant);
   const bool of_p = of_hidden || of_weight || of_bias;
   const bool of_q = of_ref_hidden || of_ref_weight || of_ref_bias;
   CpuHeadGradient grad_p(p.head, hidden, weight, bias, of_hidden, of_weight, of_bias);
   CpuHeadGradient grad_q(q.head, ref_hidden, ref_weight, ref_bias, of_ref_hidden, of_ref_weight,
                          of_ref_bias);
 
-  const auto differentiate = [&](float* x, float* y, int64_t count, int64_t i) {
-    const int64_t n = kept[i];
+  const auto differentiate = [&](float* x, float* y, Span tile, int64_t i) {
+    const int64_t n = kept[i], count = tile.count;
+    p.shape(x, tile);
+    q.shape(y, tile);
     float capped_x[kTileClasses], capped_y[kTileClasses];
     if (p.cap > 0) std::copy_n(x, count, capped_x);
     if (q.cap > 0) std::copy_n(y, count, capped_y);
@@ -142,16 +151,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     if (of_q && q.cap > 0) chain(capped_y, y, count, q.cap);
   };
   if (of_p || of_q) {
-    for_each_tile(
-        p, q, differentiate,
-        [&](int64_t first_row, const Tensor& grads, const Tensor& ref_grads) {
-          if (of_p) grad_p.add(first_row, grads);
-          if (of_q) grad_q.add(first_row, ref_grads);
-        },
-        [&] {
-          grad_p.finish_tile();
-          grad_q.finish_tile();
-        });
+    const GradientParts parts(p.head);
+    const Tensor floats = new_floats(hidden, parts.floats);
+    const Tensor ref_floats = new_floats(hidden, parts.floats);
+    const auto make_room = [&] { return std::pair(CpuHead::Room(p.head), CpuHead::Room(q.head)); };
+    parts.for_each([&](Span rows, Span classes) {
+      const FloatMatrix grads{mutable_data<float>(floats), classes.count};
+      const FloatMatrix ref_grads{mutable_data<float>(ref_floats), classes.count};
+      for_each_tile(p.head, rows, classes, make_room, [&](auto& room, Span block, Span tile) {
+        const int64_t row = block.first - rows.first, column = tile.first - classes.first;
+        float *x = grads.at(row, column), *y = ref_grads.at(row, column);
+        p.head.logits(room.first, block, tile, {x, grads.row});
+        q.head.logits(room.second, block, tile, {y, grads.row});
+        for (int64_t i = block.first; i < block.end(); ++i, x += grads.row, y += grads.row) {
+          differentiate(x, y, tile, i);
+        }
+      });
+      if (of_p) grad_p.add(rows, classes, grads);
+      if (of_q) grad_q.add(rows, classes, ref_grads);
+    });
   }
   return {grad_p.hidden(p.map, kept, p.scale), grad_p.weight(), grad_p.bias(p.scale),
           grad_q.hidden(q.map, kept, q.scale), grad_q.weight(), grad_q.bias(q.scale)};

@@ -46,45 +46,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
   const int64_t block_of_rows = rows_of_block(rows, weight, of_weight && in_half);
   const bool one_block = rows <= block_of_rows;
   const ScalarType sums = in_half && one_block ? weight.scalar_type() : ScalarType::Float;
-  CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias, factor, false,
-               tile_classes(weight, block_of_rows), block_of_rows);
+  const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias, factor, false);
   CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias, sums);
-  const TileRows tile(head, inv_temperature, softcap);
-  std::vector<RowSoftmax> softmax(rows);
-  std::vector<RowGradient> gradients(rows);
+  const TileRows tiles(head, inv_temperature, softcap);
+  const Spans blocks{{0, rows}, block_of_rows};
+  const Span classes{0, head.classes()};
+  const Tensor floats = new_floats(hidden, std::min(rows, block_of_rows) * classes.count);
+  const FloatMatrix logits{mutable_data<float>(floats), classes.count};
+  const auto make_room = [&] { return CpuHead::Room(head); };
 
-  head.for_each_block([&](int64_t first_row, int64_t block) {
-    head.for_each_tile([&](int64_t first, int64_t count) {
-      float* x = mutable_data<float>(head.logits(first_row));
-      torch::stable::parallel_for(0, block, grain_rows(count), [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) {
-          const int64_t i = first_row + r;
-          tile.add(x + r * count, count, kept.targets[i] - first, entropy, softmax[i]);
-        }
-      });
-    });
-    for (int64_t i = first_row; i < first_row + block; ++i) {
-      const int64_t n = kept.tokens[i];
+  for (int64_t b = 0; b < blocks.count(); ++b) {
+    const Span block = blocks[b];
+    const std::vector<RowSoftmax> softmax = reduced<RowSoftmax>(
+        head, block, make_room,
+        [&](CpuHead::Room& room, Span part, Span tile, RowSoftmax* of_part) {
+          float* x = logits.at(part.first - block.first, tile.first);
+          head.logits(room, part, tile, {x, logits.row});
+          for (int64_t r = 0; r < part.count; ++r, x += logits.row) {
+            tiles.add(x, tile, kept.targets[part.first + r], entropy, of_part[r]);
+          }
+        },
+        [&](const RowSoftmax& x, const RowSoftmax& y) { return tiles.merged(x, y); });
+    std::vector<RowGradient> gradients(block.count);
+    for (int64_t i = 0; i < block.count; ++i) {
+      const int64_t n = kept.tokens[block.first + i];
       const RowResult row = finish(softmax[i].part, softmax[i].target_logit, inv_temperature);
       results[n] = policy.row(n, row.log_prob, entropy ? row.entropy : 0.0f);
       gradients[i] = {policy.slope(n, results[n]), policy.weights[n].entropy, row.entropy,
                       row.normalizer, inv_temperature};
     }
-    if (!of_hidden && !of_weight && !of_bias) return;
-    head.for_each_tile([&](int64_t first, int64_t count) {
-      const Tensor logits = head.place(first_row);
-      float* x = mutable_data<float>(logits);
-      torch::stable::parallel_for(0, block, grain_rows(count), [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) {
-          const int64_t i = first_row + r;
-          tile.differentiate(x + r * count, count, kept.targets[i] - first, gradients[i],
-                             results[kept.tokens[i]].log_prob);
-        }
-      });
-      gradient.add(first_row, logits);
-      gradient.finish_tile();
+    if (!of_hidden && !of_weight && !of_bias) continue;
+    for_each_tile(head, block, classes, make_room, [&](auto&, Span part, Span tile) {
+      for (int64_t i = part.first; i < part.end(); ++i) {
+        tiles.differentiate(logits.at(i - block.first, tile.first), tile, kept.targets[i],
+                            gradients[i - block.first], results[kept.tokens[i]].log_prob);
+      }
     });
-  });
+    gradient.add(block, classes, logits);
+  }
   Tensor of_weights = gradient.weight();
   if (of_weight && in_half && !one_block) {
     of_weights = torch::stable::to(of_weights, weight.scalar_type());

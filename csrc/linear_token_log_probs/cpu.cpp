@@ -1,5 +1,5 @@
 // CPU ops: the head's logits of the kept rows, a tile at a time, through the row kernels of
-// token_log_probs. A tile of weights is read once for all rows.
+// token_log_probs.
 #include <algorithm>
 #include <tuple>
 
@@ -10,6 +10,29 @@
 namespace fusedrl {
 namespace {
 
+// A thread's tile of logits.
+struct TileRoom {
+  explicit TileRoom(const CpuHead& head)
+      : of_head(head), floats(new_floats(head.weight(), head.tile_floats())) {}
+
+  CpuHead::Room of_head;
+  Tensor floats;
+};
+
+std::vector<RowSoftmax> softmax_of(const CpuHead& head, const TileRows& tiles,
+                                   const std::vector<int64_t>& targets, bool entropy) {
+  return reduced<RowSoftmax>(
+      head, {0, head.rows()}, [&] { return TileRoom(head); },
+      [&](TileRoom& room, Span block, Span tile, RowSoftmax* rows) {
+        float* x = mutable_data<float>(room.floats);
+        head.logits(room.of_head, block, tile, {x, tile.count});
+        for (int64_t r = 0; r < block.count; ++r) {
+          tiles.add(x + r * tile.count, tile, targets[block.first + r], entropy, rows[r]);
+        }
+      },
+      [&](const RowSoftmax& x, const RowSoftmax& y) { return tiles.merged(x, y); });
+}
+
 Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor tokens,
                std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift,
                Tensor temperature, double scale, double softcap, bool entropy,
@@ -18,22 +41,10 @@ Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor 
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
   if (!vocab_offset.has_value()) kept.check_targets(weight.size(0));
   const float inv_temperature = inverse_temperature(temperature);
-  std::vector<RowSoftmax> rows(kept.tokens.size());
-  const std::vector<int64_t> elements = elements_of(kept.map, kept.tokens);
-  CpuHead head(hidden, elements, weight, bias, static_cast<float>(scale), batch_invariant,
-               tile_classes(weight, block_rows(elements.size(), batch_invariant)));
-  const TileRows tile(head, inv_temperature, softcap);
-  head.for_each_tile([&](int64_t first, int64_t count) {
-    head.for_each_block([&](int64_t first_row, int64_t block) {
-      float* logits = mutable_data<float>(head.logits(first_row));
-      torch::stable::parallel_for(0, block, grain_rows(count), [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) {
-          const int64_t i = first_row + r;
-          tile.add(logits + r * count, count, kept.targets[i] - first, entropy, rows[i]);
-        }
-      });
-    });
-  });
+  const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias,
+                     static_cast<float>(scale), batch_invariant);
+  const TileRows tiles(head, inv_temperature, softcap);
+  const std::vector<RowSoftmax> rows = softmax_of(head, tiles, kept.targets, entropy);
 
   VocabPart* out = mutable_data<VocabPart>(parts);
   std::fill_n(out, tokens.numel(), dropped_part(vocab_offset.value_or(0) == 0));
@@ -75,29 +86,28 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   const float* up = data<float>(grad_log_probs);
   const float* up_entropy = data<float>(grad_entropy);
 
-  const std::vector<int64_t> elements = elements_of(kept.map, kept.tokens);
-  CpuHead head(hidden, elements, weight, bias, factor, batch_invariant,
-               tile_classes(weight, block_rows(elements.size(), batch_invariant)));
+  const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias, factor,
+                     batch_invariant);
   CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
-  const TileRows tile(head, inv_temperature, softcap);
-  head.for_each_tile([&](int64_t first, int64_t count) {
-    head.for_each_block([&](int64_t first_row, int64_t block) {
-      const Tensor logits = head.logits(first_row);
-      float* x = mutable_data<float>(logits);
-      torch::stable::parallel_for(0, block, grain_rows(count), [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) {
-          const int64_t i = first_row + r, n = kept.tokens[i];
-          const RowGradient of_row{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
-                                   up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
-                                   data<Normalizer>(normalizers)[n], inv_temperature};
-          tile.shape(x + r * count, count);
-          tile.differentiate(x + r * count, count, kept.targets[i] - first, of_row,
-                             data<float>(log_probs)[n]);
-        }
-      });
-      gradient.add(first_row, logits);
+  const TileRows tiles(head, inv_temperature, softcap);
+  const GradientParts parts(head);
+  const Tensor floats = new_floats(hidden, parts.floats);
+  const auto make_room = [&] { return CpuHead::Room(head); };
+  parts.for_each([&](Span rows, Span classes) {
+    const FloatMatrix grads{mutable_data<float>(floats), classes.count};
+    for_each_tile(head, rows, classes, make_room, [&](auto& room, Span block, Span tile) {
+      float* x = grads.at(block.first - rows.first, tile.first - classes.first);
+      head.logits(room, block, tile, {x, grads.row});
+      for (int64_t i = block.first; i < block.end(); ++i, x += grads.row) {
+        const int64_t n = kept.tokens[i];
+        const RowGradient of_row{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
+                                 up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
+                                 data<Normalizer>(normalizers)[n], inv_temperature};
+        tiles.shape(x, tile);
+        tiles.differentiate(x, tile, kept.targets[i], of_row, data<float>(log_probs)[n]);
+      }
     });
-    gradient.finish_tile();
+    gradient.add(rows, classes, grads);
   });
   // The ranks of a sharded vocabulary add theirs up before it is rounded.
   const ScalarType of_hidden_states =

@@ -26,7 +26,7 @@ HeadKernels head_kernels();
 
 inline HeadKernels head_kernels(CpuLevel level) {
 #if defined(FUSEDRL_X86_LEVELS)
-  if (level == CpuLevel::avx512) return avx512::head_kernels();
+  if (level >= CpuLevel::avx512) return avx512::head_kernels();
   if (level == CpuLevel::avx2) return avx2::head_kernels();
 #endif
   return portable::head_kernels();

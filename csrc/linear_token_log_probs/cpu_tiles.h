@@ -37,39 +37,46 @@ struct KeptTokens {
   }
 };
 
-// A row's softmax as far as its tiles have been seen.
+// A row's softmax as far as its classes have been seen.
 struct RowSoftmax {
   SoftmaxPart<double> part;
   float target_logit = -INFINITY;
 };
 
-// The rows of one tile at a time.
+// The rows of tiles.
 class TileRows {
  public:
   TileRows(const CpuHead& head, float inv_temperature, double softcap)
       : head_(head), inv_temperature_(inv_temperature), cap_(static_cast<float>(softcap)) {}
 
-  // Makes logits of a row's products, and adds them to its softmax; `target` counts in the tile.
-  void add(float* x, int64_t count, int64_t target, bool entropy, RowSoftmax& row) const {
-    shape(x, count);
+  // Makes logits of a row's products, and adds them to its softmax.
+  void add(float* x, Span tile, int64_t target, bool entropy, RowSoftmax& row) const {
+    shape(x, tile);
     const auto part_of = entropy ? kernels_.part_entropy : kernels_.part;
-    row.part = merge(row.part, part_of(x, count, inv_temperature_), inv_temperature_);
-    if (target >= 0 && target < count) row.target_logit = x[target];
+    const SoftmaxPart<double> part = part_of(x, tile.count, inv_temperature_);
+    row = merged(row, {part, tile.has(target) ? x[target - tile.first] : -INFINITY});
+  }
+
+  // The union of two parts of a row.
+  RowSoftmax merged(const RowSoftmax& x, const RowSoftmax& y) const {
+    return {merge(x.part, y.part, inv_temperature_),
+            y.target_logit <= x.target_logit ? x.target_logit : y.target_logit};
   }
 
   // Makes logits of a row's products.
-  void shape(float* x, int64_t count) const {
-    if (head_.bias() != nullptr || cap_ > 0) kernels_of_head_.shape(x, head_.bias(), count, cap_);
+  void shape(float* x, Span tile) const {
+    const float* bias = head_.bias(tile.first);
+    if (bias != nullptr || cap_ > 0) kernels_of_head_.shape(x, bias, tile.count, cap_);
   }
 
   // Overwrites a row's logits with the gradients of its products.
-  void differentiate(float* x, int64_t count, int64_t target, const RowGradient& gradient,
+  void differentiate(float* x, Span tile, int64_t target, const RowGradient& gradient,
                      float target_log_prob) const {
     float capped[kTileClasses];
-    if (cap_ > 0) std::copy_n(x, count, capped);
-    kernels_.backward(x, x, count, gradient);
-    if (target >= 0 && target < count) x[target] = gradient.target(target_log_prob);
-    if (cap_ > 0) kernels_of_head_.chain(capped, x, count, cap_);
+    if (cap_ > 0) std::copy_n(x, tile.count, capped);
+    kernels_.backward(x, x, tile.count, gradient);
+    if (tile.has(target)) x[target - tile.first] = gradient.target(target_log_prob);
+    if (cap_ > 0) kernels_of_head_.chain(capped, x, tile.count, cap_);
   }
 
  private:

@@ -31,7 +31,7 @@ RowKernels<T> row_kernels();
 template <typename T>
 RowKernels<T> row_kernels(CpuLevel level) {
 #if defined(FUSEDRL_X86_LEVELS)
-  if (level == CpuLevel::avx512) return avx512::row_kernels<T>();
+  if (level >= CpuLevel::avx512) return avx512::row_kernels<T>();
   if (level == CpuLevel::avx2) return avx2::row_kernels<T>();
 #endif
   return portable::row_kernels<T>();

@@ -1,0 +1,71 @@
+// Products of bfloat16 matrices, summed in float32, on CPUs that have instructions for them.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+
+#include <cstdint>
+
+#include "common/cpu_level.h"
+
+namespace fusedrl {
+
+using torch::headeronly::BFloat16;
+
+// A matrix [rows, depth] of bfloat16 in pairs along its depth, the first of a pair in the low half;
+// of an odd depth the last pair ends with a zero. Where float32 was rounded to it, `rest` is what
+// bfloat16 keeps of the difference, which makes 16 bits of 8; else null.
+struct Pairs {
+  const uint32_t *data, *rest;
+  int64_t row, step;  // words between rows, and between pairs
+};
+
+struct Bf16Matrix {
+  const BFloat16* data;
+  int64_t row;  // elements between rows
+};
+
+// out [rows, columns] in float32, `row` elements between its rows.
+struct FloatMatrix {
+  float* data;
+  int64_t row;
+
+  float* at(int64_t i, int64_t j) const { return data + i * row + j; }
+};
+
+struct ProductSizes {
+  int64_t rows, columns, depth;
+};
+
+// Every element is summed in an order that depends on the depth alone.
+struct Bf16Products {
+  // out = factor a b, or out += factor a b, for b [depth, columns].
+  void (*multiply)(FloatMatrix out, Pairs a, Bf16Matrix b, ProductSizes sizes, float factor,
+                   bool add);
+  // The same for b^T, where b is [columns, depth].
+  void (*multiply_transposed)(FloatMatrix out, Pairs a, Bf16Matrix b, ProductSizes sizes,
+                              float factor, bool add);
+  // `from` [rows, columns] as pairs along its columns, [rows, (columns + 1) / 2] words each.
+  void (*pairs_of_columns)(uint32_t* to, uint32_t* rest, FloatMatrix from, int64_t rows,
+                           int64_t columns);
+  // `from` [rows, columns] as pairs along its rows, [(rows + 1) / 2, columns] words each.
+  void (*pairs_of_rows)(uint32_t* to, uint32_t* rest, FloatMatrix from, int64_t rows,
+                        int64_t columns);
+};
+
+#if defined(FUSEDRL_BF16_PRODUCTS)
+namespace avx512_bf16 {
+Bf16Products bf16_products();
+}
+#endif
+
+// Null where this level has none.
+inline const Bf16Products* bf16_products(CpuLevel level) {
+#if defined(FUSEDRL_BF16_PRODUCTS)
+  static const Bf16Products products = avx512_bf16::bf16_products();
+  if (level >= CpuLevel::avx512_bf16) return &products;
+#endif
+  (void)level;
+  return nullptr;
+}
+
+}  // namespace fusedrl

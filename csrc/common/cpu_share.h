@@ -1,0 +1,63 @@
+// Work in parts, for the threads of one parallel region.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+namespace fusedrl {
+
+// Rows or classes that follow each other.
+struct Span {
+  int64_t first, count;
+
+  int64_t end() const { return first + count; }
+  bool has(int64_t i) const { return first <= i && i < end(); }
+  bool operator==(const Span&) const = default;
+};
+
+// A range in spans of `length`, of which the last may be shorter.
+struct Spans {
+  Span range;
+  int64_t length;
+
+  int64_t count() const { return (range.count + length - 1) / length; }
+  Span operator[](int64_t i) const {
+    return {range.first + i * length, std::min(length, range.count - i * length)};
+  }
+};
+
+// Threads take a head's classes in segments of tiles, and what they find out about a row in each
+// segment is merged in order, so that no bit depends on their number.
+struct Segments {
+  static constexpr int64_t kMost = 128;  // what is known of a row takes less than its hidden states
+  Spans tiles;
+
+  int64_t tiles_each() const { return (tiles.count() + kMost - 1) / kMost; }
+  int64_t count() const { return (tiles.count() + tiles_each() - 1) / tiles_each(); }
+
+  template <typename F>
+  void for_each_tile(int64_t segment, F&& f) const {
+    const int64_t first = segment * tiles_each();
+    for (int64_t i = first; i < std::min(first + tiles_each(), tiles.count()); ++i) f(tiles[i]);
+  }
+};
+
+// Calls f(room, i) for every i below `items`; whichever thread is free takes the next one, in a
+// room of its own that make_room() returns. A thread that is descheduled delays no other.
+template <typename MakeRoom, typename F>
+void share(int64_t items, const MakeRoom& make_room, const F& f) {
+  if (items == 0) return;
+  std::atomic<int64_t> next{0};
+  const int64_t threads = torch::stable::get_num_threads();
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    int64_t item = next++;
+    if (item >= items) return;
+    auto room = make_room();
+    for (; item < items; item = next++) f(room, item);
+  });
+}
+
+}  // namespace fusedrl
