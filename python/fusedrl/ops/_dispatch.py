@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
-from fusedrl import native, ragged
+from fusedrl import native
 
 logger = logging.getLogger("fusedrl")
 
@@ -217,20 +217,6 @@ def check_floating(name: str, tensor: Tensor) -> None:
         raise TypeError(
             f"{name}: expected a floating-point dtype, got {tensor.dtype}; convert it with .float()"
         )
-
-
-def nested_values(name: str, value: Any, like: str, offsets: Tensor) -> Tensor:
-    """Packed values of the nested companion of ``like``, whose packed offsets are ``offsets``."""
-    check_tensor(name, value, NESTED, like=f" like {like}")
-    values, own = ragged.from_nested(value, name)
-    if own is offsets:
-        return values
-    check_device(name, own, offsets.device)
-    if own.is_meta:
-        return values
-    if not torch.equal(own, offsets):
-        raise ValueError(f"{name}: expected the sequence lengths of {like}, got others")
-    return values
 
 
 def check_device(name: str, tensor: Tensor, device: torch.device) -> None:

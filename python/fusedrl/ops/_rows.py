@@ -1,14 +1,10 @@
-"""What ops over rows share: checks of ``[N, ...]`` and ``[B, T, ...]``, packing of nested."""
+"""What ops over rows share: checks of ``[N, ...]`` and ``[B, T, ...]``, and whose sequence."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedrl import ragged
 from fusedrl.ops import _dispatch
 
 _TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -70,47 +66,3 @@ def sequence_of_tokens(tokens: Tensor, offsets: Tensor | None) -> tuple[Tensor, 
         return index, count
     places = torch.arange(tokens.numel(), device=tokens.device)
     return places // max(tokens.shape[-1], 1), count
-
-
-class Packed(NamedTuple):
-    """The values of a nested batch, of its companions, and the way back for a value a token."""
-
-    values: Tensor
-    offsets: Tensor
-    companions: list[Tensor | None]
-    rewrap: Callable[[Tensor], Tensor]
-
-
-def pack(
-    name: str,
-    nested: Tensor,
-    offsets: Tensor | None,
-    over: str | None = None,
-    form: str = "[B, j, columns]",
-    **companions: Tensor | None,
-) -> Packed:
-    """A nested tensor and its companions, of the same sequence lengths, as packed values.
-
-    Its dimensions are as many as those of ``form``, ``[B, j, columns]`` or ``[B, j]``.
-
-    The answer is nested over the offsets of the companion ``over``, or of the rows, so that it
-    composes with that tensor.
-    """
-    if offsets is not None:
-        raise ValueError(f"offsets: expected None with nested {name}, which carry their own")
-    packed = ragged.from_nested(nested, name)
-    if nested.dim() != form.count(",") + 1:
-        raise ValueError(f"{name}: expected a nested {form}, got one of {nested.dim()} dimensions")
-    values = [
-        None if value is None else _dispatch.nested_values(key, value, name, packed.offsets)
-        for key, value in companions.items()
-    ]
-    model = companions[over] if over is not None else nested
-    assert model is not None
-
-    def rewrap(flat: Tensor) -> Tensor:
-        if model.layout == torch.jagged:
-            return ragged.to_jagged(ragged.Ragged(flat, ragged.jagged_parts(model)[1]))
-        return ragged.to_strided(ragged.Ragged(flat, packed.offsets))
-
-    return Packed(packed.values, packed.offsets, values, rewrap)

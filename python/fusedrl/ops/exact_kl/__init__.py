@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.ops import _autograd, _dispatch, _rows
+from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.exact_kl import reference
 
@@ -20,6 +21,7 @@ DIRECTIONS = ("reverse", "forward", "jensen_shannon")
 
 
 @accepts_parts("mask")
+@accepts_nested("ref_logits")
 def exact_kl(
     logits: Tensor,
     ref_logits: Tensor,
@@ -85,13 +87,6 @@ def exact_kl(
     """
     _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
     check_direction(direction)
-    if logits.is_nested:
-        packed = _rows.pack("logits", logits, offsets, ref_logits=ref_logits, mask=mask)
-        ref_values, mask = packed.companions
-        assert ref_values is not None
-        options: dict[str, Any] = {"direction": direction, "shift": shift, "impl": impl}
-        options |= {"offsets": packed.offsets, "temperature": temperature}
-        return packed.rewrap(exact_kl(packed.values, ref_values, mask, **options))
     _check(logits, ref_logits, mask, offsets, shift)
     chosen = _dispatch.choose(
         impl, "exact_kl", logits.device, logits.dtype, _dispatch.KERNEL_DTYPES

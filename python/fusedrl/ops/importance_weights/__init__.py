@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusedrl import ragged
 from fusedrl.ops import _dispatch, _rows
+from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._samples import check_lists, pack_columns
 from fusedrl.ops.importance_weights import reference
 
@@ -79,6 +80,7 @@ class ImportanceWeights(NamedTuple):
     mismatch: Mismatch
 
 
+@accepts_nested("rollout_log_probs", form="[B, j]", fields=("weights",))
 def importance_weights(
     log_probs: Tensor | Sequence[Tensor],
     rollout_log_probs: Tensor | Sequence[Tensor],
@@ -156,8 +158,6 @@ def importance_weights(
         return _list(log_probs, rollout_log_probs, mask, offsets, options)
     _dispatch.check_tensor("log_probs", log_probs, _dispatch.DENSE, _dispatch.NESTED)
     assert isinstance(log_probs, Tensor)
-    if log_probs.is_nested:
-        return _nested(log_probs, rollout_log_probs, mask, offsets, options)
     return _dense(log_probs, rollout_log_probs, mask, offsets, options)  # pyright: ignore[reportArgumentType]
 
 
@@ -191,30 +191,6 @@ def _list(
     kept = None if mask is None else packed.companions[1]
     weighed = _dense(packed.log_probs, packed.companions[0], kept, of_samples, options)
     return weighed._replace(weights=list(weighed.weights.split(packed.lengths)))
-
-
-def _nested(
-    log_probs: Tensor,
-    rollout_log_probs: Any,
-    mask: Any,
-    offsets: Tensor | None,
-    options: dict[str, Any],
-) -> ImportanceWeights:
-    _dispatch.check_tensor(
-        "rollout_log_probs", rollout_log_probs, _dispatch.NESTED, like=" like log_probs"
-    )
-    companions: dict[str, Any] = {"rollout_log_probs": rollout_log_probs}
-    companions |= {} if mask is None else {"mask": mask}
-    packed = _rows.pack("log_probs", log_probs, offsets, form="[B, j]", **companions)
-    values: dict[str, Any] = dict(zip(companions, packed.companions, strict=True))
-    weighed = _dense(
-        packed.values,
-        values["rollout_log_probs"],
-        values.get("mask"),
-        packed.offsets,
-        options,
-    )
-    return weighed._replace(weights=packed.rewrap(weighed.weights))
 
 
 def _dense(

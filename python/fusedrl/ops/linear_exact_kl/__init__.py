@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.ops import _autograd, _dispatch, _head, _rows
+from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.exact_kl import check_direction
 from fusedrl.ops.linear_exact_kl import reference
@@ -19,6 +20,7 @@ __all__ = ["linear_exact_kl"]
 
 
 @accepts_parts("mask")
+@accepts_nested("ref_hidden")
 def linear_exact_kl(
     hidden: Tensor,
     weight: Tensor,
@@ -94,31 +96,6 @@ def linear_exact_kl(
     """
     check_direction(direction)
     _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
-    if hidden.is_nested:
-        packed = _rows.pack("hidden", hidden, offsets, ref_hidden=ref_hidden, mask=mask)
-        ref_values, mask = packed.companions
-        assert ref_values is not None
-        return packed.rewrap(
-            linear_exact_kl(
-                packed.values,
-                weight,
-                ref_values,
-                ref_weight,
-                mask,
-                direction=direction,
-                bias=bias,
-                ref_bias=ref_bias,
-                softcap=softcap,
-                ref_softcap=ref_softcap,
-                scale=scale,
-                ref_scale=ref_scale,
-                offsets=packed.offsets,
-                shift=shift,
-                temperature=temperature,
-                batch_invariant=batch_invariant,
-                impl=impl,
-            )
-        )
     _check_tokens(hidden, ref_hidden, mask, offsets, shift)
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     ref_head = _head.prepare("ref_", ref_hidden, ref_weight, ref_bias, ref_scale, ref_softcap)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.ops import _dispatch, _head, _rows
+from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.linear_policy_loss import autograd, losses
 from fusedrl.ops.linear_policy_loss.autograd import Task
@@ -68,6 +69,13 @@ class PolicyLoss(NamedTuple):
     *("tokens", "mask", "advantages"),
     *("old_log_probs", "ref_log_probs", "token_weights", "rollout_log_probs"),
     per_sequence="advantages",
+)
+@accepts_nested(
+    "tokens",
+    optional=("mask", "old_log_probs", "ref_log_probs", "token_weights", "rollout_log_probs"),
+    per_sequence="advantages",
+    over="tokens",
+    fields=("log_probs", "entropies"),
 )
 def linear_policy_loss(
     hidden: Tensor,
@@ -208,55 +216,6 @@ def linear_policy_loss(
         torch.Size([100, 8])
     """
     _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
-    if hidden.is_nested:
-        columns: dict[str, Any] = {
-            "mask": mask,
-            "old_log_probs": old_log_probs,
-            "ref_log_probs": ref_log_probs,
-            "token_weights": token_weights,
-            "rollout_log_probs": rollout_log_probs,
-        }
-        if isinstance(advantages, Tensor) and advantages.is_nested:
-            columns["advantages"] = advantages
-        packed = _rows.pack("hidden", hidden, offsets, over="tokens", tokens=tokens, **columns)
-        values, *of_columns = packed.companions
-        columns = dict(zip(columns, of_columns, strict=True))
-        of_tokens = columns.get("advantages", advantages)
-        assert values is not None and of_tokens is not None
-        result = linear_policy_loss(
-            packed.values,
-            weight,
-            values,
-            columns["mask"],
-            of_tokens,
-            old_log_probs=columns["old_log_probs"],
-            ref_log_probs=columns["ref_log_probs"],
-            token_weights=columns["token_weights"],
-            rollout_log_probs=columns["rollout_log_probs"],
-            importance=importance,
-            offsets=packed.offsets,
-            shift=shift,
-            loss=loss,
-            ratio=ratio,
-            clip=clip,
-            dual_clip=dual_clip,
-            aggregation=aggregation,
-            normalizer=normalizer,
-            kl_coeff=kl_coeff,
-            kl_estimator=kl_estimator,
-            entropy_coeff=entropy_coeff,
-            entropy=entropy,
-            bias=bias,
-            softcap=softcap,
-            scale=scale,
-            temperature=temperature,
-            vocab_offset=vocab_offset,
-            group=group,
-            main_grad=main_grad,
-            impl=impl,
-        )
-        entropies = None if result.entropies is None else packed.rewrap(result.entropies)
-        return result._replace(log_probs=packed.rewrap(result.log_probs), entropies=entropies)
     surrogate, level, aggregation = losses.recipe_of(
         loss, ratio, aggregation, clip, dual_clip, kl_estimator
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.ops import _autograd, _dispatch, _head, _rows
+from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.linear_token_log_probs import autograd, reference
 from fusedrl.ops.linear_token_log_probs.shards import VocabPart
@@ -20,6 +21,7 @@ __all__ = ["VocabPart", "linear_token_log_probs"]
 
 
 @accepts_parts("tokens", "mask")
+@accepts_nested("tokens", over="tokens", fields=("log_probs", "entropy"))
 def linear_token_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -102,32 +104,6 @@ def linear_token_log_probs(
         True
     """
     _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
-    if hidden.is_nested:
-        packed = _rows.pack("hidden", hidden, offsets, over="tokens", tokens=tokens, mask=mask)
-        values, mask = packed.companions
-        assert values is not None
-        result = linear_token_log_probs(
-            packed.values,
-            weight,
-            values,
-            mask,
-            bias=bias,
-            softcap=softcap,
-            scale=scale,
-            offsets=packed.offsets,
-            shift=shift,
-            temperature=temperature,
-            entropy=entropy,
-            vocab_offset=vocab_offset,
-            group=group,
-            batch_invariant=batch_invariant,
-            impl=impl,
-        )
-        if isinstance(result, VocabPart):
-            return result
-        if isinstance(result, TokenLogProbs):
-            return TokenLogProbs(*map(packed.rewrap, result))
-        return packed.rewrap(result)
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     _rows.check_rows("hidden", head.hidden, offsets, shift)
     _rows.check_tokens(tokens, head.hidden, "hidden states")

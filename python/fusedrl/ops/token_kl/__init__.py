@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fusedrl import ragged
-from fusedrl.ops import _autograd, _dispatch, _rows
+from fusedrl.ops import _autograd, _dispatch
+from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._samples import check_lists
 from fusedrl.ops.token_kl import reference
 from fusedrl.ops.token_kl.samples import (
@@ -51,6 +52,7 @@ class PackedKL(NamedTuple):
     lengths: list[int]
 
 
+@accepts_nested("ref_log_probs", per_sequence="reward", form="[B, j]", fields=("kl", "reward"))
 def token_kl(
     log_probs: Tensor | Sequence[Tensor],
     ref_log_probs: Tensor | Sequence[Tensor],
@@ -115,8 +117,6 @@ def token_kl(
         return _list(log_probs, ref_log_probs, mask, offsets, reward, options)
     _dispatch.check_tensor("log_probs", log_probs, _dispatch.DENSE, _dispatch.NESTED)
     assert isinstance(log_probs, Tensor)
-    if log_probs.is_nested:
-        return _nested(log_probs, ref_log_probs, mask, offsets, reward, options)
     kl, penalised = _dense(log_probs, ref_log_probs, mask, offsets, reward, options)  # pyright: ignore[reportArgumentType]
     return kl if penalised is None else TokenKL(kl, penalised)
 
@@ -188,40 +188,6 @@ def kl_in_place(
             raise
         return None
     return PackedKL(kl, None if reward is None else penalised, list(map(Tensor.numel, log_probs)))
-
-
-def _nested(
-    log_probs: Tensor,
-    ref_log_probs: Any,
-    mask: Any,
-    offsets: Tensor | None,
-    reward: Any,
-    options: dict[str, Any],
-) -> Any:
-    _dispatch.check_tensor("ref_log_probs", ref_log_probs, _dispatch.NESTED, like=" like log_probs")
-    companions: dict[str, Any] = {"ref_log_probs": ref_log_probs}
-    companions |= {} if mask is None else {"mask": mask}
-    nested_reward = _dispatch.kind(reward) == _dispatch.NESTED
-    companions |= {"reward": reward} if nested_reward else {}
-    packed = _rows.pack("log_probs", log_probs, offsets, form="[B, j]", **companions)
-    values: dict[str, Any] = dict(zip(companions, packed.companions, strict=True))
-    if nested_reward:
-        reward = values["reward"]
-    elif reward is not None:
-        _dispatch.check_tensor("reward", reward, _dispatch.DENSE, _dispatch.NESTED)
-        if reward.shape == (len(packed.offsets) - 1,):
-            _dispatch.check_device("reward", reward, packed.values.device)
-            reward = torch.repeat_interleave(reward, packed.offsets.diff())
-    kl, penalised = _dense(
-        packed.values,
-        values["ref_log_probs"],
-        values.get("mask"),
-        packed.offsets,
-        reward,
-        options,
-    )
-    rewrap = packed.rewrap
-    return rewrap(kl) if penalised is None else TokenKL(rewrap(kl), rewrap(penalised))
 
 
 def _dense(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.ops import _autograd, _dispatch, _rows
+from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.token_log_probs import reference
 
@@ -25,6 +26,7 @@ class TokenLogProbs(NamedTuple):
 
 
 @accepts_parts("tokens", "mask")
+@accepts_nested("tokens", over="tokens", fields=("log_probs", "entropy"))
 def token_log_probs(
     logits: Tensor,
     tokens: Tensor,
@@ -90,23 +92,6 @@ def token_log_probs(
         tensor([0., 0.])
     """
     _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
-    if logits.is_nested:
-        packed = _rows.pack("logits", logits, offsets, over="tokens", tokens=tokens, mask=mask)
-        values, mask = packed.companions
-        assert values is not None
-        result = token_log_probs(
-            packed.values,
-            values,
-            mask,
-            offsets=packed.offsets,
-            shift=shift,
-            temperature=temperature,
-            entropy=entropy,
-            impl=impl,
-        )
-        if isinstance(result, TokenLogProbs):
-            return TokenLogProbs(*map(packed.rewrap, result))
-        return packed.rewrap(result)
     _rows.check_rows("logits", logits, offsets, shift)
     _rows.check_tokens(tokens, logits, "logits")
     _dispatch.check_mask(mask, tokens.shape, logits.device)
