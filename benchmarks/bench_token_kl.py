@@ -13,7 +13,8 @@ from . import peers
 from .harness import Case, Run, Skipped
 
 COEFF = 0.1
-COUNTS = {8: 4.0, 64: 10.0, 256: 10.0}  # samples -> least speed-up over torchrl on lazy stacks
+COUNTS = {8: 5.0, 64: 8.0, 256: 8.0}  # samples -> least speed-up over torchrl on lazy stacks
+THREADS = (1, 2)  # of the CPU
 COLUMN_GOAL = 20.0  # at 256 samples, over torchrl's lazy stacks of the same samples
 GPU_GOAL = 30.0  # the same on a GPU, in every form
 WORK = 5 * 4  # bytes a token: policy, reference and reward in, KL and reward out
@@ -34,16 +35,16 @@ def make_samples(count: int, device: str) -> Samples:
     ]
 
 
-def lazy(samples: Samples) -> Any:
-    """As torchrl's collectors deliver them: a stack of one TensorDict a sample."""
+def lazy(samples: Samples, under_next: bool = False) -> Any:
+    """As torchrl's collectors deliver them: a stack of one TensorDict a sample, in fresh memory."""
     from tensordict import TensorDict, lazy_stack
 
-    return lazy_stack(
-        [
-            TensorDict({"log_probs": {"full": p}, "ref_log_probs": {"full": q}, "reward": r})
-            for p, q, r in samples
-        ]
-    )
+    rows = []
+    for p, q, r in samples:
+        log_probs, ref_log_probs = {"full": p.clone()}, {"full": q.clone()}
+        row = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "reward": r.clone()}
+        rows.append(TensorDict({"next": row} if under_next else row))
+    return lazy_stack(rows)
 
 
 def nested(samples: Samples, layout: torch.layout) -> Any:
@@ -86,7 +87,15 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped
 
     ours, theirs = KLComputation(coeff=COEFF), Reference(coeff=COEFF)
     for count, goal in COUNTS.items():
-        yield lazy_case(make_samples(count, device), ours, theirs, _goal(goal, count, device))
+        for threads in THREADS if device == "cpu" else (None,):
+            for under_next in (False, True):
+                yield lazy_case(
+                    make_samples(count, device),
+                    {"torchrl": theirs, "fusedrl": ours},
+                    _goal(goal, count, device),
+                    threads,
+                    under_next,
+                )
     yield from column_cases(samples, ours, theirs, _goal(COLUMN_GOAL, len(samples), device))
     yield packed_case(samples, {"torchrl": lambda pair: theirs(pair[0])})
 
@@ -95,18 +104,29 @@ def _goal(on_cpu: float, count: int, device: str) -> float:
     return GPU_GOAL if device == "cuda" and count == max(COUNTS) else on_cpu
 
 
-def lazy_case(samples: Samples, ours: Run, theirs: Run, goal: float) -> Case:
+def lazy_case(
+    samples: Samples, contenders: dict[str, Run], goal: float, threads: int | None, under_next: bool
+) -> Case:
     """Both classes on what torchrl's collectors deliver."""
+    on_threads = "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''}"
+
+    def rewards(td: Any) -> torch.Tensor:
+        following = td["next"] if under_next else td
+        return torch.cat([row.flatten() for row in following.get("reward", as_list=True)])
+
     return Case(
         op="KLComputation",
-        setting=f"{len(samples)} samples, lazy stack",
-        make_input=lambda: lazy(samples),
-        contenders={"torchrl": theirs, "fusedrl": ours},
+        setting=f"{len(samples)} samples, lazy stack"
+        + (', under "next"' if under_next else "")
+        + on_threads,
+        make_input=lambda: lazy(samples, under_next),
+        contenders=contenders,
         truth=lambda _: truth(samples),
-        answer=lambda td: torch.cat([r.flatten() for r in td.get("reward", as_list=True)]),
+        answer=rewards,
         goals={"torchrl": goal},
         work=tokens_of(samples) * WORK,
         host_bound=True,
+        threads=threads,
     )
 
 

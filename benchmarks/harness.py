@@ -47,6 +47,7 @@ class Case:
     least_fraction: float | None = None  # goal: ours at least this share of the ceiling
     most_extra_mib: float | None = None  # goal: ours at most this memory beside its input
     host_bound: bool = False  # Python is part of the job: the wall clock, on a GPU too
+    threads: int | None = None  # of torch on the CPU; ``None`` leaves them as they are
 
 
 @dataclass
@@ -91,6 +92,15 @@ def measure(
     A contender that raises drops out, and its row says why. ``copy_rate`` is what
     :func:`copy_bandwidth` found.
     """
+    before = torch.get_num_threads()
+    torch.set_num_threads(case.threads or before)
+    try:
+        return _measure(case, seconds, device, copy_rate)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure(case: Case, seconds: float, device: str, copy_rate: float | None) -> list[Row]:
     _clean(device)
     rows = {name: Row(case.op, case.setting, name) for name in case.contenders | case.timed_only}
     runs = case.contenders | case.timed_only

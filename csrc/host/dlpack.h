@@ -34,6 +34,15 @@ struct Tensor {
   uint64_t byte_offset;
 };
 
+// The C functions by which a class of tensors is read without a call of Python, from DLPack 1.2 on;
+// their order is that of the standard.
+struct ExchangeFunctions {
+  uint32_t major, minor;
+  const void* previous;
+  void (*not_used[3])();
+  int (*tensor_of)(void* object, Tensor* out);  // of its memory as it is; sets an error and says -1
+};
+
 struct ManagedTensor {
   Tensor tensor;
   void* context;

@@ -5,6 +5,7 @@
 #include "common/cpu_level.h"
 #include "host/channel_module.h"
 #include "host/cuda_module.h"
+#include "host/samples.h"
 #include "host/trees.h"
 
 namespace py = pybind11;
@@ -62,6 +63,7 @@ PYBIND11_MODULE(_host, m) {
   m.def("cpu_levels", &cpu_levels,
         "The levels that this CPU has the instructions for, the best one last.");
   fusedrl::bind_trees(m);
+  fusedrl::bind_samples(m);
 #if defined(FUSEDRL_CHANNEL)
   fusedrl::bind_channel(m);
   fusedrl::bind_cuda(m);

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <tuple>
 #include <type_traits>
+#include <vector>
 
 #include "common/tensor.h"
 #include "token_kl/math.h"
+#include "token_kl/sample_memory.h"
 #include "token_kl/samples.h"
 
 namespace fusedrl {
@@ -131,37 +133,62 @@ std::tuple<Tensor, Tensor> forward(Tensor log_probs, Tensor ref_log_probs,
   return {kl, penalised};
 }
 
+// Packed results of samples that lie apart, on torch's threads where they have tokens enough.
+template <typename T>
+void forward_samples(const SampleMemory* samples, int64_t count, double coeff, Estimator estimator,
+                     bool nan_missing, T* kl, T* penalised) {
+  using A = typename Accumulate<T>::type;
+  std::vector<int64_t> starts{0};
+  starts.reserve(count + 1);
+  for (int64_t s = 0; s < count; ++s) starts.push_back(starts.back() + samples[s].tokens);
+  const A weight = static_cast<A>(coeff);
+  const auto piece = [&](const SampleMemory& sample, int64_t begin, int64_t tokens, auto kind,
+                         T* out, T* out_reward) {
+    const TokenPairs<T> pairs{static_cast<const T*>(sample.log_probs),
+                              static_cast<const T*>(sample.ref_log_probs),
+                              static_cast<const bool*>(sample.mask), nan_missing};
+    const T* rewards = static_cast<const T*>(sample.reward);
+    T spread[kPiece];
+    if (rewards != nullptr && sample.rewards != sample.tokens) {
+      std::fill(spread, spread + tokens, *rewards);
+      rewards = spread;
+    } else if (rewards != nullptr) {
+      rewards += begin;
+    }
+    forward_piece(pairs, begin, tokens, weight, kind, rewards, out, out_reward);
+  };
+  with_constant(estimator, [&](auto kind) {
+    torch::stable::parallel_for(0, starts.back(), kGrain, [&](int64_t begin, int64_t end) {
+      int64_t s = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
+      while (begin < end) {
+        while (begin == starts[s + 1]) ++s;
+        const int64_t tokens = std::min({kPiece, end - begin, starts[s + 1] - begin});
+        piece(samples[s], begin - starts[s], tokens, kind, kl + begin,
+              penalised == nullptr ? nullptr : penalised + begin);
+        begin += tokens;
+      }
+    });
+  });
+}
+
 std::tuple<Tensor, Tensor> forward_list(std::vector<Tensor> log_probs,
                                         std::vector<Tensor> ref_log_probs, std::vector<Tensor> mask,
                                         std::vector<Tensor> reward, Tensor coeff, int64_t estimator,
                                         bool nan_missing) {
   const Samples samples{log_probs, ref_log_probs, mask, reward};
-  const std::vector<int64_t> starts = checked_starts(samples);
-  Tensor kl = samples.empty_packed(starts.back());
-  Tensor penalised = samples.empty_packed(reward.empty() ? 0 : starts.back());
+  const int64_t tokens = checked_starts(samples).back();
+  Tensor kl = samples.empty_packed(tokens);
+  Tensor penalised = samples.empty_packed(reward.empty() ? 0 : tokens);
+  std::vector<SampleMemory> memory;
+  for (size_t s = 0; s < samples.count(); ++s) {
+    memory.push_back({log_probs[s].const_data_ptr(), ref_log_probs[s].const_data_ptr(),
+                      samples.mask_of(s), reward.empty() ? nullptr : reward[s].const_data_ptr(),
+                      log_probs[s].numel(), reward.empty() ? 0 : reward[s].numel()});
+  }
   dispatch_floating(log_probs[0], "log_probs", [&]<typename T>() {
-    using A = typename Accumulate<T>::type;
-    const A weight = static_cast<A>(*data<double>(coeff));
-    with_constant(static_cast<Estimator>(estimator), [&](auto kind) {
-      for (size_t s = 0; s < samples.count(); ++s) {
-        const TokenPairs<T> pairs{data<T>(log_probs[s]), data<T>(ref_log_probs[s]),
-                                  samples.mask_of(s), nan_missing};
-        const T* before = samples.reward_of<T>(s);
-        const bool broadcast = samples.one_reward(s);
-        T *out = mutable_data<T>(kl) + starts[s], *out_reward = mutable_data<T>(penalised);
-        if (before != nullptr) out_reward += starts[s];
-        for_each_piece(log_probs[s].numel(), [=](int64_t begin, int64_t count) {
-          T spread[kPiece];
-          const T* rewards = before == nullptr ? nullptr : before + begin;
-          if (broadcast) {
-            std::fill(spread, spread + count, *before);
-            rewards = spread;
-          }
-          forward_piece(pairs, begin, count, weight, kind, rewards, out + begin,
-                        out_reward + begin);
-        });
-      }
-    });
+    forward_samples(memory.data(), static_cast<int64_t>(memory.size()), *data<double>(coeff),
+                    static_cast<Estimator>(estimator), nan_missing, mutable_data<T>(kl),
+                    reward.empty() ? nullptr : mutable_data<T>(penalised));
   });
   return {kl, penalised};
 }
@@ -197,6 +224,28 @@ Tensor backward(Tensor grad_kl, std::optional<Tensor> grad_reward, Tensor log_pr
 }
 
 }  // namespace
+
+// token_kl_list without a handle of torch for each tensor: hundreds of them take longer than their
+// tokens. It is called by Python with memory that it has checked, and with memory for the results;
+// `penalised` is null where there is no reward.
+extern "C" __attribute__((visibility("default"))) void fusedrl_token_kl_samples(
+    const SampleMemory* samples, int64_t count, int64_t dtype, double coeff, int64_t estimator,
+    bool nan_missing, void* kl, void* penalised) {
+  const auto run = [&]<typename T>() {
+    forward_samples(samples, count, coeff, static_cast<Estimator>(estimator), nan_missing,
+                    static_cast<T*>(kl), static_cast<T*>(penalised));
+  };
+  switch (static_cast<SampleDtype>(dtype)) {
+    case SampleDtype::float32:
+      return run.operator()<float>();
+    case SampleDtype::bfloat16:
+      return run.operator()<BFloat16>();
+    case SampleDtype::float16:
+      return run.operator()<Half>();
+    case SampleDtype::float64:
+      return run.operator()<double>();
+  }
+}
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrl, CPU, m) {
   m.impl("token_kl", TORCH_BOX(&forward));

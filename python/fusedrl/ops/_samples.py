@@ -18,17 +18,16 @@ _FAST_CAT = 32767
 
 
 class PackedColumns(NamedTuple):
-    """Packed log-probs ``[N]``, their companions in order, and the samples' lengths."""
+    """Columns of a list of samples, each packed ``[N]``, and the samples' lengths on the host."""
 
-    log_probs: Tensor
-    companions: list[Tensor]
+    columns: list[Tensor]
     lengths: list[int]
 
 
 def pack_columns(
     log_probs: Sequence[Tensor], companions: Mapping[str, Sequence[Tensor]]
 ) -> PackedColumns:
-    """Pack 1-D log-probs and lists of the same shapes, whose names are for errors.
+    """Pack 1-D log-probs and, behind them, lists of the same shapes, whose names are for errors.
 
     Raises ``ValueError`` naming the first sample whose shapes disagree, ``TypeError`` for one that
     is no tensor.
@@ -41,7 +40,7 @@ def pack_columns(
     if packed.dim() != 1:
         raise ValueError(f"log_probs: expected 1-D samples, got {tuple(log_probs[0].shape)}")
     columns = [_packed_like(log_probs, lengths, *column) for column in companions.items()]
-    return PackedColumns(packed, columns, lengths)
+    return PackedColumns([packed, *columns], lengths)
 
 
 def check_lists(**companions: Any) -> None:

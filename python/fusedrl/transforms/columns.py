@@ -9,7 +9,7 @@ samples' own dicts; everywhere else :class:`Columns` goes through the public int
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
@@ -19,8 +19,11 @@ from torchrl.data import Composite, Unbounded
 from torchrl.modules.llm.policies import LogProbs
 
 from fusedrl import ragged
+from fusedrl._host import Plain, put
 
 Column = Tensor | Sequence[Tensor]
+
+_PLAIN = Plain(Tensor, TensorDict, LogProbs)
 
 
 def is_nested(column: Any) -> bool:
@@ -95,28 +98,25 @@ class Columns:
 class Rows:
     """Columns of samples whose dicts are reached directly."""
 
-    def __init__(self, samples: list[TensorDict]) -> None:
-        self.samples = samples
-        self._dicts: list[dict[str, Any]] = [sample._tensordict for sample in samples]
+    def __init__(self, samples: list[TensorDict], dicts: list[dict[str, Any]]) -> None:
+        self.samples, self._dicts = samples, dicts
+
+    def entries(self, name: str) -> list[Any]:
+        """What each sample holds under a plain name, ``None`` for nothing."""
+        return [entries.get(name) for entries in self._dicts]
 
     def get(self, key: NestedKey) -> list[Tensor] | None:
         """One tensor a sample, or ``None`` where a sample has no tensor of this name."""
-        *parents, leaf = (key,) if isinstance(key, str) else cast(tuple[str, ...], key)
-        dicts = self._dicts
-        for parent in parents:
-            dicts = _children(dicts, parent)
-        rows = [entries.get(leaf) for entries in dicts]
-        if set(map(type, rows)) == {Tensor}:
-            return rows  # pyright: ignore[reportReturnType]
-        rows = [sample.get(key) for sample in self.samples]
+        rows = _PLAIN.column(self._dicts, (key,) if isinstance(key, str) else key)
+        if rows is None:
+            rows = [sample.get(key) for sample in self.samples]
         return rows if all(isinstance(row, Tensor) for row in rows) else None
 
     def set(self, key: NestedKey, value: Column, layout: torch.layout = torch.strided) -> None:
         """Store one row a sample, whatever the layout."""
         rows = value.unbind(0) if isinstance(value, Tensor) else value
         if isinstance(key, str):
-            for entries, row in zip(self._dicts, rows, strict=True):
-                entries[key] = row
+            put(self._dicts, key, rows)
         else:
             for sample, row in zip(self.samples, rows, strict=True):
                 sample.set(key, row)
@@ -130,57 +130,49 @@ class Rows:
         self.set(key, split(values, lengths))
 
 
-def _children(dicts: list[dict[str, Any]], parent: str) -> list[dict[str, Any]]:
-    """The entries under ``parent``, empty where they are not stored in a known way."""
-    children = []
-    for entries in dicts:
-        child = entries.get(parent)
-        if type(child) is LogProbs:
-            child = child.__dict__["_tensordict"]
-        children.append(child._tensordict if type(child) is TensorDict else {})
-    return children
-
-
-def rows_of(td: TensorDictBase) -> list[TensorDict] | None:
+def rows_of(td: TensorDictBase) -> Rows | None:
     """The samples of an unlocked stack, or stack of stacks, of plain unlocked tensordicts.
 
     ``None`` for anything else: a locked one, a subclass, one inside ``vmap``.
     """
+    samples = _samples_of(td)
+    return None if samples is None else _plain(samples)
+
+
+def target_rows_of(td: TensorDictBase) -> Rows | None:
+    """As :func:`rows_of`, for the ``"next"`` entries where the samples have them."""
+    rows = rows_of(td)
+    if rows is None:
+        return None
+    following = rows.entries("next")
+    return rows if all(td is None for td in following) else _plain(following)
+
+
+def _samples_of(td: Any) -> list[Any] | None:
+    """What is stacked, of whatever types."""
     if type(td) is not LazyStackedTensorDict or td.is_locked:
         return None
     if td.hook_out is not None or td.hook_in is not None:
         return None
     if td.batch_dims == 1:
-        return _plain(td.tensordicts)
-    samples: list[TensorDict] = []
+        return list(td.tensordicts)
+    samples: list[Any] = []
     for inner in td.tensordicts:
-        rows = rows_of(inner)
+        rows = _samples_of(inner)
         if rows is None:
             return None
         samples += rows
     return samples
 
 
-def target_rows_of(td: TensorDictBase) -> list[TensorDict] | None:
-    """As :func:`rows_of`, for the ``"next"`` entries where the samples have them."""
-    samples = rows_of(td)
-    if samples is None:
-        return None
-    following = [sample._tensordict.get("next") for sample in samples]
-    return samples if all(td is None for td in following) else _plain(following)
-
-
-def _plain(samples: Sequence[Any]) -> list[TensorDict] | None:
-    for sample in samples:
-        if type(sample) is not TensorDict or sample._is_locked:
-            return None
-    return list(samples)
+def _plain(samples: list[Any]) -> Rows | None:
+    dicts = _PLAIN.unlocked(samples)
+    return None if dicts is None else Rows(samples, dicts)
 
 
 def columns_of(td: TensorDictBase) -> Rows | Columns:
     """The fastest way into ``td`` that its type allows."""
-    samples = rows_of(td)
-    return Columns(td) if samples is None else Rows(samples)
+    return rows_of(td) or Columns(td)
 
 
 def step_one(

@@ -13,7 +13,8 @@ from torchrl.data import Composite
 from torchrl.envs.llm.transforms import KLComputation as _KLComputation
 
 from fusedrl import ragged
-from fusedrl.ops.token_kl import PackedSamples, kl_in_place, pack_samples, token_kl
+from fusedrl.ops._samples import PackedColumns
+from fusedrl.ops.token_kl import kl_of_lists, token_kl
 from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.columns import Column, Columns, Rows, column_rows, is_dense
 from fusedrl.transforms.renamed_arguments import accept_renamed, refuse
@@ -93,9 +94,9 @@ class KLComputation(_KLComputation):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         data = transitions.writable(self, tensordict)
-        samples = columns.target_rows_of(data)
-        if samples is not None:
-            self._penalise(Rows(samples))
+        rows = columns.target_rows_of(data)
+        if rows is not None:
+            self._penalise(rows)
             return data
         following = data.get("next")
         if following is None:
@@ -156,8 +157,8 @@ class KLComputation(_KLComputation):
     ) -> None:
         # torchrl's KL of jagged log-probs is strided; with a jagged reward it has none, and raises.
         layout = torch.jagged if isinstance(reward, NestedTensor) else torch.strided
-        packed = _pack_nested(log_probs, ref_log_probs, reward)
-        if packed is None:
+        found = self._nested(log_probs, ref_log_probs, reward)
+        if found is None:
             rows, ref_rows = column_rows(log_probs), column_rows(ref_log_probs)
             rewards = None if reward is None else column_rows(reward)
             if not _are_token_rows(rows, rewards):
@@ -165,45 +166,27 @@ class KLComputation(_KLComputation):
                     _check_reward_dims(rows, rewards)
                 self._each(data, rows, ref_rows, rewards, layout)
                 return
-            in_place = kl_in_place(rows, ref_rows, None, rewards, coeff=self.coeff, nan="missing")
-            if in_place is not None:
-                jagged = columns.jagged_offsets(log_probs, reward, in_place.lengths)
-                self._write(data, *in_place, jagged)
-                return
-            packed = pack_samples(rows, ref_rows, None, rewards)
-        if packed.reward is None:
-            kl = token_kl(packed.log_probs, packed.ref_log_probs, nan="missing")
-            self._write(data, kl, None, packed.lengths)
-            return
-        rewards = packed.reward
-        if not rewards.is_floating_point():
-            rewards = rewards.to(packed.log_probs.dtype)
-        offsets = None
-        if rewards.shape != packed.log_probs.shape:
-            offsets = ragged.offsets_of(packed.lengths, packed.log_probs.device)
-        kl, penalised = token_kl(
-            packed.log_probs,
-            packed.ref_log_probs,
-            offsets=offsets,
-            reward=rewards,
-            coeff=self.coeff,
-            nan="missing",
-        )
-        jagged = columns.jagged_offsets(log_probs, reward, packed.lengths)
-        self._write(data, kl, penalised, packed.lengths, jagged)
-
-    def _write(
-        self,
-        data: Data,
-        kl: Tensor,
-        penalised: Tensor | None,
-        lengths: list[int],
-        jagged: Tensor | None = None,
-    ) -> None:
-        """Store packed results; ``jagged`` are the offsets of a jagged layout."""
+            options: dict[str, Any] = {"coeff": self.coeff, "nan": "missing"}
+            found = kl_of_lists(rows, ref_rows, None, rewards, integer_rewards=True, **options)
+        (kl, *penalised), lengths = found
+        jagged = columns.jagged_offsets(log_probs, reward, lengths)
         data.set_packed(self.kl_key, kl, lengths, jagged)
-        if penalised is not None:
-            data.set_packed("reward", penalised.unsqueeze(-1), lengths, jagged)
+        for values in penalised:
+            data.set_packed("reward", values.unsqueeze(-1), lengths, jagged)
+
+    def _nested(
+        self, log_probs: Column, ref_log_probs: Column, reward: Column | None
+    ) -> PackedColumns | None:
+        """Of nested columns, without unbinding them; ``None`` unless their rows fit."""
+        packed = _pack_nested(log_probs, ref_log_probs, reward)
+        if packed is None:
+            return None
+        (p, q, *rewards), lengths = packed
+        if not rewards:
+            return PackedColumns([token_kl(p, q, nan="missing")], lengths)
+        before = rewards[0] if rewards[0].is_floating_point() else rewards[0].to(p.dtype)
+        results = token_kl(p, q, reward=before, coeff=self.coeff, nan="missing")
+        return PackedColumns(list(results), lengths)
 
     def _each(
         self,
@@ -259,21 +242,17 @@ def _check_reward_dims(rows: Sequence[Tensor], rewards: Sequence[Tensor]) -> Non
 
 def _pack_nested(
     log_probs: Column, ref_log_probs: Column, reward: Column | None
-) -> PackedSamples | None:
-    """Nested columns as packed views, without unbinding; ``None`` unless their rows fit."""
+) -> PackedColumns | None:
+    """Nested columns as packed views; a reward is packed as ``[N]``."""
     given = [log_probs, ref_log_probs] + ([] if reward is None else [reward])
     if not all(map(columns.is_nested, given)):
         return None
     packed = [ragged.from_nested(column) for column in given]  # pyright: ignore[reportArgumentType]
-    values, offsets = packed[0]
-    if values.dim() != 1 or not all(
-        other is offsets or torch.equal(offsets, other) for _, other in packed[1:]
-    ):
+    offsets = packed[0].offsets
+    values, ref_values, *rewards = (column.values for column in packed)
+    if values.dim() != 1 or any(x.shape != (len(values), 1) for x in rewards):
         return None
-    lengths = offsets.diff().tolist()
-    if reward is None:
-        return PackedSamples(values, packed[1].values, None, None, lengths)
-    rewards = packed[2].values
-    if rewards.shape != (len(values), 1):
+    if any(x.offsets is not offsets and not torch.equal(offsets, x.offsets) for x in packed[1:]):
         return None
-    return PackedSamples(values, packed[1].values, None, rewards.squeeze(-1), lengths)
+    rewards = [x.squeeze(-1) for x in rewards]
+    return PackedColumns([values, ref_values, *rewards], offsets.diff().tolist())

@@ -13,8 +13,7 @@ from torchrl.envs import EnvBase, Transform
 from torchrl.envs.llm.transforms import KLRewardTransform as _KLRewardTransform
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from fusedrl import ragged
-from fusedrl.ops.token_kl import pack_samples, token_kl
+from fusedrl.ops.token_kl import TokenKL, kl_of_lists, token_kl
 from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.columns import Column, Columns, Rows, column_rows, is_dense
 from fusedrl.transforms.ray import RayKLRewardTransform
@@ -244,53 +243,48 @@ class KLRewardTransform(_KLRewardTransform):
     ) -> None:
         given = (x for x in (log_probs, ref_log_probs, mask, reward) if x is not None)
         if all(map(is_dense, given)):
-            results = self._kl(log_probs, ref_log_probs, mask, dense_reward(reward, log_probs))
-            for key, values in results.items():
+            columns_given: Any = (log_probs, ref_log_probs, mask, dense_reward(reward, log_probs))
+            for key, values in self._dense(*columns_given).items():
                 target.set(key, values.unsqueeze(-1))
             return
-        packed = pack_samples(
-            column_rows(log_probs),
-            column_rows(ref_log_probs),
-            None if mask is None else column_rows(mask),
-            None if reward is None else column_rows(reward),
+        rows, ref_rows = column_rows(log_probs), column_rows(ref_log_probs)
+        masks = None if mask is None else [row.bool() for row in column_rows(mask)]
+        rewards = None if reward is None else column_rows(reward)
+        if self.add_to_reward and rewards is None:
+            rewards = [torch.zeros_like(row) for row in rows]
+        coeff: Any = self.coef.to(device=rows[0].device if rows else None)
+        (kl, *penalised), lengths = kl_of_lists(
+            rows, ref_rows, masks, rewards, coeff=coeff, nan="missing", integer_rewards=True
         )
-        lengths, offsets = packed.lengths, None
-        if packed.reward is not None and packed.reward.shape != packed.log_probs.shape:
-            offsets = ragged.offsets_of(lengths, packed.log_probs.device)
-        results = self._kl(*packed[:4], offsets)
+        kept = None if masks is None else torch.cat(masks)
+        results = self._named(kl, penalised, torch.cat(tuple(ref_rows)), kept)
         jagged = columns.jagged_offsets(log_probs, reward, lengths)
         for key, values in results.items():
             target.set_packed(key, values.unsqueeze(-1), lengths, jagged)
 
-    def _kl(
-        self,
-        log_probs: Any,
-        ref_log_probs: Any,
-        mask: Any,
-        reward: Any,
-        offsets: Tensor | None = None,
+    def _dense(
+        self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor | None, reward: Tensor | None
     ) -> dict[NestedKey, Tensor]:
-        """What is written, dense ``[B, T]`` or packed ``[N]``, all of it before any is stored."""
         mask = None if mask is None else mask.bool()
+        options: dict[str, Any] = {"nan": "missing"}
         if self.add_to_reward:
             reward = torch.zeros_like(log_probs) if reward is None else reward
-            kl, penalised = token_kl(
-                log_probs,
-                ref_log_probs,
-                mask,
-                offsets=offsets,
-                reward=reward if reward.is_floating_point() else reward.to(log_probs.dtype),
-                coeff=self.coef.to(log_probs.device),  # pyright: ignore[reportArgumentType, reportCallIssue]
-                nan="missing",
-            )
-            results = {self.out_keys[0]: penalised, self.out_keys[1]: kl}
-        else:
-            kl = token_kl(log_probs, ref_log_probs, mask, offsets=offsets, nan="missing")
-            results = {self.out_keys[1]: kl}
+            reward = reward if reward.is_floating_point() else reward.to(log_probs.dtype)
+            options |= {"reward": reward, "coeff": self.coef.to(log_probs.device)}
+        result = token_kl(log_probs, ref_log_probs, mask, **options)
+        kl, *penalised = result if isinstance(result, TokenKL) else (result,)
+        return self._named(kl, penalised, ref_log_probs, mask)
+
+    def _named(
+        self, kl: Tensor, penalised: Sequence[Tensor], ref_log_probs: Tensor, mask: Tensor | None
+    ) -> dict[NestedKey, Tensor]:
+        """What is written, dense ``[B, T]`` or packed ``[N]``, all of it before any is stored."""
+        results: dict[NestedKey, Tensor] = {}
+        for values in penalised:
+            results[self.out_keys[0]] = values
+        results[self.out_keys[1]] = kl
         kept = ref_log_probs if mask is None else ref_log_probs.masked_fill(~mask, 0)
-        for key in self.columns_written[2:]:
-            results[key] = kept
-        return results
+        return results | dict.fromkeys(self.columns_written[2:], kept)
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         if "full_observation_spec" not in list(output_spec.keys()):

@@ -187,9 +187,9 @@ def _list(
         sums = torch.zeros((5, 0), dtype=torch.float32, device="cpu")
         return ImportanceWeights([], Mismatch(*counts.unbind(), *sums.unbind()))
     packed = pack_columns(log_probs, companions)
-    of_samples = ragged.offsets_of(packed.lengths, packed.log_probs.device)
-    kept = None if mask is None else packed.companions[1]
-    weighed = _dense(packed.log_probs, packed.companions[0], kept, of_samples, options)
+    policy, rollout, *kept = packed.columns
+    of_samples = ragged.offsets_of(packed.lengths, policy.device)
+    weighed = _dense(policy, rollout, kept[0] if kept else None, of_samples, options)
     return weighed._replace(weights=list(weighed.weights.split(packed.lengths)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,28 +11,13 @@ from torch import Tensor
 from fusedrl import ragged
 from fusedrl.ops import _autograd, _dispatch
 from fusedrl.ops._nested import accepts_nested
-from fusedrl.ops._samples import check_lists
-from fusedrl.ops.token_kl import reference
-from fusedrl.ops.token_kl.samples import (
-    PackedSamples,
-    device_reads_in_place,
-    may_read_in_place,
-    pack_samples,
-)
+from fusedrl.ops._samples import PackedColumns, check_lists
+from fusedrl.ops.token_kl import in_place, reference
+from fusedrl.ops.token_kl.samples import pack_samples
 
-__all__ = [
-    "ESTIMATORS",
-    "PackedKL",
-    "PackedSamples",
-    "TokenKL",
-    "kl_in_place",
-    "pack_samples",
-    "token_kl",
-]
+__all__ = ["ESTIMATORS", "TokenKL", "kl_of_lists", "pack_samples", "token_kl"]
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
-# What the op over lists says of lists that do not fit, before it launches anything.
-_DO_NOT_FIT = re.compile(r"\b(log_probs|ref_log_probs|mask|reward): (sample \d+: )?expected ")
 _DTYPES = (*_dispatch.KERNEL_DTYPES, torch.float64)
 
 
@@ -42,14 +26,6 @@ class TokenKL(NamedTuple):
 
     kl: Any
     reward: Any
-
-
-class PackedKL(NamedTuple):
-    """KL and penalised reward of a list of samples, packed ``[N]``, and the samples' lengths."""
-
-    kl: Tensor
-    reward: Tensor | None
-    lengths: list[int]
 
 
 @accepts_nested("ref_log_probs", per_sequence="reward", form="[B, j]", fields=("kl", "reward"))
@@ -137,19 +113,12 @@ def _list(
     check_lists(**lists)
     if not any(map(len, (log_probs, *lists.values()))):
         return [] if reward is None else TokenKL([], [])
-    result = kl_in_place(log_probs, ref_log_probs, mask, reward, **options)
-    if result is None:
-        packed = pack_samples(log_probs, ref_log_probs, mask, reward)
-        offsets = ragged.offsets_of(packed.lengths, packed.log_probs.device)
-        kl, penalised = _dense(*packed[:3], offsets, packed.reward, options)
-        result = PackedKL(kl, penalised, packed.lengths)
-    kl = list(result.kl.split(result.lengths))
-    if result.reward is None:
-        return kl
-    return TokenKL(kl, list(result.reward.split(result.lengths)))
+    columns, lengths = kl_of_lists(log_probs, ref_log_probs, mask, reward, **options)
+    kl, *penalised = (list(column.split(lengths)) for column in columns)
+    return TokenKL(kl, *penalised) if penalised else kl
 
 
-def kl_in_place(
+def kl_of_lists(
     log_probs: Sequence[Tensor],
     ref_log_probs: Sequence[Tensor],
     mask: Sequence[Tensor] | None = None,
@@ -159,35 +128,48 @@ def kl_in_place(
     coeff: float | Tensor = 1.0,
     nan: str = "propagate",
     impl: str = "auto",
-) -> PackedKL | None:
-    """:func:`token_kl` of lists on CUDA in one launch that reads the samples where they lie.
+    integer_rewards: bool = False,
+) -> PackedColumns:
+    """:func:`token_kl` of lists: the packed KL and, with ``reward``, the packed penalised reward.
 
-    ``None`` where they have to be packed: on other devices, where a gradient is recorded, where
-    dtypes differ or memory is not contiguous, and where the lists do not fit, which
-    :func:`pack_samples` explains.
+    The samples are read where they lie, or packed first where they cannot be.
+    ``integer_rewards`` takes rewards of no floating-point dtype in that of the log-probs.
     """
-    if impl == "reference" or not device_reads_in_place(log_probs):
+    options = {"estimator": estimator, "coeff": coeff, "nan": nan, "impl": impl}
+    found = _in_place(log_probs, ref_log_probs, mask, reward, options)
+    if found is not None:
+        return found
+    (p, q, kept, rewards), lengths = pack_samples(log_probs, ref_log_probs, mask, reward)
+    if integer_rewards and rewards is not None and not rewards.is_floating_point():
+        rewards = rewards.to(p.dtype)
+    offsets = ragged.offsets_of(lengths, p.device)
+    kl, penalised = _dense(p, q, kept, offsets, rewards, options)
+    return PackedColumns([kl] if penalised is None else [kl, penalised], lengths)
+
+
+def _in_place(
+    log_probs: Sequence[Tensor],
+    ref_log_probs: Sequence[Tensor],
+    mask: Sequence[Tensor] | None,
+    reward: Sequence[Tensor] | Tensor | None,
+    options: dict[str, Any],
+) -> PackedColumns | None:
+    first = log_probs[0] if log_probs else None
+    if type(first) is not Tensor or first.dtype not in _DTYPES or options["impl"] == "reference":
         return None
     if isinstance(reward, Tensor):
         if reward.shape != (len(log_probs),):
             return None
         reward = reward.split(1)
-    first = log_probs[0]
-    if first.dtype not in _DTYPES or not may_read_in_place(log_probs, ref_log_probs, mask, reward):
+    run = in_place.way_of(first.device)
+    if run is None:
         return None
+    impl, estimator = options["impl"], ESTIMATORS.index(options["estimator"])
     if _dispatch.choose(impl, "token_kl", first.device, first.dtype, _DTYPES) == "reference":
         return None
-    scalar = _dispatch.scalar_tensor("coeff", coeff, first.device)
-    lists = (log_probs, ref_log_probs, mask or (), reward or ())
-    try:
-        kl, penalised = torch.ops.fusedrl.token_kl_list(
-            *lists, scalar, ESTIMATORS.index(estimator), nan == "missing"
-        )
-    except RuntimeError as error:
-        if _DO_NOT_FIT.search(str(error)) is None:
-            raise
-        return None
-    return PackedKL(kl, None if reward is None else penalised, list(map(Tensor.numel, log_probs)))
+    coeff = _dispatch.scalar_tensor("coeff", options["coeff"], first.device)
+    columns = (log_probs, ref_log_probs, mask, reward)
+    return run(*columns, coeff, estimator, options["nan"] == "missing")
 
 
 def _dense(

@@ -1,61 +1,13 @@
-"""Lists of samples for ``token_kl``: packed, a concatenation a column, or read where they lie."""
+"""Lists of samples for ``token_kl``, packed with a concatenation for each column."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
-from torch.autograd import forward_ad
 
-from fusedrl.ops._samples import COLUMNS, concatenated, pack_columns, sizes_of
-
-# On the CPU a concatenation is cheaper than a handle for each tensor, which a list of them takes.
-_DEVICES_IN_PLACE = {"cuda"}
-
-
-class PackedSamples(NamedTuple):
-    """Samples packed along the first dimension; ``lengths`` are the host-side sequence lengths."""
-
-    log_probs: Tensor
-    ref_log_probs: Tensor
-    mask: Tensor | None
-    reward: Tensor | None
-    lengths: list[int]
-
-
-def device_reads_in_place(log_probs: Sequence[Tensor]) -> bool:
-    """Whether ``token_kl_list`` is for the device of these samples."""
-    first = log_probs[0] if log_probs else None
-    return isinstance(first, Tensor) and first.device.type in _DEVICES_IN_PLACE
-
-
-def may_read_in_place(
-    log_probs: Sequence[Tensor],
-    ref_log_probs: Sequence[Tensor],
-    mask: Sequence[Tensor] | None,
-    reward: Sequence[Tensor] | None,
-) -> bool:
-    """Whether to try ``token_kl_list``, which reads samples where they lie.
-
-    The first samples tell about dtypes and memory, since to ask all of them here would take as long
-    as to concatenate them: the op itself refuses lists that do not fit behind these.
-    """
-    # What is traced or transformed has no memory of its own, and subclasses need not have.
-    if torch.compiler.is_compiling() or maybe_current_level() or forward_ad._current_level >= 0:
-        return False
-    values = [log_probs, ref_log_probs, *([] if reward is None else [reward])]
-    columns = [*values, *([] if mask is None else [mask])]
-    if any(set(map(type, column)) != {Tensor} for column in columns):
-        return False
-    if not all(column[0].is_contiguous() for column in columns):
-        return False
-    if len({column[0].dtype for column in values}) > 1:
-        return False
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in chain(*values)))
+from fusedrl.ops._samples import COLUMNS, PackedColumns, concatenated, pack_columns, sizes_of
 
 
 def pack_samples(
@@ -63,23 +15,19 @@ def pack_samples(
     ref_log_probs: Sequence[Tensor],
     mask: Sequence[Tensor] | None = None,
     reward: Sequence[Tensor] | Tensor | None = None,
-) -> PackedSamples:
-    """Pack lists of samples for :func:`token_kl`, one concatenation each.
+) -> PackedColumns:
+    """Pack the four columns, of which ``None`` stays so.
 
     Rewards are ``[T]``, ``[T, 1]``, or one value a sample (``[1]``, ``[1, 1]``, or a ``[B]``
     tensor); all of one value stay ``[B]``, otherwise they are broadcast to ``[N]``. Raises
     ``ValueError`` naming the first sample whose shapes disagree, ``TypeError`` for one that is no
     tensor.
     """
-    columns = {"ref_log_probs": ref_log_probs} | ({} if mask is None else {"mask": mask})
-    packed = pack_columns(log_probs, columns)
-    return PackedSamples(
-        packed.log_probs,
-        packed.companions[0],
-        None if mask is None else packed.companions[1],
-        None if reward is None else _pack_rewards(reward, packed.lengths),
-        packed.lengths,
-    )
+    named = {"ref_log_probs": ref_log_probs} | ({} if mask is None else {"mask": mask})
+    (policy, reference, *masks), lengths = pack_columns(log_probs, named)
+    rewards = None if reward is None else _pack_rewards(reward, lengths)
+    columns: list[Any] = [policy, reference, masks[0] if masks else None, rewards]
+    return PackedColumns(columns, lengths)
 
 
 def _pack_rewards(reward: Sequence[Tensor] | Tensor, lengths: list[int]) -> Tensor:
