@@ -117,14 +117,8 @@ def scalar_tensor(
     with ``wait`` on any device; in a traced graph it is not.
     """
     if not isinstance(value, Tensor):
-        number = real_number(value)
-        if number is None:
-            raise TypeError(
-                f"{name}: expected a real number or a floating-point tensor of one element, "
-                f"got {kind(value)}"
-            )
-        _check_range(name, number, low, high)
-        return torch.full((), float(number), dtype=torch.float64, device="cpu")
+        number = _number(name, value, low, high)
+        return torch.full((), number, dtype=torch.float64, device="cpu")
     check_tensor(name, value)
     if value.numel() != 1 or not value.dtype.is_floating_point:
         remedy = "; convert it with .double()" if value.numel() == 1 else ""
@@ -146,6 +140,24 @@ def scalar_tensor(
     if (wait or scalar.is_cpu) and has_values(scalar):
         _check_range(name, scalar.item(), low, high)
     return scalar
+
+
+def scalar_on_host(name: str, value: float | Tensor) -> float:
+    """A scalar argument beside data on the CPU, which kernels there may take as a number."""
+    if isinstance(value, Tensor):
+        return scalar_tensor(name, value, torch.device("cpu")).item()
+    return _number(name, value, -LARGEST, LARGEST)
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    number = real_number(value)
+    if number is None:
+        raise TypeError(
+            f"{name}: expected a real number or a floating-point tensor of one element, "
+            f"got {kind(value)}"
+        )
+    _check_range(name, number, low, high)
+    return float(number)
 
 
 def real_number(value: object) -> Any:

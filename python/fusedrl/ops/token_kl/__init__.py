@@ -167,9 +167,8 @@ def _in_place(
     impl, estimator = options["impl"], ESTIMATORS.index(options["estimator"])
     if _dispatch.choose(impl, "token_kl", first.device, first.dtype, _DTYPES) == "reference":
         return None
-    coeff = _dispatch.scalar_tensor("coeff", options["coeff"], first.device)
     columns = (log_probs, ref_log_probs, mask, reward)
-    return run(*columns, coeff, estimator, options["nan"] == "missing")
+    return run(*columns, options["coeff"], estimator, options["nan"] == "missing")
 
 
 def _dense(

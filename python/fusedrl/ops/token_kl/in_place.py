@@ -19,6 +19,7 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from fusedrl import native
+from fusedrl.ops import _dispatch
 from fusedrl.ops._samples import PackedColumns
 
 # What the op over lists says of lists that do not fit, before it launches anything.
@@ -48,11 +49,12 @@ def by_address(
     ref_log_probs: Column,
     mask: Column | None,
     reward: Column | None,
-    coeff: Tensor,
+    coeff: float | Tensor,
     estimator: int,
     missing: bool,
 ) -> PackedColumns | None:
     """On the CPU: tensors of no subclass, outside of dispatch modes, which see no addresses."""
+    weight = _dispatch.scalar_on_host("coeff", coeff)
     reader, kernel = _reader(torch.is_grad_enabled()), _kernel()
     if reader is None or torch._C._len_torch_dispatch_stack():
         return None
@@ -64,7 +66,7 @@ def by_address(
     kl = torch.empty(sum(lengths), dtype=log_probs[0].dtype, device="cpu")
     penalised = None if reward is None else torch.empty_like(kl)
     addresses = kl.data_ptr(), None if penalised is None else penalised.data_ptr()
-    kernel(samples, len(lengths), dtype, coeff.item(), estimator, missing, *addresses)
+    kernel(samples, len(lengths), dtype, weight, estimator, missing, *addresses)
     return PackedColumns([kl] if penalised is None else [kl, penalised], lengths)
 
 
@@ -73,7 +75,7 @@ def by_handle(
     ref_log_probs: Column,
     mask: Column | None,
     reward: Column | None,
-    coeff: Tensor,
+    coeff: float | Tensor,
     estimator: int,
     missing: bool,
 ) -> PackedColumns | None:
@@ -81,8 +83,9 @@ def by_handle(
     if not _may_read(log_probs, ref_log_probs, mask, reward):
         return None
     lists = (log_probs, ref_log_probs, mask or (), reward or ())
+    weight = _dispatch.scalar_tensor("coeff", coeff, log_probs[0].device)
     try:
-        kl, penalised = torch.ops.fusedrl.token_kl_list(*lists, coeff, estimator, missing)
+        kl, penalised = torch.ops.fusedrl.token_kl_list(*lists, weight, estimator, missing)
     except RuntimeError as error:
         if _DO_NOT_FIT.search(str(error)) is None:
             raise
