@@ -32,6 +32,8 @@ def accepts_nested(
     answer that is a named tuple, becomes nested over the offsets of the argument ``over``, or of
     the first one, so that it composes with that tensor.
 
+    ``accepts_parts`` goes above it: that wrapper refuses nested rows of a rank.
+
     Args:
         companions: arguments that are nested beside the first one, with its sequence lengths.
         optional: companions that may be ``None``.
