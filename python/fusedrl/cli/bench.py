@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import math
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
 
-from fusedrl.benchmarks import harness, peers  # pyright: ignore[reportMissingImports]
+from fusedrl.benchmarks import harness, peers, plots  # pyright: ignore[reportMissingImports]
+from fusedrl.benchmarks import results as files  # pyright: ignore[reportMissingImports]
+from fusedrl.cli import bench_lines
 from fusedrl.cli.console import Console
 from fusedrl.cli.info import collect
 
 if TYPE_CHECKING:
     from fusedrl.benchmarks.harness import Case, Row  # pyright: ignore[reportMissingImports]
+    from fusedrl.benchmarks.results import Results  # pyright: ignore[reportMissingImports]
 
 OPS = (
     "token_log_probs",
@@ -42,6 +42,21 @@ OPS = (
     "async_collector",
     "vllm",
 )
+SECONDS, QUICK_SECONDS = 2.0, 0.1
+
+EXAMPLES = """\
+examples:
+  fusedrl bench --quick                    the smaller shapes, in about two minutes
+  fusedrl bench --op token_kl              one op
+  fusedrl bench --plots plots              everything, and plots for light and dark pages
+  fusedrl bench --plots plots --from bench-out/bench.json   plots of what was measured before
+
+exit codes:
+  0    all answers are right
+  1    an answer of ours is wrong, or an op of ours did not run
+  2    the arguments are refused; nothing is measured
+  130  Ctrl-C: what was measured until then is printed, in bench.json and in the plots
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,70 +64,119 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", choices=OPS, action="append", help="only this op (repeatable)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2, help="torch's CPU threads (default: 2)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time a contender (default: 2)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"time a contender (default: {SECONDS:g}, with --quick {QUICK_SECONDS:g})",
+    )
     parser.add_argument("--limit", type=float, help="start no case after so many seconds")
-    parser.add_argument("--quick", action="store_true", help="the smaller shapes only")
+    parser.add_argument(
+        "--quick", action="store_true", help="the smaller shapes only, for a short time each"
+    )
     parser.add_argument(
         "--peers", action="store_true", help="beside Liger and cut-cross-entropy, where installed"
     )
     parser.add_argument("--commit", help="commit to record where git does not know it")
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder of the results")
-
-
-@dataclass
-class Results:
-    """What ``bench.json`` holds, and which of its rows are wrong."""
-
-    facts: dict[str, Any]
-    skipped: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-    wrong: list[Row] = field(default_factory=list)
-
-    def write(self, path: Path) -> None:
-        """As JSON, every row with all its columns."""
-        rows = [asdict(row) | {"correct": row not in self.wrong} for row in self.rows]
-        data = self.facts | {"skipped": self.skipped, "failed": self.failed, "rows": rows}
-        path.write_text(json.dumps(data, indent=1) + "\n")
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="write SVG plots into this folder"
+    )
+    parser.add_argument(
+        "--from",
+        dest="stored",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="with --plots: of these bench.json files; nothing is measured",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, write ``bench.json`` and ``bench.png``.
-
-    The exit code is 1 for a wrong answer, and for an op of ours that did not run.
-    """
+    """Measure, print each case's rows when they are known, write ``bench.json`` and plots."""
+    if args.stored is not None:
+        return _plot_stored(args)
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("bench: --device cuda: expected a CUDA device, torch finds none; use --device cpu")
-        return 2
+        return _refuse("--device cuda: expected a CUDA device, torch finds none; use --device cpu")
     torch.set_num_threads(args.threads)
     console = Console()
-    console.width = max(console.width, 180)  # a table cut to a pipe's 80 columns helps nobody
     copy_rate = harness.copy_bandwidth(args.device)
-    results = Results(_facts(args, copy_rate))
+    results = files.Results(_facts(args, copy_rate))
     args.out.mkdir(parents=True, exist_ok=True)
-    end = math.inf if args.limit is None else time.monotonic() + args.limit
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("bench", total=None)
-        for case in _cases(args, results):
-            if time.monotonic() > end:
-                results.failed["the rest"] = f"not started: {args.limit:.0f} s were over"
-                break
-            progress.update(task, description=f"{case.op} {escape(case.setting)}")
-            if not console.is_terminal:  # a log tells how far the run came
-                console.print(f"{case.op} {escape(case.setting)}", highlight=False)
-            try:
-                measured = harness.measure(case, args.seconds, args.device, copy_rate)
-            except Exception as error:  # of the input or the truth; a contender's is its row's
-                results.failed[f"{case.op} {case.setting}"] = f"{type(error).__name__}: {error}"
-                continue
-            results.rows += measured
-            results.wrong += [row for row in measured if not harness.is_correct(row, measured)]
-            results.write(args.out / "bench.json")  # so that a run cut short leaves its results
+    _measure(args, results, console, copy_rate)
     results.write(args.out / "bench.json")
-    _plot(results.rows, args.out / "bench.png")
-    _print(console, results)
-    console.print(f"wrote {args.out / 'bench.json'} and {args.out / 'bench.png'}")
+    plots.write_overview(results.trusted, args.out / "bench.png")
+    for note in bench_lines.notes(results):
+        _print(console, note)
+    _print(console, f"wrote {args.out / 'bench.json'} and {args.out / 'bench.png'}")
+    if args.plots is not None:
+        _plot([results], args.plots, console)
+    if results.interrupted is not None:
+        return 130
     return 1 if results.wrong or results.failed else 0
+
+
+def _refuse(why: str) -> int:
+    print(f"bench: {why}", file=sys.stderr)
+    return 2
+
+
+def _plot_stored(args: argparse.Namespace) -> int:
+    if args.plots is None:
+        return _refuse("--from: expected --plots DIR beside it, got none; add --plots DIR")
+    try:
+        stored = [files.read(path) for path in args.stored]
+    except (OSError, ValueError) as error:
+        return _refuse(f"--from: {error}")
+    _plot(stored, args.plots, Console())
+    return 0
+
+
+def _plot(measured: list[Results], folder: Path, console: Console) -> None:
+    rows = [row for results in measured for row in results.trusted]
+    written = plots.write(rows, files.caption(measured), folder)
+    _print(console, f"wrote {len(written)} plots into {folder}")
+
+
+def _measure(
+    args: argparse.Namespace, results: Results, console: Console, copy_rate: float
+) -> None:
+    """Run case after case; an interrupt ends the loop and keeps what was measured."""
+    end = math.inf if args.limit is None else time.monotonic() + args.limit
+    seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
+    op, running = None, "the preparation"
+    with Progress(console=console, transient=True) as progress:
+        progress.add_task("measuring", total=None)
+        try:
+            for case in _cases(args, results):
+                running = f"{case.op} {case.setting}"
+                if time.monotonic() > end:
+                    results.failed["the rest"] = f"not started: {args.limit:.0f} s were over"
+                    break
+                if case.op != op:
+                    op = case.op
+                    _print(console, f"\n{op}: medians; speed-ups are those of fusedrl")
+                    _print(console, bench_lines.heading())
+                _print(console, case.setting)
+                try:
+                    measured = harness.measure(case, seconds, args.device, copy_rate)
+                except Exception as error:  # of the input or the truth; a contender's is its row's
+                    results.failed[running] = f"{type(error).__name__}: {error}"
+                    continue
+                for row in _kept(measured, results):
+                    _print(console, bench_lines.line(row, row in results.wrong))
+                results.write(args.out / "bench.json")  # so that a run that is killed leaves it
+        except KeyboardInterrupt:
+            results.interrupted = running
+
+
+def _kept(measured: list[Row], results: Results) -> list[Row]:
+    results.rows += measured
+    results.wrong += [row for row in measured if not harness.is_correct(row, measured)]
+    return measured
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _facts(args: argparse.Namespace, copy_rate: float) -> dict[str, Any]:
@@ -140,101 +204,6 @@ def _cases(args: argparse.Namespace, results: Results) -> Iterator[Case]:
                     yield case
         except Exception as error:
             results.failed[name] = f"{type(error).__name__}: {error}"
-
-
-def _print(console: Console, results: Results) -> None:
-    for op in dict.fromkeys(row.op for row in results.rows):
-        console.print(_table(op, results))
-    rate = results.facts["ceilings"]["copy GB/s"]
-    console.print(f"copy: {rate:.1f} GB/s: {harness.COPY_DEFINITION}", highlight=False)
-    notes = [
-        *((f"{name}: absent", why) for name, why in results.facts["absent"].items()),
-        *((f"{op}: skipped", why) for op, why in results.skipped.items()),
-        *((f"{op}: failed", why) for op, why in results.failed.items()),
-        *(
-            (f"{r.op} {r.setting}, {r.contender}: failed", r.failed)
-            for r in results.rows
-            if r.failed
-        ),
-    ]
-    for what, why in notes:
-        console.print(escape(f"{what}: {why}"), highlight=False)
-
-
-def _table(op: str, results: Results) -> Table:
-    table = Table(title=f"{op}: medians; speed-ups are those of fusedrl")
-    for column in ("setting", "contender"):
-        table.add_column(column, no_wrap=True)
-    for column in ("ms", "speed-up", "rate", "of ceiling", "max error", "extra MiB", "correct"):
-        table.add_column(column, justify="right")
-    previous = None
-    for row in (row for row in results.rows if row.op == op):
-        if previous not in (None, row.setting):
-            table.add_section()
-        shown = "" if row.setting == previous else escape(row.setting)
-        previous = row.setting
-        correct = "no" if row in results.wrong else "yes" if row.ours else ""
-        table.add_row(shown, row.contender, *_figures(row), correct)
-    return table
-
-
-def _figures(row: Row) -> list[str]:
-    """Milliseconds, speed-up, rate, share of the ceiling, error and memory, goals in brackets."""
-    if row.median_ms is None:
-        return ["failed", *[""] * 5]
-    return [
-        f"{row.median_ms:.3f}",
-        _speedup(row),
-        "" if row.rate is None else f"{row.rate:.3g} {row.unit}",
-        _with_goal(row.fraction, row.least_fraction, "{:.0%}", ">="),
-        "" if row.error is None else f"{row.error:.1e}",
-        _with_goal(row.peak_extra_mib, row.most_extra_mib, "{:.1f}", "<="),
-    ]
-
-
-def _speedup(row: Row) -> str:
-    if row.speedup is None:
-        return ""
-    if row.goal is not None and row.goal < 1:  # the goal is to take at most so many times as long
-        return f"in {1 / row.speedup:.2f}x (<= {1 / row.goal:.2f}x)"
-    return _with_goal(row.speedup, row.goal, "{:.2f}x", ">=")
-
-
-def _with_goal(figure: float | None, goal: float | None, form: str, relation: str) -> str:
-    if figure is None:
-        return ""
-    return form.format(figure) + ("" if goal is None else f" ({relation} {form.format(goal)})")
-
-
-def _plot(rows: list[Row], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rivals = [row for row in rows if not row.ours and row.speedup is not None]
-    labels = [f"{row.op} {row.setting}, over {row.contender}" for row in rivals]
-    speedups = [row.speedup or 0.0 for row in rivals]
-    figure, axes = plt.subplots(figsize=(11, 1 + 0.28 * len(rivals)), layout="constrained")
-    bars = axes.barh(labels, speedups, color="#3b6ea8")
-    axes.bar_label(bars, [f"{speedup:.2g}x" for speedup in speedups], padding=3, fontsize=8)
-    axes.plot(
-        [row.goal for row in rivals if row.goal],
-        [label for row, label in zip(rivals, labels, strict=True) if row.goal],
-        "|",
-        color="#c33",
-        markersize=12,
-        label="goal",
-    )
-    axes.axvline(1, color="#888", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.margins(y=0.005)
-    axes.invert_yaxis()
-    axes.set_xlabel("speed-up of fusedrl (medians of interleaved repetitions)")
-    axes.tick_params(axis="y", labelsize=8)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=72)
-    plt.close(figure)
 
 
 def _commit() -> str | None:

@@ -1,0 +1,162 @@
+"""`fusedrl bench --plots`: which comparisons are drawn, from what was measured or stored."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("matplotlib", reason='needs pip install "fusedrl[bench]"')
+
+from fusedrl.benchmarks import headlines, plots, results
+from fusedrl.benchmarks.harness import Row
+
+from fusedrl.cli import main
+
+STORED = sorted(
+    path
+    for path in (Path(__file__).parents[2] / "benchmarks" / "results").glob("*/*.json")
+    if path.stem != "soak_collectors"
+)
+FACTS = {
+    "machine": {
+        "versions": {"torch": "9.1", "torchrl": "8.2"},
+        "machine": {"cpu": "A CPU"},
+    },
+    "threads": 2,
+    "device": "cpu",
+}
+
+
+def rows(setting="8 samples, lazy stack", ms=(60.0, 10.0), op="KLComputation"):
+    theirs, ours = ms
+    return [
+        Row(op, setting, "torchrl", median_ms=theirs, speedup=theirs / ours, peak_extra_mib=900.0),
+        Row(op, setting, "fusedrl", median_ms=ours, speedup=1.0, peak_extra_mib=2.0),
+    ]
+
+
+def store(path, measured, wrong=()):
+    results.Results(FACTS, rows=measured, wrong=list(wrong)).write(path)
+    return path
+
+
+def plot(folder, *files):
+    return main(["bench", "--plots", str(folder), "--from", *map(str, files)])
+
+
+def texts(path):
+    """The texts of an SVG, which must be well-formed."""
+    return [text.strip() for text in ElementTree.parse(path).getroot().itertext() if text.strip()]
+
+
+def test_a_stored_file_is_drawn_for_light_and_for_dark_pages(tmp_path, capsys):
+    assert plot(tmp_path / "plots", store(tmp_path / "bench.json", rows())) == 0
+    drawn = {path.name for path in (tmp_path / "plots").iterdir()}
+    pages = ("light", "dark")
+    assert drawn == {
+        f"{name}-{page}.svg" for name in ("comparison", "klcomputation") for page in pages
+    }
+    shown = texts(tmp_path / "plots" / "comparison-light.svg")
+    assert shown == texts(tmp_path / "plots" / "comparison-dark.svg")
+    assert "6.0x" in shown
+    assert "60 ms → 10 ms,  900 MiB → 2 MiB" in shown
+    assert "Rewards with a KL penalty, from log-probs" in shown
+    assert "A CPU, 2 threads, torch 9.1, torchrl 8.2" in shown
+    assert "wrote 4 plots" in capsys.readouterr().out
+
+
+def test_the_same_results_give_the_same_file(tmp_path):
+    stored = store(tmp_path / "bench.json", rows())
+    first, second = tmp_path / "a", tmp_path / "b"
+    for folder in (first, second):
+        assert plot(folder, stored) == 0
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes()
+
+
+def test_a_setting_with_a_wrong_answer_of_ours_is_not_drawn(tmp_path):
+    right, wrong = rows("8 samples, lazy stack", (30.0, 10.0)), rows("64 samples, lazy stack")
+    stored = store(tmp_path / "bench.json", right + wrong, wrong[1:])
+    assert plot(tmp_path / "plots", stored) == 0
+    assert "3.0x" in texts(tmp_path / "plots" / "comparison-light.svg")
+    for path in (tmp_path / "plots").iterdir():
+        assert "6.0x" not in texts(path)
+
+
+def test_what_has_no_headline_has_a_plot_of_its_op_alone(tmp_path):
+    assert plot(tmp_path / "plots", store(tmp_path / "bench.json", rows(op="doubling"))) == 0
+    drawn = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert drawn == {"doubling-light.svg", "doubling-dark.svg"}
+
+
+def test_of_several_settings_that_in_which_the_rival_takes_longest_is_shown():
+    measured = rows("8 samples, lazy stack", (30.0, 10.0)) + rows("64 samples, lazy stack")
+    (shown,) = headlines.comparisons(reversed(measured))
+    assert shown.detail.startswith("over torchrl's KLComputation: 64 samples")
+    assert shown.speedup == 6.0
+
+
+def test_a_rival_that_failed_is_no_comparison():
+    failed, ours = rows()
+    assert (
+        headlines.comparisons([Row(failed.op, failed.setting, "torchrl", failed="no"), ours]) == []
+    )
+
+
+def test_headlines_come_with_the_largest_speed_up_first():
+    measured = rows() + rows("64 turns of 4 dialogs, and so on", (20.0, 10.0))
+    for row in measured[2:]:
+        row.op = "AsyncCollector: dialogs end to end"
+    assert [one.speedup for one in headlines.comparisons(reversed(measured))] == [6.0, 2.0]
+
+
+def test_every_headline_is_in_the_stored_results():
+    """A benchmark whose settings are renamed would drop out of the comparison in silence."""
+    stored = [row for path in STORED for row in results.read(path).trusted]
+    shown = {one.title for one in headlines.comparisons(stored)}
+    assert shown == {headline.title for headline in headlines.HEADLINES}
+
+
+def test_the_machines_of_several_files_are_each_named_once(tmp_path):
+    first = results.Results(FACTS)
+    gpu = results.Results(FACTS | {"device": "A GPU"})
+    assert results.caption([first, gpu, first]) == (
+        "A CPU, 2 threads, torch 9.1, torchrl 8.2; A GPU, torch 9.1, torchrl 8.2"
+    )
+
+
+COLUMNS_ALONE = json.dumps({"rows": [asdict(Row("a", "b", "c"))]})
+
+
+@pytest.mark.parametrize(
+    "content", ["not JSON", "{}", "[]", '{"rows": [{"op": "a"}]}', COLUMNS_ALONE]
+)
+def test_a_file_of_something_else_is_refused(tmp_path, capsys, content):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    assert plot(tmp_path / "plots", path) == 2
+    error = capsys.readouterr().err
+    assert re.match(f"bench: --from: {re.escape(str(path))}: expected a bench.json", error)
+    assert not (tmp_path / "plots").exists()
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path, capsys):
+    assert plot(tmp_path / "plots", tmp_path / "none.json") == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_stored_results_without_a_folder_for_plots_are_refused(tmp_path, capsys):
+    assert main(["bench", "--from", str(store(tmp_path / "bench.json", rows()))]) == 2
+    assert "--from: expected --plots DIR beside it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ms", "shown"), [(0.5, "0.5 ms"), (9.96, "10.0 ms"), (12.4, "12 ms"), (1500.0, "1.5 s")]
+)
+def test_durations_are_short(ms, shown):
+    assert plots._duration(ms) == shown
