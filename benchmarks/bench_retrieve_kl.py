@@ -13,13 +13,14 @@ from torch import Tensor
 from . import peers
 from .harness import Case, Run, Skipped
 
-VOCAB = 151936
+VOCAB, QUICK_VOCAB = 151936, 32000
 WORDS = [a + b + c for a in "bdfgklmn" for b in "aeiou" for c in ("l", "nt", "r", "sk")]
 LEAST = {128: 5.0, 512: 3.0}  # hidden size -> least speed-up over torchrl
 MEMORY_SHARE = 1 / 8  # of torchrl's three copies of the logits
 OVERHEAD = 1.15  # RetrieveKL over the two decoders and the kept rows' products
 PACKED_GOAL = 1.5  # ragged conversations, over one padded batch
 RAGGED = ((128, VOCAB, 2), (512, 32000, 4))  # hidden size, vocabulary, layers
+QUICK_RAGGED = ((128, QUICK_VOCAB, 2),)
 KEY = ("log_probs", "full")
 
 
@@ -29,12 +30,14 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped
         yield Skipped("RetrieveKL", "takes torchrl and transformers, which are not installed")
         return
     even = conversations([270] * 8)
-    for hidden, goal in list(LEAST.items())[: 1 if quick else None]:
-        yield log_prob_case(even, hidden, goal, device)
-    for hidden in list(LEAST)[: 1 if quick else None]:
-        yield kl_case(even, hidden, device)
+    vocab = QUICK_VOCAB if quick else VOCAB
+    widths = list(LEAST)[: 1 if quick else None]
+    for hidden in widths:
+        yield log_prob_case(even, hidden, vocab, device)
+    for hidden in widths:
+        yield kl_case(even, hidden, vocab, device)
     ragged = conversations(torch.linspace(32, 1024, 16).int().tolist())
-    for hidden, vocab, layers in RAGGED[: 1 if quick else None]:
+    for hidden, vocab, layers in QUICK_RAGGED if quick else RAGGED:
         yield ragged_case(ragged, hidden, vocab, layers, device)
 
 
@@ -113,7 +116,7 @@ class Tokens:
     def __init__(self, chats: Any, device: str):
         from fusedrl.transforms.reading import read, reading_of
 
-        reading = reading_of(wrapper(model(128, 0, device)), True, None, None)
+        reading = reading_of(wrapper(model(128, 0, device, QUICK_VOCAB)), True, None, None)
         batch = read(reading, data(chats))
         assert batch.mask is not None
         self.rows = [row.to(device) for row in batch.rows(batch.tokens)]
@@ -143,42 +146,42 @@ def bare(tokens: Tokens, networks: Sequence[Any]) -> Run:
     return run
 
 
-def log_prob_case(chats: Any, hidden: int, goal: float, device: str) -> Case:
+def log_prob_case(chats: Any, hidden: int, vocab: int, device: str) -> Case:
     """One model, beside torchrl's class on the same conversations."""
     from torchrl.envs.llm.transforms import RetrieveLogProb as Reference
 
     from fusedrl import RetrieveLogProb
 
     tokens = Tokens(chats, device)
-    scored = wrapper(model(hidden, 0, device))
+    scored = wrapper(model(hidden, 0, device, vocab))
     theirs, ours = Reference(scored), RetrieveLogProb(scored)
-    mib = 3 * 4 * tokens.padded * VOCAB / 2**20
+    mib = 3 * 4 * tokens.padded * vocab / 2**20
     return Case(
         op="RetrieveLogProb",
-        setting=f"{len(chats)} x ~270 tokens, 30% kept, hidden {hidden}, V {VOCAB}",
+        setting=f"{len(chats)} x ~270 tokens, 30% kept, hidden {hidden}, V {vocab}",
         make_input=lambda: data(chats),
         contenders={"torchrl": torch.no_grad()(theirs), "fusedrl": ours},
         timed_only={"decoder + head": bare(tokens, [scored.model])},
         truth=lambda _: truth(tokens, scored.model),
         answer=lambda td: torch.cat(td.get(KEY, as_list=True)),
-        goals={"torchrl": goal},
+        goals={"torchrl": LEAST[hidden]},
         most_extra_mib=MEMORY_SHARE * mib,
         host_bound=True,
     )
 
 
-def kl_case(chats: Any, hidden: int, device: str) -> Case:
+def kl_case(chats: Any, hidden: int, vocab: int, device: str) -> Case:
     """Policy and reference of one architecture: tokens once, log-probs, KL, penalised reward."""
     from torchrl.envs.llm.transforms import RetrieveKL as Reference
 
     from fusedrl import RetrieveKL
 
     tokens = Tokens(chats, device)
-    networks = [model(hidden, seed, device) for seed in (0, 1)]
+    networks = [model(hidden, seed, device, vocab) for seed in (0, 1)]
     pair = wrapper(networks[0]), wrapper(networks[1], "ref_log_probs")
     return Case(
         op="RetrieveKL",
-        setting=f"{len(chats)} x ~270 tokens, 30% kept, hidden {hidden}, V {VOCAB}",
+        setting=f"{len(chats)} x ~270 tokens, 30% kept, hidden {hidden}, V {vocab}",
         make_input=lambda: data(chats, reward=True),
         contenders={
             "torchrl": torch.no_grad()(Reference(*pair, coeff=0.1)),
