@@ -143,6 +143,92 @@ def test_what_is_not_installed_is_listed_as_absent(run, monkeypatch, capsys):
     assert "Liger: absent: no_such_module is not installed" in capsys.readouterr().out
 
 
+def test_rows_are_printed_before_the_next_case_is_measured(run, monkeypatch, capsys):
+    shown = []
+
+    def case(name, seen):
+        def look(x):
+            shown.append(capsys.readouterr().out)
+            return double(x)
+
+        contenders = {"fusedrl": look if seen else double}
+        return harness.Case(name, "1000", contenders, lambda: NUMBERS, truth=exact)
+
+    cases = [case("doubling", False), case("doubling again", True)]
+    monkeypatch.setattr(bench_token_kl, "cases", lambda *_: iter(cases))
+    status, _ = run(None)
+    assert status == 0
+    before = shown[0].partition("doubling again")[0].splitlines()
+    (line,) = (line for line in before if line.startswith("  fusedrl"))
+    assert line.split()[0] == "fusedrl" and line.split()[-1] == "yes"
+
+
+@pytest.mark.parametrize("plots", [False, True], ids=["", "plots"])
+def test_an_interrupt_keeps_what_was_measured(run, monkeypatch, capsys, tmp_path, plots):
+    def interrupted(x):
+        raise KeyboardInterrupt
+
+    cases = [
+        harness.Case(op, "1000", {"torch": double, "fusedrl": ours}, lambda: NUMBERS, truth=exact)
+        for op, ours in (("doubling", double), ("tripling", interrupted), ("nothing", fails))
+    ]
+    monkeypatch.setattr(bench_token_kl, "cases", lambda *_: iter(cases))
+    status, results = run(None, *(("--plots", str(tmp_path / "plots")) if plots else ()))
+    assert status == 130
+    assert {row["op"] for row in results["rows"]} == {"doubling"}
+    assert results["interrupted"] == "tripling 1000"
+    assert results["failed"] == {}
+    shown = capsys.readouterr().out
+    assert "interrupted in tripling 1000, which is left out" in shown
+    assert f"wrote {tmp_path / 'bench.json'}" in shown
+    assert (tmp_path / "bench.png").is_file()
+    assert (tmp_path / "plots" / "doubling-light.svg").is_file() == plots
+
+
+def test_an_interrupt_before_the_first_row_is_one_too(run, monkeypatch):
+    def cases(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_token_kl, "cases", cases)
+    status, results = run(None)
+    assert (status, results["rows"], results["interrupted"]) == (130, [], "the preparation")
+
+
+def many(op="doubling"):
+    return iter(
+        harness.Case(op, str(n), {"fusedrl": double}, lambda: NUMBERS, truth=exact)
+        for n in range(5)
+    )
+
+
+def test_a_quick_run_measures_some_settings_of_each_op(run, monkeypatch):
+    monkeypatch.setattr(bench_token_kl, "cases", lambda *_: many())
+    monkeypatch.setattr(bench_exact_kl, "cases", lambda *_: many("halving"))
+    options = ["--op", "exact_kl"]
+    status, results = run(None, "--quick", *options)
+    assert status == 0
+    measured = [(row["op"], row["setting"]) for row in results["rows"]]
+    assert measured == [(op, n) for op in ("doubling", "halving") for n in "01"]
+    assert len(run(None, *options)[1]["rows"]) == 10
+
+
+def test_a_quick_run_ends_when_its_time_is_up(run, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "QUICK_LIMIT", -1.0)
+    monkeypatch.setattr(bench_token_kl, "cases", lambda *_: many())
+    status, results = run(None, "--quick")
+    assert (status, results["rows"], results["failed"]) == (0, [], {})
+    assert results["skipped"] == {"the rest": "not started: -1 s were over"}
+
+
+def test_a_quick_run_names_what_it_leaves_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "copy_bandwidth", lambda device: 2e9)
+    monkeypatch.setattr(bench, "OPS", ("token_kl", "grpo_step"))
+    monkeypatch.setattr(bench_token_kl, "cases", lambda *_: iter(()))
+    assert main(["bench", "--quick", "--out", str(tmp_path)]) == 0
+    skipped = json.loads((tmp_path / "bench.json").read_text())["skipped"]
+    assert skipped.keys() == set(bench.NOT_QUICK)
+
+
 def test_no_case_is_started_when_the_time_is_up(run):
     status, results = run({"fusedrl": double}, "--limit", "-1", truth=exact)
     assert status == 1

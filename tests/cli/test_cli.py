@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import itertools
 import json
 import os
@@ -26,6 +28,33 @@ def test_help_names_every_command_and_imports_none_of_them():
     assert all(command in done.stdout for command in COMMANDS)
     assert "| torch\n" not in done.stderr
     assert "transformers" not in done.stderr
+
+
+def test_without_arguments_it_says_what_to_do_next(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"fusedrl {command} " in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_examples_that_parse_and_its_exit_codes(command, capsys):
+    module = importlib.import_module(f"fusedrl.cli.{command}")
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.endswith(f"\n\n{module.EXAMPLES}")
+    examples, exit_codes = module.EXAMPLES.split("\n\n")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    lines = examples.splitlines()[1:]
+    assert lines
+    for line in lines:
+        name, *arguments = line.strip().split("   ")[0].split()[1:]
+        assert name == command
+        parser.parse_args(arguments)
+    codes = [line.split()[0] for line in exit_codes.splitlines()[1:]]
+    assert codes == sorted(codes, key=int)
+    assert "0" in codes
 
 
 def test_a_command_that_is_not_there_is_refused(capsys):
@@ -207,17 +236,65 @@ def test_info_is_markdown_with_a_row_a_fact(capsys):
     assert main(["info"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert all(line.startswith("| ") or line == "|---|---|" for line in lines)
+    assert "| missing | |" in lines
     assert f"| fusedrl | {fusedrl.__version__} |" in lines
 
 
+CHECKED = (
+    "token_log_probs",
+    "linear_token_log_probs",
+    "linear_policy_loss",
+    "token_kl",
+    "exact_kl",
+    "linear_exact_kl",
+    "importance_weights",
+)
+
+
 def test_check_passes_every_case_here(capsys):
-    assert main(["check"]) == 0
+    assert main(["check", "-v"]) == 0
     out = capsys.readouterr().out
     titles = {line.strip() for line in out.splitlines() if line.strip().endswith(" on cpu")}
-    ops = ("token_log_probs", "linear_token_log_probs", "linear_policy_loss", "token_kl")
-    ops = (*ops, "exact_kl", "linear_exact_kl", "importance_weights")
-    assert titles == {f"{op} on cpu" for op in ops}
+    assert titles == {f"{op} on cpu" for op in CHECKED}
     assert " 0 failed" in out
+
+
+@pytest.fixture
+def two_ops(monkeypatch):
+    """Checks the ops that take no time."""
+    every = check.check
+
+    def quick(device):
+        return (result for result in every(device) if result.case.op in TWO)
+
+    monkeypatch.setattr(check, "check", quick)
+
+
+TWO = ("token_kl", "importance_weights")
+
+
+def test_check_prints_a_row_an_op_and_a_summary(two_ops, capsys):
+    assert main(["check"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert [line[0] for line in lines if line[-1] == "pass"] == list(TWO)
+    assert [line[1:4] for line in lines if line[0] == "token_kl"] == [["24", "of", "24"]]
+    assert ["33", "passed,", "0", "failed;"] in [line[1:5] for line in lines]
+
+
+def test_check_lists_the_cases_that_failed_below_their_op(monkeypatch, two_ops, capsys):
+    def slightly_wrong(*args, impl, **options):
+        kl = token_kl(*args, impl=impl, **options)
+        return kl if impl == "reference" or "reward" in options else kl + 0.1
+
+    monkeypatch.setattr(check, "token_kl", slightly_wrong)
+    assert main(["check"]) == 1
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines() if line.strip()]
+    assert [line[1:4] + line[-1:] for line in lines if line[0] == "token_kl" and "of" in line] == [
+        ["12", "of", "24", "FAIL"]
+    ]
+    assert sum(line[-1] == "FAIL" for line in lines) == 1 + 12
+    assert "21 passed, 12 failed" in out
 
 
 def test_check_fails_when_a_kernel_is_off(monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """The command line: one module a command, imported only when its command is named.
 
-A command's module has ``add_arguments(parser)`` and ``run(args) -> exit code``.
+A command's module has ``add_arguments(parser)``, ``run(args) -> exit code`` and ``EXAMPLES``, which
+end its help and say its exit codes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,34 @@ COMMANDS = {
     "demo": "make two tiny models on the spot and score the bundled chats with them",
     "check": "compare every op with its reference on this machine",
     "bench": "time every op against plain torch on this machine",
-    "info": "print versions, devices and compiled libraries, for a bug report",
+    "info": "print versions, devices, compiled libraries, and what is missing",
 }
+
+NEXT = """\
+fusedrl: compiled kernels and drop-in torchrl classes for LLM post-training.
+
+Begin here:
+  fusedrl demo      scores 50 bundled chats with two tiny models, in some seconds
+  fusedrl check     compares every op with its definition on this machine
+  fusedrl info      says what is installed, and how to get what is missing
+
+Then:
+  fusedrl score chats.jsonl --policy P --reference R --out DIR      your own chats and models
+  fusedrl bench --quick                                             how fast it is here
+
+`fusedrl --help` lists the commands, `fusedrl COMMAND --help` has examples of each.
+"""
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    a failed check, a wrong answer, or chats that were left out
+  2    refused arguments or input, or output that cannot be written
+  130  Ctrl-C
+  141  nobody reads the rest of the output, as behind `| head`
+
+`fusedrl COMMAND --help` has examples of each command.
+"""
 
 # Which `pip install "fusedrl[EXTRA]"` brings a module that a command could not import.
 EXTRAS = {
@@ -38,9 +65,9 @@ EXTRAS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0; 1 for a failed check, or where chats were left out; 2 for refused input, or output that
-    cannot be written; 130 after an interrupt; 141 where nobody reads the rest of the output, as
-    behind ``| head``.
+    0; 1 for a failed check, a wrong answer of a benchmark, or where chats were left out; 2 for
+    refused input, or output that cannot be written; 130 after an interrupt; 141 where nobody reads
+    the rest of the output, as behind ``| head``. Without arguments it prints what to do next.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     named = argv[0] if argv and argv[0] in COMMANDS else None
@@ -69,15 +96,29 @@ def _nobody_reads_stdout() -> bool:
 
 
 def _run(argv: list[str], named: str | None) -> int:
-    parser = argparse.ArgumentParser(prog="fusedrl", description="LLM post-training kernels.")
+    if not argv:
+        print(NEXT, end="")
+        return 0
+    parser = argparse.ArgumentParser(
+        prog="fusedrl",
+        description="Compiled kernels and drop-in torchrl classes for LLM post-training.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"fusedrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     try:
         for name, summary in COMMANDS.items():
-            command = commands.add_parser(name, help=summary, description=f"{summary}.")
+            command = commands.add_parser(
+                name,
+                help=summary,
+                description=f"{summary[0].upper()}{summary[1:]}.",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
             if name == named:
                 module = importlib.import_module(f"fusedrl.cli.{name}")
                 module.add_arguments(command)
+                command.epilog = module.EXAMPLES
                 command.set_defaults(run=module.run)
         args = parser.parse_args(argv)
         return args.run(args)

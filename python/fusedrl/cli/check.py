@@ -36,6 +36,17 @@ from fusedrl.ops.token_kl import ESTIMATORS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = 16 * torch.finfo(torch.float32).eps
 
+EXAMPLES = """\
+examples:
+  fusedrl check                  a row an op and a summary; the cases that failed, if any
+  fusedrl check -v               a row a case and dtype
+  fusedrl check --failed         nothing but the cases that failed and the summary
+
+exit codes:
+  0    every kernel is as exact as its reference
+  1    a kernel is not, or did not run
+"""
+
 
 class Case(NamedTuple):
     """``call(*inputs, impl=...)`` returns tensors of float32 ``inputs``, constants or none."""
@@ -76,11 +87,13 @@ class Result(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--failed", action="store_true", help="list only what failed")
+    rows = parser.add_mutually_exclusive_group()
+    rows.add_argument("-v", "--verbose", action="store_true", help="a row a case and dtype")
+    rows.add_argument("--failed", action="store_true", help="list only what failed")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every case and print a table an op; 1 if any failed."""
+    """Run every case and print a row an op, and each that failed; 1 if any did."""
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     console = Console()
@@ -88,9 +101,10 @@ def run(args: argparse.Namespace) -> int:
     for device in devices:
         results = list(check(device))
         failures = [result for result in results if not result.passed]
-        shown = failures if args.failed else results
-        for op, group in groupby(shown, key=lambda result: result.case.op):
-            console.print(_table(f"{op} on {device}", list(group)))
+        if not args.verbose and not args.failed:
+            console.print(_summary(device, results))
+        for op, group in _by_op(results if args.verbose else failures):
+            console.print(_table(f"{op} on {device}", group))
         for why in sorted({result.failure for result in failures if result.failure}):
             console.print(why, markup=False, highlight=False, soft_wrap=True)
         console.print(
@@ -101,6 +115,37 @@ def run(args: argparse.Namespace) -> int:
         )
         failed += len(failures)
     return 1 if failed else 0
+
+
+def _by_op(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
+    for op, group in groupby(results, key=lambda result: result.case.op):
+        yield op, list(group)
+
+
+def _summary(device: torch.device, results: list[Result]) -> Table:
+    """A row an op: how many passed, and the errors of the cases nearest to failing."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(f"op on {device}", min_width=22)  # the longest name is not cut
+    for column in ("passed", "worst forward", "worst gradient", ""):
+        table.add_column(column)
+    for op, group in _by_op(results):
+        passed = sum(result.passed for result in group)
+        forward = _worst([result.forward for result in group])
+        gradient = _worst([result.gradient for result in group])
+        verdict = "[green]pass" if passed == len(group) else "[bold red]FAIL"
+        table.add_row(op, f"{passed} of {len(group)}", forward, gradient, verdict)
+    return table
+
+
+def _worst(found: list[Errors | None]) -> str:
+    compared = [errors for errors in found if errors is not None]
+    if not compared:
+        return "none"
+    return _errors(max(compared, key=lambda errors: errors.kernel - errors.reference))
+
+
+def _errors(errors: Errors) -> str:
+    return f"{errors.kernel:.1e} / {errors.reference:.1e}"
 
 
 def _table(title: str, results: list[Result]) -> Table:
@@ -121,7 +166,7 @@ def _shown(result: Result) -> Iterator[str]:
         if result.failure is not None:
             yield "did not run"
         else:
-            yield f"{errors.kernel:.1e} / {errors.reference:.1e}" if errors else "none"
+            yield _errors(errors) if errors else "none"
 
 
 def check(device: torch.device) -> Iterator[Result]:

@@ -13,6 +13,17 @@ from fusedrl.demo import CHATS, make_models
 from fusedrl.scoring import Settings
 from fusedrl.scoring.errors import printable, reason
 
+EXAMPLES = """\
+examples:
+  fusedrl demo                   into demo-out/; open demo-out/report.html in a browser
+  fusedrl demo --out elsewhere
+
+exit codes:
+  0    all 50 chats are scored
+  2    --out cannot be written, or the models were refused
+  130  Ctrl-C
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""

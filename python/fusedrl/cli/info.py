@@ -1,4 +1,4 @@
-"""``fusedrl info``: what is installed and what it runs on, to paste into a bug report."""
+"""``fusedrl info``: what is installed, what it runs on and what is missing, for a bug report."""
 
 from __future__ import annotations
 
@@ -14,9 +14,20 @@ import torch
 
 import fusedrl
 from fusedrl import native
+from fusedrl.cli.missing import missing
 
-_PACKAGES = ("torch", "torchrl", "tensordict", "transformers", "triton", "numpy", "ray")
+_PACKAGES = ("torch", "torchrl", "tensordict", "transformers", "triton", "numpy")
+_PACKAGES += ("ray", "trl", "peft", "vllm")
 _LIBRARIES = ("_C", "_C_cuda")
+
+EXAMPLES = """\
+examples:
+  fusedrl info                   tables to paste into a bug report; the last says what is missing
+  fusedrl info --json            the same for a program
+
+exit codes:
+  0    printed, whatever is missing
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the facts."""
-    facts = collect()
+    facts = collect() | {"missing": missing() or {"nothing": "every part of fusedrl can be used"}}
     print(json.dumps(facts, indent=2) if args.json else _markdown(facts))
     return 0
 

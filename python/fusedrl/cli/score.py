@@ -21,6 +21,19 @@ from fusedrl.scoring.report import drift
 from fusedrl.scoring.signals import Terminated, raised
 from fusedrl.scoring.tables import mismatch_row
 
+EXAMPLES = """\
+examples:
+  fusedrl score chats.jsonl --policy ./policy --reference ./reference --out drift
+  fusedrl score chats.parquet --policy ./policy --reference org/model --out drift --estimator k1
+  fusedrl score chats.jsonl --policy ./policy --reference ./reference --out drift --strict
+
+exit codes:
+  0    every chat is scored
+  1    the files are written, and some chats are not in them
+  2    refused, with one line that says why; nothing is written
+  130  Ctrl-C; 128 and the number of the signal for another one
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""

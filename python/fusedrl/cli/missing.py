@@ -1,0 +1,105 @@
+"""What this machine lacks for each part of fusedrl, and the command that mends it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+from fusedrl import native
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of fusedrl that takes a package; ``extra`` brings it, a dependency needs none."""
+
+    package: str
+    purpose: str
+    extra: str | None
+
+
+PARTS = (
+    Part("torchrl", "the torchrl classes, losses and collectors", None),
+    Part("tensordict", "the torchrl classes, losses and collectors", None),
+    Part("transformers", "log-probs of models", "llm"),
+    Part("pyarrow", "fusedrl score and fusedrl demo", "score"),
+    Part("rich", "fusedrl check, score, demo and bench", "score"),
+    Part("matplotlib", "fusedrl bench", "bench"),
+    Part("peft", "adapters", "peft"),
+    Part("trl", "patch_trl()", "trl"),
+    Part("ray", "the classes for a Ray cluster", "ray"),
+    Part("vllm", "weights of a vLLM engine", "vllm"),
+)
+
+
+def missing() -> dict[str, str]:
+    """What is missing -> what it is for, what there is instead, and the command that mends it."""
+    return _packages() | _cuda()
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for part in PARTS:
+        least = _least_version(part.package)
+        installed = _installed(part.package)
+        if installed is None:
+            why = "not installed"
+        elif least is not None and _numbers(installed) < _numbers(least):
+            why = f"{installed} is installed, {least} or newer is needed"
+        else:
+            continue
+        wanted = f"fusedrl[{part.extra}]" if part.extra else part.package
+        if part.extra is None and least is not None:
+            wanted = f"{part.package}>={least}"
+        found[part.package] = f'for {part.purpose}: {why}: `pip install "{wanted}"`'
+    return found
+
+
+def _cuda() -> dict[str, str]:
+    """What stands between the ops and a GPU, in the order in which it is mended."""
+    found = {}
+    if torch.version.cuda is None:
+        version = torch.__version__.partition("+")[0]
+        found["CUDA build of torch"] = (
+            f"for GPUs: torch {torch.__version__} is installed: "
+            f'`pip install --force-reinstall "torch=={version}"`, which on Linux is a build for '
+            "CUDA where the package index is PyPI"
+        )
+    elif not torch.cuda.is_available():
+        found["GPU"] = (
+            "for the CUDA kernels: torch finds none: `nvidia-smi` says what the driver sees"
+        )
+    if native.find("_C_cuda") is None:
+        found["CUDA kernels"] = (
+            "for GPUs: fusedrl was compiled without them: with nvcc on PATH, in a checkout, "
+            "`make dev CUDA=on`, or "
+            "`pip install --force-reinstall --no-deps -C cmake.define.FUSEDRL_CUDA=on .`"
+        )
+    elif torch.version.cuda is not None and (error := native.load_error("_C_cuda")) is not None:
+        found["CUDA kernels"] = f"for GPUs: {error}"
+    return found
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _least_version(package: str) -> str | None:
+    """The oldest version that fusedrl's own metadata allow."""
+    try:
+        requirements = metadata.requires("fusedrl") or []
+    except metadata.PackageNotFoundError:  # run from a folder on PYTHONPATH
+        return None
+    for requirement in requirements:
+        if match := re.match(rf"{package}\s*\(?>=\s*([0-9.]+)", requirement):
+            return match[1]
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])

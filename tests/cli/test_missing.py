@@ -1,0 +1,91 @@
+"""`fusedrl info` on what is missing: what for, what there is instead, and what mends it."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+
+import pytest
+import torch
+
+from fusedrl import native
+from fusedrl.cli import main, missing
+
+INSTALLED = {part.package: "99.0" for part in missing.PARTS} | {"fusedrl": "0.1.0"}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with every package and a GPU; gives what tests change of it."""
+    packages = dict(INSTALLED)
+
+    def version(name):
+        if name not in packages:
+            raise metadata.PackageNotFoundError(name)
+        return packages[name]
+
+    monkeypatch.setattr(missing.metadata, "version", version)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(native, "find", lambda name: "a path")
+    monkeypatch.setattr(native, "load_error", lambda name: None)
+    return packages
+
+
+def test_nothing_is_missing_where_everything_is_there(machine):
+    assert missing.missing() == {}
+
+
+@pytest.mark.parametrize("package", ["ray", "trl", "vllm", "peft", "matplotlib", "pyarrow"])
+def test_a_package_that_is_not_installed_comes_with_its_extra(machine, package):
+    del machine[package]
+    (found,) = missing.missing().items()
+    (extra,) = (part.extra for part in missing.PARTS if part.package == package)
+    assert found[0] == package
+    assert found[1].endswith(f': not installed: `pip install "fusedrl[{extra}]"`')
+    assert extra in (metadata.metadata("fusedrl").get_all("Provides-Extra") or [])
+
+
+def test_torchrl_comes_with_no_extra(machine):
+    del machine["torchrl"]
+    assert missing.missing()["torchrl"].endswith('`pip install "torchrl>=0.14"`')
+
+
+def test_a_package_that_is_too_old_is_missing_too(machine):
+    machine["vllm"] = "0.9.2+cpu"
+    assert "0.9.2+cpu is installed, 0.31 or newer is needed" in missing.missing()["vllm"]
+    machine["vllm"] = "0.31.0"
+    assert missing.missing() == {}
+
+
+def test_a_build_of_torch_for_cpus_is_named(machine, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    found = missing.missing()
+    assert found.keys() == {"CUDA build of torch"}
+    assert "torch 2.13.0+cpu is installed" in found["CUDA build of torch"]
+    assert '`pip install --force-reinstall "torch==2.13.0"`' in found["CUDA build of torch"]
+
+
+def test_a_machine_without_a_gpu_is_told_so(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "`nvidia-smi`" in missing.missing()["GPU"]
+
+
+def test_kernels_that_were_not_compiled_are_named(machine, monkeypatch):
+    monkeypatch.setattr(native, "find", lambda name: None)
+    assert "`make dev CUDA=on`" in missing.missing()["CUDA kernels"]
+
+
+def test_kernels_that_do_not_load_say_why(machine, monkeypatch):
+    monkeypatch.setattr(native, "load_error", lambda name: f"{name}: an older driver")
+    assert missing.missing() == {"CUDA kernels": "for GPUs: _C_cuda: an older driver"}
+
+
+def test_info_prints_what_is_missing(machine, capsys):
+    del machine["ray"]
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["missing"].keys() == {"ray"}
+    machine["ray"] = "99.0"
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["missing"].keys() == {"nothing"}
