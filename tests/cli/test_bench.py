@@ -201,14 +201,14 @@ def many(op="doubling"):
     )
 
 
-def test_a_quick_run_measures_some_settings_of_each_op(run, monkeypatch):
+def test_a_quick_run_measures_one_setting_of_each_op(run, monkeypatch):
     monkeypatch.setattr(bench_token_kl, "cases", lambda *_: many())
     monkeypatch.setattr(bench_exact_kl, "cases", lambda *_: many("halving"))
     options = ["--op", "exact_kl"]
     status, results = run(None, "--quick", *options)
     assert status == 0
     measured = [(row["op"], row["setting"]) for row in results["rows"]]
-    assert measured == [(op, n) for op in ("doubling", "halving") for n in "01"]
+    assert measured == [("doubling", "0"), ("halving", "0")]
     assert len(run(None, *options)[1]["rows"]) == 10
 
 

@@ -124,7 +124,7 @@ def _by_op(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
 
 def _summary(device: torch.device, results: list[Result]) -> Table:
     """A row an op: how many passed, and the errors of the cases nearest to failing."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # no wider than 80 columns
     table.add_column(f"op on {device}", min_width=22)  # the longest name is not cut
     for column in ("passed", "worst forward", "worst gradient", ""):
         table.add_column(column)
