@@ -146,3 +146,14 @@ def test_a_wheel_is_compiled_for_every_architecture_and_installed_for_either(
     assert "FUSEDRL_CUDA=auto" in planned
     assert f"wheelhouse/*.whl)[{extra}]" in planned
     assert "--editable" not in planned
+
+
+def test_ci_compiles_its_wheel_once(checkout):
+    """Demo and tests run in what was installed of the wheel."""
+    (checkout.folder / "wheelhouse").mkdir()
+    checkout.touch(".venv/wheel-tools")
+    checkout.touch("wheelhouse/made-cuda-auto-80", ago=20)
+    checkout.touch(".venv/dev-wheel")
+    ci = ("PACKAGE=wheel", "CUDA_ARCHS=80", "WERROR=ON")
+    assert checkout.make("demo", *ci).strip() == "fusedrl demo --out demo-out"
+    assert checkout.make("test", *ci).strip().startswith("pytest ")
