@@ -42,12 +42,11 @@ _LEGEND = "in grey: their time → ours, and their memory → ours where much is
 
 
 def write(rows: list[Row], caption: str, folder: Path) -> list[Path]:
-    """Write ``comparison-*.svg`` and ``OP-*.svg`` into ``folder``; what was written comes back.
+    """Write ``comparison-*.svg`` and ``OP-*.svg`` into ``folder``, and return their paths.
 
     Each is written once for light pages and once for dark ones. There is no comparison where
     ``rows`` have no headline, and no plot of an op without a rival.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     shown = comparisons(rows)
     written = []
     for palette in PALETTES:

@@ -185,6 +185,18 @@ def test_an_interrupt_keeps_what_was_measured(run, monkeypatch, capsys, tmp_path
     assert (tmp_path / "plots" / "doubling-light.svg").is_file() == plots
 
 
+@pytest.mark.parametrize("option", ["--out", "--plots"])
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(
+    option, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(harness, "copy_bandwidth", fails)
+    (tmp_path / "taken").write_text("mine")
+    options = {"--out": str(tmp_path / "out")} | {option: str(tmp_path / "taken")}
+    assert main(["bench", *(part for pair in options.items() for part in pair)]) == 2
+    expected = f"bench: {option}: cannot write into {tmp_path / 'taken'}: File exists\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_an_interrupt_before_the_first_row_is_one_too(run, monkeypatch):
     def cases(*_):
         raise KeyboardInterrupt

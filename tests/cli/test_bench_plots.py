@@ -150,6 +150,12 @@ def test_a_file_that_is_not_there_is_refused(tmp_path, capsys):
     assert "none.json" in capsys.readouterr().err
 
 
+def test_plots_that_cannot_be_written_are_refused(tmp_path, capsys):
+    stored = store(tmp_path / "bench.json", rows())
+    assert plot(stored, stored) == 2
+    assert f"bench: --plots: cannot write into {stored}: File exists" in capsys.readouterr().err
+
+
 def test_stored_results_without_a_folder_for_plots_are_refused(tmp_path, capsys):
     assert main(["bench", "--from", str(store(tmp_path / "bench.json", rows()))]) == 2
     assert "--from: expected --plots DIR beside it" in capsys.readouterr().err

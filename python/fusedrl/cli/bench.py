@@ -102,13 +102,15 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print each case's rows when they are known, write ``bench.json`` and plots."""
     if args.stored is not None:
         return _plot_stored(args)
+    for option, folder in (("--out", args.out), ("--plots", args.plots)):
+        if folder is not None and (why := _unmade(option, folder)):
+            return _refuse(why)
     if args.device == "cuda" and not torch.cuda.is_available():
         return _refuse("--device cuda: expected a CUDA device, torch finds none; use --device cpu")
     torch.set_num_threads(args.threads)
     console = Console()
     copy_rate = harness.copy_bandwidth(args.device)
     results = files.Results(_facts(args, copy_rate))
-    args.out.mkdir(parents=True, exist_ok=True)
     _measure(args, results, console, copy_rate)
     results.write(args.out / "bench.json")
     plots.write_overview(results.trusted, args.out / "bench.png")
@@ -134,8 +136,19 @@ def _plot_stored(args: argparse.Namespace) -> int:
         stored = [files.read(path) for path in args.stored]
     except (OSError, ValueError) as error:
         return _refuse(f"--from: {error}")
+    if why := _unmade("--plots", args.plots):
+        return _refuse(why)
     _plot(stored, args.plots, Console())
     return 0
+
+
+def _unmade(option: str, folder: Path) -> str | None:
+    """Make a folder; why it cannot be made, if it cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{option}: cannot write into {folder}: {error.strerror or error}"
+    return None
 
 
 def _plot(measured: list[Results], folder: Path, console: Console) -> None:
