@@ -66,4 +66,21 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "bool of_hidden, bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, "
       "bool of_ref_bias) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
       "Tensor grad_ref_hidden, Tensor grad_ref_weight, Tensor grad_ref_bias)");
+  m.def(
+      "top_k_kl_log_probs(Tensor logits, Tensor ids, Tensor? mask, Tensor? offsets, bool shift, "
+      "Tensor temperature) -> (Tensor log_probs, Tensor normalizers)");
+  m.def(
+      "top_k_kl_log_probs_backward(Tensor grad_log_probs, Tensor logits, Tensor ids, Tensor? mask, "
+      "Tensor? offsets, bool shift, Tensor temperature, Tensor log_probs, Tensor normalizers) "
+      "-> Tensor grad_logits");
+  m.def(
+      "linear_top_k_kl_log_probs(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, "
+      "Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
+      "bool batch_invariant) -> (Tensor log_probs, Tensor normalizers)");
+  m.def(
+      "linear_top_k_kl_log_probs_backward(Tensor grad_log_probs, Tensor hidden, Tensor weight, "
+      "Tensor? bias, Tensor ids, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
+      "float scale, float softcap, Tensor log_probs, Tensor normalizers, bool batch_invariant, "
+      "bool of_hidden, bool of_weight, bool of_bias) "
+      "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
 }

@@ -10,15 +10,6 @@
 namespace fusedrl {
 namespace {
 
-// A thread's tile of logits.
-struct TileRoom {
-  explicit TileRoom(const CpuHead& head)
-      : of_head(head), floats(new_floats(head.weight(), head.tile_floats())) {}
-
-  CpuHead::Room of_head;
-  Tensor floats;
-};
-
 std::vector<RowSoftmax> softmax_of(const CpuHead& head, const TileRows& tiles,
                                    const std::vector<int64_t>& targets, bool entropy) {
   return reduced<RowSoftmax>(

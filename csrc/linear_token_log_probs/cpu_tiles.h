@@ -37,6 +37,15 @@ struct KeptTokens {
   }
 };
 
+// A thread's tile of logits.
+struct TileRoom {
+  explicit TileRoom(const CpuHead& head)
+      : of_head(head), floats(new_floats(head.weight(), head.tile_floats())) {}
+
+  CpuHead::Room of_head;
+  Tensor floats;
+};
+
 // A row's softmax as far as its classes have been seen.
 struct RowSoftmax {
   SoftmaxPart<double> part;
@@ -72,10 +81,18 @@ class TileRows {
   // Overwrites a row's logits with the gradients of its products.
   void differentiate(float* x, Span tile, int64_t target, const RowGradient& gradient,
                      float target_log_prob) const {
+    differentiate(x, tile, gradient, [&] {
+      if (tile.has(target)) x[target - tile.first] = gradient.target(target_log_prob);
+    });
+  }
+
+  // The same where put() sets the gradients of those logits that `gradient` is not of.
+  template <typename Put>
+  void differentiate(float* x, Span tile, const RowGradient& gradient, Put&& put) const {
     float capped[kTileClasses];
     if (cap_ > 0) std::copy_n(x, tile.count, capped);
     kernels_.backward(x, x, tile.count, gradient);
-    if (tile.has(target)) x[target - tile.first] = gradient.target(target_log_prob);
+    put();
     if (cap_ > 0) kernels_of_head_.chain(capped, x, tile.count, cap_);
   }
 

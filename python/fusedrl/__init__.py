@@ -20,6 +20,8 @@ _HOME = {
     "TokenKL": "fusedrl.ops",
     "exact_kl": "fusedrl.ops",
     "linear_exact_kl": "fusedrl.ops",
+    "top_k_kl": "fusedrl.ops",
+    "linear_top_k_kl": "fusedrl.ops",
     "linear_policy_loss": "fusedrl.ops",
     "PolicyLoss": "fusedrl.ops",
     "importance_weights": "fusedrl.ops",
@@ -81,8 +83,10 @@ if TYPE_CHECKING:
     from fusedrl.ops import linear_exact_kl as linear_exact_kl
     from fusedrl.ops import linear_policy_loss as linear_policy_loss
     from fusedrl.ops import linear_token_log_probs as linear_token_log_probs
+    from fusedrl.ops import linear_top_k_kl as linear_top_k_kl
     from fusedrl.ops import token_kl as token_kl
     from fusedrl.ops import token_log_probs as token_log_probs
+    from fusedrl.ops import top_k_kl as top_k_kl
     from fusedrl.transforms import KLComputation as KLComputation
     from fusedrl.transforms import KLRewardTransform as KLRewardTransform
     from fusedrl.transforms import RayKLRewardTransform as RayKLRewardTransform

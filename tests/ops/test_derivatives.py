@@ -13,8 +13,10 @@ from fusedrl import (
     linear_exact_kl,
     linear_policy_loss,
     linear_token_log_probs,
+    linear_top_k_kl,
     token_kl,
     token_log_probs,
+    top_k_kl,
 )
 
 TOKENS, OFFSETS = torch.tensor([0, 4, 2, 1]), torch.tensor([0, 1, 4])
@@ -84,6 +86,15 @@ FUNCTIONS = {
         -HEAD,
     ),
 }
+TEACHER = OTHERS[:4].log_softmax(-1).topk(2)
+FUNCTIONS["top_k_kl"] = (
+    lambda x, **o: top_k_kl(x, TEACHER.indices, TEACHER.values.to(x), MASK, **o),
+    ROWS,
+)
+FUNCTIONS["linear_top_k_kl"] = (
+    lambda x, **o: linear_top_k_kl(x, HEAD.to(x), TEACHER.indices, TEACHER.values.to(x), **o),
+    HIDDEN,
+)
 for loss in ("grpo", "gspo"):
     FUNCTIONS[f"linear_policy_loss, {loss}"] = (
         lambda x, loss=loss, **o: (

@@ -12,6 +12,7 @@ from fusedrl import linear_token_log_probs, token_log_probs
 OPS = torch.ops.fusedrl
 ROWS, HEAD = torch.linspace(-1, 1, 15).view(3, 5), torch.linspace(-1, 1, 20).view(4, 5)
 TOKENS = torch.tensor([0, 3, 1])
+IDS = torch.tensor([[0, 3], [2, -1], [1, 0]])
 ONE = torch.ones((), dtype=torch.float64)
 NO_PARTITION = torch.tensor([0, 2])
 SAMPLES = [ROWS[0], ROWS[1]]
@@ -44,6 +45,17 @@ def policy_loss(rows=ROWS, offsets=None, temperature=ONE):
     )
 
 
+def top_k(rows=ROWS, offsets=None, temperature=ONE):
+    return OPS.top_k_kl_log_probs(rows, IDS, None, offsets, False, temperature)
+
+
+def linear_top_k(rows=ROWS, offsets=None, temperature=ONE):
+    head = (rows, HEAD.to(rows.dtype), None)
+    return OPS.linear_top_k_kl_log_probs(
+        *head, IDS, None, offsets, False, temperature, 1.0, 0.0, False
+    )
+
+
 def kl(rows=ROWS, offsets=None):
     return OPS.token_kl(rows[0], rows[1], None, offsets, torch.zeros(1), ONE, 0, False)
 
@@ -56,7 +68,7 @@ def weights(rows=ROWS, offsets=None):
     return OPS.importance_weights(rows[0], rows[1], None, offsets, ONE, ONE, 0, False, False)
 
 
-OVER_ROWS = [log_probs, linear, exact, linear_exact, policy_loss]
+OVER_ROWS = [log_probs, linear, exact, linear_exact, policy_loss, top_k, linear_top_k]
 OUTSIDE = torch.tensor([0, 3, 9])
 
 

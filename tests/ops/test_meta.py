@@ -13,8 +13,10 @@ from fusedrl import (
     linear_exact_kl,
     linear_policy_loss,
     linear_token_log_probs,
+    linear_top_k_kl,
     token_kl,
     token_log_probs,
+    top_k_kl,
 )
 from fusedrl.integrations.trl import selective_log_softmax, selective_log_softmax_and_entropy
 
@@ -31,6 +33,12 @@ class Inputs:
 
     def tokens(self, *shape):
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+    def ids(self, *shape):
+        return torch.arange(shape[-1], device=self.device).expand(shape)
+
+    def constants(self, *shape):
+        return torch.full(shape, -3.0, device=self.device)
 
     def mask(self, *shape):
         return torch.zeros(shape, dtype=torch.bool, device=self.device)
@@ -94,6 +102,12 @@ CASES = {
         i.values(2, 4, 5), i.values(2, 4, 5), direction="jensen_shannon", shift=True
     ),
     "linear_exact_kl": lambda i: linear_exact_kl(*i.head(), *i.head(), i.mask(4)),
+    "top_k_kl": lambda i: top_k_kl(
+        i.values(2, 4, 5), i.ids(2, 4, 2), i.constants(2, 4, 2), shift=True
+    ),
+    "linear_top_k_kl": lambda i: linear_top_k_kl(
+        *(*i.head(), i.ids(4, 2), i.constants(4, 2), i.mask(4)), tail="renormalize"
+    ),
     "selective_log_softmax": lambda i: selective_log_softmax(i.values(4, 5), i.tokens(4, 2)),
     "selective_log_softmax_and_entropy": lambda i: selective_log_softmax_and_entropy(
         i.values(2, 4, 5), i.tokens(2, 4)
@@ -211,6 +225,10 @@ def test_a_companion_on_another_device_is_refused(device):
         ),
         "ref_log_probs": lambda: token_kl(here.values(4), elsewhere.values(4)),
         "reward": lambda: token_kl(here.values(4), here.values(4), reward=elsewhere.values(4)),
+        "ids": lambda: top_k_kl(here.values(4, 5), elsewhere.ids(4, 2), here.constants(4, 2)),
+        "teacher_log_probs": lambda: linear_top_k_kl(
+            *here.head(), here.ids(4, 2), elsewhere.constants(4, 2)
+        ),
         "rollout_log_probs": lambda: importance_weights(here.values(4), elsewhere.values(4)),
         "ref_logits": lambda: exact_kl(here.values(4, 5), elsewhere.values(4, 5)),
         "ref_hidden": lambda: linear_exact_kl(

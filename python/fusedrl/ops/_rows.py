@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusedrl.ops import _dispatch
 
-_TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_rows(name: str, rows: Tensor, offsets: Tensor | None, shift: bool) -> None:
@@ -37,7 +37,7 @@ def check_rows(name: str, rows: Tensor, offsets: Tensor | None, shift: bool) -> 
 def check_tokens(tokens: Tensor, rows: Tensor, like: str) -> None:
     """Refuse tokens that are no integers, one for each of the rows called ``like``."""
     _dispatch.check_tensor("tokens", tokens, like=f" like the {like}")
-    if tokens.dtype not in _TOKEN_DTYPES:
+    if tokens.dtype not in TOKEN_DTYPES:
         raise TypeError(
             f"tokens: expected an integer dtype up to int64, got {tokens.dtype}; "
             "convert it with .long()"

@@ -14,16 +14,18 @@ def rows_of_tokens(tokens: Tensor, offsets: Tensor | None, shift: bool) -> tuple
     Without ``shift`` token *n* reads row *n*. With it, token *n* reads row *n - 1*, and the first
     token of every sequence (a row of ``tokens``, or a span of ``offsets``) has none.
     """
-    rows = torch.arange(tokens.numel(), device=tokens.device)
-    present = torch.ones_like(rows, dtype=torch.bool)
+    count = tokens.numel()
+    rows = torch.arange(count, device=tokens.device)
+    present = torch.ones(count + 1, dtype=torch.bool, device=tokens.device)
     if shift:
+        # The last place is for empty sequences behind the last token.
         if offsets is not None:
-            first = offsets[:-1][offsets[:-1] < offsets[1:]]
+            first = offsets[:-1]
         else:
-            first = torch.arange(0, tokens.numel(), max(tokens.shape[-1], 1), device=tokens.device)
+            first = torch.arange(0, count, max(tokens.shape[-1], 1), device=tokens.device)
         present[first] = False
         rows = rows - 1
-    return rows, present
+    return rows, present[:-1]
 
 
 def check_targets(targets: Tensor, kept: Tensor, classes: int) -> None:

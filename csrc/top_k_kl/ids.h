@@ -1,0 +1,47 @@
+// The classes of each token that are looked at one by one.
+#pragma once
+
+#include <vector>
+
+#include "common/check.h"
+#include "common/tensor.h"
+
+namespace fusedrl {
+
+// [..., k] integers; those below 0 are no classes.
+struct Ids {
+  const int64_t* all;
+  int64_t k;
+
+  explicit Ids(const Tensor& ids) : all(data<int64_t>(ids)), k(ids.size(ids.dim() - 1)) {}
+
+  const int64_t* of(int64_t token) const { return all + token * k; }
+
+  // Calls f(j, place) for every id of a token that is one of `count` classes from `first` on.
+  template <typename F>
+  void for_each_in(int64_t token, int64_t first, int64_t count, F&& f) const {
+    const int64_t* ids = of(token);
+    for (int64_t j = 0; j < k; ++j) {
+      const int64_t place = ids[j] - first;
+      if (ids[j] >= 0 && place >= 0 && place < count) f(j, place);
+    }
+  }
+
+  void check_of(const std::vector<int64_t>& tokens, int64_t classes) const {
+    std::vector<bool> seen(classes, false);
+    for (const int64_t n : tokens) {
+      const int64_t* ids = of(n);
+      for (int64_t j = 0; j < k; ++j) {
+        if (ids[j] < 0) continue;
+        check(ids[j] < classes, "ids: expected values below ", classes, ", got ", ids[j],
+              " at token ", n, "; mask the token, or set the id to -1");
+        check(!seen[ids[j]], "ids: expected every class at most once a token, got ", ids[j],
+              " twice at token ", n, "; set one of them to -1");
+        seen[ids[j]] = true;
+      }
+      for_each_in(n, 0, classes, [&](int64_t, int64_t v) { seen[v] = false; });
+    }
+  }
+};
+
+}  // namespace fusedrl

@@ -1,0 +1,159 @@
+"""Divergence from a teacher known by a few classes, from hidden states and a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedrl.ops import _autograd, _dispatch, _head, _rows
+from fusedrl.ops._nested import accepts_nested
+from fusedrl.ops.linear_top_k_kl import reference
+from fusedrl.ops.top_k_kl import teachers
+
+__all__ = ["linear_top_k_kl"]
+
+
+@accepts_nested("ids", "teacher_log_probs")
+def linear_top_k_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    teacher_log_probs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    direction: str = "reverse",
+    beta: float | None = None,
+    tail: str = "bucket",
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    offsets: Tensor | None = None,
+    shift: bool = False,
+    temperature: float | Tensor = 1.0,
+    batch_invariant: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    r"""Divergence of :func:`top_k_kl` of a linear head's logits, which never exist as a whole.
+
+    The student's logits are ``scale * (hidden @ weight.T + bias)``, capped to
+    ``softcap * tanh(logits / softcap)`` where a softcap is given. They exist a tile at a time (see
+    :func:`linear_token_log_probs`), and only for the kept rows; the backward pass computes them
+    again. Gradients reach ``hidden``, ``weight`` and ``bias``, each only where it is required.
+
+    Args:
+        hidden: the student's, ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``;
+            float32, bfloat16 or float16 (float64 runs through the reference).
+        weight: ``[V, H]`` of the dtype of ``hidden``.
+        ids: integer classes that the teacher's log-probs are of, ``[N, k]``, ``[B, T, k]`` or
+            jagged ``[B, j, k]``, every class at most once a token; one below 0 is no class.
+        teacher_log_probs: floating point, of the shape of ``ids``.
+        mask: bool ``[N]``, ``[B, T]`` or jagged; ``None`` keeps all. A dropped token has divergence
+            exactly 0, and neither its hidden state nor its ids and log-probs are read.
+        direction: ``"reverse"`` KL(student || teacher), ``"forward"`` or ``"jensen_shannon"``.
+        beta: the teacher's share of the mixture, for ``"jensen_shannon"`` alone: 0 (the forward KL,
+            as in GKD), 1 (the reverse KL) or from 1e-30 to below 1. ``None`` is 1/2.
+        tail: ``"bucket"``, the rest as one class more, or ``"renormalize"``, without the rest.
+        bias: ``[V]`` of the dtype of ``weight``.
+        softcap: positive bound of the logits.
+        scale: positive factor of the logits.
+        offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
+        shift: token *i* reads row *i - 1* of its own sequence; the first token of every sequence
+            has divergence 0. Packed hidden states then need ``offsets``.
+        temperature: positive divisor of the logits. No gradient flows to it.
+        batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
+            depend on the batch around it.
+        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+
+    Returns:
+        float32 ``[N]``, ``[B, T]`` or jagged like the hidden states.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`top_k_kl` does.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import linear_top_k_kl, top_k_kl
+        >>> _ = torch.manual_seed(0)
+        >>> hidden, weight = torch.randn(6, 8), torch.randn(100, 8)
+        >>> teacher, ids = torch.randn(6, 100).log_softmax(-1).topk(5)
+        >>> kl = linear_top_k_kl(hidden, weight, ids, teacher)
+        >>> torch.allclose(kl, top_k_kl(hidden @ weight.T, ids, teacher), rtol=1e-4)
+        True
+    """
+    _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
+    head = _head.prepare("", hidden, weight, bias, scale, softcap)
+    _rows.check_rows("hidden", head.hidden, offsets, shift)
+    teacher = teachers.prepare(
+        *(head.hidden, "hidden states", ids, teacher_log_probs, mask, offsets, shift),
+        *(direction, beta, tail),
+    )
+    chosen = _dispatch.choose(impl, "linear_top_k_kl", head.hidden.device, head.hidden.dtype)
+    divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
+    if chosen == "reference":
+        if batch_invariant:
+            raise ValueError(
+                "batch_invariant: expected False with the reference implementation, got True"
+            )
+        log_probs = reference.log_probs(head, ids, mask, offsets, shift, divisor)
+    else:
+        batch = (
+            teacher.ids,
+            None if mask is None else mask.contiguous(),
+            None if offsets is None else offsets.to(torch.int64).contiguous(),
+        )
+        args = (
+            *(head.hidden, head.weight, head.bias, *batch, shift, divisor),
+            *(head.scale, head.softcap, batch_invariant),
+        )
+        tensors = {"hidden": head.hidden, "weight": head.weight, "bias": head.bias}
+        if _autograd.needs_grad(**tensors, temperature=divisor):
+            log_probs = _Autograd.apply(*args)
+        else:
+            log_probs = torch.ops.fusedrl.linear_top_k_kl_log_probs(*args)[0]
+    return teachers.divergence(log_probs, teacher, len(head.weight))
+
+
+class _Autograd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        hidden, weight, bias, ids, mask, offsets, shift, temperature, *options = args
+        log_probs, normalizers = torch.ops.fusedrl.linear_top_k_kl_log_probs(*args)
+        ctx.save_for_backward(
+            *(hidden, weight, bias, ids, mask, offsets, temperature, log_probs, normalizers)
+        )
+        ctx.options = (shift, *options)
+        return log_probs
+
+    @staticmethod
+    @_autograd.first_derivative_only("linear_top_k_kl")
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, ids, mask, offsets, temperature, *results = ctx.saved_tensors
+        shift, scale, softcap, batch_invariant = ctx.options
+        of_hidden, of_weight, of_bias, *_ = wanted = ctx.needs_input_grad
+        found = torch.ops.fusedrl.linear_top_k_kl_log_probs_backward(
+            *(grads[0].contiguous(), hidden, weight, bias, ids, mask, offsets, shift, temperature),
+            *(scale, softcap, *results, batch_invariant, of_hidden, of_weight, of_bias),
+        )
+        of_head = (grad if want else None for grad, want in zip(found, wanted, strict=False))
+        return *of_head, *(None,) * 8
+
+
+def _fake(hidden: Tensor, weight: Tensor, bias: Any, ids: Tensor, *options: Any) -> Any:
+    rows, k = hidden.shape[:-1], ids.shape[-1]
+    dtype = _dispatch.result_dtype(hidden)
+    return hidden.new_empty((*rows, k + 1), dtype=dtype), hidden.new_empty((*rows, 2), dtype=dtype)
+
+
+def _fake_backward(grad_log_probs: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    hidden = args[0]
+    return tuple(
+        x.new_empty(x.shape) if want else hidden.new_empty((0,))
+        for x, want in zip(args[:3], args[-3:], strict=True)
+    )
+
+
+_dispatch.register_fakes(
+    {"linear_top_k_kl_log_probs": _fake, "linear_top_k_kl_log_probs_backward": _fake_backward}
+)

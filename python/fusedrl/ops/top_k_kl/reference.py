@@ -1,0 +1,79 @@
+"""The student's log-probs of ``top_k_kl`` in plain torch: what kernels are tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedrl.ops._dispatch import result_dtype
+from fusedrl.ops.token_log_probs.reference import rows_of_tokens
+
+
+def kept_rows(
+    ids: Tensor, mask: Tensor | None, offsets: Tensor | None, shift: bool
+) -> tuple[Tensor, Tensor]:
+    """The flat tokens that are computed, and the flat row that each of them reads."""
+    rows, keep = rows_of_tokens(ids[..., 0], offsets, shift)
+    if mask is not None:
+        keep = keep & mask.flatten()
+    kept = keep.nonzero().squeeze(-1)
+    return kept, rows[kept]
+
+
+def log_probs(
+    logits: Tensor,
+    ids: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    shift: bool,
+    temperature: Tensor,
+) -> Tensor:
+    """Log-probs ``[..., k + 1]`` of the ids and of the rest; 0 for dropped tokens.
+
+    Computes in float32 (float64 for float64 logits) and differentiates through torch's autograd.
+    """
+    kept, rows = kept_rows(ids, mask, offsets, shift)
+    values = of_rows(logits.reshape(-1, logits.shape[-1])[rows], ids, kept, temperature)
+    return scattered(values, kept, ids)
+
+
+def of_rows(logits: Tensor, ids: Tensor, kept: Tensor, temperature: Tensor) -> Tensor:
+    """Log-probs ``[M, k + 1]`` of the ``kept`` tokens, of whom ``logits`` are the rows."""
+    classes = logits.shape[-1]
+    ids = ids.reshape(-1, ids.shape[-1])[kept].long()
+    there, places = ids >= 0, ids.clamp(min=0)
+    _check(ids, kept, classes)
+    z = logits.to(result_dtype(logits))
+    z = z.masked_fill(z == -torch.inf, -torch.inf)  # no gradient reaches a banned class
+    log_softmax = torch.log_softmax(z / temperature.to(z), dim=-1)
+    counts = torch.zeros_like(z, dtype=torch.int64).scatter_add(-1, places, there.long())
+    others = log_softmax.masked_fill(counts > 0, -torch.inf)
+    none = (others == -torch.inf).all(-1)
+    rest = others.masked_fill(none[:, None], 0).logsumexp(-1).masked_fill(none, -torch.inf)
+    of_ids = log_softmax.gather(-1, places).masked_fill(~there, 0)
+    return torch.cat((of_ids, rest[:, None]), -1)
+
+
+def scattered(values: Tensor, kept: Tensor, ids: Tensor) -> Tensor:
+    """The ``values`` of kept tokens in their places among all, whose others are 0."""
+    width = values.shape[-1]
+    zeros = values.new_zeros(ids.shape[:-1].numel(), width)
+    return zeros.index_put((kept,), values).view(*ids.shape[:-1], width)
+
+
+def _check(ids: Tensor, kept: Tensor, classes: int) -> None:
+    if torch.compiler.is_compiling():
+        return  # gather then checks their range itself
+    outside = (ids >= classes).any(-1).nonzero()
+    if len(outside):
+        raise RuntimeError(
+            f"ids: expected values below {classes}, got {int(ids[outside[0, 0]].max())} at token "
+            f"{int(kept[outside[0, 0]])}; mask the token, or set the id to -1"
+        )
+    in_order = ids.sort(-1).values
+    twice = ((in_order.diff(dim=-1) == 0) & (in_order[:, 1:] >= 0)).any(-1).nonzero()
+    if len(twice):
+        raise RuntimeError(
+            f"ids: expected every class at most once a token, got "
+            f"{ids[twice[0, 0]].tolist()[:8]} at token {int(kept[twice[0, 0]])}; set one to -1"
+        )

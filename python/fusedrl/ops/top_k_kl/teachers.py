@@ -1,0 +1,149 @@
+"""A teacher of whom the log-probs of k classes are known: its checks, and how far a student is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl.ops import _dispatch, _rows
+from fusedrl.ops.exact_kl import check_direction
+from fusedrl.ops.token_log_probs.reference import rows_of_tokens
+
+TAILS = ("bucket", "renormalize")
+LEAST_REST = 1e-6  # float32 log-probs do not tell a smaller one from none
+MOST_PROBABILITY = 1.05  # what log-probs rounded to bfloat16 may sum to
+
+
+class Divergence(NamedTuple):
+    """What is computed: ``beta`` is 1 for KL(p || q), and less for a mixture of p and q.
+
+    The student is p, unless ``swapped``: then it is q.
+    """
+
+    beta: float
+    swapped: bool
+
+
+class Teacher(NamedTuple):
+    """What is known of each token's teacher, and how a student is compared with it."""
+
+    ids: Tensor  # [..., k]
+    log_probs: Tensor  # [..., k], -inf where there is no class
+    rest: Tensor  # [..., 1], the probability of all other classes, to rounding
+    keep: Tensor  # [...], which tokens are compared
+    divergence: Divergence
+    tail: str
+
+
+def prepare(
+    rows: Tensor,
+    like: str,
+    ids: Tensor,
+    log_probs: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    shift: bool,
+    direction: str,
+    beta: float | None,
+    tail: str,
+) -> Teacher:
+    """Refuse what does not fit the rows called ``like``; no gradient flows to what is known."""
+    chosen = _choose(direction, beta)
+    if tail not in TAILS:
+        raise ValueError(f"tail: expected one of {', '.join(TAILS)}, got {tail!r}")
+    _check_ids(ids, rows, like)
+    _dispatch.check_tensor("teacher_log_probs", log_probs, like=" like the ids")
+    _dispatch.check_floating("teacher_log_probs", log_probs)
+    _dispatch.check_same("teacher_log_probs", log_probs, ids.shape, rows.device)
+    _dispatch.check_mask(mask, rows.shape[:-1], rows.device)
+    _, present = rows_of_tokens(rows[..., 0], offsets, shift)
+    keep = present.view(rows.shape[:-1])
+    if mask is not None:
+        keep = keep & mask
+    known = (ids >= 0) & keep[..., None]
+    dtype = _dispatch.result_dtype(rows)
+    log_probs = log_probs.detach().to(dtype).masked_fill(~known, -torch.inf)
+    total = log_probs.exp().sum(-1, keepdim=True)
+    torch.ops.aten._assert_async.msg(
+        ~(total > MOST_PROBABILITY).any(),
+        "teacher_log_probs: expected log-probs whose probabilities sum to at most 1 for a token, "
+        "got more; apply log_softmax over the whole vocabulary, and pass no class twice",
+    )
+    ids = ids.to(torch.int64).contiguous()
+    return Teacher(ids, log_probs, 1 - total, keep, chosen, tail)
+
+
+def _choose(direction: str, beta: float | None) -> Divergence:
+    check_direction(direction)
+    if direction != "jensen_shannon":
+        if beta is not None:
+            raise ValueError(
+                f"beta: expected none with direction {direction!r}, got {beta}; pass "
+                'direction="jensen_shannon" with it'
+            )
+        return Divergence(1.0, direction == "forward")
+    share = 0.5 if beta is None else _dispatch.real_number(beta)
+    if share is None or not (share == 0 or share == 1 or 1 / _dispatch.LARGEST <= share < 1):
+        raise ValueError(f"beta: expected 0, 1 or a number between, from 1e-30 on, got {beta!r}")
+    return Divergence(1.0, True) if share == 0 else Divergence(float(share), False)
+
+
+def _check_ids(ids: Tensor, rows: Tensor, like: str) -> None:
+    _dispatch.check_tensor("ids", ids, like=f" like the {like}")
+    if ids.dtype not in _rows.TOKEN_DTYPES:
+        raise TypeError(
+            f"ids: expected an integer dtype up to int64, got {ids.dtype}; convert it with .long()"
+        )
+    expected = rows.shape[:-1]
+    if ids.dim() != rows.dim() or ids.shape[:-1] != expected or ids.shape[-1] == 0:
+        sizes = ", ".join(map(str, (*expected, "k")))
+        raise ValueError(
+            f"ids: expected shape ({sizes}) with k of at least 1, got {tuple(ids.shape)}"
+        )
+    _dispatch.check_device("ids", ids, rows.device)
+
+
+def divergence(log_probs: Tensor, teacher: Teacher, classes: int) -> Tensor:
+    """Of the student's log-probs ``[..., k + 1]``, those of the ids and that of the rest."""
+    absent = (teacher.ids < 0) | ~teacher.keep[..., None]
+    student = log_probs[..., :-1].masked_fill(absent, -torch.inf)
+    known, keep = teacher.log_probs, teacher.keep
+    if teacher.tail == "renormalize":
+        keep = keep & ~absent.all(-1)
+        student, known = (
+            torch.log_softmax(x.masked_fill(~keep[..., None], 0), -1) for x in (student, known)
+        )
+    else:
+        rests = _rests(log_probs[..., -1:], teacher, absent, classes)
+        student, known = (torch.cat(pair, -1) for pair in zip((student, known), rests, strict=True))
+    beta, swapped = teacher.divergence
+    p, q = (known, student) if swapped else (student, known)
+    values = _kl(p, q) if beta == 1 else _jensen_shannon(p, q, beta)
+    return values.masked_fill(~keep, 0)
+
+
+def _rests(rest: Tensor, teacher: Teacher, absent: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """The log-probs ``[..., 1]`` of what the student and the teacher have beside the ids."""
+    all_classes = (~absent).sum(-1, keepdim=True) == classes
+    neither = all_classes | ((rest == -torch.inf) & (teacher.rest <= LEAST_REST))
+    return (
+        rest.masked_fill(neither, -torch.inf),
+        teacher.rest.clamp(min=LEAST_REST).log().masked_fill(neither, -torch.inf),
+    )
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    p = log_p.exp()
+    absent = p == 0
+    return (p * (log_p.masked_fill(absent, 0) - log_q.masked_fill(absent, 0))).sum(-1)
+
+
+def _jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    p, q = log_p.exp(), log_q.exp()
+    m = (1 - beta) * p + beta * q
+    log_m = m.masked_fill(m == 0, 1).log()
+    of_p = p * (log_p.masked_fill(p == 0, 0) - log_m)
+    of_q = q * (log_q.masked_fill(q == 0, 0) - log_m)
+    return ((1 - beta) * of_p + beta * of_q).sum(-1)
