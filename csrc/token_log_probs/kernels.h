@@ -268,6 +268,17 @@ struct RowBackward {
       }
     }
   }
+
+  // The share of one of `pieces` blocks.
+  __device__ __forceinline__ void write_row(int64_t classes, int64_t piece, int64_t pieces) const {
+    const StoreSplit<T> split(grad, classes);
+    if (piece == 0) split.for_each_single([&](int64_t v) { write(v); });
+    if (bytes_past_boundary(row + split.head) == 0) {
+      write_packs<true>(split, piece, pieces);
+    } else {
+      write_packs<false>(split, piece, pieces);
+    }
+  }
 };
 
 // One block for each of the `pieces` of a row: one, but where rows are too few to occupy the
@@ -291,13 +302,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
                                of_entropy ? entropy[n] : 0.0f, normalizers[n], inv_temperature};
     const RowBackward<T> backward{rows.row(r), grad, rows.target(n),
                                   T(gradient.target(log_probs[n])), gradient};
-    const StoreSplit<T> split(grad, rows.classes);
-    if (piece == 0) split.for_each_single([&](int64_t v) { backward.write(v); });
-    if (bytes_past_boundary(backward.row + split.head) == 0) {
-      backward.template write_packs<true>(split, piece, pieces);
-    } else {
-      backward.template write_packs<false>(split, piece, pieces);
-    }
+    backward.write_row(rows.classes, piece, pieces);
   }
 }
 

@@ -18,6 +18,7 @@
 #include <numeric>
 #include <random>
 #include <span>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -123,7 +124,8 @@ class Block {
     const unsigned t = threadIdx.x;
     threads_[t].lane_value = value;
     wait(kWaitsForWarp);
-    const uint32_t result = t % kWarp + distance < kWarp ? threads_[t + distance].lane_value : value;
+    const uint32_t result =
+        t % kWarp + distance < kWarp ? threads_[t + distance].lane_value : value;
     wait(kWaitsForWarp);
     return result;
   }
@@ -186,6 +188,9 @@ inline void __syncthreads() { emulation::block->wait_for_block(); }
 inline uint32_t __shfl_down_sync(unsigned, uint32_t value, int distance) {
   return emulation::block->value_below(value, distance);
 }
+
+// A thread's turn ends only where it waits.
+inline uint32_t atomicOr(uint32_t* p, uint32_t bits) { return std::exchange(*p, *p | bits); }
 
 template <typename T>
 T __ldg(const T* p) {

@@ -65,14 +65,14 @@ def prepare(
     known = (ids >= 0) & keep[..., None]
     dtype = _dispatch.result_dtype(rows)
     log_probs = log_probs.detach().to(dtype).masked_fill(~known, -torch.inf)
-    total = log_probs.exp().sum(-1, keepdim=True)
+    total = log_probs.double().exp().sum(-1, keepdim=True)  # 1 less it keeps few digits
     torch.ops.aten._assert_async.msg(
         ~(total > MOST_PROBABILITY).any(),
         "teacher_log_probs: expected log-probs whose probabilities sum to at most 1 for a token, "
         "got more; apply log_softmax over the whole vocabulary, and pass no class twice",
     )
     ids = ids.to(torch.int64).contiguous()
-    return Teacher(ids, log_probs, 1 - total, keep, chosen, tail)
+    return Teacher(ids, log_probs, (1 - total).to(dtype), keep, chosen, tail)
 
 
 def _choose(direction: str, beta: float | None) -> Divergence:
