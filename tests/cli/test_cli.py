@@ -247,6 +247,8 @@ CHECKED = (
     "token_kl",
     "exact_kl",
     "linear_exact_kl",
+    "top_k_kl",
+    "linear_top_k_kl",
     "importance_weights",
 )
 

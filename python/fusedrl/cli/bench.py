@@ -34,6 +34,8 @@ OPS = (
     "linear_policy_loss",
     "exact_kl",
     "linear_exact_kl",
+    "top_k_kl",
+    "linear_top_k_kl",
     "importance_weights",
     "retrieve_kl",
     "trl",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from itertools import groupby
-from typing import NamedTuple
+from itertools import groupby, product
+from typing import Any, NamedTuple
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -25,13 +25,16 @@ from fusedrl.ops import (
     linear_exact_kl,
     linear_policy_loss,
     linear_token_log_probs,
+    linear_top_k_kl,
     token_kl,
     token_log_probs,
+    top_k_kl,
 )
 from fusedrl.ops.exact_kl import DIRECTIONS
 from fusedrl.ops.importance_weights import LEVELS
 from fusedrl.ops.linear_policy_loss.losses import RECIPES
 from fusedrl.ops.token_kl import ESTIMATORS
+from fusedrl.ops.top_k_kl.teachers import TAILS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = 16 * torch.finfo(torch.float32).eps
@@ -178,6 +181,8 @@ def check(device: torch.device) -> Iterator[Result]:
         _token_kl,
         _exact_kl,
         _linear_exact_kl,
+        _top_k_kl,
+        _linear_top_k_kl,
         _importance_weights,
     )
     for case in (case for op in cases for case in op(device)):
@@ -323,6 +328,59 @@ def _linear_exact_kl(device: torch.device) -> Iterator[Case]:
 
             name = f"V={classes} {direction} mask shift softcap"
             yield Case("linear_exact_kl", name, (*heads[0], *heads[1]), kl)
+
+
+def _teacher(
+    generator: torch.Generator, classes: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Ids of up to 8 classes for 3 x 9 tokens, some of which have fewer, and their log-probs."""
+    logits = 2 * torch.randn(3, 9, classes, generator=generator)
+    log_probs, ids = logits.log_softmax(-1).topk(min(8, classes - 1))
+    ids[:, 4, -1] = -1
+    return ids.to(device), log_probs.to(device)
+
+
+def _top_k_kl(device: torch.device) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.rand(3, 9, generator=generator) < 0.7).to(device)
+    for classes in (2, 9001):
+        logits = 2 * torch.randn(3, 9, classes, generator=generator).to(device)
+        teacher = _teacher(generator, classes, device)
+        for direction, tail in product(DIRECTIONS, TAILS):
+            options = {"direction": direction, "tail": tail, "temperature": 0.7}
+
+            def kl(
+                x: Tensor,
+                impl: str,
+                teacher: tuple[Tensor, Tensor] = teacher,
+                options: dict[str, Any] = options,
+            ) -> tuple[Tensor]:
+                return (top_k_kl(x, *teacher, mask, shift=True, impl=impl, **options),)
+
+            yield Case("top_k_kl", f"V={classes} {direction} {tail} mask shift", (logits,), kl)
+
+
+def _linear_top_k_kl(device: torch.device) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.rand(3, 9, generator=generator) < 0.7).to(device)
+    for classes in (2, 2500):
+        head = _head(generator, classes, 64, device)
+        teacher = _teacher(generator, classes, device)
+        for direction, tail in product(DIRECTIONS, TAILS):
+            options = {"direction": direction, "tail": tail, "softcap": 5.0, "shift": True}
+
+            def kl(
+                *head: Tensor,
+                impl: str,
+                teacher: tuple[Tensor, Tensor] = teacher,
+                options: dict[str, Any] = options,
+            ) -> tuple[Tensor]:
+                x, weight, bias = head
+                known = (*teacher, mask)
+                return (linear_top_k_kl(x, weight, *known, bias=bias, impl=impl, **options),)
+
+            name = f"V={classes} {direction} {tail} mask shift softcap"
+            yield Case("linear_top_k_kl", name, head, kl)
 
 
 def _linear_policy_loss(device: torch.device) -> Iterator[Case]:
