@@ -8,7 +8,8 @@
 namespace fusedrl {
 
 // `row` holds the logits of the ids, and gets their log-probs, followed by that of the rest. An id
-// below 0 is no class, and gets 0. The normalizer of the rest makes its logits shares of it.
+// below 0 is no class, and gets 0. A row of -inf has no log-probs: all are NaN. The normalizer of
+// the rest makes its logits shares of it.
 template <typename Acc>
 FUSEDRL_HD Normalizer finish_top_k(SoftmaxPart<Acc> rest, const int64_t* ids, int64_t k,
                                    float inv_temperature, float* row) {
@@ -25,7 +26,7 @@ FUSEDRL_HD Normalizer finish_top_k(SoftmaxPart<Acc> rest, const int64_t* ids, in
   const Acc log_sum = std::log(sum);
   for (int64_t j = 0; j < k; ++j) row[j] = ids[j] < 0 ? 0.0f : float(distance(row[j]) - log_sum);
   if (rest.sum == Acc(0)) {
-    row[k] = -INFINITY;
+    row[k] = sum == Acc(0) ? NAN : -INFINITY;
     return {0.0f, 0.0f};
   }
   const Acc log_rest = std::log(rest.sum);

@@ -269,11 +269,13 @@ def test_banned_classes(direction, impl):
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
 def test_rows_without_a_softmax_are_nan(impl):
-    logits, ids, teacher = sample((5,), 5000, 8)
+    logits, ids, teacher = sample((6,), 5000, 8)
     logits[0], logits[1, 4000], logits[2, ids[2, 3]] = -INF, float("nan"), float("nan")
     logits[3, ids[3, 0]] = INF
-    nan = top_k_kl(logits, ids, teacher, impl=impl).isnan()
-    assert nan.tolist() == [True, True, True, True, False]
+    logits[4], ids[4] = -INF, -1
+    for direction in DIRECTIONS:
+        nan = top_k_kl(logits, ids, teacher, direction=direction, impl=impl).isnan()
+        assert nan.tolist() == [True, True, True, True, True, False]
 
 
 @pytest.mark.parametrize("offset", [-1e4, 1e4, -3e37, 3e37])

@@ -76,7 +76,7 @@ def top_k_kl(
 
     Returns:
         float32 ``[N]``, ``[B, T]`` or jagged like the logits; below 0 by rounding alone. A row of
-        -inf only, a NaN or a +inf gives NaN.
+        -inf only, a NaN or a +inf gives NaN, and so do ids of -inf only that are renormalised.
 
     Raises:
         TypeError: a mask that is not bool, ids that are no integers, logits or log-probs that are
