@@ -79,6 +79,12 @@ CASES = {
             entropy_coeff=0.1,
         ).loss
     ),
+    "top_k_kl": lambda i: top_k_kl(
+        i.values(2, 4, 5), i.ids(2, 4, 2), i.constants(2, 4, 2), shift=True
+    ),
+    "linear_top_k_kl": lambda i: linear_top_k_kl(
+        *(*i.head(), i.ids(4, 2), i.constants(4, 2), i.mask(4)), tail="renormalize"
+    ),
     "token_kl": lambda i: token_kl(
         *(i.values(4), i.values(4), i.mask(4)), offsets=i.offsets(), reward=i.values(2)
     ),
@@ -102,12 +108,6 @@ CASES = {
         i.values(2, 4, 5), i.values(2, 4, 5), direction="jensen_shannon", shift=True
     ),
     "linear_exact_kl": lambda i: linear_exact_kl(*i.head(), *i.head(), i.mask(4)),
-    "top_k_kl": lambda i: top_k_kl(
-        i.values(2, 4, 5), i.ids(2, 4, 2), i.constants(2, 4, 2), shift=True
-    ),
-    "linear_top_k_kl": lambda i: linear_top_k_kl(
-        *(*i.head(), i.ids(4, 2), i.constants(4, 2), i.mask(4)), tail="renormalize"
-    ),
     "selective_log_softmax": lambda i: selective_log_softmax(i.values(4, 5), i.tokens(4, 2)),
     "selective_log_softmax_and_entropy": lambda i: selective_log_softmax_and_entropy(
         i.values(2, 4, 5), i.tokens(2, 4)
