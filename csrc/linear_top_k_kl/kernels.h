@@ -19,7 +19,7 @@ static __global__ void start_rests(SoftmaxPart<float>* rest, int64_t tokens) {
 // Takes the logits of the ids from a tile, and adds all others to their tokens' statistics. In the
 // registers that leave room for two blocks, bits and softcap do not fit.
 template <typename T>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     split_tile(Tile<T> tile, Selection kept, KeptRows rows, TopKOutputs out) {
   __shared__ uint32_t taken[kWindowWords];
   const float inv_temperature = rows.inverse_temperature();

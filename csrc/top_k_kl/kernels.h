@@ -90,9 +90,10 @@ struct LogitRows : KeptRows {
   }
 };
 
-// Takes every row apart: the logits of its ids, and the statistics of all others.
+// Takes every row apart: the logits of its ids, and the statistics of all others. In the registers
+// that leave room for two blocks, the bits of the ids do not fit.
 template <bool kAligned, typename T>
-__global__ void __launch_bounds__(kMaxThreads, 2) split_rows(LogitRows<T> rows, TopKOutputs out) {
+__global__ void __launch_bounds__(kMaxThreads, 1) split_rows(LogitRows<T> rows, TopKOutputs out) {
   __shared__ uint32_t taken[kWindowWords];
   const float inv_temperature = rows.inverse_temperature();
   for (int64_t n = blockIdx.x; n < rows.map.tokens; n += gridDim.x) {
