@@ -46,25 +46,31 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "importance_weights(Tensor log_probs, Tensor rollout_log_probs, Tensor? mask, "
       "Tensor? offsets, Tensor low, Tensor high, int level, bool masks, bool nan_missing) "
       "-> (Tensor weights, Tensor counts, Tensor sums)");
+  // beta = 1: KL(p || q), p of the logits and q of the reference's; below 1 the mixture of both.
+  // The entropies are those of p and of q.
   m.def(
       "exact_kl(Tensor logits, Tensor ref_logits, Tensor? mask, Tensor? offsets, bool shift, "
-      "Tensor temperature, bool jensen_shannon) -> (Tensor kl, Tensor statistics)");
+      "Tensor temperature, float beta, bool entropies) "
+      "-> (Tensor divergence, Tensor entropies, Tensor statistics)");
   m.def(
-      "exact_kl_backward(Tensor grad_kl, Tensor logits, Tensor ref_logits, Tensor? mask, "
-      "Tensor? offsets, bool shift, Tensor temperature, bool jensen_shannon, Tensor statistics, "
-      "bool wants_grad, bool wants_grad_ref) -> (Tensor grad_logits, Tensor grad_ref_logits)");
+      "exact_kl_backward(Tensor grad_divergence, Tensor? grad_entropies, Tensor logits, "
+      "Tensor ref_logits, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
+      "float beta, Tensor entropies, Tensor statistics, bool wants_grad, bool wants_grad_ref) "
+      "-> (Tensor grad_logits, Tensor grad_ref_logits)");
   m.def(
       "linear_exact_kl(Tensor hidden, Tensor weight, Tensor? bias, float scale, float softcap, "
       "Tensor ref_hidden, Tensor ref_weight, Tensor? ref_bias, float ref_scale, "
       "float ref_softcap, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
-      "bool jensen_shannon, bool batch_invariant) -> (Tensor kl, Tensor statistics)");
+      "float beta, bool entropies, bool batch_invariant) "
+      "-> (Tensor divergence, Tensor entropies, Tensor statistics)");
   m.def(
-      "linear_exact_kl_backward(Tensor grad_kl, Tensor hidden, Tensor weight, Tensor? bias, "
-      "float scale, float softcap, Tensor ref_hidden, Tensor ref_weight, Tensor? ref_bias, "
-      "float ref_scale, float ref_softcap, Tensor? mask, Tensor? offsets, bool shift, "
-      "Tensor temperature, bool jensen_shannon, bool batch_invariant, Tensor statistics, "
-      "bool of_hidden, bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, "
-      "bool of_ref_bias) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
+      "linear_exact_kl_backward(Tensor grad_divergence, Tensor? grad_entropies, Tensor hidden, "
+      "Tensor weight, Tensor? bias, float scale, float softcap, Tensor ref_hidden, "
+      "Tensor ref_weight, Tensor? ref_bias, float ref_scale, float ref_softcap, Tensor? mask, "
+      "Tensor? offsets, bool shift, Tensor temperature, float beta, bool batch_invariant, "
+      "Tensor entropies, Tensor statistics, bool of_hidden, bool of_weight, bool of_bias, "
+      "bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias) "
+      "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
       "Tensor grad_ref_hidden, Tensor grad_ref_weight, Tensor grad_ref_bias)");
   m.def(
       "top_k_kl_log_probs(Tensor logits, Tensor ids, Tensor? mask, Tensor? offsets, bool shift, "

@@ -146,12 +146,15 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         result = [*result, logits.grad]
         for direction in ("reverse", "jensen_shannon"):
             rows = [x.to(dtype).to(kind).detach().requires_grad_() for x in (draw, other)]
-            divergence = exact_kl(*rows, direction=direction, temperature=0.7, impl=impl)
-            (divergence * torch.arange(7)).sum().backward()
-            result += [divergence, *(row.grad for row in rows)]
+            divergence, entropy = exact_kl(
+                *rows, direction=direction, entropy=True, temperature=0.7, impl=impl
+            )
+            (divergence * torch.arange(7) + entropy).sum().backward()
+            result += [divergence, entropy, *(row.grad for row in rows)]
             heads = [x.to(dtype).to(kind).detach().requires_grad_() for x in linear]
             divergence = linear_exact_kl(
-                *heads[:4], bias=heads[4], softcap=5.0, direction=direction, impl=impl
+                *heads[:4], bias=heads[4], softcap=5.0, impl=impl,
+                direction="jensen_shannon", beta=0.2 if direction == "jensen_shannon" else 1
             )
             (divergence * torch.arange(7)).sum().backward()
             result += [divergence, *(x.grad for x in heads)]

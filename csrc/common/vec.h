@@ -217,15 +217,16 @@ inline F exp2_or_zero(F x, float c) {
 }
 
 // log x for positive normal x, by 2^n m with m in [sqrt(1/2), sqrt(2)) and the series of
-// log m = 2 atanh((m - 1) / (m + 1)), cut where its next term is 2e-9 of it. Some finite number
-// for 0; NaN stays NaN.
-inline F log_of(F x) {
+// log m = 2 atanh((m - 1) / (m + 1)), cut where its next term is 2e-9 of it. `less_one` is x - 1
+// with all its digits, which the result keeps where x is near 1. Some finite number for 0; NaN
+// stays NaN.
+inline F log_of(F x, F less_one) {
   using I = int32_t __attribute__((vector_size(FUSEDRL_VEC_BYTES)));
   constexpr uint32_t kRootHalf = 0x3f3504f3u;
   const U bits = (U)x - kRootHalf;
   const F n = __builtin_convertvector((I)bits >> 23, F);
   const F m = (F)((bits & 0x7fffffu) + kRootHalf);
-  const F s = (m - 1.0f) / (m + 1.0f), square = s * s;
+  const F s = (n == F{} ? less_one : m - 1.0f) / (m + 1.0f), square = s * s;
   F series = square * (2.0f / 9) + 2.0f / 7;
   series = square * series + 2.0f / 5;
   series = square * series + 2.0f / 3;

@@ -5,6 +5,7 @@
 #include "common/cpu_ops.h"
 #include "common/rows.h"
 #include "exact_kl/cpu_rows.h"
+#include "exact_kl/results.h"
 
 namespace fusedrl {
 namespace {
@@ -43,54 +44,51 @@ struct PairRows {
   }
 };
 
-std::tuple<Tensor, Tensor> forward(Tensor logits, Tensor ref_logits, std::optional<Tensor> mask,
-                                   std::optional<Tensor> offsets, bool shift, Tensor temperature,
-                                   bool jensen_shannon) {
-  Tensor kl = empty_per_token(logits);
-  Tensor statistics = empty_per_token(logits, sizeof(PairStatistics) / sizeof(float));
-  float* out = mutable_data<float>(kl);
-  auto* out_statistics = mutable_data<PairStatistics>(statistics);
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor ref_logits,
+                                           std::optional<Tensor> mask,
+                                           std::optional<Tensor> offsets, bool shift,
+                                           Tensor temperature, double beta, bool entropies) {
+  const PairResults results(logits, entropies);
+  const PairOutputs out = results.outputs();
+  const Pair<float> shares = shares_of(beta);
   dispatch_half_or_float(logits, "logits", [&]<typename T>() {
     const PairRows<T> rows(logits, ref_logits, offsets, shift, temperature);
-    const PairKernels<T> kernels = pair_kernels<T>(cpu_level());
-    std::fill_n(out, rows.map.tokens, 0.0f);
-    std::fill_n(out_statistics, rows.map.tokens, PairStatistics{});
+    const PairKernels<T> kernels = pair_kernels<T>(cpu_level(), is_mixture(beta), entropies);
+    for (int64_t n = 0; n < rows.map.tokens; ++n) out.write(n, PairResult{});
     rows.for_each(kept_tokens(rows.map, data<bool>(mask)), [&](int64_t n) {
       const int64_t r = rows.map.row_of(n);
       const T *row = rows.row(r), *ref_row = rows.ref_row(r);
       const auto part = kernels.part(row, ref_row, rows.classes, rows.inv_temperature);
-      PairStatistics result;
-      if (jensen_shannon) {
+      if (is_mixture(beta)) {
         const Pair<Normalizer> normalizers = normalizers_of(part);
-        result =
-            finish(normalizers, kernels.jensen_shannon_part(row, ref_row, rows.classes, normalizers,
-                                                            rows.inv_temperature));
+        const auto sums = kernels.mixture_part(row, ref_row, rows.classes, normalizers, shares,
+                                               rows.inv_temperature);
+        out.write(n, finish(normalizers, entropies_of(part), sums, shares));
       } else {
-        result = finish(part);
+        out.write(n, finish(part));
       }
-      out[n] = result.divergence();
-      out_statistics[n] = result;
     });
   });
-  return {kl, statistics};
+  return results.tensors();
 }
 
-std::tuple<Tensor, Tensor> backward(Tensor grad_kl, Tensor logits, Tensor ref_logits,
-                                    std::optional<Tensor> mask, std::optional<Tensor> offsets,
-                                    bool shift, Tensor temperature, bool jensen_shannon,
-                                    Tensor statistics, bool wants_grad, bool wants_grad_ref) {
+std::tuple<Tensor, Tensor> backward(Tensor grad_divergence, std::optional<Tensor> grad_entropies,
+                                    Tensor logits, Tensor ref_logits, std::optional<Tensor> mask,
+                                    std::optional<Tensor> offsets, bool shift, Tensor temperature,
+                                    double beta, Tensor entropies, Tensor statistics,
+                                    bool wants_grad, bool wants_grad_ref) {
   const auto output = [&](bool wanted) {
     return wanted ? empty_like_sizes(logits, logits, logits.scalar_type())
                   : empty_vector(logits, logits.scalar_type());
   };
   Tensor grad_logits = output(wants_grad), grad_ref_logits = output(wants_grad_ref);
   if (!wants_grad && !wants_grad_ref) return {grad_logits, grad_ref_logits};
-  const float* upstream = data<float>(grad_kl);
-  const auto* saved = data<PairStatistics>(statistics);
+  const PairUpstream upstream =
+      pair_upstream(grad_divergence, grad_entropies, entropies, statistics, beta);
   dispatch_half_or_float(logits, "logits", [&]<typename T>() {
     const PairRows<T> rows(logits, ref_logits, offsets, shift, temperature);
-    const PairKernels<T> kernels = pair_kernels<T>(cpu_level());
-    const auto run = jensen_shannon ? kernels.jensen_shannon_backward : kernels.backward;
+    const auto run =
+        pair_kernels<T>(cpu_level(), is_mixture(beta), grad_entropies.has_value()).backward;
     const std::vector<int64_t> kept = kept_tokens(rows.map, data<bool>(mask));
     T* grad = wants_grad ? mutable_data<T>(grad_logits) : nullptr;
     T* grad_ref = wants_grad_ref ? mutable_data<T>(grad_ref_logits) : nullptr;
@@ -98,7 +96,7 @@ std::tuple<Tensor, Tensor> backward(Tensor grad_kl, Tensor logits, Tensor ref_lo
       const int64_t r = rows.map.row_of(n), start = r * rows.classes;
       run(rows.row(r), rows.ref_row(r), wants_grad ? grad + start : nullptr,
           wants_grad_ref ? grad_ref + start : nullptr, rows.classes,
-          {saved[n], upstream[n], rows.inv_temperature});
+          upstream.of_token(n, rows.inv_temperature));
     });
     if (wants_grad) zero_unread_rows(grad, rows.map, kept, rows.classes);
     if (wants_grad_ref) zero_unread_rows(grad_ref, rows.map, kept, rows.classes);

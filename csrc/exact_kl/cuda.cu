@@ -4,6 +4,7 @@
 #include "common/cuda.h"
 #include "common/rows.h"
 #include "exact_kl/kernels.h"
+#include "exact_kl/results.h"
 
 namespace fusedrl {
 namespace {
@@ -24,26 +25,38 @@ int threads_of(const PairRows<T>& rows) {
   return threads_for(2 * rows.classes * sizeof(T));
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor logits, Tensor ref_logits, std::optional<Tensor> mask,
-                                   std::optional<Tensor> offsets, bool shift, Tensor temperature,
-                                   bool jensen_shannon) {
+template <typename T>
+auto forward_kernel(bool mixture, bool entropies) {
+  return mixture ? (entropies ? forward_pairs<true, true, T> : forward_pairs<true, false, T>)
+                 : (entropies ? forward_pairs<false, true, T> : forward_pairs<false, false, T>);
+}
+
+template <typename T>
+auto backward_kernel(bool mixture, bool entropies) {
+  return mixture ? (entropies ? backward_pairs<true, true, T> : backward_pairs<true, false, T>)
+                 : (entropies ? backward_pairs<false, true, T> : backward_pairs<false, false, T>);
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor ref_logits,
+                                           std::optional<Tensor> mask,
+                                           std::optional<Tensor> offsets, bool shift,
+                                           Tensor temperature, double beta, bool entropies) {
   const OnDeviceOf device(logits);
-  Tensor kl = empty_per_token(logits);
-  Tensor statistics = empty_per_token(logits, sizeof(PairStatistics) / sizeof(float));
+  const PairResults results(logits, entropies);
   dispatch_half_or_float(logits, "logits", [&]<typename T>() {
     const PairRows<T> rows = rows_of<T>(logits, ref_logits, mask, offsets, shift, temperature);
     if (rows.map.tokens == 0) return;
-    const auto kernel = jensen_shannon ? forward_pairs<true, T> : forward_pairs<false, T>;
-    device.launch(kernel, rows.map.tokens, threads_of(rows), rows, mutable_data<float>(kl),
-                  mutable_data<PairStatistics>(statistics));
+    device.launch(forward_kernel<T>(is_mixture(beta), entropies), rows.map.tokens, threads_of(rows),
+                  rows, shares_of(beta), results.outputs());
   });
-  return {kl, statistics};
+  return results.tensors();
 }
 
-std::tuple<Tensor, Tensor> backward(Tensor grad_kl, Tensor logits, Tensor ref_logits,
-                                    std::optional<Tensor> mask, std::optional<Tensor> offsets,
-                                    bool shift, Tensor temperature, bool jensen_shannon,
-                                    Tensor statistics, bool wants_grad, bool wants_grad_ref) {
+std::tuple<Tensor, Tensor> backward(Tensor grad_divergence, std::optional<Tensor> grad_entropies,
+                                    Tensor logits, Tensor ref_logits, std::optional<Tensor> mask,
+                                    std::optional<Tensor> offsets, bool shift, Tensor temperature,
+                                    double beta, Tensor entropies, Tensor statistics,
+                                    bool wants_grad, bool wants_grad_ref) {
   const OnDeviceOf device(logits);
   const auto output = [&](bool wanted) {
     return wanted ? empty_like_sizes(logits, logits, logits.scalar_type())
@@ -54,9 +67,9 @@ std::tuple<Tensor, Tensor> backward(Tensor grad_kl, Tensor logits, Tensor ref_lo
   dispatch_half_or_float(logits, "logits", [&]<typename T>() {
     const PairRows<T> rows = rows_of<T>(logits, ref_logits, mask, offsets, shift, temperature);
     if (rows.map.tokens == 0) return;
-    const auto kernel = jensen_shannon ? backward_pairs<true, T> : backward_pairs<false, T>;
-    device.launch(kernel, rows.map.tokens, threads_of(rows), rows, data<float>(grad_kl),
-                  data<PairStatistics>(statistics),
+    device.launch(backward_kernel<T>(is_mixture(beta), grad_entropies.has_value()), rows.map.tokens,
+                  threads_of(rows), rows,
+                  pair_upstream(grad_divergence, grad_entropies, entropies, statistics, beta),
                   wants_grad ? mutable_data<T>(grad_logits) : nullptr,
                   wants_grad_ref ? mutable_data<T>(grad_ref_logits) : nullptr);
   });

@@ -1,4 +1,4 @@
-// CUDA kernels: one block a token, one pass over its two rows, and a second one for Jensen-Shannon.
+// CUDA kernels: one block a token, one pass over its two rows, and a second one for a mixture.
 // A token that is dropped costs one thread's zeros.
 //
 // How the rows are split among threads depends on their number of classes and dtype alone, and
@@ -10,9 +10,10 @@
 
 namespace fusedrl {
 
-// Packs of each row that a thread has in flight: eight elements, or registers run out.
-template <typename T>
-constexpr int kPairBatch = 8 / Pack<T>::kSize;
+// Packs of each row that a thread has in flight: eight elements, or registers run out; for a
+// mixture, which reads the rows twice and has more to compute, one pack.
+template <bool kMixture, typename T>
+constexpr int kPairBatch = kMixture ? 1 : 8 / Pack<T>::kSize;
 
 template <typename T>
 struct PairRows : KeptRows {
@@ -27,27 +28,31 @@ struct PairRows : KeptRows {
   }
 };
 
-// 2^x as a factor of e^x, and log x as half_logs takes it.
+// 2^x as a factor of e^x, and the logarithm that scores_of takes.
 __device__ __forceinline__ float exp_of(float x) {
   constexpr float kLog2E = 1.44269504f;
   return exp2_normal(x * kLog2E);
 }
 
-struct LogOrZero {
-  __device__ __forceinline__ float operator()(float x) const {
-    return x == 0.0f ? 0.0f : std::log(x);
+// Far from 1 by the instruction, near 1 by the series of 2 atanh((x - 1) / (x + 1)).
+struct Log {
+  __device__ __forceinline__ float operator()(float x, float less_one) const {
+    const float far = log2_normal(x) * 0.693147181f;
+    const float s = less_one / (2.0f + less_one), square = s * s;
+    const float near = (square * (2.0f / 5) + 2.0f / 3) * square * s + 2.0f * s;
+    return fabsf(s) < 0.09f ? near : x == 0.0f ? 0.0f : far;
   }
 };
 
 // Calls f(packs, packs of the second row) for what this thread reads of two rows: its packs of
 // every batch, and at most one of the last elements. Missing elements are -inf.
-template <bool kAligned, typename T, typename F>
+template <bool kAligned, int kBatch, typename T, typename F>
 __device__ __forceinline__ void for_each_batch(const T* row, const T* ref_row, int64_t classes,
                                                F&& f) {
   const PackReader<T, kAligned> reader(row), ref_reader(ref_row);
   const int64_t in_packs = packs_of<T>(classes);
-  for (int64_t start = 0; start < in_packs; start += kPairBatch<T> * blockDim.x) {
-    Pack<T> x[kPairBatch<T>], y[kPairBatch<T>];
+  for (int64_t start = 0; start < in_packs; start += kBatch * blockDim.x) {
+    Pack<T> x[kBatch], y[kBatch];
     reader.load(x, start + threadIdx.x, in_packs, T(-INFINITY));
     ref_reader.load(y, start + threadIdx.x, in_packs, T(-INFINITY));
     f(x, y);
@@ -75,102 +80,130 @@ __device__ __forceinline__ float max_of(const Pack<T> (&packs)[kPacks]) {
   return max;
 }
 
-// Takes packs of both rows into a part, which moves to their maxima first.
-template <int kPacks, typename T>
-__device__ __forceinline__ void add(PairPart<float>& part, const Pack<T> (&x)[kPacks],
-                                    const Pack<T> (&y)[kPacks], float inv_temperature) {
-  part =
-      part.relative_to(fmaxf(part.max_p, max_of(x)), fmaxf(part.max_q, max_of(y)), inv_temperature);
-  const float base_p = part.max_p == -INFINITY ? 0.0f : part.max_p;
-  const float base_q = part.max_q == -INFINITY ? 0.0f : part.max_q;
-#pragma unroll
-  for (int u = 0; u < kPacks; ++u) {
-    const auto logits = x[u].elements(), ref_logits = y[u].elements();
-    float sum_p = 0, sum_q = 0, cross = 0;
-#pragma unroll
-    for (int j = 0; j < Pack<T>::kSize; ++j) {
-      const float dp = static_cast<float>(logits.at[j]) - base_p;
-      const float dq = static_cast<float>(ref_logits.at[j]) - base_q;
-      const float p = exp_of(dp * inv_temperature);
-      sum_p += p;
-      sum_q += exp_of(dq * inv_temperature);
-      if (p != 0.0f) cross += p * (dp - dq);
-    }
-    part.sum_p += sum_p;
-    part.sum_q += sum_q;
-    part.cross += cross * inv_temperature;
-  }
-}
+// How packs of both rows are added to a part: with their entropies or without.
+template <bool kEntropies>
+struct AddToPart {
+  float inv_temperature;
 
-// Adds p log(p / m) / 2 and q log(q / m) / 2 of packs of both rows.
-template <int kPacks, typename T>
-__device__ __forceinline__ void add(Pair<float>& sums, const Pack<T> (&x)[kPacks],
-                                    const Pack<T> (&y)[kPacks], const Pair<Normalizer>& normalizers,
-                                    float inv_temperature) {
+  // The part moves to the maxima of the packs first.
+  template <int kPacks, typename T>
+  __device__ __forceinline__ void operator()(PairPart<float>& part, const Pack<T> (&x)[kPacks],
+                                             const Pack<T> (&y)[kPacks]) const {
+    part = part.relative_to(fmaxf(part.max_p, max_of(x)), fmaxf(part.max_q, max_of(y)),
+                            inv_temperature);
+    if constexpr (!kEntropies) part.dot_p = part.dot_q = 0;  // costs no registers then
+    const float base_p = part.max_p == -INFINITY ? 0.0f : part.max_p;
+    const float base_q = part.max_q == -INFINITY ? 0.0f : part.max_q;
 #pragma unroll
-  for (int u = 0; u < kPacks; ++u) {
-    const auto logits = x[u].elements(), ref_logits = y[u].elements();
+    for (int u = 0; u < kPacks; ++u) {
+      const auto logits = x[u].elements(), ref_logits = y[u].elements();
+      float sum_p = 0, sum_q = 0, cross = 0, dot_p = 0, dot_q = 0;
 #pragma unroll
-    for (int j = 0; j < Pack<T>::kSize; ++j) {
-      const float z = static_cast<float>(logits.at[j]), w = static_cast<float>(ref_logits.at[j]);
-      const float p = exp_of(normalizers.p.log_p(z, inv_temperature));
-      const float q = exp_of(normalizers.q.log_p(w, inv_temperature));
-      const Pair<float> score = half_logs(p, q, LogOrZero());
-      sums.p += p * score.p;
-      sums.q += q * score.q;
+      for (int j = 0; j < Pack<T>::kSize; ++j) {
+        const float dp = static_cast<float>(logits.at[j]) - base_p;
+        const float dq = static_cast<float>(ref_logits.at[j]) - base_q;
+        const float p = exp_of(dp * inv_temperature), q = exp_of(dq * inv_temperature);
+        sum_p += p;
+        sum_q += q;
+        if (p != 0.0f) cross += p * (dp - dq);
+        if constexpr (kEntropies) {
+          if (p != 0.0f) dot_p += p * dp;
+          if (q != 0.0f) dot_q += q * dq;
+        }
+      }
+      part.sum_p += sum_p;
+      part.sum_q += sum_q;
+      part.cross += cross * inv_temperature;
+      part.dot_p += dot_p * inv_temperature;
+      part.dot_q += dot_q * inv_temperature;
     }
   }
-}
+};
 
-// What this thread reads of two rows, added to `sums` by `add`.
-template <typename Sums, typename T, typename... More>
+// How packs of both rows are added to the sums of p (1 - beta) log(p / m) and q beta log(q / m).
+struct AddToSums {
+  Pair<Normalizer> normalizers;
+  Pair<float> shares;
+  float inv_temperature;
+
+  template <int kPacks, typename T>
+  __device__ __forceinline__ void operator()(Pair<float>& sums, const Pack<T> (&x)[kPacks],
+                                             const Pack<T> (&y)[kPacks]) const {
+#pragma unroll
+    for (int u = 0; u < kPacks; ++u) {
+      const auto logits = x[u].elements(), ref_logits = y[u].elements();
+#pragma unroll
+      for (int j = 0; j < Pack<T>::kSize; ++j) {
+        const float z = static_cast<float>(logits.at[j]), w = static_cast<float>(ref_logits.at[j]);
+        const float p = exp_of(normalizers.p.log_p(z, inv_temperature));
+        const float q = exp_of(normalizers.q.log_p(w, inv_temperature));
+        const Pair<float> score = scores_of(p, q, shares, Log());
+        sums.p += p * score.p;
+        sums.q += q * score.q;
+      }
+    }
+  }
+};
+
+// What this thread reads of two rows, added to `Sums` by `add`.
+template <typename Sums, int kBatch, typename T, typename Add>
 __device__ __forceinline__ Sums sums_of_thread(const T* row, const T* ref_row, int64_t classes,
-                                               More... more) {
+                                               Add add) {
   Sums sums{};
-  const auto take = [&](const auto& x, const auto& y) { add(sums, x, y, more...); };
+  const auto take = [&](const auto& x, const auto& y) { add(sums, x, y); };
   if (bytes_past_boundary(row) == 0 && bytes_past_boundary(ref_row) == 0) {
-    for_each_batch<true>(row, ref_row, classes, take);
+    for_each_batch<true, kBatch>(row, ref_row, classes, take);
   } else {
-    for_each_batch<false>(row, ref_row, classes, take);
+    for_each_batch<false, kBatch>(row, ref_row, classes, take);
   }
   return sums;
 }
 
-// The statistics of two rows, in thread 0.
-template <bool kJensenShannon, typename T>
-__device__ __forceinline__ PairStatistics statistics_of(const T* row, const T* ref_row,
-                                                        int64_t classes, float inv_temperature) {
-  const auto part =
-      reduce_block(sums_of_thread<PairPart<float>>(row, ref_row, classes, inv_temperature),
-                   [=](const auto& x, const auto& y) { return merge(x, y, inv_temperature); });
-  if constexpr (!kJensenShannon) return finish(part);
-  const auto normalizers = from_first_thread(normalizers_of(part));
-  const auto sums =
-      reduce_block(sums_of_thread<Pair<float>>(row, ref_row, classes, normalizers, inv_temperature),
-                   [](const auto& x, const auto& y) { return Pair<float>{x.p + y.p, x.q + y.q}; });
-  return finish(normalizers, sums);
+// The part that is the whole of two rows, in thread 0.
+template <bool kMixture, bool kEntropies, typename T>
+__device__ __forceinline__ PairPart<float> part_of(const T* row, const T* ref_row, int64_t classes,
+                                                   float inv_temperature) {
+  return reduce_block(sums_of_thread<PairPart<float>, kPairBatch<kMixture, T>>(
+                          row, ref_row, classes, AddToPart<kEntropies>{inv_temperature}),
+                      [=](const auto& x, const auto& y) { return merge(x, y, inv_temperature); });
 }
 
-template <bool kJensenShannon, typename T>
+// The sums of a mixture over two rows, in thread 0.
+template <typename T>
+__device__ __forceinline__ Pair<float> sums_of(const T* row, const T* ref_row, int64_t classes,
+                                               AddToSums add) {
+  return reduce_block(
+      sums_of_thread<Pair<float>, kPairBatch<true, T>>(row, ref_row, classes, add),
+      [](const auto& x, const auto& y) { return Pair<float>{x.p + y.p, x.q + y.q}; });
+}
+
+template <bool kMixture, bool kEntropies, typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
-    forward_pairs(PairRows<T> rows, float* kl, PairStatistics* statistics) {
+    forward_pairs(PairRows<T> rows, Pair<float> shares, PairOutputs out) {
   const float inv_temperature = rows.inverse_temperature();
   for (int64_t n = blockIdx.x; n < rows.map.tokens; n += gridDim.x) {
-    PairStatistics result{};
+    PairResult result{};
     if (rows.keeps(n)) {
       const int64_t r = rows.map.row_of(n);
-      result = statistics_of<kJensenShannon>(rows.row(r), rows.ref_row(r), rows.classes,
-                                             inv_temperature);
+      const T *row = rows.row(r), *ref_row = rows.ref_row(r);
+      const auto part = part_of<kMixture, kEntropies>(row, ref_row, rows.classes, inv_temperature);
+      if constexpr (kMixture) {
+        const auto normalizers = from_first_thread(normalizers_of(part));
+        const auto entropies = kEntropies ? entropies_of(part) : Pair<float>{};
+        const auto sums =
+            sums_of(row, ref_row, rows.classes, {normalizers, shares, inv_temperature});
+        result = finish(normalizers, entropies, sums, shares);
+      } else {
+        result = finish(part);
+      }
     }
-    if (threadIdx.x != 0) continue;
-    kl[n] = result.divergence();
-    statistics[n] = result;
+    if (threadIdx.x == 0) out.write(n, result);
   }
 }
 
 // The gradients of two rows, whose softmaxes are computed anew. Either may be null; otherwise they
 // lie alike between 16-byte boundaries.
-template <bool kJensenShannon, typename T>
+template <bool kMixture, bool kEntropies, typename T>
 struct PairBackward {
   const T* row;
   const T* ref_row;
@@ -182,10 +215,14 @@ struct PairBackward {
     const auto log = gradient.log_probs(static_cast<float>(logit), static_cast<float>(ref_logit));
     const float p = exp_of(log.p), q = exp_of(log.q);
     Pair<float> result;
-    if constexpr (kJensenShannon) {
-      result = gradient.of_jensen_shannon(p, q, LogOrZero());
+    if constexpr (kMixture) {
+      result = gradient.of_mixture(p, q, Log());
     } else {
       result = gradient.of_kl(p, q, log);
+    }
+    if constexpr (kEntropies) {
+      const Pair<float> more = gradient.of_entropies(p, q, log);
+      result = {result.p + more.p, result.q + more.q};
     }
     return {T(result.p), T(result.q)};
   }
@@ -221,10 +258,9 @@ struct PairBackward {
   }
 };
 
-template <bool kJensenShannon, typename T>
+template <bool kMixture, bool kEntropies, typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
-    backward_pairs(PairRows<T> rows, const float* grad_kl, const PairStatistics* statistics,
-                   T* grad_logits, T* grad_ref_logits) {
+    backward_pairs(PairRows<T> rows, PairUpstream upstream, T* grad_logits, T* grad_ref_logits) {
   const float inv_temperature = rows.inverse_temperature();
   for (int64_t r = blockIdx.x; r < rows.map.tokens; r += gridDim.x) {
     const int64_t start = r * rows.classes;
@@ -236,8 +272,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       if (grad_ref != nullptr) zero_row(grad_ref, rows.classes);
       continue;
     }
-    const PairBackward<kJensenShannon, T> backward{
-        rows.row(r), rows.ref_row(r), grad, grad_ref, {statistics[n], grad_kl[n], inv_temperature}};
+    const PairBackward<kMixture, kEntropies, T> backward{
+        rows.row(r), rows.ref_row(r), grad, grad_ref, upstream.of_token(n, inv_temperature)};
     const StoreSplit<T> split(grad == nullptr ? grad_ref : grad, rows.classes);
     split.for_each_single([&](int64_t i) { backward.write(i); });
     if (bytes_past_boundary(backward.row + split.head) == 0 &&

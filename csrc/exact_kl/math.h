@@ -1,8 +1,11 @@
-// KL(p || q) = sum_v p_v (log p_v - log q_v) and the Jensen-Shannon divergence of two softmaxes,
-// p of logits / temperature and q of reference logits / temperature.
+// Divergences of two softmaxes, p of logits / temperature and q of reference logits / temperature:
+// KL(p || q) = sum_v p_v (log p_v - log q_v), and the generalised Jensen-Shannon divergence
+// (1 - beta) KL(p || m) + beta KL(q || m) from their mixture m = (1 - beta) p + beta q. With them
+// the entropies -sum_v p_v log p_v of both.
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 #include "common/softmax.h"
 
@@ -25,6 +28,8 @@ struct PairPart {
   Acc sum_q = 0;  // sum_v e^{dq_v}
   Acc cross = 0;  // sum_v e^{dp_v} (dp_v - dq_v); a class with e^{dp_v} = 0 adds 0, dq_v = -inf
                   // elsewhere makes it +inf
+  Acc dot_p = 0;  // sum_v e^{dp_v} dp_v, where entropies are asked for
+  Acc dot_q = 0;  // sum_v e^{dq_v} dq_v, likewise
 
   // The same part relative to logits no smaller than its own.
   FUSEDRL_HD PairPart relative_to(float new_max_p, float new_max_q, float inv_temperature) const {
@@ -32,10 +37,17 @@ struct PairPart {
       return from == to ? Acc(0) : (Acc(from) - Acc(to)) * Acc(inv_temperature);
     };
     const Acc shift_p = shift_of(max_p, new_max_p), shift_q = shift_of(max_q, new_max_q);
-    const Acc scale = std::exp(shift_p), mass = scale * sum_p;
-    // Without mass in p nothing counts, neither shift_q = -inf nor an infinite cross.
-    return {new_max_p, new_max_q, mass, std::exp(shift_q) * sum_q,
-            mass == Acc(0) ? Acc(0) : scale * (cross + sum_p * (shift_p - shift_q))};
+    const Acc scale_p = std::exp(shift_p), scale_q = std::exp(shift_q);
+    const Acc mass_p = scale_p * sum_p, mass_q = scale_q * sum_q;
+    // Without mass nothing counts, neither a shift of -inf nor an infinite cross.
+    const auto where = [](Acc mass, Acc value) { return mass == Acc(0) ? Acc(0) : value; };
+    return {new_max_p,
+            new_max_q,
+            mass_p,
+            mass_q,
+            where(mass_p, scale_p * (cross + sum_p * (shift_p - shift_q))),
+            where(mass_p, scale_p * (dot_p + sum_p * shift_p)),
+            where(mass_q, scale_q * (dot_q + sum_q * shift_q))};
   }
 };
 
@@ -46,18 +58,50 @@ FUSEDRL_HD PairPart<Acc> merge(PairPart<Acc> x, PairPart<Acc> y, float inv_tempe
   const float max_q = x.max_q >= y.max_q ? x.max_q : y.max_q;
   x = x.relative_to(max_p, max_q, inv_temperature);
   y = y.relative_to(max_p, max_q, inv_temperature);
-  return {max_p, max_q, x.sum_p + y.sum_p, x.sum_q + y.sum_q, x.cross + y.cross};
+  return {max_p,
+          max_q,
+          x.sum_p + y.sum_p,
+          x.sum_q + y.sum_q,
+          x.cross + y.cross,
+          x.dot_p + y.dot_p,
+          x.dot_q + y.dot_q};
 }
+
+// The weights of p and q in their mixture, 1 - beta and beta, which add up to 1. Each is rounded by
+// itself, so that neither loses its digits where the other is almost 1.
+inline Pair<float> shares_of(double beta) {
+  return {static_cast<float>(1.0 - beta), static_cast<float>(beta)};
+}
+
+// A divergence of beta = 1 is KL(p || q), which needs no mixture.
+inline bool is_mixture(double beta) { return beta != 1.0; }
 
 // What the backward pass needs of two rows, six floats: their normalizers, and the means of what
 // their classes are scored by, which add up to the divergence. For KL the score of p is
-// log(p_v / q_v), and q has none; for Jensen-Shannon they are log(p_v / m_v) / 2 and
-// log(q_v / m_v) / 2, m = (p + q) / 2.
+// log(p_v / q_v), and q has none; with a mixture they are (1 - beta) log(p_v / m_v) and
+// beta log(q_v / m_v).
 struct PairStatistics {
   Pair<Normalizer> normalizers;
   Pair<float> mean;
+};
 
-  FUSEDRL_HD float divergence() const { return mean.p + mean.q; }
+struct PairResult {
+  float divergence;
+  Pair<float> entropies;  // without meaning unless asked for
+  PairStatistics statistics;
+};
+
+// Where the results of every token go.
+struct PairOutputs {
+  float* divergence;
+  Pair<float>* entropies;  // null unless asked for
+  PairStatistics* statistics;
+
+  FUSEDRL_HD void write(int64_t n, const PairResult& result) const {
+    divergence[n] = result.divergence;
+    if (entropies != nullptr) entropies[n] = result.entropies;
+    statistics[n] = result.statistics;
+  }
 };
 
 template <typename Acc>
@@ -65,38 +109,60 @@ FUSEDRL_HD Pair<Normalizer> normalizers_of(PairPart<Acc> row) {
   return {{row.max_p, float(std::log(row.sum_p))}, {row.max_q, float(std::log(row.sum_q))}};
 }
 
+template <typename Acc>
+FUSEDRL_HD Pair<float> entropies_of(PairPart<Acc> row) {
+  return {float(std::log(row.sum_p) - row.dot_p / row.sum_p),
+          float(std::log(row.sum_q) - row.dot_q / row.sum_q)};
+}
+
 // A divergence outside its bounds is rounding; NaN stays.
 template <typename Acc>
-FUSEDRL_HD float within(Acc x, float bound) {
-  return x < Acc(0) ? 0.0f : x > Acc(bound) ? bound : float(x);
+FUSEDRL_HD float within(Acc x, Acc bound) {
+  return float(x < Acc(0) ? Acc(0) : x > bound ? bound : x);
 }
 
+// KL from the part that is the whole of both rows.
 template <typename Acc>
-FUSEDRL_HD PairStatistics finish(PairPart<Acc> row) {
+FUSEDRL_HD PairResult finish(PairPart<Acc> row) {
   const Acc kl = row.cross / row.sum_p + std::log(row.sum_q / row.sum_p);
-  return {normalizers_of(row), {within(kl, INFINITY), 0.0f}};
+  const float divergence = within(kl, Acc(INFINITY));
+  return {divergence, entropies_of(row), {normalizers_of(row), {divergence, 0.0f}}};
 }
 
-// Sums of p_v log(p_v / m_v) / 2 and q_v log(q_v / m_v) / 2 over a part of two rows.
+// log of a share that is 1 - other.
 template <typename Acc>
-FUSEDRL_HD PairStatistics finish(Pair<Normalizer> normalizers, Pair<Acc> sums) {
-  constexpr float kHalfLn2 = 0.346573590f;
-  return {normalizers, {within(sums.p, kHalfLn2), within(sums.q, kHalfLn2)}};
+FUSEDRL_HD Acc log_of_share(Acc share, Acc other) {
+  return share < other ? std::log(share) : std::log1p(-other);
 }
 
-// log(p / m) / 2 and log(q / m) / 2 with m = (p + q) / 2. `log` takes 0 to any finite number, and
-// so does this function where p or q is 0.
+// The divergence from the mixture, from the sums of p_v and q_v times their scores. What errors of
+// the normalizers add to one sum they take from the other, so neither is kept within bounds alone.
+template <typename Acc>
+FUSEDRL_HD PairResult finish(Pair<Normalizer> normalizers, Pair<float> entropies, Pair<Acc> sums,
+                             Pair<float> shares) {
+  const Acc p = shares.p, q = shares.q;
+  const Acc bound = -(p * log_of_share(p, q) + q * log_of_share(q, p));
+  return {within(sums.p + sums.q, bound), entropies, {normalizers, {float(sums.p), float(sums.q)}}};
+}
+
+// (1 - beta) log(p / m) and beta log(q / m). `log` takes a ratio and the ratio less 1, which keeps
+// its digits here where p and m are nearly equal; of 0 it makes any finite number, and so does this
+// function where p or q is 0.
 template <typename V, typename Log>
-FUSEDRL_HD Pair<V> half_logs(V p, V q, Log log) {
+FUSEDRL_HD Pair<V> scores_of(V p, V q, Pair<float> shares, Log log) {
   constexpr float kTiny = 1e-37f;  // 0 / 0 where both are 0; lost in any m that counts
-  const V m = (p + q) * 0.5f + kTiny;
-  return {log(p / m) * 0.5f, log(q / m) * 0.5f};
+  const V inverse = 1.0f / (p * shares.p + q * shares.q + kTiny), apart = (p - q) * inverse;
+  return {log(p * inverse, apart * shares.q) * shares.p,
+          log(q * inverse, apart * -shares.p) * shares.q};
 }
 
-// The gradients of the two logits of a class, times the row's upstream gradient.
+// The gradients of the two logits of a class, times the row's upstream gradients.
 struct PairGradient {
   PairStatistics row;
+  Pair<float> shares;
+  Pair<float> entropies;
   float upstream;
+  Pair<float> upstream_entropies;
   float inv_temperature;
 
   template <typename V>
@@ -113,12 +179,39 @@ struct PairGradient {
     return {p == V{} ? V{} : of_p, log.q == V{} - INFINITY ? V{} : of_q};
   }
 
-  // Of the Jensen-Shannon divergence: p_v (log(p_v / m_v) / 2 - its mean), and the same of q.
+  // Of the divergence from the mixture: each probability times its score less the scores' mean.
   template <typename V, typename Log>
-  FUSEDRL_HD Pair<V> of_jensen_shannon(V p, V q, Log log) const {
+  FUSEDRL_HD Pair<V> of_mixture(V p, V q, Log log) const {
     const float factor = upstream * inv_temperature;
-    const Pair<V> score = half_logs(p, q, log);
+    const Pair<V> score = scores_of(p, q, shares, log);
     return {p * (score.p - row.mean.p) * factor, q * (score.q - row.mean.q) * factor};
+  }
+
+  // Of the entropies: -p_v (log p_v + entropy), 0 where p_v is.
+  template <typename V>
+  FUSEDRL_HD Pair<V> of_entropies(V p, V q, Pair<V> log) const {
+    const V of_p = p * (log.p + entropies.p) * (-upstream_entropies.p * inv_temperature);
+    const V of_q = q * (log.q + entropies.q) * (-upstream_entropies.q * inv_temperature);
+    return {p == V{} ? V{} : of_p, q == V{} ? V{} : of_q};
+  }
+};
+
+// What the backward pass reads of every token.
+struct PairUpstream {
+  const float* divergence;                // upstream gradient
+  const Pair<float>* upstream_entropies;  // null without entropies
+  const Pair<float>* entropies;
+  const PairStatistics* statistics;
+  Pair<float> shares;
+
+  FUSEDRL_HD PairGradient of_token(int64_t n, float inv_temperature) const {
+    const bool given = upstream_entropies != nullptr;
+    return {statistics[n],
+            shares,
+            given ? entropies[n] : Pair<float>{},
+            divergence[n],
+            given ? upstream_entropies[n] : Pair<float>{},
+            inv_temperature};
   }
 };
 

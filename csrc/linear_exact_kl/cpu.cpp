@@ -8,6 +8,7 @@
 #include "common/cpu_ops.h"
 #include "common/rows.h"
 #include "exact_kl/cpu_rows.h"
+#include "exact_kl/results.h"
 #include "linear_token_log_probs/cpu_rows.h"
 
 namespace fusedrl {
@@ -65,18 +66,17 @@ std::vector<Part> reduced(const Side& p, const Side& q, F&& f, Merge&& merge) {
       merge);
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
-                                   double scale, double softcap, Tensor ref_hidden,
-                                   Tensor ref_weight, std::optional<Tensor> ref_bias,
-                                   double ref_scale, double ref_softcap, std::optional<Tensor> mask,
-                                   std::optional<Tensor> offsets, bool shift, Tensor temperature,
-                                   bool jensen_shannon, bool batch_invariant) {
-  Tensor kl = empty_per_token(hidden);
-  Tensor statistics = empty_per_token(hidden, 6);
-  check_offsets(offsets, kl.numel());
+std::tuple<Tensor, Tensor, Tensor> forward(
+    Tensor hidden, Tensor weight, std::optional<Tensor> bias, double scale, double softcap,
+    Tensor ref_hidden, Tensor ref_weight, std::optional<Tensor> ref_bias, double ref_scale,
+    double ref_softcap, std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift,
+    Tensor temperature, double beta, bool entropies, bool batch_invariant) {
+  const PairResults results(hidden, entropies);
+  const int64_t tokens = results.divergence.numel();
+  check_offsets(offsets, tokens);
   const std::vector<int64_t> kept = kept_tokens(row_map(hidden, offsets, shift), data<bool>(mask));
   const float inv_temperature = inverse_temperature(temperature);
-  const PairKernels<float> kernels = pair_kernels<float>(cpu_level());
+  const PairKernels<float> kernels = pair_kernels<float>(cpu_level(), is_mixture(beta), entropies);
   const Side p(hidden, kept, offsets, shift, weight, bias, scale, softcap, batch_invariant);
   const Side q(ref_hidden, kept, offsets, shift, ref_weight, ref_bias, ref_scale, ref_softcap,
                batch_invariant);
@@ -88,46 +88,47 @@ std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<T
       },
       [&](const auto& x, const auto& y) { return merge(x, y, inv_temperature); });
 
-  // Its mixture needs both normalizers first, hence every product a second time.
+  // A mixture needs both normalizers first, hence every product a second time.
   const auto plus = [](const Pair<double>& x, const Pair<double>& y) {
     return Pair<double>{x.p + y.p, x.q + y.q};
   };
+  const bool mixture = is_mixture(beta);
+  const Pair<float> shares = shares_of(beta);
   std::vector<Pair<double>> sums;
-  if (jensen_shannon) {
+  if (mixture) {
     sums = reduced<Pair<double>>(
         p, q,
         [&](float* x, float* y, int64_t count, int64_t i, Pair<double>& sum) {
           const Pair<Normalizer> normalizers = normalizers_of(parts[i]);
-          sum = plus(sum, kernels.jensen_shannon_part(x, y, count, normalizers, inv_temperature));
+          sum = plus(sum, kernels.mixture_part(x, y, count, normalizers, shares, inv_temperature));
         },
         plus);
   }
 
-  float* out = mutable_data<float>(kl);
-  PairStatistics* out_statistics = mutable_data<PairStatistics>(statistics);
-  std::fill_n(out, kl.numel(), 0.0f);
-  std::fill_n(out_statistics, kl.numel(), PairStatistics{});
+  const PairOutputs out = results.outputs();
+  for (int64_t n = 0; n < tokens; ++n) out.write(n, PairResult{});
   for (size_t i = 0; i < kept.size(); ++i) {
-    const PairStatistics row =
-        jensen_shannon ? finish(normalizers_of(parts[i]), sums[i]) : finish(parts[i]);
-    out[kept[i]] = row.divergence();
-    out_statistics[kept[i]] = row;
+    const PairPart<double>& part = parts[i];
+    out.write(kept[i], mixture ? finish(normalizers_of(part), entropies_of(part), sums[i], shares)
+                               : finish(part));
   }
-  return {kl, statistics};
+  return results.tensors();
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    Tensor grad_kl, Tensor hidden, Tensor weight, std::optional<Tensor> bias, double scale,
-    double softcap, Tensor ref_hidden, Tensor ref_weight, std::optional<Tensor> ref_bias,
-    double ref_scale, double ref_softcap, std::optional<Tensor> mask, std::optional<Tensor> offsets,
-    bool shift, Tensor temperature, bool jensen_shannon, bool batch_invariant, Tensor statistics,
-    bool of_hidden, bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight,
-    bool of_ref_bias) {
-  check_offsets(offsets, grad_kl.numel());
+    Tensor grad_divergence, std::optional<Tensor> grad_entropies, Tensor hidden, Tensor weight,
+    std::optional<Tensor> bias, double scale, double softcap, Tensor ref_hidden, Tensor ref_weight,
+    std::optional<Tensor> ref_bias, double ref_scale, double ref_softcap,
+    std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
+    double beta, bool batch_invariant, Tensor entropies, Tensor statistics, bool of_hidden,
+    bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias) {
+  check_offsets(offsets, grad_divergence.numel());
   const std::vector<int64_t> kept = kept_tokens(row_map(hidden, offsets, shift), data<bool>(mask));
   const float inv_temperature = inverse_temperature(temperature);
-  const PairKernels<float> kernels = pair_kernels<float>(cpu_level());
-  const auto run = jensen_shannon ? kernels.jensen_shannon_backward : kernels.backward;
+  const PairUpstream upstream =
+      pair_upstream(grad_divergence, grad_entropies, entropies, statistics, beta);
+  const auto run =
+      pair_kernels<float>(cpu_level(), is_mixture(beta), grad_entropies.has_value()).backward;
   const auto chain = head_kernels(cpu_level()).chain;
   const Side p(hidden, kept, offsets, shift, weight, bias, scale, softcap, batch_invariant);
   const Side q(ref_hidden, kept, offsets, shift, ref_weight, ref_bias, ref_scale, ref_softcap,
@@ -145,8 +146,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     float capped_x[kTileClasses], capped_y[kTileClasses];
     if (p.cap > 0) std::copy_n(x, count, capped_x);
     if (q.cap > 0) std::copy_n(y, count, capped_y);
-    run(x, y, of_p ? x : nullptr, of_q ? y : nullptr, count,
-        {data<PairStatistics>(statistics)[n], data<float>(grad_kl)[n], inv_temperature});
+    run(x, y, of_p ? x : nullptr, of_q ? y : nullptr, count, upstream.of_token(n, inv_temperature));
     if (of_p && p.cap > 0) chain(capped_x, x, count, p.cap);
     if (of_q && q.cap > 0) chain(capped_y, y, count, q.cap);
   };

@@ -2,12 +2,11 @@
 #include <tuple>
 
 #include "common/cuda_head.h"
+#include "exact_kl/results.h"
 #include "linear_exact_kl/kernels.h"
 
 namespace fusedrl {
 namespace {
-
-constexpr int64_t kStatistics = sizeof(PairStatistics) / sizeof(float);
 
 // The two models over the same rows.
 template <typename T>
@@ -35,63 +34,73 @@ int threads_of(const Tile<T>& tile) {
   return threads_for(2 * tile.classes * sizeof(float));
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
-                                   double scale, double softcap, Tensor ref_hidden,
-                                   Tensor ref_weight, std::optional<Tensor> ref_bias,
-                                   double ref_scale, double ref_softcap, std::optional<Tensor> mask,
-                                   std::optional<Tensor> offsets, bool shift, Tensor temperature,
-                                   bool jensen_shannon, bool batch_invariant) {
+template <typename T>
+auto gradient_kernel(bool mixture, bool entropies) {
+  return mixture ? (entropies ? differentiate_pair_tile<true, true, T>
+                              : differentiate_pair_tile<true, false, T>)
+                 : (entropies ? differentiate_pair_tile<false, true, T>
+                              : differentiate_pair_tile<false, false, T>);
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(
+    Tensor hidden, Tensor weight, std::optional<Tensor> bias, double scale, double softcap,
+    Tensor ref_hidden, Tensor ref_weight, std::optional<Tensor> ref_bias, double ref_scale,
+    double ref_softcap, std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift,
+    Tensor temperature, double beta, bool entropies, bool batch_invariant) {
   const OnDeviceOf device(hidden);
-  Tensor kl = empty_per_token(hidden), statistics = empty_per_token(hidden, kStatistics);
-  torch::stable::zero_(kl);
-  torch::stable::zero_(statistics);
-  if (kl.numel() == 0) return {kl, statistics};
+  const PairResults results(hidden, entropies);
+  Tensor divergence = results.divergence, of_both = results.entropies;
+  Tensor statistics = results.statistics;
+  for (Tensor* tensor : {&divergence, &of_both, &statistics}) torch::stable::zero_(*tensor);
+  if (divergence.numel() == 0) return results.tensors();
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
                       batch_invariant);
   const int64_t count = rows.kept.count;
-  if (count == 0) return {kl, statistics};
+  if (count == 0) return results.tensors();
+  const bool mixture = is_mixture(beta);
+  const Pair<float> shares = shares_of(beta);
   const Tensor parts =
       new_matrix(hidden, count, sizeof(PairPart<float>) / sizeof(float), ScalarType::Float);
-  const Tensor sums = new_matrix(hidden, jensen_shannon ? count : 0, 2, ScalarType::Float);
+  const Tensor sums = new_matrix(hidden, mixture ? count : 0, 2, ScalarType::Float);
   auto* of_parts = mutable_data<PairPart<float>>(parts);
-  auto* of_sums = jensen_shannon ? mutable_data<Pair<float>>(sums) : nullptr;
+  auto* of_sums = mixture ? mutable_data<Pair<float>>(sums) : nullptr;
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
     const Heads<T> heads{device,
                          {device, rows, hidden, weight, bias, scale, softcap},
                          {device, rows, ref_hidden, ref_weight, ref_bias, ref_scale, ref_softcap,
                           row_map(ref_hidden, offsets, shift)}};
     const auto nothing = [](int64_t) {};
+    const auto add = entropies ? add_pair_tile<true, T> : add_pair_tile<false, T>;
     for_each_tile(
         rows,
         [&](int64_t first_class, int64_t first_row) {
           const auto [p, q] = heads.tiles(first_class, first_row);
-          device.launch(add_pair_tile<T>, p.rows, threads_of(p), p, q, rows.rows, first_class == 0,
-                        of_parts);
+          device.launch(add, p.rows, threads_of(p), p, q, rows.rows, first_class == 0, of_parts);
         },
         nothing);
-    if (!jensen_shannon) return;
-    // Its mixture needs both normalizers first, hence every product a second time.
+    if (!mixture) return;
+    // A mixture needs both normalizers first, hence every product a second time.
     for_each_tile(
         rows,
         [&](int64_t first_class, int64_t first_row) {
           const auto [p, q] = heads.tiles(first_class, first_row);
-          device.launch(add_jensen_shannon_tile<T>, p.rows, threads_of(p), p, q, rows.rows,
-                        first_class == 0, of_parts, of_sums);
+          device.launch(add_mixture_tile<T>, p.rows, threads_of(p), p, q, rows.rows,
+                        first_class == 0, shares, of_parts, of_sums);
         },
         nothing);
   });
   device.launch(finish_pairs, element_blocks(count), kElementThreads, rows.kept, of_parts, of_sums,
-                mutable_data<float>(kl), mutable_data<PairStatistics>(statistics));
-  return {kl, statistics};
+                shares, results.outputs());
+  return results.tensors();
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    Tensor grad_kl, Tensor hidden, Tensor weight, std::optional<Tensor> bias, double scale,
-    double softcap, Tensor ref_hidden, Tensor ref_weight, std::optional<Tensor> ref_bias,
-    double ref_scale, double ref_softcap, std::optional<Tensor> mask, std::optional<Tensor> offsets,
-    bool shift, Tensor temperature, bool jensen_shannon, bool batch_invariant, Tensor statistics,
-    bool of_hidden, bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight,
-    bool of_ref_bias) {
+    Tensor grad_divergence, std::optional<Tensor> grad_entropies, Tensor hidden, Tensor weight,
+    std::optional<Tensor> bias, double scale, double softcap, Tensor ref_hidden, Tensor ref_weight,
+    std::optional<Tensor> ref_bias, double ref_scale, double ref_softcap,
+    std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
+    double beta, bool batch_invariant, Tensor entropies, Tensor statistics, bool of_hidden,
+    bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias) {
   const OnDeviceOf device(hidden);
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
                       batch_invariant);
@@ -108,14 +117,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                                of_bias);
     CudaHeadGradient<T> grad_q(device, rows, heads.q, ref_hidden, ref_weight, of_ref_hidden,
                                of_ref_weight, of_ref_bias);
-    const auto kernel =
-        jensen_shannon ? differentiate_pair_tile<true, T> : differentiate_pair_tile<false, T>;
+    const auto kernel = gradient_kernel<T>(is_mixture(beta), grad_entropies.has_value());
+    const PairUpstream upstream =
+        pair_upstream(grad_divergence, grad_entropies, entropies, statistics, beta);
     for_each_tile(
         rows,
         [&](int64_t first_class, int64_t first_row) {
           const auto [p, q] = heads.tiles(first_class, first_row);
-          device.launch(kernel, p.rows, threads_of(p), p, q, rows.kept, rows.rows,
-                        data<float>(grad_kl), data<PairStatistics>(statistics),
+          device.launch(kernel, p.rows, threads_of(p), p, q, rows.kept, rows.rows, upstream,
                         of_p ? grad_p.grads() : nullptr, of_q ? grad_q.grads() : nullptr);
           if (of_p) grad_p.add(p, first_class);
           if (of_q) grad_q.add(q, first_class);

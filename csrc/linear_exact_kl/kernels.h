@@ -17,63 +17,58 @@ __global__ void shape_tile(Tile<T> tile, float* products) {
 }
 
 // Adds a tile of logits to the parts of its rows, or starts them.
-template <typename T>
+template <bool kEntropies, typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     add_pair_tile(Tile<T> tile, Tile<T> ref_tile, KeptRows rows, bool first,
                   PairPart<float>* parts) {
   const float inv_temperature = rows.inverse_temperature();
   for (int64_t r = blockIdx.x; r < tile.rows; r += gridDim.x) {
     const PairPart<float> part =
-        reduce_block(sums_of_thread<PairPart<float>>(tile.row(r), ref_tile.row(r), tile.classes,
-                                                     inv_temperature),
-                     [=](const auto& x, const auto& y) { return merge(x, y, inv_temperature); });
+        part_of<false, kEntropies>(tile.row(r), ref_tile.row(r), tile.classes, inv_temperature);
     if (threadIdx.x != 0) continue;
     PairPart<float>& all = parts[tile.first_row + r];
     all = first ? part : merge(all, part, inv_temperature);
   }
 }
 
-// The same for the sums of Jensen-Shannon, once the parts are whole.
+// The same for the sums of a mixture, once the parts are whole.
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
-    add_jensen_shannon_tile(Tile<T> tile, Tile<T> ref_tile, KeptRows rows, bool first,
-                            const PairPart<float>* parts, Pair<float>* sums) {
+    add_mixture_tile(Tile<T> tile, Tile<T> ref_tile, KeptRows rows, bool first, Pair<float> shares,
+                     const PairPart<float>* parts, Pair<float>* sums) {
   const float inv_temperature = rows.inverse_temperature();
   for (int64_t r = blockIdx.x; r < tile.rows; r += gridDim.x) {
-    const Pair<float> sum = reduce_block(
-        sums_of_thread<Pair<float>>(tile.row(r), ref_tile.row(r), tile.classes,
-                                    normalizers_of(parts[tile.first_row + r]), inv_temperature),
-        [](const auto& x, const auto& y) { return Pair<float>{x.p + y.p, x.q + y.q}; });
+    const Pair<float> sum =
+        sums_of(tile.row(r), ref_tile.row(r), tile.classes,
+                {normalizers_of(parts[tile.first_row + r]), shares, inv_temperature});
     if (threadIdx.x != 0) continue;
     Pair<float>& all = sums[tile.first_row + r];
     all = first ? sum : Pair<float>{all.p + sum.p, all.q + sum.q};
   }
 }
 
-// `sums` is null but for Jensen-Shannon.
+// `sums` is null without a mixture.
 static __global__ void finish_pairs(Selection kept, const PairPart<float>* parts,
-                                    const Pair<float>* sums, float* kl,
-                                    PairStatistics* statistics) {
+                                    const Pair<float>* sums, Pair<float> shares, PairOutputs out) {
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < kept.count; i += stride) {
-    const PairStatistics row =
-        sums == nullptr ? finish(parts[i]) : finish(normalizers_of(parts[i]), sums[i]);
-    kl[kept.token(i)] = row.divergence();
-    statistics[kept.token(i)] = row;
+    const PairPart<float>& part = parts[i];
+    out.write(kept.token(i),
+              sums == nullptr ? finish(part)
+                              : finish(normalizers_of(part), entropies_of(part), sums[i], shares));
   }
 }
 
 // The gradients of both tiles of matrix products, either of which may be null.
-template <bool kJensenShannon, typename T>
+template <bool kMixture, bool kEntropies, typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     differentiate_pair_tile(Tile<T> tile, Tile<T> ref_tile, Selection kept, KeptRows rows,
-                            const float* grad_kl, const PairStatistics* statistics, T* grads,
-                            T* ref_grads) {
+                            PairUpstream upstream, T* grads, T* ref_grads) {
   const float inv_temperature = rows.inverse_temperature();
   for (int64_t r = blockIdx.x; r < tile.rows; r += gridDim.x) {
     const int64_t n = kept.token(tile.first_row + r), start = r * tile.stride_row;
-    const PairBackward<kJensenShannon, float> backward{
-        nullptr, nullptr, nullptr, nullptr, {statistics[n], grad_kl[n], inv_temperature}};
+    const PairBackward<kMixture, kEntropies, float> backward{nullptr, nullptr, nullptr, nullptr,
+                                                             upstream.of_token(n, inv_temperature)};
     const float *row = tile.row(r), *ref_row = ref_tile.row(r);
     for (int64_t v = threadIdx.x; v < tile.classes; v += blockDim.x) {
       const Pair<float> of_logits = backward.of(row[v], ref_row[v]);

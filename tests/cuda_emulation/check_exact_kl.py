@@ -13,16 +13,17 @@ from fusedrl.ops.exact_kl import DIRECTIONS
 
 def compare_exact_kl(logits, ref_logits, **options):
     """Forward and both gradients beside the reference on the same values in float64."""
-    upstream = torch.randn(logits.shape[:-1])
+    upstream, of_entropy = torch.randn(2, *logits.shape[:-1])
     results = []
     for impl, dtype in (("cpu", logits.dtype), ("reference", torch.float64)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in (logits, ref_logits)]
-        divergence = exact_kl(*leaves, impl=impl, **options)
-        results.append(
-            (divergence, *torch.autograd.grad(divergence, leaves, upstream.to(divergence)))
-        )
+        outputs = exact_kl(*leaves, impl=impl, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        given = [x.to(y) for x, y in zip((upstream, of_entropy), outputs, strict=False)]
+        results.append((outputs, *torch.autograd.grad(outputs, leaves, given)))
     (mine, *grads), (exact, *exact_grads) = results
-    torch.testing.assert_close(mine.double(), exact, rtol=3e-6, atol=3e-6)
+    for got, want in zip(mine, exact, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=3e-6, atol=3e-6)
     tol = TOLERANCE[logits.dtype]
     for got, want in zip(grads, exact_grads, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=tol, atol=1e-5)
@@ -38,6 +39,19 @@ def check_sizes_and_dtypes():
         compare_exact_kl(p, q, direction=direction, temperature=0.7)
 
 
+def check_betas_and_entropies():
+    """Mixtures of any share, and the policy's entropy beside every divergence."""
+    for dtype, classes, beta in itertools.product(DTYPES, [1, 1000], [0, 1e-3, 0.2, 0.999, 1]):
+        p = (torch.randn(3, classes) * 4).to(dtype)
+        q = (p + torch.randn(3, classes)).to(dtype)
+        options = {"direction": "jensen_shannon", "beta": beta, "temperature": 0.7}
+        compare_exact_kl(p, q, **options)
+        compare_exact_kl(p, q, **options, entropy=True)
+    near = exact_kl(p, p * 1.001, direction="jensen_shannon", beta=1e-3, impl="cpu")
+    exact = exact_kl(p.double(), (p * 1.001).double(), direction="jensen_shannon", beta=1e-3)
+    torch.testing.assert_close(near.double(), exact, rtol=1e-3, atol=0)
+
+
 def check_shifts_and_masks():
     """Packed and padded, with dropped rows that hold NaN."""
     shapes = [(7,), (2, 3)]
@@ -47,7 +61,8 @@ def check_shifts_and_masks():
         rows = mask.flatten().roll(-1).view(shape) if shift else mask
         p[~rows] = q[~rows] = torch.nan
         offsets = OFFSETS if len(shape) == 1 else None
-        compare_exact_kl(p, q, mask=mask, offsets=offsets, shift=shift, direction="forward")
+        options = {"mask": mask, "offsets": offsets, "shift": shift, "direction": "forward"}
+        compare_exact_kl(p, q, **options, entropy=shift)
 
 
 def check_infinities():
@@ -57,7 +72,7 @@ def check_infinities():
         p[0, :4500] = q[0, :4500] = -torch.inf
         p[1, :8900] = q[1, :8800] = -torch.inf
         order = (q, p) if direction == "forward" else (p, q)
-        compare_exact_kl(order[0][:2], order[1][:2], direction=direction)
+        compare_exact_kl(order[0][:2], order[1][:2], direction=direction, entropy=True)
         q[2, 4000:], p[3], q[4], p[5, 9000] = -torch.inf, -torch.inf, -torch.inf, torch.nan
         order = (q, p) if direction == "forward" else (p, q)
         mine = exact_kl(*order, direction=direction, impl="cpu")

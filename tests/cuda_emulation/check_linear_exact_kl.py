@@ -26,18 +26,19 @@ def linear_kl(heads, mask=None, **options):
 
 def compare_linear_exact_kl(heads, mask=None, batch_invariant=False, **options):
     """Forward and the gradients of both heads beside the reference in float64."""
-    upstream = torch.randn(heads[0].shape[:-1])
+    upstream, of_entropy = torch.randn(2, *heads[0].shape[:-1])
     results = []
     for impl, dtype in (("cpu", heads[0].dtype), ("reference", torch.float64)):
         leaves = [None if x is None else x.detach().to(dtype).requires_grad_() for x in heads]
         fixed = batch_invariant and impl == "cpu"
-        divergence = linear_kl(leaves, mask, impl=impl, batch_invariant=fixed, **options)
+        outputs = linear_kl(leaves, mask, impl=impl, batch_invariant=fixed, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        given = [x.to(y) for x, y in zip((upstream, of_entropy), outputs, strict=False)]
         asked = [x for x in leaves if x is not None]
-        results.append(
-            (divergence, *torch.autograd.grad(divergence, asked, upstream.to(divergence)))
-        )
+        results.append((outputs, *torch.autograd.grad(outputs, asked, given)))
     (mine, *grads), (exact, *exact_grads) = results
-    torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
+    for got, want in zip(mine, exact, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
     tol = TOLERANCE[heads[0].dtype]
     for got, want in zip(grads, exact_grads, strict=True):
         # Those of the logits are rounded to the dtype too, before they are multiplied.
@@ -65,7 +66,14 @@ def check_shapes_of_logits():
     for (missing, shape), direction in itertools.product(shapes, DIRECTIONS):
         heads = head_pair((5,), 21, torch.float32)
         heads = [None if i in missing else x for i, x in enumerate(heads)]
-        compare_linear_exact_kl(heads, direction=direction, **shape)
+        compare_linear_exact_kl(heads, direction=direction, entropy=True, **shape)
+
+
+def check_betas_and_entropies():
+    """Mixtures of any share over several tiles, with the policy's entropy and without."""
+    for beta, entropy in itertools.product([0, 1e-3, 0.2, 0.999, 1], [False, True]):
+        options = {"direction": "jensen_shannon", "beta": beta, "entropy": entropy}
+        compare_linear_exact_kl(head_pair((6,), 50, torch.float32), softcap=3.0, **options)
 
 
 def check_shifts_and_masks():

@@ -103,16 +103,16 @@ def test_opcheck_importance_weights(kind, dtype, level):
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-@pytest.mark.parametrize(("dtype", "shift", "jensen_shannon"), with_options())
-def test_opcheck_exact_kl(kind, dtype, shift, jensen_shannon):
+@pytest.mark.parametrize(("dtype", "shift", "entropies"), with_options())
+def test_opcheck_exact_kl(kind, dtype, shift, entropies):
     logits, _, *options, _ = log_prob_args(kind, dtype, shift, False)
-    pair, options = (logits, torch.randn_like(logits)), (*options, jensen_shannon)
-    torch.library.opcheck(torch.ops.fusedrl.exact_kl.default, (*pair, *options))
-    kl, statistics = torch.ops.fusedrl.exact_kl(*pair, *options)
+    args = (logits, torch.randn_like(logits), *options, 0.3 if shift else 1.0)
+    torch.library.opcheck(torch.ops.fusedrl.exact_kl.default, (*args, entropies))
+    kl, *saved = torch.ops.fusedrl.exact_kl(*args, entropies)
+    upstream = torch.randn_like(kl), torch.randn_like(saved[0]) if entropies else None
     for wants in ((True, True), (True, False), (False, True)):
         torch.library.opcheck(
-            torch.ops.fusedrl.exact_kl_backward.default,
-            (torch.randn_like(kl), *pair, *options, statistics, *wants),
+            torch.ops.fusedrl.exact_kl_backward.default, (*upstream, *args, *saved, *wants)
         )
 
 
@@ -157,18 +157,21 @@ def head_pair(rows, dtype=torch.float32):
 
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("jensen_shannon", "batch_invariant"), [(False, True), (True, False)])
-def test_opcheck_linear_exact_kl(kind, dtype, jensen_shannon, batch_invariant):
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_opcheck_linear_exact_kl(kind, dtype, batch_invariant):
+    """A mixture with entropies, and the KL without, in blocks of a fixed size."""
     logits, _, *rows, _ = log_prob_args(kind, torch.float32, True, False)
     hidden, weight, bias, *ref_head = head_pair(logits.shape[:-1], dtype)
-    options = (*rows, jensen_shannon, batch_invariant)
-    args = (hidden, weight, bias, 1.5, 3.0, *ref_head, 1.0, 0.0, *options)
-    torch.library.opcheck(torch.ops.fusedrl.linear_exact_kl.default, args)
-    kl, statistics = torch.ops.fusedrl.linear_exact_kl(*args)
+    beta, entropies = (1.0, False) if batch_invariant else (0.3, True)
+    args = (hidden, weight, bias, 1.5, 3.0, *ref_head, 1.0, 0.0, *rows, beta)
+    options = (entropies, batch_invariant)
+    torch.library.opcheck(torch.ops.fusedrl.linear_exact_kl.default, (*args, *options))
+    kl, *saved = torch.ops.fusedrl.linear_exact_kl(*args, *options)
+    upstream = torch.randn_like(kl), torch.randn_like(saved[0]) if entropies else None
     for wants in ((True,) * 6, (True,) * 3 + (False,) * 3, (False, True, False) * 2):
         torch.library.opcheck(
             torch.ops.fusedrl.linear_exact_kl_backward.default,
-            (torch.randn_like(kl), *args, statistics, *wants),
+            (*upstream, *args, batch_invariant, *saved, *wants),
         )
 
 
@@ -390,7 +393,14 @@ def test_backward_through_inductor():
         out = token_log_probs(logits * 2, tokens, mask, offsets=offsets, shift=True, entropy=True)
         kl = token_kl(out.log_probs, q, mask, offsets=offsets, reward=reward, coeff=0.1)
         exact = exact_kl(logits, ref_logits - logits, mask, offsets=offsets, shift=True)
-        return kl.reward.sum() + out.entropy.sum() + exact.sum()
+        both = exact_kl(
+            *(logits, ref_logits - logits, mask),
+            direction="jensen_shannon",
+            beta=0.2,
+            entropy=True,
+            offsets=offsets,
+        )
+        return kl.reward.sum() + out.entropy.sum() + exact.sum() + (both.kl - both.entropy).sum()
 
     grads = []
     for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
@@ -418,8 +428,10 @@ def test_backward_of_linear_exact_kl_through_aot(frozen):
             softcap=3.0,
             offsets=offsets,
             shift=True,
+            direction="forward",
+            entropy=True,
         )
-        return (kl * torch.arange(9)).sum()
+        return ((kl.kl + 0.1 * kl.entropy) * torch.arange(9)).sum()
 
     grads = []
     for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):

@@ -77,6 +77,10 @@ FUNCTIONS = {
         lambda x, **o: exact_kl(x, OTHERS.to(x), direction="jensen_shannon", **o),
         ROWS,
     ),
+    "exact_kl, its entropy": (
+        lambda x, **o: sum(exact_kl(x, OTHERS.to(x), MASK, entropy=True, **o)),
+        ROWS,
+    ),
     "linear_exact_kl": (
         lambda x, **o: linear_exact_kl(x, HEAD.to(x), -HIDDEN.to(x), 2 * HEAD.to(x), MASK, **o),
         HIDDEN,

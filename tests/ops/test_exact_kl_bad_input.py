@@ -69,6 +69,19 @@ def test_bad_input_names_argument_expectation_and_remedy(change, error, match):
         exact_kl(**{**GOOD, **change})
 
 
+@pytest.mark.parametrize("beta", [-0.1, 1.1, 1e-31, float("nan"), float("inf"), "0.5", 1j])
+def test_a_beta_out_of_range(beta):
+    with pytest.raises(ValueError, match=r"^beta: expected 0, 1 or a number between"):
+        exact_kl(**GOOD, direction="jensen_shannon", beta=beta)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_a_beta_needs_the_divergence_that_has_one(direction):
+    match = f"^beta: expected none with direction '{direction}', got 0.5; pass direction="
+    with pytest.raises(ValueError, match=match):
+        exact_kl(**GOOD, direction=direction, beta=0.5)
+
+
 def test_padded_logits_take_no_offsets():
     with pytest.raises(ValueError, match="offsets: expected None with padded"):
         exact_kl(torch.zeros(2, 2, 5), torch.zeros(2, 2, 5), offsets=torch.tensor([0, 4]))
@@ -77,7 +90,7 @@ def test_padded_logits_take_no_offsets():
 def test_the_op_itself_refuses_wrong_offsets():
     args = (torch.zeros(4, 5), torch.zeros(4, 5), None, torch.tensor([0, 9]), True)
     with pytest.raises(RuntimeError, match="offsets: expected non-decreasing values from 0 to 4"):
-        torch.ops.fusedrl.exact_kl(*args, torch.ones((), dtype=torch.float64), False)
+        torch.ops.fusedrl.exact_kl(*args, torch.ones((), dtype=torch.float64), 1.0, False)
 
 
 def test_explicit_cpu_refuses_a_dtype_it_has_no_kernel_for():

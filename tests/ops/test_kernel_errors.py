@@ -28,12 +28,12 @@ def linear(rows=ROWS, offsets=None, temperature=ONE):
 
 
 def exact(rows=ROWS, offsets=None, temperature=ONE):
-    return OPS.exact_kl(rows, rows, None, offsets, False, temperature, False)
+    return OPS.exact_kl(rows, rows, None, offsets, False, temperature, 1.0, False)
 
 
 def linear_exact(rows=ROWS, offsets=None, temperature=ONE):
     head = (rows, HEAD.to(rows.dtype), None, 1.0, 0.0)
-    return OPS.linear_exact_kl(*head, *head, None, offsets, False, temperature, False, False)
+    return OPS.linear_exact_kl(*head, *head, None, offsets, False, temperature, 1.0, False, False)
 
 
 def policy_loss(rows=ROWS, offsets=None, temperature=ONE):

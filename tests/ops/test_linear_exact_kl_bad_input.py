@@ -83,6 +83,8 @@ REFUSALS = [
     ),
     ({**PADDED, "offsets": torch.tensor([0, 4])}, ValueError, "^offsets: .* None with padded"),
     ({"direction": "both"}, ValueError, "^direction: .*reverse, forward, .* got 'both'"),
+    ({"beta": 0.5}, ValueError, '^beta: expected none .* pass direction="jensen_shannon"'),
+    ({"direction": "jensen_shannon", "beta": 2}, ValueError, "^beta: expected 0, 1 or .*got 2"),
     ({"mask": torch.ones(4)}, TypeError, r"^mask: expected torch.bool.*\.bool\(\)"),
     ({"mask": torch.ones(5, dtype=torch.bool)}, ValueError, r"^mask: expected shape \(4,\)"),
     ({"shift": True}, ValueError, "^offsets: expected the sequence boundaries"),
@@ -126,5 +128,5 @@ def test_the_op_itself_refuses_wrong_offsets():
     one = torch.ones((), dtype=torch.float64)
     with pytest.raises(RuntimeError, match="offsets: expected non-decreasing values from 0 to 4"):
         torch.ops.fusedrl.linear_exact_kl(
-            *head, *ref_head, None, torch.tensor([0, 9]), True, one, False, False
+            *head, *ref_head, None, torch.tensor([0, 9]), True, one, 1.0, False, False
         )

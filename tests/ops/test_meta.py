@@ -107,7 +107,13 @@ CASES = {
     "exact_kl, Jensen-Shannon": lambda i: exact_kl(
         i.values(2, 4, 5), i.values(2, 4, 5), direction="jensen_shannon", shift=True
     ),
+    "exact_kl, its entropy": lambda i: exact_kl(
+        i.values(4, 5), i.values(4, 5), direction="jensen_shannon", beta=0.0, entropy=True
+    ),
     "linear_exact_kl": lambda i: linear_exact_kl(*i.head(), *i.head(), i.mask(4)),
+    "linear_exact_kl, its entropy": lambda i: linear_exact_kl(
+        *i.head(), *i.head(), direction="jensen_shannon", beta=0.3, entropy=True
+    ),
     "selective_log_softmax": lambda i: selective_log_softmax(i.values(4, 5), i.tokens(4, 2)),
     "selective_log_softmax_and_entropy": lambda i: selective_log_softmax_and_entropy(
         i.values(2, 4, 5), i.tokens(2, 4)

@@ -306,11 +306,14 @@ def _exact_kl(device: torch.device) -> Iterator[Case]:
         rows = 2 * torch.randn(2, 3, 9, classes, generator=generator).to(device)
         for direction in DIRECTIONS:
 
-            def kl(p: Tensor, q: Tensor, impl: str, direction: str = direction) -> tuple[Tensor]:
+            def kl(
+                p: Tensor, q: Tensor, impl: str, direction: str = direction
+            ) -> tuple[Tensor, Tensor]:
                 options = {"direction": direction, "temperature": 0.7, "impl": impl}
-                return (exact_kl(p, q, mask, shift=True, **options),)
+                return exact_kl(p, q, mask, shift=True, entropy=True, **options)  # pyright: ignore[reportReturnType]
 
-            yield Case("exact_kl", f"V={classes} {direction} mask shift", (rows[0], rows[1]), kl)
+            name = f"V={classes} {direction} mask shift entropy"
+            yield Case("exact_kl", name, (rows[0], rows[1]), kl)
 
 
 def _linear_exact_kl(device: torch.device) -> Iterator[Case]:
@@ -324,7 +327,9 @@ def _linear_exact_kl(device: torch.device) -> Iterator[Case]:
                 x, weight, bias, y, ref_weight, ref_bias = heads
                 options = {"direction": direction, "softcap": 5.0, "impl": impl, "shift": True}
                 options |= {"bias": bias, "ref_bias": ref_bias}
-                return (linear_exact_kl(x, weight, y, ref_weight, mask, **options),)
+                if direction == "jensen_shannon":
+                    options["beta"] = 0.2
+                return (linear_exact_kl(x, weight, y, ref_weight, mask, **options),)  # pyright: ignore[reportReturnType]
 
             name = f"V={classes} {direction} mask shift softcap"
             yield Case("linear_exact_kl", name, (*heads[0], *heads[1]), kl)

@@ -1,8 +1,8 @@
-"""KL divergence of the policy from its reference over the whole vocabulary, token by token."""
+"""Divergence of the policy from its reference over the whole vocabulary, token by token."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,29 @@ from fusedrl.ops.exact_kl import reference
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DIRECTIONS", "exact_kl"]
+__all__ = ["DIRECTIONS", "ExactKL", "exact_kl"]
 
 DIRECTIONS = ("reverse", "forward", "jensen_shannon")
+
+
+class ExactKL(NamedTuple):
+    """Per-token divergences and entropies of the policy, in nats, float32, shaped like the tokens.
+
+    ``kl`` is the divergence of whichever direction was asked for.
+    """
+
+    kl: Tensor
+    entropy: Tensor
+
+
+class Divergence(NamedTuple):
+    """What an op computes: ``beta`` is 1 for KL(p || q), and less for a mixture of p and q.
+
+    The policy is p, unless ``swapped``: then it is q.
+    """
+
+    beta: float
+    swapped: bool
 
 
 @accepts_parts("mask")
@@ -28,19 +48,27 @@ def exact_kl(
     mask: Tensor | None = None,
     *,
     direction: str = "reverse",
+    beta: float | None = None,
+    entropy: bool = False,
     offsets: Tensor | None = None,
     shift: bool = False,
     sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     impl: str = "auto",
-) -> Tensor:
+) -> Tensor | ExactKL:
     r"""Divergence between the policy's and the reference's distribution of each token.
 
     With the policy :math:`p = \mathrm{softmax}(\text{logits} / \text{temperature})`, the reference
-    :math:`q` likewise and :math:`m = (p + q) / 2`, in nats:
+    :math:`q` likewise and :math:`m = (1 - \beta) p + \beta q`, in nats:
     ``"reverse"`` :math:`KL(p \| q) = \sum_v p_v (\log p_v - \log q_v)`,
     ``"forward"`` :math:`KL(q \| p)`,
-    ``"jensen_shannon"`` :math:`\frac{1}{2} KL(p \| m) + \frac{1}{2} KL(q \| m) \le \log 2`.
+    ``"jensen_shannon"`` :math:`(1 - \beta) KL(p \| m) + \beta KL(q \| m)`, with
+    :math:`\beta = 1/2` at most :math:`\log 2`.
+    This is the generalised Jensen-Shannon divergence of on-policy distillation (GKD) with the
+    student as policy and the teacher as reference. As there, ``beta=0`` is the forward KL and
+    ``beta=1`` the reverse KL; they are not the limits, which are 0: near them the divergence is
+    :math:`\beta KL(q \| p)` and :math:`(1 - \beta) KL(p \| q)`.
+
     Reads every kept row of both once (Jensen-Shannon twice: it needs the normalizers first),
     accumulates in float32 or better and keeps nothing of the size of the logits. Gradients reach
     both in their own dtype, each only if it requires one; the backward pass recomputes the softmax.
@@ -57,6 +85,10 @@ def exact_kl(
         mask: bool ``[N]``, ``[B, T]`` or jagged; ``None`` keeps all. A dropped token has divergence
             exactly 0, and its logits are not read.
         direction: ``"reverse"``, ``"forward"`` or ``"jensen_shannon"``.
+        beta: the reference's share of the mixture, for ``"jensen_shannon"`` alone: 0, 1 or from
+            1e-30 to below 1. ``None`` is 1/2.
+        entropy: also return the policy's entropy :math:`-\sum_v p_v \log p_v` of each kept row,
+            with gradient.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
             first token of every sequence has divergence 0. Packed logits then need ``offsets``.
@@ -69,12 +101,14 @@ def exact_kl(
         impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
 
     Returns:
-        float32 ``[N]``, ``[B, T]`` or jagged like the logits; never negative but for rounding in
-        the reference implementation. A row of -inf only, a NaN or a +inf gives NaN.
+        float32 ``[N]``, ``[B, T]`` or jagged like the logits, or :class:`ExactKL` with
+        ``entropy=True``; never negative but for rounding in the reference implementation. A row of
+        -inf only, a NaN or a +inf gives NaN.
 
     Raises:
         TypeError: a mask that is not bool, logits that are not floating point.
-        ValueError: an unknown direction, or shapes, dtypes, devices and offsets that do not fit.
+        ValueError: an unknown direction, a beta out of range or without ``"jensen_shannon"``, or
+            shapes, dtypes, devices and offsets that do not fit.
 
     Example:
         >>> import torch
@@ -84,31 +118,55 @@ def exact_kl(
         tensor([0.1438])
         >>> exact_kl(policy, ref, direction="forward")
         tensor([0.1308])
+        >>> exact_kl(policy, ref, direction="jensen_shannon", beta=0.5)
+        tensor([0.0338])
     """
     _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
-    check_direction(direction)
+    divergence = chosen_divergence(direction, beta)
     _check(logits, ref_logits, mask, offsets, shift)
     chosen = _dispatch.choose(
         impl, "exact_kl", logits.device, logits.dtype, _dispatch.KERNEL_DTYPES
     )
     scale = _dispatch.temperature_tensor(temperature, logits.device, chosen)
-    jensen_shannon = direction == "jensen_shannon"
-    p, q = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
+    p, q = (ref_logits, logits) if divergence.swapped else (logits, ref_logits)
     if chosen == "reference":
-        return reference.exact_kl(p, q, mask, offsets, shift, scale, jensen_shannon)
+        kl, entropies = reference.exact_kl(
+            p, q, mask, offsets, shift, scale, divergence.beta, entropy
+        )
+        return answer(divergence, kl, entropies if entropy else None)
     mask = None if mask is None else mask.contiguous()
     offsets = None if offsets is None else offsets.to(torch.int64).contiguous()
     p, q = _rows.with_unit_stride(p), _rows.with_unit_stride(q)
-    args = (p, q, mask, offsets, shift, scale, jensen_shannon)
+    args = (p, q, mask, offsets, shift, scale, divergence.beta, entropy)
     if _autograd.needs_grad(logits=logits, ref_logits=ref_logits, temperature=scale):
-        return _Autograd.apply(*args)
-    return torch.ops.fusedrl.exact_kl(*args)[0]
+        kl, entropies = _Autograd.apply(*args)
+    else:
+        kl, entropies, _ = torch.ops.fusedrl.exact_kl(*args)
+    return answer(divergence, kl, entropies if entropy else None)
 
 
-def check_direction(direction: str) -> None:
-    """Refuse an unknown direction."""
+def chosen_divergence(direction: str, beta: float | None) -> Divergence:
+    """What is computed for a direction and a beta; refuses what neither exists nor fits."""
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: expected one of {', '.join(DIRECTIONS)}, got {direction!r}")
+    if direction != "jensen_shannon":
+        if beta is not None:
+            raise ValueError(
+                f"beta: expected none with direction {direction!r}, got {beta}; pass "
+                'direction="jensen_shannon" with it'
+            )
+        return Divergence(1.0, direction == "forward")
+    share = 0.5 if beta is None else _dispatch.real_number(beta)
+    if share is None or not (share == 0 or share == 1 or 1 / _dispatch.LARGEST <= share < 1):
+        raise ValueError(f"beta: expected 0, 1 or a number between, from 1e-30 on, got {beta!r}")
+    return Divergence(1.0, True) if share == 0 else Divergence(float(share), False)
+
+
+def answer(divergence: Divergence, kl: Tensor, entropies: Tensor | None) -> Tensor | ExactKL:
+    """What the public functions return, of the entropies ``[..., 2]`` of p and q the policy's."""
+    if entropies is None:
+        return kl
+    return ExactKL(kl, entropies[..., int(divergence.swapped)])
 
 
 def _check(
@@ -131,43 +189,61 @@ def _check(
 
 class _Autograd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        logits, ref_logits, mask, offsets, shift, temperature, jensen_shannon = args
-        kl, statistics = torch.ops.fusedrl.exact_kl(*args)
-        ctx.save_for_backward(logits, ref_logits, mask, offsets, temperature, statistics)
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        logits, ref_logits, mask, offsets, shift, temperature, beta, with_entropies = args
+        kl, entropies, statistics = torch.ops.fusedrl.exact_kl(*args)
+        ctx.save_for_backward(logits, ref_logits, mask, offsets, temperature, entropies, statistics)
         ctx.shift = shift
-        ctx.jensen_shannon = jensen_shannon
-        return kl
+        ctx.beta = beta
+        ctx.with_entropies = with_entropies
+        if not with_entropies:
+            ctx.mark_non_differentiable(entropies)
+        return kl, entropies
 
     @staticmethod
     @_autograd.first_derivative_only("exact_kl")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, ref_logits, mask, offsets, temperature, statistics = ctx.saved_tensors
+        grad_kl, grad_entropies = grads
+        logits, ref_logits, mask, offsets, temperature, entropies, statistics = ctx.saved_tensors
         wants_grad, wants_grad_ref = ctx.needs_input_grad[:2]
         grad, grad_ref = torch.ops.fusedrl.exact_kl_backward(
-            grads[0].contiguous(),
+            grad_kl.contiguous(),
+            grad_entropies.contiguous() if ctx.with_entropies else None,
             logits,
             ref_logits,
             mask,
             offsets,
             ctx.shift,
             temperature,
-            ctx.jensen_shannon,
+            ctx.beta,
+            entropies,
             statistics,
             wants_grad,
             wants_grad_ref,
         )
         both = (grad if wants_grad else None, grad_ref if wants_grad_ref else None)
-        return *both, None, None, None, None, None
+        return *both, None, None, None, None, None, None
 
 
-def _fake(logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    rows = logits.shape[:-1]
-    dtype = _dispatch.result_dtype(logits)
-    return logits.new_empty(rows, dtype=dtype), logits.new_empty((*rows, 6), dtype=dtype)
+def fake_results(batch: Tensor, entropies: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Divergences, entropies and statistics of the tokens of a batch, without values."""
+    rows = batch.shape[:-1]
+    dtype = _dispatch.result_dtype(batch)
+    return (
+        batch.new_empty(rows, dtype=dtype),
+        batch.new_empty((*rows, 2) if entropies else (0,), dtype=dtype),
+        batch.new_empty((*rows, 6), dtype=dtype),
+    )
 
 
-def _fake_backward(grad_kl: Tensor, logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _fake(logits: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, entropies = options
+    return fake_results(logits, entropies)
+
+
+def _fake_backward(
+    grad_kl: Tensor, grad_entropies: Tensor | None, logits: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
     *_, wants_grad, wants_grad_ref = options
     return (
         logits.new_empty(logits.shape if wants_grad else (0,)),

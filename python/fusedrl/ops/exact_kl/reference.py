@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,15 @@ def exact_kl(
     offsets: Tensor | None,
     shift: bool,
     temperature: Tensor,
-    jensen_shannon: bool,
-) -> Tensor:
+    beta: float,
+    entropies: bool,
+) -> tuple[Tensor, Tensor | None]:
     """From two ``log_softmax`` over the kept rows; 0 elsewhere.
 
-    Computes in float32 (float64 for float64 logits) and differentiates through torch's autograd.
+    With p of the logits and q of the reference's, KL(p || q) for a ``beta`` of 1, and
+    ``(1 - beta) KL(p || m) + beta KL(q || m)`` with ``m = (1 - beta) p + beta q`` below; and the
+    entropies of p and q in a last dimension. Computes in float32 (float64 for float64 logits) and
+    differentiates through torch's autograd.
     """
     shape = logits.shape[:-1]
     rows, keep = rows_of_tokens(logits[..., 0], offsets, shift)
@@ -34,10 +40,15 @@ def exact_kl(
         x = x.masked_fill(x == -torch.inf, -torch.inf)  # no gradient reaches a banned class
         return torch.log_softmax(x / temperature.to(x), dim=-1)
 
-    divergence = _jensen_shannon if jensen_shannon else _kl
-    values = divergence(log_softmax(logits), log_softmax(ref_logits))
-    zeros = torch.zeros(rows.numel(), dtype=dtype, device=logits.device)
-    return zeros.index_put((kept,), values).view(shape)
+    def of_tokens(values: Tensor) -> Tensor:
+        zeros = torch.zeros((rows.numel(), *values.shape[1:]), dtype=dtype, device=logits.device)
+        return zeros.index_put((kept,), values).view(*shape, *values.shape[1:])
+
+    log_p, log_q = log_softmax(logits), log_softmax(ref_logits)
+    kl = of_tokens(_kl(log_p, log_q) if beta == 1 else _jensen_shannon(log_p, log_q, beta))
+    if not entropies:
+        return kl, None
+    return kl, of_tokens(torch.stack([_entropy(log_p), _entropy(log_q)], dim=-1))
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -46,10 +57,25 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (p * (log_p.masked_fill(absent, 0) - log_q.masked_fill(absent, 0))).sum(-1)
 
 
-def _jensen_shannon(log_p: Tensor, log_q: Tensor) -> Tensor:
+def _entropy(log_p: Tensor) -> Tensor:
+    p = log_p.exp()
+    return -(p * log_p.masked_fill(p == 0, 0)).sum(-1)
+
+
+def _jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     p, q = log_p.exp(), log_q.exp()
-    m = (p + q) / 2
-    log_m = m.masked_fill(m == 0, 1).log()
-    of_p = p * (log_p.masked_fill(p == 0, 0) - log_m)
-    of_q = q * (log_q.masked_fill(q == 0, 0) - log_m)
-    return (of_p + of_q).sum(-1) / 2
+    no_p, no_q = p == 0, q == 0
+    apart = torch.where(no_p | no_q, 0.0, log_q - log_p)
+    of_p = _log_mixture(apart.masked_fill(no_q & ~no_p, -torch.inf), 1 - beta, beta)
+    of_q = _log_mixture(-apart.masked_fill(no_p & ~no_q, torch.inf), beta, 1 - beta)
+    return -((1 - beta) * p * of_p + beta * q * of_q).sum(-1)
+
+
+def _log_mixture(x: Tensor, rest: float, share: float) -> Tensor:
+    """``log(rest + share * e^x)``, their sum 1, which keeps its digits where it is small."""
+    near = x < 60  # e^x is far from an overflow
+    if share > 0.5:
+        near &= x > -1  # and the mixture from 0
+    small = torch.log1p(share * torch.expm1(torch.where(near, x, 0.0)))
+    far = torch.where(near, 0.0, x) + math.log(share)
+    return torch.where(near, small, torch.logaddexp(far, torch.full_like(far, math.log(rest))))

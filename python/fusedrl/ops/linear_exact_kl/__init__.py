@@ -1,4 +1,4 @@
-"""KL divergence over the whole vocabulary from two hidden states and two heads."""
+"""Divergence over the whole vocabulary from two hidden states and two heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedrl.ops import _autograd, _dispatch, _head, _rows
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
-from fusedrl.ops.exact_kl import check_direction
+from fusedrl.ops.exact_kl import ExactKL, answer, chosen_divergence, fake_results
 from fusedrl.ops.linear_exact_kl import reference
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ def linear_exact_kl(
     mask: Tensor | None = None,
     *,
     direction: str = "reverse",
+    beta: float | None = None,
+    entropy: bool = False,
     bias: Tensor | None = None,
     ref_bias: Tensor | None = None,
     softcap: float | None = None,
@@ -41,7 +43,7 @@ def linear_exact_kl(
     temperature: float | Tensor = 1.0,
     batch_invariant: bool = False,
     impl: str = "auto",
-) -> Tensor:
+) -> Tensor | ExactKL:
     r"""Divergence of :func:`exact_kl` between the logits of two linear heads, never materialised.
 
     The policy's logits are ``scale * (hidden @ weight.T + bias)``, capped to
@@ -59,6 +61,9 @@ def linear_exact_kl(
         mask: bool ``[N]``, ``[B, T]`` or jagged; ``None`` keeps all. A dropped token has divergence
             exactly 0, and its hidden states are not read.
         direction: ``"reverse"`` KL(policy || reference), ``"forward"`` or ``"jensen_shannon"``.
+        beta: the reference's share of the mixture, for ``"jensen_shannon"`` alone, as in
+            :func:`exact_kl`; ``None`` is 1/2.
+        entropy: also return the policy's entropy of each kept row, with gradient.
         bias: ``[V]``; ``ref_bias`` likewise.
         ref_bias: see ``bias``.
         softcap: positive bound of the policy's logits; ``ref_softcap`` likewise.
@@ -78,11 +83,13 @@ def linear_exact_kl(
         impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
 
     Returns:
-        float32 ``[N]``, ``[B, T]`` or jagged like the hidden states.
+        float32 ``[N]``, ``[B, T]`` or jagged like the hidden states, or :class:`ExactKL` with
+        ``entropy=True``.
 
     Raises:
         TypeError: a mask that is not bool, hidden states that are not floating point.
-        ValueError: an unknown direction, or shapes, dtypes, devices and offsets that do not fit.
+        ValueError: an unknown direction, a beta out of range or without ``"jensen_shannon"``, or
+            shapes, dtypes, devices and offsets that do not fit.
 
     Example:
         >>> import torch
@@ -94,7 +101,7 @@ def linear_exact_kl(
         >>> torch.allclose(kl, exact_kl(hidden @ weight.T, ref_hidden @ ref_weight.T), rtol=1e-4)
         True
     """
-    check_direction(direction)
+    divergence = chosen_divergence(direction, beta)
     _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
     _check_tokens(hidden, ref_hidden, mask, offsets, shift)
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
@@ -102,20 +109,22 @@ def linear_exact_kl(
     _check_heads(head, ref_head)
     chosen = _dispatch.choose(impl, "linear_exact_kl", head.hidden.device, head.hidden.dtype)
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
-    p, q = (ref_head, head) if direction == "forward" else (head, ref_head)
-    jensen_shannon = direction == "jensen_shannon"
+    p, q = (ref_head, head) if divergence.swapped else (head, ref_head)
     if chosen == "reference":
         if batch_invariant:
             raise ValueError(
                 "batch_invariant: expected False with the reference implementation, got True"
             )
-        return reference.linear_exact_kl(p, q, mask, offsets, shift, divisor, jensen_shannon)
+        kl, entropies = reference.linear_exact_kl(
+            p, q, mask, offsets, shift, divisor, divergence.beta, entropy
+        )
+        return answer(divergence, kl, entropies if entropy else None)
     args = (
         *(p.hidden, p.weight, p.bias, p.scale, p.softcap),
         *(q.hidden, q.weight, q.bias, q.scale, q.softcap),
         None if mask is None else mask.contiguous(),
         None if offsets is None else offsets.to(torch.int64).contiguous(),
-        *(shift, divisor, jensen_shannon, batch_invariant),
+        *(shift, divisor, divergence.beta, entropy, batch_invariant),
     )
     if _autograd.needs_grad(
         hidden=head.hidden,
@@ -126,8 +135,10 @@ def linear_exact_kl(
         ref_bias=ref_head.bias,
         temperature=divisor,
     ):
-        return _Autograd.apply(*args)
-    return torch.ops.fusedrl.linear_exact_kl(*args)[0]
+        kl, entropies = _Autograd.apply(*args)
+    else:
+        kl, entropies, _ = torch.ops.fusedrl.linear_exact_kl(*args)
+    return answer(divergence, kl, entropies if entropy else None)
 
 
 def _check_tokens(
@@ -164,35 +175,47 @@ _DIFFERENTIABLE = (0, 1, 2, 5, 6, 7)
 
 class _Autograd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        kl, statistics = torch.ops.fusedrl.linear_exact_kl(*args)
-        tensors = [x if isinstance(x, Tensor) else None for x in args]
-        ctx.save_for_backward(statistics, *tensors)
-        ctx.constants = [None if isinstance(x, Tensor) else x for x in args]
-        return kl
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        *head, with_entropies, batch_invariant = args
+        kl, entropies, statistics = torch.ops.fusedrl.linear_exact_kl(*args)
+        saved = [*head, batch_invariant]
+        tensors = [x if isinstance(x, Tensor) else None for x in saved]
+        ctx.save_for_backward(entropies, statistics, *tensors)
+        ctx.constants = [None if isinstance(x, Tensor) else x for x in saved]
+        ctx.with_entropies = with_entropies
+        if not with_entropies:
+            ctx.mark_non_differentiable(entropies)
+        return kl, entropies
 
     @staticmethod
     @_autograd.first_derivative_only("linear_exact_kl")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        statistics, *tensors = ctx.saved_tensors
+        grad_kl, grad_entropies = grads
+        entropies, statistics, *tensors = ctx.saved_tensors
         args = [c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True)]
         wanted = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
         found = torch.ops.fusedrl.linear_exact_kl_backward(
-            grads[0].contiguous(), *args, statistics, *wanted
+            grad_kl.contiguous(),
+            grad_entropies.contiguous() if ctx.with_entropies else None,
+            *args,
+            entropies,
+            statistics,
+            *wanted,
         )
-        results: list[Tensor | None] = [None] * len(args)
+        results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for i, grad, want in zip(_DIFFERENTIABLE, found, wanted, strict=True):
             results[i] = grad if want else None
         return tuple(results)
 
 
-def _fake(hidden: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    rows = hidden.shape[:-1]
-    dtype = _dispatch.result_dtype(hidden)
-    return hidden.new_empty(rows, dtype=dtype), hidden.new_empty((*rows, 6), dtype=dtype)
+def _fake(hidden: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, entropies, _ = options
+    return fake_results(hidden, entropies)
 
 
-def _fake_backward(grad_kl: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _fake_backward(
+    grad_kl: Tensor, grad_entropies: Tensor | None, *args: Any
+) -> tuple[Tensor, ...]:
     like = [args[i] for i in _DIFFERENTIABLE]
     return tuple(
         x.new_empty(x.shape) if want else args[0].new_empty((0,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fusedrl.ops._head import Head, reference_logits
@@ -17,8 +16,9 @@ def linear_exact_kl(
     offsets: Tensor | None,
     shift: bool,
     temperature: Tensor,
-    jensen_shannon: bool,
-) -> Tensor:
+    beta: float,
+    entropies: bool,
+) -> tuple[Tensor, Tensor | None]:
     """``exact_kl`` of the kept rows' logits; 0 elsewhere."""
     shape = head.hidden.shape[:-1]
     rows, keep = rows_of_tokens(head.hidden[..., 0], offsets, shift)
@@ -31,6 +31,12 @@ def linear_exact_kl(
         )
         for side in (head, ref_head)
     )
-    kl = reference.exact_kl(logits, ref_logits, None, None, False, temperature, jensen_shannon)
-    zeros = torch.zeros(shape.numel(), dtype=kl.dtype, device=kl.device)
-    return zeros.index_put((kept,), kl).view(shape)
+    kl, of_both = reference.exact_kl(
+        logits, ref_logits, None, None, False, temperature, beta, entropies
+    )
+
+    def of_tokens(values: Tensor) -> Tensor:
+        zeros = values.new_zeros((shape.numel(), *values.shape[1:]))
+        return zeros.index_put((kept,), values).view(*shape, *values.shape[1:])
+
+    return of_tokens(kl), None if of_both is None else of_tokens(of_both)
