@@ -47,6 +47,15 @@ FUSEDRL_HD float log2_normal(float x) {
 #endif
 }
 
+// x / y within 2 ulp, for y up to 2^126.
+FUSEDRL_HD float divided(float x, float y) {
+#if defined(__CUDA_ARCH__)
+  return __fdividef(x, y);
+#else
+  return x / y;
+#endif
+}
+
 // Elements that one instruction loads or stores, kept as it moves them: halves in registers of
 // their own would take twice as many.
 template <typename T>

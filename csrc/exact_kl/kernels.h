@@ -38,7 +38,7 @@ __device__ __forceinline__ float exp_of(float x) {
 struct Log {
   __device__ __forceinline__ float operator()(float x, float less_one) const {
     const float far = log2_normal(x) * 0.693147181f;
-    const float s = less_one / (2.0f + less_one), square = s * s;
+    const float s = divided(less_one, 2.0f + less_one), square = s * s;
     const float near = (square * (2.0f / 5) + 2.0f / 3) * square * s + 2.0f * s;
     return fabsf(s) < 0.09f ? near : x == 0.0f ? 0.0f : far;
   }

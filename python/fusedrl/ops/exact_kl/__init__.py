@@ -41,7 +41,7 @@ class Divergence(NamedTuple):
 
 
 @accepts_parts("mask")
-@accepts_nested("ref_logits")
+@accepts_nested("ref_logits", fields=("kl", "entropy"))
 def exact_kl(
     logits: Tensor,
     ref_logits: Tensor,

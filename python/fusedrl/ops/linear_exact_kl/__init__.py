@@ -20,7 +20,7 @@ __all__ = ["linear_exact_kl"]
 
 
 @accepts_parts("mask")
-@accepts_nested("ref_hidden")
+@accepts_nested("ref_hidden", fields=("kl", "entropy"))
 def linear_exact_kl(
     hidden: Tensor,
     weight: Tensor,
