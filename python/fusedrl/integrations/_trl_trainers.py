@@ -38,8 +38,9 @@ class _Module:
 def without(functions: Iterable[str]) -> dict[str, str]:
     """The trainers of the installed TRL that call none of ``functions``, each with the reason.
 
-    A trainer calls one where its class, or a function of TRL that stands in it, names it; and where
-    it leaves its loss to a trainer that does. TRL without sources gives no answer, an empty one.
+    A trainer calls one where its class, or a function of TRL that stands in it, names it, where one
+    is a method of it, and where it leaves its loss to a trainer that does. TRL without sources
+    gives no answer, an empty one.
     """
     trainers, served = _trainers(functions)
     return {
@@ -74,7 +75,9 @@ def _trainers(
 ) -> tuple[dict[str, tuple[_Module, _Definition]], set[str]]:
     """All trainers, and the names of those that call one of ``functions``."""
     modules = _modules()
-    calling = _functions_that_call(set(functions), modules)
+    functions = set(functions)
+    methods_of = {name.partition(".")[0] for name in functions if "." in name}
+    calling = _functions_that_call(functions, modules)
     trainers = {
         definition.name: (module, definition)
         for module in modules
@@ -82,6 +85,7 @@ def _trainers(
         if definition.is_class and _is_trainer(definition.name)
     }
     served = {name for name, (_, trainer) in trainers.items() if trainer.names & calling}
+    served |= trainers.keys() & methods_of
     while heirs := {
         name
         for name, (_, trainer) in trainers.items()

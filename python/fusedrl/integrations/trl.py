@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
@@ -217,6 +218,9 @@ class _ManyClasses(torch.autograd.Function):
 
 _HEAD = "ChunkedLogProbFunction"
 _LOSS = "._compute_loss"
+_DIVERGENCE = "ChunkedDivergenceFunction"
+_DIVERGENCE_LOSS = "_chunked_divergence_loss"
+_GKD_LOSS = "GKDTrainer.generalized_jsd_loss"
 
 # Name in TRL -> the module that defines it.
 _HOMES = {
@@ -226,7 +230,13 @@ _HOMES = {
     _HEAD: "trl.kernels.chunked_logprob",
     "GRPOTrainer._compute_loss": "trl.trainer.grpo_trainer",
     "RLOOTrainer._compute_loss": "trl.trainer.rloo_trainer",
+    _DIVERGENCE: "trl.kernels.chunked_divergence",
+    _DIVERGENCE_LOSS: "trl.trainer.distillation_trainer",
+    _GKD_LOSS: "trl.experimental.gkd.gkd_trainer",
 }
+
+# What only some trainers need, which may not load where they are not used.
+_OF_TRAINERS = (_DIVERGENCE, _DIVERGENCE_LOSS, _GKD_LOSS)
 
 # Trainer -> what of it is fused, and where it is not.
 _NOT_TRIED = "FSDP, DeepSpeed and torch_compile"
@@ -235,6 +245,20 @@ _FUSED_LOSSES = {
     "top_entropy_quantile < 1, off_policy_mask_threshold, use_bias_correction_kl with a beta where "
     f"ratios are of sequences or not all 1, delta < 1 + epsilon_high, {_NOT_TRIED}",
     "RLOOTrainer": f"log-probs; the loss too, but for {_NOT_TRIED}",
+}
+
+# Trainer -> the replacement that serves it, and what of it is fused.
+_FUSED_DIVERGENCES = {
+    "DistillationTrainer": (
+        _DIVERGENCE,
+        "the divergence and the student's entropy, from hidden states; a head that FSDP or "
+        "DeepSpeed ZeRO-3 shards is gathered first, or left to TRL",
+    ),
+    "GKDTrainer": (
+        _GKD_LOSS,
+        "the divergence, from logits, but for a reduction to one value a class and for a student "
+        "and a teacher of two dtypes",
+    ),
 }
 
 logger = logging.getLogger("fusedrl")
@@ -251,6 +275,10 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
     differ. Where a configuration says too little, only the log-probs are fused, and the reason is
     logged once.
 
+    ``ChunkedDivergenceFunction`` and ``_chunked_divergence_loss`` are the divergence of the
+    distillation trainer, which multiplies only the tokens that count, and
+    ``GKDTrainer.generalized_jsd_loss`` is that of GKD.
+
     Trainers that exist already run on ours too, and modules of TRL that are imported later take
     ours from the patched ones. Modules of yours that imported a function before keep it:
     ``report.held`` lists them.
@@ -258,8 +286,10 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
     Args:
         names: what to replace, of ``selective_log_softmax``, ``entropy_from_logits``,
             ``selective_log_softmax_and_entropy``, ``ChunkedLogProbFunction``,
-            ``GRPOTrainer._compute_loss`` and ``RLOOTrainer._compute_loss``. By default all of them
-            that the installed TRL has; those it has not are logged.
+            ``GRPOTrainer._compute_loss``, ``RLOOTrainer._compute_loss``,
+            ``ChunkedDivergenceFunction``, ``_chunked_divergence_loss`` and
+            ``GKDTrainer.generalized_jsd_loss``. By default all of them that the installed TRL has;
+            those it has not are logged.
 
     Returns:
         What was replaced, and where: iterable, printable, with ``revert()``. ``report.untouched``
@@ -304,6 +334,7 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
             logger.warning("patch_trl: %s; left out", problem)
     names = [replacement.name for replacement in replacements]
     losses = {name: text for name, text in _FUSED_LOSSES.items() if name + _LOSS in names}
+    losses |= {name: text for name, (by, text) in _FUSED_DIVERGENCES.items() if by in names}
     return replace(
         "trl",
         replacements,
@@ -317,12 +348,16 @@ def _ours(name: str) -> tuple[Any, str | None]:
     if importlib.util.find_spec("trl") is None:
         raise ImportError('trl: expected it to be installed; pip install "fusedrl[trl]"')
     try:
-        theirs = attrgetter(name)(importlib.import_module(_HOMES[name]))
+        with warnings.catch_warnings():
+            if ".experimental." in _HOMES[name]:  # who uses it imports it, and is told then
+                warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")
+            theirs = attrgetter(name)(importlib.import_module(_HOMES[name]))
     except Exception as error:
         module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         if isinstance(error, AttributeError) or module.startswith("trl."):
             return None, f"this TRL has no {_HOMES[name]}.{name}"
-        if name.endswith(_LOSS):  # what these trainers alone need, as a vLLM that does not load
+        # What these trainers alone need, as a vLLM that does not load.
+        if name.endswith(_LOSS) or name in _OF_TRAINERS:
             return None, f"{_HOMES[name]} cannot be imported: {type(error).__name__}: {error}"
         raise  # something that TRL itself needs
     if name.endswith(_LOSS):
@@ -332,11 +367,28 @@ def _ours(name: str) -> tuple[Any, str | None]:
         from fusedrl.integrations._trl_head import ChunkedLogProbFunction as ours
 
         same = theirs is ours or _arguments(theirs.forward)[1:] == _arguments(ours.apply)
+    elif name == _DIVERGENCE:
+        from fusedrl.integrations._trl_divergence import ChunkedDivergenceFunction as ours
+
+        same = theirs is ours or _arguments(theirs.forward)[1:] == _arguments(ours.apply)
+    elif name in _OF_TRAINERS:
+        ours = _loss_of_a_trainer(name)
+        same = _arguments(theirs) == _arguments(ours)
     else:
         ours = globals()[name]
         taken = _arguments(theirs)
         same = taken == _arguments(ours)[: len(taken)]
     return ours, None if same else f"{name} takes other arguments in this TRL"
+
+
+def _loss_of_a_trainer(name: str) -> Any:
+    if name == _GKD_LOSS:
+        from fusedrl.integrations._trl_gkd import generalized_jsd_loss
+
+        return generalized_jsd_loss
+    from fusedrl.integrations._trl_distillation import chunked_divergence_loss
+
+    return chunked_divergence_loss
 
 
 def _planned_loss(name: str, theirs: Any) -> tuple[Any, str | None]:
