@@ -79,16 +79,19 @@ def one_case(heads: Heads, direction: str, usable: set[str]) -> Case:
     timed_only = {GEMMS: bare_products}
     if peers.LIGER in usable:  # it gives the mean over rows only
         timed_only[peers.LIGER] = lambda heads: peers.liger_linear_mean_kl(*heads, direction)
+    contenders = {
+        "logits of both": lambda heads: both_logits(heads, direction),
+        "fusedrl": lambda heads: linear_exact_kl(*heads, direction=direction),
+    }
+    if peers.TRL in usable and peers.has_divergence(peers.TRL):
+        contenders[peers.TRL] = lambda heads: peers.trl_linear_kl(*heads, direction)
     dtype = str(weight.dtype).removeprefix("torch.")
     both = 2 * len(hidden) * len(weight)
     return Case(
         op="linear_exact_kl",
         setting=f"{len(hidden)} x {hidden.shape[1]} x {len(weight)} {dtype}, {direction}",
         make_input=lambda: heads,
-        contenders={
-            "logits of both": lambda heads: both_logits(heads, direction),
-            "fusedrl": lambda heads: linear_exact_kl(*heads, direction=direction),
-        },
+        contenders=contenders,
         timed_only=timed_only,
         truth=lambda heads: truth(heads, direction),
         work=2.0 * both * hidden.shape[1],

@@ -125,6 +125,26 @@ def liger_mean_kl(logits: Tensor, ref_logits: Tensor, direction: str) -> Tensor:
     return liger_jsd(log_probs, ref_log_probs, beta=LIGER_BETA[direction])
 
 
+def trl_linear_kl(
+    hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor, direction: str
+) -> Tensor:
+    """The exact KL of two heads [N] by TRL's function, in plain torch on a CPU."""
+    from trl.kernels.chunked_divergence import (  # pyright: ignore[reportMissingImports]
+        ChunkedDivergenceFunction,
+    )
+
+    beta = LIGER_BETA[direction]  # theirs has the same meaning
+    sides = hidden, weight, None, ref_hidden, ref_weight, None
+    divergence, _ = ChunkedDivergenceFunction.apply(*sides, beta)
+    return divergence
+
+
+def has_divergence(name: str) -> bool:
+    """Whether the peer's version has a divergence of two heads, which TRL has from 1.16 on."""
+    module = f"{MODULES[name]}.kernels.chunked_divergence"
+    return is_installed(name) and importlib.util.find_spec(module) is not None
+
+
 def liger_linear_mean_kl(
     hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor, direction: str
 ) -> Tensor:

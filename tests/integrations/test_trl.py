@@ -237,11 +237,11 @@ def test_a_module_of_the_user_that_holds_a_function_is_reported(monkeypatch):
 def test_the_report_names_the_trainers_that_it_does_not_touch():
     with fusedrl.patch_trl() as report:
         untouched, printed = report.untouched, str(report)
-    assert {"GKDTrainer", "DistillationTrainer", "OnlineDPOTrainer"} <= untouched.keys()
+    assert {"GOLDTrainer", "IWOPDTrainer", "OnlineDPOTrainer"} <= untouched.keys()
     touched = {"GRPO", "RLOO", "DPO", "KTO", "SFT", "AsyncGRPO", "GMPO", "CPO", "ORPO", "TPO"}
+    touched |= {"GKD", "Distillation"}
     assert not untouched.keys() & {f"{name}Trainer" for name in touched}
-    assert untouched["GKDTrainer"] == "its loss is of kl_div, log_softmax, logsumexp"
-    assert untouched["DistillationTrainer"] == "its loss is of ChunkedDivergenceFunction"
+    assert untouched["GOLDTrainer"] == "its loss is of kl_div, log_softmax, logsumexp"
     assert untouched["RewardTrainer"] == "it takes no log-probs of tokens"
     assert "not touched:\n" in printed
     for name, reason in untouched.items():
@@ -254,7 +254,7 @@ def test_what_is_not_touched_depends_on_what_is_replaced():
         assert {"GRPOTrainer", "GKDTrainer"} <= report.untouched.keys()
 
 
-@pytest.mark.parametrize("trainer", ["gkd", "online_dpo"])
+@pytest.mark.parametrize("trainer", ["gold", "online_dpo"])
 def test_a_trainer_that_is_not_touched_holds_nothing_of_ours(trainer):
     """The report reads sources; the modules that they make agree with it."""
     module = importlib.import_module(f"trl.experimental.{trainer}.{trainer}_trainer")
