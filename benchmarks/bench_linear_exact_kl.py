@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +79,7 @@ def one_case(heads: Heads, direction: str, usable: set[str]) -> Case:
     timed_only = {GEMMS: bare_products}
     if peers.LIGER in usable:  # it gives the mean over rows only
         timed_only[peers.LIGER] = lambda heads: peers.liger_linear_mean_kl(*heads, direction)
-    contenders = {
+    contenders: dict[str, Callable] = {
         "logits of both": lambda heads: both_logits(heads, direction),
         "fusedrl": lambda heads: linear_exact_kl(*heads, direction=direction),
     }

@@ -15,27 +15,28 @@ constexpr int64_t kFirstChunk = 512;
 constexpr int64_t kChunk = 2048;
 
 // The sums of a part, and how far its logits rise above its maxima, one a lane.
-template <bool kEntropies>
 struct Sums {
   F top_p = splat(-INFINITY), top_q = splat(-INFINITY);
-  F sum_p{}, sum_q{}, cross{}, dot_p{}, dot_q{};
+  F sum_p{}, sum_q{}, cross{};
 
-  void add(F dp, F dq, float scale) {
+  void add(F dp, F dq, F p, F q) {
     top_p = max(dp, top_p);
     top_q = max(dq, top_q);
-    const F p = exp2_or_zero(dp, scale), q = exp2_or_zero(dq, scale);
     sum_p += p;
     sum_q += q;
-    cross += weighted(p, dp - dq);
-    if constexpr (kEntropies) {
-      dot_p += weighted(p, dp);
-      dot_q += weighted(q, dq);
-    }
+    const F term = p * (dp - dq);
+    cross += p == F{} ? F{} : term;
   }
+};
 
-  static F weighted(F weight, F x) {
-    const F term = weight * x;
-    return weight == F{} ? F{} : term;
+// Those of the entropies: apart, since compilers keep a larger structure in memory.
+struct Dots {
+  F p{}, q{};
+
+  void add(F dp, F dq, F of_p, F of_q) {
+    const F term_p = of_p * dp, term_q = of_q * dq;
+    p += of_p == F{} ? F{} : term_p;
+    q += of_q == F{} ? F{} : term_q;
   }
 };
 
@@ -47,22 +48,27 @@ PairPart<double> chunk_part(const T* logits, const T* ref_logits, int64_t count,
   const float scale = inv_temperature * kLog2E;
   const float base_p = max_p == -INFINITY ? 0.0f : max_p;
   const float base_q = max_q == -INFINITY ? 0.0f : max_q;
-  Sums<kEntropies> a, b;
+  Sums a, b;
+  Dots dots_a, dots_b;
+  const auto add = [=](Sums& sums, Dots& dots, F dp, F dq) {
+    const F p = exp2_or_zero(dp, scale), q = exp2_or_zero(dq, scale);
+    sums.add(dp, dq, p, q);
+    if constexpr (kEntropies) dots.add(dp, dq, p, q);
+  };
   for_each_block_pair(logits, ref_logits, count, T(-INFINITY), [&](Block x, Block y, int64_t) {
-    a.add(x.a - base_p, y.a - base_q, scale);
-    b.add(x.b - base_p, y.b - base_q, scale);
+    add(a, dots_a, x.a - base_p, y.a - base_q);
+    add(b, dots_b, x.b - base_p, y.b - base_q);
   });
   const float top = std::max(max_of(max(a.top_p, b.top_p)), max_of(max(a.top_q, b.top_q)));
   overflow = top * scale > kExp2Max / 2;
-  const auto sum = [&](F Sums<kEntropies>::* of) { return sum_of(a.*of) + sum_of(b.*of); };
-  using S = Sums<kEntropies>;
-  return {max_p,
-          max_q,
-          sum(&S::sum_p),
-          sum(&S::sum_q),
-          sum(&S::cross) * inv_temperature,
-          sum(&S::dot_p) * inv_temperature,
-          sum(&S::dot_q) * inv_temperature};
+  const auto sum = [](F x, F y) { return sum_of(x) + sum_of(y); };
+  PairPart<double> part{max_p, max_q, sum(a.sum_p, b.sum_p), sum(a.sum_q, b.sum_q),
+                        sum(a.cross, b.cross) * inv_temperature};
+  if constexpr (kEntropies) {
+    part.dot_p = sum(dots_a.p, dots_b.p) * inv_temperature;
+    part.dot_q = sum(dots_a.q, dots_b.q) * inv_temperature;
+  }
+  return part;
 }
 
 template <bool kEntropies, typename T>
@@ -75,11 +81,13 @@ PairPart<double> pair_part(const T* logits, const T* ref_logits, int64_t count,
     PairPart<double> part;
     // A chunk rarely exceeds what came before by 2^62: relative to the same logits, one read.
     bool again = all.max_p == -INFINITY || all.max_q == -INFINITY;
-    const auto relative_to = [&](float max_p, float max_q) {
-      return chunk_part<kEntropies>(x, y, size, inv_temperature, max_p, max_q, again);
-    };
-    if (!again) part = relative_to(all.max_p, all.max_q);
-    if (again) part = relative_to(max_element(x, size), max_element(y, size));
+    if (!again) {
+      part = chunk_part<kEntropies>(x, y, size, inv_temperature, all.max_p, all.max_q, again);
+    }
+    if (again) {
+      part = chunk_part<kEntropies>(x, y, size, inv_temperature, max_element(x, size),
+                                    max_element(y, size), again);
+    }
     all = merge(all, part, inv_temperature);
   }
   return all;
