@@ -55,23 +55,31 @@ void of_one_row(const std::string& dtype) {
 
 template <typename T>
 void of_two_rows(const std::string& dtype) {
-  const PairKernels<T> kernels = pair_kernels<T>();
   const std::vector<T> p = row<T>(1), q = row<T>(2);
   std::vector<T> grad(kElements), grad_ref(kElements);
   const Pair<Normalizer> normalizers{{4.0f, 9.0f}, {4.0f, 9.0f}};
-  const PairGradient gradient{{normalizers, {0.5f, 0.25f}}, 0.5f, kInverseTemperature};
-  count("exact_kl " + dtype,
+  const Pair<float> shares{0.5f, 0.5f}, entropies{3.0f, 3.0f};
+  const PairGradient gradient{{normalizers, {0.5f, 0.25f}}, shares, entropies, 0.5f, {0.25f, 0.0f},
+                              kInverseTemperature};
+  for (const bool mixture : {false, true}) {
+    const std::string name = mixture ? "exact_kl jensen_shannon " : "exact_kl ";
+    const PairKernels<T> kernels = pair_kernels<T>(mixture, false);
+    count(name + "backward " + dtype, [&] {
+      kernels.backward(p.data(), q.data(), grad.data(), grad_ref.data(), kElements, gradient);
+    });
+    if (mixture) {
+      count(name + dtype, [&] {
+        kernels.mixture_part(p.data(), q.data(), kElements, normalizers, shares,
+                             kInverseTemperature);
+      });
+    } else {
+      count(name + dtype,
+            [&] { kernels.part(p.data(), q.data(), kElements, kInverseTemperature); });
+    }
+  }
+  const PairKernels<T> kernels = pair_kernels<T>(false, true);
+  count("exact_kl entropy " + dtype,
         [&] { kernels.part(p.data(), q.data(), kElements, kInverseTemperature); });
-  count("exact_kl jensen_shannon " + dtype, [&] {
-    kernels.jensen_shannon_part(p.data(), q.data(), kElements, normalizers, kInverseTemperature);
-  });
-  count("exact_kl backward " + dtype, [&] {
-    kernels.backward(p.data(), q.data(), grad.data(), grad_ref.data(), kElements, gradient);
-  });
-  count("exact_kl jensen_shannon backward " + dtype, [&] {
-    kernels.jensen_shannon_backward(p.data(), q.data(), grad.data(), grad_ref.data(), kElements,
-                                    gradient);
-  });
 }
 
 void of_a_head() {

@@ -45,10 +45,15 @@ def exact_kl(
         return zeros.index_put((kept,), values).view(*shape, *values.shape[1:])
 
     log_p, log_q = log_softmax(logits), log_softmax(ref_logits)
-    kl = of_tokens(_kl(log_p, log_q) if beta == 1 else _jensen_shannon(log_p, log_q, beta))
+    kl = of_tokens(divergence_of(log_p, log_q, beta))
     if not entropies:
         return kl, None
     return kl, of_tokens(torch.stack([_entropy(log_p), _entropy(log_q)], dim=-1))
+
+
+def divergence_of(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """What ``beta`` says of log-probs over the same classes, the last dimension."""
+    return _kl(log_p, log_q) if beta == 1 else _jensen_shannon(log_p, log_q, beta)
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -8,22 +8,13 @@ import torch
 from torch import Tensor
 
 from fusedrl.ops import _dispatch, _rows
-from fusedrl.ops.exact_kl import check_direction
+from fusedrl.ops.exact_kl import Divergence, chosen_divergence
+from fusedrl.ops.exact_kl.reference import divergence_of
 from fusedrl.ops.token_log_probs.reference import rows_of_tokens
 
 TAILS = ("bucket", "renormalize")
 LEAST_REST = 1e-6  # float32 log-probs do not tell a smaller one from none
 MOST_PROBABILITY = 1.05  # what log-probs rounded to bfloat16 may sum to
-
-
-class Divergence(NamedTuple):
-    """What is computed: ``beta`` is 1 for KL(p || q), and less for a mixture of p and q.
-
-    The student is p, unless ``swapped``: then it is q.
-    """
-
-    beta: float
-    swapped: bool
 
 
 class Teacher(NamedTuple):
@@ -50,7 +41,7 @@ def prepare(
     tail: str,
 ) -> Teacher:
     """Refuse what does not fit the rows called ``like``; no gradient flows to what is known."""
-    chosen = _choose(direction, beta)
+    chosen = chosen_divergence(direction, beta)
     if tail not in TAILS:
         raise ValueError(f"tail: expected one of {', '.join(TAILS)}, got {tail!r}")
     _check_ids(ids, rows, like)
@@ -73,21 +64,6 @@ def prepare(
     )
     ids = ids.to(torch.int64).contiguous()
     return Teacher(ids, log_probs, (1 - total).to(dtype), keep, chosen, tail)
-
-
-def _choose(direction: str, beta: float | None) -> Divergence:
-    check_direction(direction)
-    if direction != "jensen_shannon":
-        if beta is not None:
-            raise ValueError(
-                f"beta: expected none with direction {direction!r}, got {beta}; pass "
-                'direction="jensen_shannon" with it'
-            )
-        return Divergence(1.0, direction == "forward")
-    share = 0.5 if beta is None else _dispatch.real_number(beta)
-    if share is None or not (share == 0 or share == 1 or 1 / _dispatch.LARGEST <= share < 1):
-        raise ValueError(f"beta: expected 0, 1 or a number between, from 1e-30 on, got {beta!r}")
-    return Divergence(1.0, True) if share == 0 else Divergence(float(share), False)
 
 
 def _check_ids(ids: Tensor, rows: Tensor, like: str) -> None:
@@ -120,8 +96,7 @@ def divergence(log_probs: Tensor, teacher: Teacher, classes: int) -> Tensor:
         student, known = (torch.cat(pair, -1) for pair in zip((student, known), rests, strict=True))
     beta, swapped = teacher.divergence
     p, q = (known, student) if swapped else (student, known)
-    values = _kl(p, q) if beta == 1 else _jensen_shannon(p, q, beta)
-    return values.masked_fill(~keep, 0)
+    return divergence_of(p, q, beta).masked_fill(~keep, 0)
 
 
 def _rests(rest: Tensor, teacher: Teacher, absent: Tensor, classes: int) -> tuple[Tensor, Tensor]:
@@ -132,18 +107,3 @@ def _rests(rest: Tensor, teacher: Teacher, absent: Tensor, classes: int) -> tupl
         rest.masked_fill(neither, -torch.inf),
         teacher.rest.clamp(min=LEAST_REST).log().masked_fill(neither, -torch.inf),
     )
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    p = log_p.exp()
-    absent = p == 0
-    return (p * (log_p.masked_fill(absent, 0) - log_q.masked_fill(absent, 0))).sum(-1)
-
-
-def _jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    p, q = log_p.exp(), log_q.exp()
-    m = (1 - beta) * p + beta * q
-    log_m = m.masked_fill(m == 0, 1).log()
-    of_p = p * (log_p.masked_fill(p == 0, 0) - log_m)
-    of_q = q * (log_q.masked_fill(q == 0, 0) - log_m)
-    return ((1 - beta) * of_p + beta * of_q).sum(-1)
