@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import re
 from operator import attrgetter
@@ -17,10 +18,19 @@ import fusedrl.models
 SHORT = {"grpo.py": ["3"]}
 
 ROOT = Path(__file__).parents[1]
+# Pages with Python that runs; "py" is what a page shows without the names around it.
 PAGES = [
-    *("README.md", "docs/channel.md", "docs/context_parallel.md", "docs/losses.md"),
-    "docs/mismatch.md",
+    page.relative_to(ROOT).as_posix()
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if "```python\n" in page.read_text()
 ]
+# page -> the package that its program imports
+PAGE_NEEDS = {"docs/tutorials/grpo-with-trl.md": "trl"}
+# page -> the tests that run it
+ELSEWHERE = {
+    "docs/tutorials/weights-into-vllm.md": "tests/engines/test_docs.py",
+    "docs/tutorials/ray-cluster.md": "tests/collectors/cluster/test_ray_docs.py",
+}
 SECOND_NAMES = {"aSyncDataCollector"}  # of classes, which have the examples of the first
 NAMES = [name for name in fusedrl.__all__ if name not in {"__version__", *SECOND_NAMES}]
 NAMES += [f"models.{name}" for name in fusedrl.models.__all__]
@@ -63,13 +73,74 @@ def test_every_example_shows_an_answer(name):
     assert any(example.want for example in examples)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_python_on_pages_runs(page):
+@pytest.mark.parametrize("page", sorted(set(PAGES) - ELSEWHERE.keys()))
+def test_python_on_pages_runs(page, tmp_path):
+    """All of a page as one program, as a reader saves it."""
+    if page in PAGE_NEEDS:
+        pytest.importorskip(PAGE_NEEDS[page])
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert blocks
-    scope: dict = {"__name__": "__main__"}
-    for block in blocks:
-        exec(compile(block, page, "exec"), scope)
+    program = tmp_path / "page.py"
+    program.write_text("\n".join(blocks))
+    done = python(program, cwd=tmp_path, taken_apart=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("page", "tests"), ELSEWHERE.items())
+def test_other_pages_run_elsewhere(page, tests):
+    assert Path(page).name in (ROOT / tests).read_text()
+
+
+SUBMODULES = (
+    "fusedrl.ops",
+    "fusedrl.transforms",
+    "fusedrl.objectives",
+    "fusedrl.models",
+    "fusedrl.channel",
+    "fusedrl.channel.broadcast",
+    "fusedrl.weights",
+    "fusedrl.collectors",
+    "fusedrl.vllm",
+    "fusedrl.integrations.trl",
+    "fusedrl.scoring",
+    "fusedrl.demo",
+)
+
+
+def exported(module):
+    """``__all__`` as it is written, without an import of what the module needs."""
+    path = ROOT / "python" / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{module} has no __all__")
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = "".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    entries = set(re.findall(r"^::: (\S+)$|\{: #(\S+) \}", pages, re.MULTILINE))
+    entries = {"".join(entry) for entry in entries}
+    top = set(fusedrl.__all__) - {"__version__"}
+    assert {f"fusedrl.{name}" for name in top} <= entries
+    for module in SUBMODULES:
+        for name in exported(module):
+            assert f"fusedrl.{name}" in entries or f"{module}.{name}" in entries, (module, name)
+
+
+def test_commands_on_pages_have_such_options():
+    """Every option that a page gives to ``fusedrl COMMAND`` is in the help of that command."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    given: dict[str, set[str]] = {}
+    for page in pages:
+        for block in re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL):
+            for command, rest in re.findall(r"^fusedrl (\w+)(.*)", block, re.MULTILINE):
+                options = re.findall(r"--[\w-]+", rest.partition("#")[0])
+                given.setdefault(command, set()).update(options)
+    assert {"score", "demo", "check", "bench", "info"} <= given.keys()
+    for command, options in given.items():
+        shown = python("-c", f"from fusedrl.cli import main; main(['{command}', '--help'])")
+        assert shown.returncode == 0, shown.stderr
+        assert options <= set(re.findall(r"--[\w-]+", shown.stdout)), command
 
 
 def test_readme_commands_exist():

@@ -17,11 +17,12 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
         def __init__(self, *args, **options):
             super().__init__(*args, **{**OPTIONS, **options})
 
-    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/vllm.md").read_text(), re.DOTALL)
+    page = ROOT / "docs/tutorials/weights-into-vllm.md"
+    [block] = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     tiny_model(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(vllm, "LLM", Small)
-    exec(compile(block, "docs/vllm.md", "exec"), {"__name__": "__main__"})
+    exec(compile(block, page, "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert "version='default', start=0, end=8" in printed
     assert "version='1', start=0, end=8" in printed

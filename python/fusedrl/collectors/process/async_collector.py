@@ -80,9 +80,15 @@ class AsyncCollector(_AsyncCollector):
         replay_buffer: is extended with each batch in this process, of whatever kind it is; the
             iterator yields ``None``.
         extend_buffer: has no effect: a buffer gets whole batches.
-        trust_policy, compile_policy, cudagraph_policy, no_cuda_sync, compact_obs,
-            auto_register_policy_transforms, trajs_per_batch, trajs_per_write, traj_format: as of
-            torchrl's ``Collector``.
+        trust_policy: as in torchrl's ``Collector``.
+        compile_policy: as in torchrl's ``Collector``.
+        cudagraph_policy: as in torchrl's ``Collector``.
+        no_cuda_sync: as in torchrl's ``Collector``.
+        compact_obs: as in torchrl's ``Collector``.
+        auto_register_policy_transforms: as in torchrl's ``Collector``.
+        trajs_per_batch: as in torchrl's ``Collector``.
+        trajs_per_write: as in torchrl's ``Collector``.
+        traj_format: as in torchrl's ``Collector``.
         weight_updater: torchrl's or ours (or a function that makes it). After each of its updates
             the weights of ``policy`` are published.
         weight_sync_schemes: :class:`fusedrl.ChannelWeightSyncScheme` by the name of their model. By

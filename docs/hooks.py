@@ -1,0 +1,156 @@
+"""What mkdocs does beside its plugins: formulas and pictures are written into the pages.
+
+Formulas become MathML, which browsers draw without a script or a font. Pictures become part of
+their page, where they take its colours. Files of the repository that pages link to are copied.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import griffe
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+LINKED = ("examples/*.py", "benchmarks/results/*/*")
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+FUNCTION = re.compile(r"(<m[io]>(?:log|exp|min|max|tanh)</m[io]>)")
+ROLE = re.compile(r":(?:class|func|meth|attr|mod):`~?([^`]+)`")
+ROWS = re.compile(r"<!-- rows: (\S+) -->")
+MESSAGES = re.compile(r"<!-- every error message -->")
+PICTURE = re.compile(r'<p><img alt="([^"]*)" src="[^"]*pictures/([a-z-]+\.svg)" ?/?></p>')
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """The files that pages link to stand under ``repository/`` of the site."""
+    for pattern in LINKED:
+        for path in sorted(ROOT.glob(pattern)):
+            uri = f"repository/{path.relative_to(ROOT).as_posix()}"
+            files.append(File.generated(config, uri, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Tables are filled in, and links that leave ``docs/`` lead to the copies."""
+    markdown = ROWS.sub(_rows, markdown)
+    markdown = MESSAGES.sub(lambda _: _messages(), markdown)
+    return re.sub(r"\]\(\.\./((?:\.\./)*)(examples|benchmarks)/", r"](\1repository/\2/", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """The page with MathML for TeX, and with the pictures themselves for links to them."""
+    return PICTURE.sub(_picture, FORMULA.sub(_formula, html))
+
+
+def _rows(found: re.Match[str]) -> str:
+    """All rows of a file of benchmarks, folded away."""
+    path = found.group(1)
+    measured = json.loads((ROOT / path).read_text(encoding="utf-8"))
+    rows = [row for row in measured["rows"] if row["median_ms"] is not None]
+    machine = measured["machine"]["machine"]
+    said = f"{machine['cpu']}, {machine['cpu capability (torch)']}, {measured['threads']} threads"
+    table = [
+        f'??? note "All {len(rows)} rows: {said}, commit {measured["commit"]}"',
+        "",
+        "| op | setting | contender | ms | speed-up of fusedrl | error | extra MiB |",
+        "|---|---|---|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        names = (str(row[name]).replace("|", "/") for name in ("op", "setting", "contender"))
+        figures = (
+            f"{row['median_ms']:.3g}",
+            "" if row["speedup"] is None else f"{row['speedup']:.2f}",
+            "" if row["error"] is None else f"{row['error']:.1e}",
+            f"{row['peak_extra_mib']:.1f}",
+        )
+        table.append(f"| {' | '.join((*names, *figures))} |")
+    return "\n    ".join(table)
+
+
+def _messages() -> str:
+    """Every error of the form ``argument: expected ..., got ...; remedy``, by the module."""
+    parts = []
+    for path in sorted((ROOT / "python" / "fusedrl").rglob("*.py")):
+        found = [message for message in _raised(path) if ": expected " in message]
+        if found:
+            module = ".".join(path.relative_to(ROOT / "python").with_suffix("").parts)
+            rows = [_message_row(message) for message in dict.fromkeys(found)]
+            title = f'??? note "{module.removesuffix(".__init__")}"'
+            parts.append("\n    ".join([title, "", "| message | what to do |", "|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
+def _message_row(message: str) -> str:
+    text, _, remedy = message.replace("|", "\\|").partition("; ")
+    return f"| {text} | {remedy[:1].upper() + remedy[1:]} |"
+
+
+def _raised(path: Path) -> Iterator[str]:
+    """What the errors of a module say; a value that is filled in stands in italics."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            said = node.exc.args[0]
+            if isinstance(said, ast.Constant) and isinstance(said.value, str):
+                yield _literal(said.value)
+            elif isinstance(said, ast.JoinedStr):
+                yield "".join(map(_piece, said.values))
+
+
+def _piece(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return _literal(str(node.value))
+    value = getattr(node, "value", node)
+    named = [x.id for x in ast.walk(value) if isinstance(x, ast.Name)]
+    named += [x.attr for x in ast.walk(value) if isinstance(x, ast.Attribute)]
+    return f"*{named[-1].strip('_').replace('_', ' ') if named else '...'}*"
+
+
+def _literal(text: str) -> str:
+    """Characters that Markdown would read stand for themselves."""
+    return re.sub(r"([*_<>\[\]{}`])", r"\\\1", text)
+
+
+def _formula(found: re.Match[str]) -> str:
+    _, bracket, tex = found.groups()
+    block = bracket == "["
+    mathml = convert(unescape(tex).strip(), display="block" if block else "inline")
+    # A function's name stands apart from its argument.
+    mathml = FUNCTION.sub(r'\1<mspace width="0.17em"/>', mathml)
+    return f'<span class="formula{" formula-block" * block}">{mathml}</span>'
+
+
+def _picture(found: re.Match[str]) -> str:
+    text, name = found.groups()
+    svg = (Path(__file__).parent / "pictures" / name).read_text(encoding="utf-8")
+    return f'<figure class="picture-of-page" role="img" aria-label="{text}">{svg}</figure>'
+
+
+class Docstrings(griffe.Extension):
+    """Reads what our docstrings have in another form than the parser of the reference."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """An op is the function of that name, not the module around it."""
+        for name, module in pkg["ops"].modules.items():
+            if name in module.members and name in pkg.members:
+                pkg.set_member(name, griffe.Alias(name, module[name].path, parent=pkg))
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Called for everything that is read."""
+        if obj.docstring:
+            text = re.sub(r"(?m)^Example:$", "Examples:", obj.docstring.value)
+            text = re.sub(r":math:`([^`]+)`", r"$\1$", text)
+            obj.docstring.value = ROLE.sub(_reference, text)
+
+
+def _reference(found: re.Match[str]) -> str:
+    """A link where the reference has the name, and the name alone elsewhere."""
+    name = found.group(1)
+    title = name.removeprefix("fusedrl.")
+    return f'<autoref identifier="{name}" optional><code>{title}</code></autoref>'
