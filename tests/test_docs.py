@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import json
 import re
 from operator import attrgetter
 from pathlib import Path
@@ -141,6 +142,69 @@ def test_commands_on_pages_have_such_options():
         shown = python("-c", f"from fusedrl.cli import main; main(['{command}', '--help'])")
         assert shown.returncode == 0, shown.stderr
         assert options <= set(re.findall(r"--[\w-]+", shown.stdout)), command
+
+
+CHATS = "8 x ~270 tokens, 30% kept, hidden {}"
+# What a row of the README begins with -> the file, and how its op, setting and rival begin.
+README_ROWS = {
+    "Rewards with a KL penalty": ("models", "RetrieveKL", CHATS.format(128)),
+    "The same with two larger": ("models", "RetrieveKL", CHATS.format(512)),
+    "Log-probs of those chats": (
+        "models",
+        "RetrieveLogProb",
+        CHATS.format(128),
+    ),
+    "Exact KL of two models": ("bench", "exact_kl", "[256, 151936] float32, reverse"),
+    "Log-probs and entropy": (
+        "trl",
+        "trl: selective_log_softmax_and_entropy",
+        "[4, 256, 32000] bf",
+    ),
+    "GRPO's head": ("trl", "trl: fused LM head", "GRPO, 1024 tokens, hidden 512, V 32000 float32"),
+    "1 GB of new weights": ("channel", "channel: update to computing", "1 GB"),
+    "Frames with a wrong": ("channel", "channel: mis-tagged frames", "800 frames"),
+}
+
+
+def readme_rows():
+    lines = re.findall(r"^\|(.+)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    return {text: (faster, memory) for text, faster, memory in rows[2:]}
+
+
+@pytest.mark.parametrize("start", README_ROWS)
+def test_readme_has_the_figures_that_were_measured(start):
+    file, op, setting = README_ROWS[start]
+    path = ROOT / f"benchmarks/results/epyc-2-cores/{file}.json"
+    rows = [r for r in json.loads(path.read_text())["rows"] if r["op"].startswith(op)]
+    rows = [r for r in rows if r["setting"].startswith(setting)]
+    [ours] = [r for r in rows if r["contender"] == "fusedrl"]
+    rival = next(r for r in rows if r["contender"] in ("torchrl", "TRL", "two log_softmax + sum"))
+    [(faster, memory)] = [row for text, row in readme_rows().items() if text.startswith(start)]
+    assert faster == (f"{rival['speedup']:.2g}x" if rival["speedup"] else "")
+    if op.endswith("frames"):
+        assert memory == f"none instead of {rival['error']:.0f}" and ours["error"] == 0
+    elif memory:
+        assert memory == f"{mib(ours)} instead of {mib(rival)}"
+
+
+def mib(row):
+    taken = row["peak_extra_mib"]
+    if taken < 1:
+        return "under 1 MiB"
+    return f"{taken:.0f} MiB" if taken < 1000 else f"{taken / 1024:.1f} GiB"
+
+
+def test_readme_is_read_in_thirty_seconds():
+    assert len((ROOT / "README.md").read_text().split()) <= 700
+    assert len(readme_rows()) <= 8
+
+
+def test_every_link_of_the_readme_leads_somewhere():
+    text = (ROOT / "README.md").read_text()
+    targets = re.findall(r"\]\(([^)#]+)|(?:src|srcset)=\"([^\"]+)", text)
+    for target in ("".join(pair) for pair in targets):
+        assert (ROOT / target).exists(), target
 
 
 def test_readme_commands_exist():
