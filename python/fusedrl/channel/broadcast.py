@@ -1,4 +1,4 @@
-"""One version of the weights into the channels of several machines."""
+"""Sends one version of the weights to the channels of several machines."""
 
 from __future__ import annotations
 
@@ -38,26 +38,27 @@ def broadcast(
 ) -> int:
     """Publish one version in the channel of every rank, for the readers of each machine.
 
-    A collective: every rank of the group calls it with a channel of its own, and ``src`` has the
-    weights. The bytes go from its slot straight into those of the others. No rank publishes before
-    all have received.
+    This is a collective call: every rank of the group calls it with a channel of its own, and the
+    rank ``src`` has the weights. The bytes go from its slot straight into the slots of the others.
+    No rank publishes before all have received.
 
     Args:
-        channel: of this rank; all are created with the same names, shapes and dtypes.
+        channel: the channel of this rank. All channels have the same names, shapes and dtypes.
         weights: as for :meth:`WeightChannel.publish`, but whole, not sharded; read at ``src`` only.
-        version: read at ``src`` only: greater than that of every channel; one more if ``None``.
-        group: whose backend reaches the channels' devices; the default one if ``None``.
-        src: the rank that has the weights, as it is numbered in the whole job.
+        version: a number greater than that of every channel, read at ``src`` only; one more if
+            ``None``.
+        group: a group whose backend reaches the channels' devices; the default group if ``None``.
+        src: the global rank of the process that has the weights.
         timeout: seconds that this rank waits for a free slot; the channel's own if ``None``.
 
     Returns:
         The version.
 
     Raises:
-        ValueError: channels of different layouts, a version that is not greater, or a ``src`` that
-            is not in the group.
+        ValueError: the channels have different layouts, the version is not greater, or ``src`` is
+            not in the group.
         RuntimeError: another rank could not take part; the message has its error. A rank raises its
-            own as it is: that of its weights, or ``TimeoutError`` where readers hold all slots.
+            own error as it is: that of its weights, or ``TimeoutError`` if readers hold all slots.
             Nothing is published on any rank then.
 
     Example:

@@ -40,8 +40,8 @@ class ReaderInfo(NamedTuple):
 
     Attributes:
         pid: as the reader itself sees it.
-        alive: false for one that died without closing; it is told of once.
-        leased: versions that it holds.
+        alive: false if the process died without closing its reader; such a reader is reported once.
+        leased: the versions that it holds.
         applied: the newest version that it has computed with or loaded, ``None`` before the first.
     """
 
@@ -55,7 +55,7 @@ class Writing(NamedTuple):
     """A slot that is being written.
 
     Attributes:
-        version: what it will be published as.
+        version: the number under which it will be published.
         flat: its bytes.
         views: tensors over it, one for each entry of the layout that is not tied to another.
     """
@@ -68,11 +68,11 @@ class Writing(NamedTuple):
 class WeightChannel:
     """Publishes versions of a model's weights to the processes of a machine.
 
-    Readers lease one complete version, without a copy, and know which it is; they never see half of
-    one. Neither side waits for the other, as long as a slot is free. A process that dies lets go of
-    what it holds, and nothing stays behind: the memory belongs to no file.
+    Readers lease one complete version, without a copy, and know its number; they never see half of
+    a version. Neither side waits for the other while a slot is free. A process that dies releases
+    what it holds, and nothing is left behind: the memory belongs to no file.
 
-    Made by :meth:`create`.
+    Make one with :meth:`create`.
 
     Example:
         >>> import torch
@@ -128,24 +128,27 @@ class WeightChannel:
         """Reserve the memory for a model's weights; nothing is published yet.
 
         Args:
-            weights: a module, or a tensordict or dict of tensors. Their names, shapes and dtypes
-                are the channel's; what is published later has to have them, in any floating dtype.
-                A module stands for the entries of its state dict, persistent buffers included.
-            slots: versions that the memory has room for, 2 to 64. The publisher never waits where
-                there are two more than leases at a time.
-            device: where the slots lie, and readers compute: that of the weights if ``None``.
-            dtype: of all floating entries; their own if ``None``.
-            checksum: publish a sum of the bytes, which readers compare: one more pass over the
-                weights on both sides, and on a GPU a wait for it.
-            adapters: of a peft model: ``"only"`` the adapters' weights, or the base model's with
-                the adapters ``"merged"`` into them. ``None``: all entries, as they are.
-            max_readers: readers at a time.
-            timeout: seconds that publisher and readers wait where they are not told otherwise.
+            weights: a module, or a tensordict or dict of tensors. The channel takes their names,
+                shapes and dtypes. What is published later must have the same names and shapes, with
+                floats of any dtype. A module stands for the entries of its state dict, including
+                persistent buffers.
+            slots: number of versions that fit into the memory, 2 to 64. The publisher never waits
+                if there are two more slots than leases at any time.
+            device: where the slots lie and readers compute; that of the weights if ``None``.
+            dtype: dtype of all floating entries in the channel; their own if ``None``.
+            checksum: publish a checksum of the bytes, which readers compare. It costs one more pass
+                over the weights on both sides, and on a GPU a wait for it.
+            adapters: what is published of a peft model: ``"only"`` the adapters' weights, or the
+                base model's weights with the adapters ``"merged"`` into them. ``None`` publishes
+                all entries as they are.
+            max_readers: largest number of readers at a time.
+            timeout: seconds that publisher and readers wait unless a call says otherwise.
 
         Raises:
-            TypeError: weights that have no plain bytes: quantised, sharded, sparse or on meta.
-            RuntimeError: the memory cannot be reserved: more than this machine, a control group or
-                a limit of this process leaves. The message says how much is free, and by which.
+            TypeError: weights without plain bytes: quantised, sharded, sparse or on meta.
+            RuntimeError: the memory cannot be reserved, because this machine, a control group or a
+                limit of this process leaves too little. The message says how much is free and which
+                of them it is.
         """
         count("slots", slots, 2, 64)
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -212,19 +215,19 @@ class WeightChannel:
 
         Args:
             weights: as for :meth:`create`; those that the channel was created with if ``None``.
-            version: greater than the last one; one more if ``None``, and 1 for the first: 0 is
-                free for the weights that readers start with.
+            version: a number greater than the last one. ``None`` counts one more, from 1, so that 0
+                can stand for the weights that readers start with.
             timeout: seconds to wait for a free slot; the channel's own if ``None``.
-            on_full: ``"block"`` to wait for a free slot, ``"skip"`` to publish nothing instead;
-                :attr:`skipped` counts.
+            on_full: ``"block"`` waits for a free slot; ``"skip"`` publishes nothing instead, and
+                :attr:`skipped` counts such calls.
 
         Returns:
-            The version; ``None`` where it was skipped.
+            The version, or ``None`` if it was skipped.
 
         Raises:
-            ValueError: weights of another layout (the message lists the differences), or a version
-                that is not greater than the last one. Nothing has changed then.
-            TimeoutError: readers hold all slots; the message has their pids.
+            ValueError: the weights have another layout (the message lists the differences), or the
+                version is not greater than the last one. Nothing has changed then.
+            TimeoutError: readers hold all slots; the message names their process ids.
         """
         if on_full not in ("block", "skip"):
             raise ValueError(f"on_full: expected 'block' or 'skip', got {on_full!r}")
@@ -241,7 +244,7 @@ class WeightChannel:
             return None
 
     def _find(self, weights: Any) -> list[Place]:
-        """As :meth:`Layout.matched`, but once for the template as long as it is as it was."""
+        """As :meth:`Layout.matched`; the template is matched again only after it has changed."""
         if weights is self._template and self._found is not None and self._found.holds():
             return self._found.places
         places = self.layout.matched(weights)
@@ -266,10 +269,10 @@ class WeightChannel:
     def writing(
         self, version: int | None = None, *, timeout: float | None = None
     ) -> Iterator[Writing]:
-        """Write a slot by other means than :meth:`publish`: it is published when the block ends.
+        """Write a slot yourself, in a ``with`` block; it is published when the block ends.
 
-        An exception in the block publishes nothing. There is one block at a time: another
-        thread's waits, and publishing within it is refused.
+        If the block raises, nothing is published. There is one block at a time: the block of
+        another thread waits, and publishing within a block is refused.
 
         Args:
             version: as for :meth:`publish`.
@@ -344,7 +347,7 @@ class WeightChannel:
         )
 
     def readers(self) -> list[ReaderInfo]:
-        """The processes that read this channel, those that died since the last call included."""
+        """The processes that read this channel, including those that died since the last call."""
         return [
             ReaderInfo(
                 reader.pid,
@@ -359,12 +362,12 @@ class WeightChannel:
         """Wait until every reader has leased or loaded a version.
 
         Args:
-            version: this one or a later one; the newest if ``None``.
+            version: every reader must reach this version or a later one; the newest if ``None``.
             timeout: seconds; the channel's own if ``None``.
 
         Raises:
-            RuntimeError: a reader died, which is told of once; or nothing is published.
-            TimeoutError: not in time. Both name the readers' pids.
+            RuntimeError: a reader died, which is reported once, or nothing is published.
+            TimeoutError: readers took longer. Both messages name their process ids.
         """
         wanted = (
             self._end.version() if version is None else count("version", version, 0, MAX_VERSION)
@@ -412,11 +415,11 @@ class WeightChannel:
             os.close(descriptor)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Tell the readers that nothing follows. What they hold stays theirs.
+        """Close the channel: no version follows. Readers keep what they hold.
 
         Args:
-            timeout: seconds to wait for readers of memory on a GPU; what they still use then is
-                not freed before this process ends.
+            timeout: seconds to wait for readers of memory on a GPU. Memory that they still use
+                after that is not freed before this process ends.
         """
         if self._closed:
             return

@@ -1,4 +1,4 @@
-"""A module whose every call computes with one complete version, the newest."""
+"""Keeps a module at the newest version: each of its calls computes with one complete version."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Hook:
 
 
 class Held:
-    """A version that is held in several places, and let go where the last of them does.
+    """A version that several places hold, and that is released with the last of them.
 
     Attributes:
         version: its number.
@@ -58,13 +58,13 @@ class Held:
         renew_in_children(self, _lock=threading.Lock)
 
     def share(self) -> Held:
-        """Hold it in one place more; returns itself."""
+        """Hold it in one more place, and return it."""
         with self._lock:
             self._places += 1
         return self
 
     def release(self) -> None:
-        """Let go of it in one place."""
+        """Release it in one place."""
         with self._lock:
             self._places -= 1
             if self._places == 0:
@@ -98,7 +98,7 @@ class Following(Protocol):
         ...
 
     def load(self, timeout: float | None = None) -> int:
-        """Load the newest version; which one."""
+        """Load the newest version, and return its number."""
         ...
 
     def close(self, detach: bool = True) -> None:
@@ -109,21 +109,23 @@ class Following(Protocol):
 class Follower:
     """Keep a module at the newest version, between its calls and never during one.
 
-    ``with follower as version:`` brackets a call: the version is chosen when it begins, and held
-    until it ends. A check, without a copy, when nothing is new. Calls of several threads that
-    overlap, and calls within a call, share the version of the first. Before the first version is
-    published, the module computes with the weights that it has, and the version is ``None``.
+    ``with follower as version:`` encloses a call: the version is chosen when the block begins and
+    held until it ends. If nothing is new, that is a check without a copy. Overlapping calls of
+    several threads, and calls within a call, share the version of the first. Before the first
+    version is published, the module computes with the weights that it has, and the version is
+    ``None``.
 
     Args:
-        reader: of the channel that has the versions; :meth:`close` leaves it open.
-        module: has the names and shapes of the channel; in alias mode also dtypes and device.
-        mode: ``"alias"`` or ``"copy"``, as for :meth:`WeightReader.load_into`, but that the
-            version is held during calls in both, and ``state_dict()`` of the module answers copies.
-        keeps: in alias mode, hold the version also between calls, until the next one is loaded.
-            Otherwise aliased weights may be changing then.
+        reader: a reader of the channel; :meth:`close` leaves it open.
+        module: a module with the names and shapes of the channel; in alias mode also with its
+            dtypes and device.
+        mode: ``"alias"`` or ``"copy"``, as for :meth:`WeightReader.load_into`. In both modes the
+            version is held during calls, and ``state_dict()`` of the module returns copies.
+        keeps: in alias mode, hold the version between calls too, until the next one is loaded.
+            Otherwise aliased weights may change between calls.
 
     Raises:
-        TypeError: an entry of the module that is no plain tensor.
+        TypeError: an entry of the module is not a plain tensor.
         ValueError: the module does not fit, or another follower has some of its parameters.
 
     Example:
@@ -217,7 +219,7 @@ class Follower:
                 self._release()
 
     def hold(self) -> Held | None:
-        """Hold the version of the call that this is in beyond the end of the call.
+        """Hold the version of the current call beyond the end of the call.
 
         Returns:
             What to release; ``None`` before the first version.
@@ -279,8 +281,9 @@ class Follower:
         """Follow no more.
 
         Args:
-            detach: leave the module with the newest version, or that of a call which goes on, or
-                the one that is kept, in memory of its own. ``False`` where it is not used any more.
+            detach: leave the module with a version in memory of its own: the newest, that of a call
+                which still runs, or the one that is kept. Pass ``False`` if the module is not used
+                any more.
         """
         with self._lock:
             for hook in self._hooks:
@@ -296,10 +299,11 @@ class Follower:
 
 @contextmanager
 def one_version(model: nn.Module) -> Iterator[None]:
-    """Let a model compute with one version in this block, or several models that are parts of one.
+    """Let a model, or several models that are parts of one, compute with one version in this block.
 
     Args:
-        model: followed in whole or in part, or part of what is followed; any other is left alone.
+        model: a model that a follower keeps in whole or in part, or that is part of one; other
+            models are left alone.
     """
     with ExitStack() as stack:
         if followers := list(_FOLLOWERS):
@@ -312,14 +316,14 @@ def one_version(model: nn.Module) -> Iterator[None]:
 
 
 def version_of(policy: Any) -> int | None:
-    """The version that a policy's current call computes with, or its last call did.
+    """The version of a policy's current call, or of its last call.
 
     Args:
-        policy: a module, or what has one as its ``module``, in whole or in part kept by a
-            :class:`Follower`.
+        policy: a module, or an object with a ``module``, which a :class:`Follower` keeps in whole
+            or in part.
 
     Returns:
-        The version; ``None`` where nothing follows a channel, or nothing is loaded yet.
+        The version; ``None`` if nothing follows a channel or nothing is loaded yet.
     """
     module = policy if isinstance(policy, nn.Module) else getattr(policy, "module", None)
     if not isinstance(module, nn.Module):

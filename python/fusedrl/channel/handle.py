@@ -1,4 +1,4 @@
-"""What a publisher gives to other processes, for them to become readers."""
+"""What a publisher sends to other processes, so that they can become readers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class WeightHandle:
     """The address of a channel: small, picklable, without tensors.
 
     Only processes of the publisher's user, on its machine, can open it, and only while the
-    publisher lives. The session is a secret that no other channel has: a handle whose publisher is
-    gone opens nothing, even if another process has its pid by then.
+    publisher lives. It holds a secret that no other channel has: once the publisher is gone the
+    handle opens nothing, even if another process has got the publisher's process id.
     """
 
     pid: int
@@ -31,13 +31,14 @@ class WeightHandle:
         """Become a reader of the channel.
 
         Args:
-            socket: receives the channel from :meth:`WeightChannel.send_to`, where this process sees
-                other pids than the publisher (containers on one machine): a connected Unix socket.
+            socket: a connected Unix socket, which receives the channel from
+                :meth:`WeightChannel.send_to`. Processes need it that see other process ids than the
+                publisher, such as containers on one machine.
 
         Raises:
-            RuntimeError: the publisher is gone, or this process may not or cannot see it; the
-                channel has ``max_readers`` already, or is damaged; this process has too many files
-                open. The message says which.
+            RuntimeError: the publisher is gone, this process cannot see it or may not, the channel
+                is damaged or has ``max_readers`` readers, or this process has too many open files.
+                The message says which.
         """
         if socket is None:
             return self._reader(self.pid, self.fd)

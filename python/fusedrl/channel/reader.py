@@ -29,7 +29,7 @@ class Lease:
     """One complete version of the weights, unchanged for as long as the lease is held.
 
     Attributes:
-        version: the version of :attr:`weights`.
+        version: the number of the version that :attr:`weights` are.
     """
 
     __slots__ = ("__weakref__", "_reader", "_slot", "version")
@@ -41,7 +41,7 @@ class Lease:
 
     @property
     def weights(self) -> TensorDict:
-        """Views of the channel's memory, nested by the dots of their names: not to be written.
+        """Read-only views of the channel's memory, nested as the dots of the names say.
 
         Raises:
             RuntimeError: the lease is released, its reader is closed, or this is a forked child.
@@ -55,10 +55,10 @@ class Lease:
         return self._reader._weights(self._slot)
 
     def release(self) -> None:
-        """Let the publisher have the memory again, once the computation so far has ended.
+        """Give the slot back to the publisher, once the computation so far has ended.
 
-        On a GPU that is what the current stream was given so far; work on other streams has to be
-        ordered before it.
+        On a GPU the slot is free when the work that the current stream has so far is done. Order
+        work on other streams before it.
         """
         if self._reader is not None:
             self._reader._release(self._slot)
@@ -90,7 +90,7 @@ class Lease:
 
 
 class WeightReader:
-    """Reads complete versions of a channel's weights; made by :meth:`WeightHandle.open`.
+    """Reads complete versions of a channel's weights. :meth:`WeightHandle.open` makes one.
 
     Threads may share a reader. A forked child may not: it opens the handle again.
     """
@@ -129,7 +129,7 @@ class WeightReader:
         return self._applied
 
     def wait_for(self, version: int, timeout: float | None = None) -> int:
-        """Wait until ``version`` or a later one is published; returns the newest.
+        """Wait until ``version`` or a later one is published, and return the newest.
 
         Args:
             version: at least 0.
@@ -137,8 +137,8 @@ class WeightReader:
 
         Raises:
             TimeoutError: it was not published in time.
-            RuntimeError: the publisher has ended (the message has its pid), or the channel's memory
-                is damaged.
+            RuntimeError: the publisher has ended (the message names its process id), or the
+                channel's memory is damaged.
         """
         count("version", version, 0, MAX_VERSION)
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
@@ -169,16 +169,16 @@ class WeightReader:
         )
 
     def lease(self, min_version: int | None = None, timeout: float | None = None) -> Lease:
-        """Hold the newest version.
+        """Lease the newest version: it does not change until the lease is released.
 
         Args:
-            min_version: wait for this one or a later one; for the first one if ``None``.
+            min_version: wait for this version or a later one; for the first version if ``None``.
             timeout: seconds to wait; the channel's own if ``None``.
 
         Raises:
-            TimeoutError: no such version in time.
-            RuntimeError: no such version, and the publisher has ended; the bytes do not have the
-                checksum that the publisher wrote; or the channel's memory is damaged.
+            TimeoutError: no such version was published in time.
+            RuntimeError: there is no such version and the publisher has ended, the bytes do not
+                have the checksum that the publisher wrote, or the channel's memory is damaged.
         """
         return self._lease(min_version, timeout, apply=True)
 
@@ -250,27 +250,28 @@ class WeightReader:
         min_version: int | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Give a module the newest version; returns which.
+        """Load the newest version into a module, and return its number.
 
-        ``"alias"`` rebinds the parameters to the channel's memory, without a copy, and makes them
-        ``requires_grad_(False)``; the version is held until the next one is loaded. That memory is
-        read-only on the CPU: writing a parameter ends the process by SIGSEGV, after a line on
-        stderr that names the parameter. Buffers are copied, since a forward may write them.
-        ``"copy"`` copies into the module's own memory, which keeps its addresses (CUDA graphs),
-        dtypes and gradients; nothing is held afterwards.
+        With ``"alias"`` the parameters point to the channel's memory, without a copy, and no longer
+        require gradients. The version is held until the next one is loaded. On the CPU that memory
+        is read-only: a process that writes to a parameter ends with SIGSEGV, after a line on stderr
+        that names the parameter. Buffers are copied, because a forward pass may write to them.
+        With ``"copy"`` the version is copied into the module's own memory, which keeps its
+        addresses (CUDA graphs), dtypes and gradients. Nothing is held afterwards.
 
-        It loads also what is loaded already: compare :attr:`version` with :attr:`applied`.
+        A version that is loaded already is loaded again; compare :attr:`version` with
+        :attr:`applied` to avoid it.
 
         Args:
-            module: has the names and shapes that the channel was created with; in alias mode also
-                the dtypes and the device.
+            module: a module with the names and shapes that the channel was created with; in alias
+                mode also with its dtypes and device.
             mode: ``"alias"`` or ``"copy"``.
             min_version: as for :meth:`lease`.
             timeout: as for :meth:`lease`.
 
         Raises:
-            ValueError: the module does not fit; the message lists the differences. It keeps the
-                version that it has.
+            ValueError: the module does not fit; the message lists the differences, and the module
+                keeps the version that it has.
             TimeoutError, RuntimeError: as for :meth:`lease`.
         """
         if mode not in ("alias", "copy"):
@@ -301,7 +302,7 @@ class WeightReader:
             return lease.version
 
     def close(self) -> None:
-        """End all leases; modules that were loaded by alias get copies of their own."""
+        """End all leases. Modules that were loaded by alias get copies of their own."""
         with self._lock:
             self._alias_leases.close()
             for lease in list(self._leases):

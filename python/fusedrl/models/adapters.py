@@ -13,16 +13,17 @@ from torch import nn
 class WithoutAdapters(nn.Module):
     """A peft model as it was before its adapters: the reference of a LoRA policy.
 
-    It shares every weight with the policy and owns none. It computes without a gradient graph, as a
-    backward pass would find the adapters enabled again. While it computes, they are disabled for
-    every user of the policy; other threads must not compute with it then.
+    It shares every weight with the policy. It computes without a gradient graph, because a backward
+    pass would find the adapters enabled again. While it computes, the adapters are disabled for
+    every user of the policy, so that no other thread may compute with the policy then.
 
     Args:
         adapted: a ``peft.PeftModel``.
 
     Raises:
-        TypeError: a model without adapters that can be disabled.
-        RuntimeError: from a forward while adapters are merged, which peft would undo for good.
+        TypeError: the model has no adapters that can be disabled.
+        RuntimeError: raised by the forward pass while adapters are merged, because peft would
+            unmerge them for good.
 
     Example:
         >>> import torch
@@ -48,7 +49,7 @@ class WithoutAdapters(nn.Module):
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The policy without its adapters; afterwards all is as it was."""
+        """Disable the policy's adapters for a ``with`` block."""
         adapted: Any = self.adapted
         if any(getattr(module, "merged", False) is True for module in adapted.modules()):
             raise RuntimeError(
@@ -65,7 +66,7 @@ class WithoutAdapters(nn.Module):
                 parameter.requires_grad_(flag)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The answer of the policy's forward with its adapters disabled."""
+        """The result of the policy's forward pass with its adapters disabled."""
         adapted: Any = self.adapted
         with self.disabled():
             return adapted(*args, **kwargs)

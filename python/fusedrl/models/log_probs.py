@@ -31,35 +31,37 @@ def causal_log_probs(
 ) -> Tensor | TokenLogProbs:
     """Log-prob of every kept token of packed sequences under a transformers causal LM.
 
-    The head is multiplied with the hidden states that predict kept tokens, and with no others.
-    Several sequences share a row where the model is known to keep them apart, padded batches of
-    similar lengths otherwise; a model whose head cannot be told from its decoder computes all its
-    logits. What a model allows is found out on 13 tokens, once a model and again when something of
-    it changes. Nothing after the last kept token of a packed sequence is computed. A sequence so
-    long that it changes what others in the same forward get (LongRoPE, dynamic NTK) runs alone.
+    The head is multiplied with those hidden states only that predict kept tokens. Several sequences
+    share a row if the model is known to keep them apart; otherwise sequences of similar lengths are
+    padded. A model that cannot be taken apart into decoder and head computes all its logits. What a
+    model allows is tried with 13 tokens, once for each model and again when something in it
+    changes. Nothing after the last kept token of a packed sequence is computed. A sequence that is
+    so long that it would change the results of others in the same forward pass (LongRoPE, dynamic
+    NTK) runs alone.
 
     Args:
         model: the model, a peft model around one, or :class:`fusedrl.models.WithoutAdapters`.
         tokens: integer token ids, packed ``[N]``, on any device.
-        lengths: tokens of each sequence, integers; they sum to ``N``.
+        lengths: number of tokens of each sequence, integers that sum to ``N``.
         mask: bool ``[N]``; ``None`` keeps all. A dropped token has log-prob 0.
-        max_tokens_per_forward: bounds the tokens of one forward pass, padding counted; a longer
-            sequence goes alone. ``None``: 512 on a CPU, 16384 with flash attention, else 4096; all
-            in one where several ranks ask a model for its logits, which may be sharded over them.
+        max_tokens_per_forward: largest number of tokens in one forward pass, including padding; a
+            longer sequence runs alone. ``None`` takes 512 on a CPU, 16384 with flash attention, and
+            4096 otherwise. If several ranks ask a model for its logits, which may be sharded over
+            them, all tokens go into one pass.
         temperature: positive divisor of the logits.
         entropy: also return the entropy of each kept token's distribution.
         model_kwargs: more arguments of the model's forward where its logits are needed.
 
     Returns:
-        float32 ``[N]``, or float64 of a float64 model, on the device of the model's head; 0 for
-        the first token of every sequence. :class:`TokenLogProbs` of two with ``entropy=True``.
-        Differentiable with respect to the model.
+        float32 ``[N]`` (float64 for a float64 model), on the device of the model's head, and 0 for
+        the first token of every sequence. With ``entropy=True`` a :class:`TokenLogProbs` of two
+        such tensors. Both differentiate with respect to the model.
 
     Raises:
-        TypeError: a model that is no causal language model; tokens or a mask that are no tensors;
-            lengths that are no integers.
-        ValueError: lengths or a mask that do not fit, a sequence that the model has no positions
-            for, ids outside of its vocabulary.
+        TypeError: the model is not a causal language model, tokens or mask are not tensors, or
+            lengths are not integers.
+        ValueError: lengths or mask do not fit the tokens, the model has no positions for so long a
+            sequence, or an id is outside of its vocabulary.
 
     Example:
         >>> import torch

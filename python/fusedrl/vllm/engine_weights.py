@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 class EngineWeights:
     """Keeps a vLLM engine at the versions of a weight channel.
 
-    An update is complete or has not been: the engine's workers lease one version, all the same one,
-    before anything of the model is touched. Its number is the channel's everywhere: in the engine,
-    in ``CompletionOutput.weight_versions`` of each request, and here.
+    An update is complete or does not happen: all workers of the engine lease the same version
+    before any of them touches its model. The number of the version is the channel's everywhere: in
+    the engine, in ``CompletionOutput.weight_versions`` of each request, and here.
 
     Args:
-        channel: of the weights of the engine's model, under the names of its checkpoint; or, with
-            ``adapters="only"``, of its LoRA adapters alone, for requests that pass
-            :attr:`lora_request`. Whoever made it closes it.
-        engine: a ``vllm.LLM``, which takes calls of one thread at a time, so that no other may be
-            within ``generate()`` during an update; an ``AsyncLLM``, whose updates are
-            :meth:`update_async`; or the address of a server that runs with
-            ``VLLM_SERVER_DEV_MODE=1``. It was started with
-            ``WeightTransferConfig(backend="fusedrl")``, on the machine of this process; for
-            adapters with ``enable_lora=True`` and their ``max_lora_rank``, and not a server.
-        in_flight: what becomes of requests that are running. ``"recompute"``: they go on, with the
-            keys and values of their tokens computed again by the new weights. ``"wait"``: the
+        channel: a channel with the weights of the engine's model, under the names of its
+            checkpoint; or, with ``adapters="only"``, with its LoRA adapters alone, for requests
+            that pass :attr:`lora_request`. It is not closed here.
+        engine: a ``vllm.LLM``, an ``AsyncLLM``, or the address of a server that runs with
+            ``VLLM_SERVER_DEV_MODE=1``. It runs on this machine and was started with
+            ``WeightTransferConfig(backend="fusedrl")``. An ``LLM`` takes calls of one thread at a
+            time, so that no other thread may be within ``generate()`` during an update. Update an
+            ``AsyncLLM`` with :meth:`update_async`. Adapters need ``enable_lora=True`` and their
+            ``max_lora_rank``, and do not work with a server.
+        in_flight: what happens to running requests. With ``"recompute"`` they go on, and the keys
+            and values of their tokens are computed again with the new weights. With ``"wait"`` the
             update begins when they have ended.
-        socket: path for a Unix socket, for an engine that sees other pids than this process
-            (containers on one machine, which share its folder).
+        socket: path of a Unix socket, for an engine that sees other process ids than this process,
+            such as containers on one machine that share the folder of the path.
         timeout: seconds that the engine's workers wait for a version.
 
     Raises:
         TypeError: another kind of engine, or a server for adapters alone.
-        ValueError: an engine that was started without the backend; adapters that vLLM has not got,
-            such as DoRA, with what is wrong with them.
+        ValueError: the engine was started without the backend, or vLLM does not have such adapters,
+            for example DoRA; the message says what does not fit.
 
     Example:
         >>> from fusedrl import WeightChannel
@@ -96,20 +96,21 @@ class EngineWeights:
 
     @property
     def version(self) -> int | None:
-        """The version that the engine was given last; ``None`` before the first."""
+        """The version that the engine got last; ``None`` before the first."""
         return self._loads.version
 
     @property
     def lora_request(self) -> LoRARequest | None:
-        """What requests pass as ``lora_request`` to be answered by the channel's weights.
+        """The ``lora_request`` of requests that the channel's adapters shall answer.
 
-        ``None`` for a channel with all weights of a model, which answer every request. It names
-        adapters in the engine's memory, and may be kept: each version takes the place of the last.
+        It is ``None`` for a channel with all weights of a model, which answer every request. You
+        may keep it: it names the adapters in the engine's memory, where each version replaces the
+        one before.
 
         Raises:
-            RuntimeError: adapters that the engine has not been given yet. Requests must not name
-                them before, nor after vLLM has dropped them, which it does with all adapters when
-                its own weights are updated: it would look for a file, and end.
+            RuntimeError: the engine has not got the adapters yet. A request that names them before
+                would end the engine, which looks for a file then. The same holds after an update of
+                the engine's own weights, for which vLLM drops all adapters.
         """
         if self._adapters is None:
             return None
@@ -123,23 +124,23 @@ class EngineWeights:
         return LoRARequest(self._adapters.name, self._adapters.number, f"/{self._adapters.name}")
 
     def update(self, weights: Any = None, version: int | None = None) -> int:
-        """Publish weights, and let the engine load them.
+        """Publish weights, and wait until the engine has loaded them.
 
         Args:
             weights: as for :meth:`WeightChannel.publish`.
             version: as for :meth:`WeightChannel.publish`.
 
         Returns:
-            The version that the engine has: a later one than was published, if another thread
-            published in between.
+            The version that the engine has. It is a later one if another thread published in
+            between.
 
         Raises:
-            ValueError: weights that do not fit the channel, or a channel that does not fit the
-                engine's model. The engine goes on with the version that it has.
-            RuntimeError: the engine refused; the message is the engine's. It goes on with the
-                version that it has, unless a note of the error says that it may have parts of two:
-                then it stays paused, or a ``vllm.LLM`` refuses to run, until an update succeeds.
-            TypeError: an ``AsyncLLM``.
+            ValueError: the weights do not fit the channel, or the channel does not fit the engine's
+                model. The engine goes on with the version that it has.
+            RuntimeError: the engine refused, with its own message. It goes on with the version that
+                it has, unless a note of the error says that it may have parts of two versions. Then
+                it stays paused, or a ``vllm.LLM`` refuses to run, until an update succeeds.
+            TypeError: the engine is an ``AsyncLLM``.
         """
         self._loads.check_synchronous()
         with self._updating:
@@ -174,7 +175,7 @@ class EngineWeights:
         return published
 
     def close(self) -> None:
-        """Let go of the engine, which keeps the version that it has."""
+        """Disconnect the engine, which keeps the version that it has."""
         if self._socket is not None:
             self._socket.close()
 

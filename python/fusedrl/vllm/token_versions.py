@@ -1,4 +1,4 @@
-"""The version of each token, out of the spans that vLLM reports with a completion."""
+"""The version of each token, from the spans that vLLM reports with a completion."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def token_versions(completion: Any) -> Tensor:
     """The version of the weights that sampled each token of a completion.
 
     Args:
-        completion: a ``CompletionOutput`` of vLLM 0.32 or later, finished, with all its tokens.
+        completion: a finished ``CompletionOutput`` of vLLM 0.32 or later, with all its tokens.
 
     Returns:
-        int64, one a token: the channel's versions, and 0 for the weights that the engine started
-        with.
+        int64, one for each token: the channel's versions, and 0 for the weights that the engine
+        started with.
 
     Raises:
-        ValueError: no versions, others than a channel's, or not of these tokens.
+        ValueError: the completion has no versions, has others than a channel's, or they do not fit
+            its tokens.
 
     Example:
         >>> from types import SimpleNamespace as Span

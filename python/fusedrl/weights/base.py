@@ -1,4 +1,4 @@
-"""The two directions of a weight update, as torchrl's collectors take them."""
+"""The bases of weight updaters, as torchrl's collectors take them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ with warnings.catch_warnings():
 
         @property
         def collector(self) -> Any | None:
-            """The registered collector, ``None`` before and once it is gone."""
+            """The registered collector; ``None`` if there is none, or if it is gone."""
             return None if self._collector_wr is None else self._collector_wr()
 
         @property
@@ -114,8 +114,8 @@ class LocalWeightUpdaterBase(_Updater):
             weights: a tensordict or a module; fetched with :meth:`_get_server_weights` if ``None``.
 
         Raises:
-            ValueError: entries that the policy does not have, or of other shapes. No weight has
-                changed then.
+            ValueError: the policy does not have such entries, or has them in other shapes. No
+                weight has changed then.
         """
         self._push_weights(policy_or_weights=weights)
         self._call_post_hooks()
@@ -138,7 +138,7 @@ class RemoteWeightUpdaterBase(_Updater):
     A subclass defines :meth:`_get_server_weights`, :meth:`_maybe_map_weights`,
     :meth:`all_worker_ids` and :meth:`_sync_weights_with_worker`; it may define
     :meth:`_skip_update`. An update fetches and maps once, sends to each chosen worker that is not
-    skipped, then runs the post-hooks. It fetches nothing where all are skipped.
+    skipped, then runs the post-hooks. It fetches nothing if all are skipped.
 
     Example:
         >>> from fusedrl import RemoteWeightUpdaterBase
@@ -173,7 +173,7 @@ class RemoteWeightUpdaterBase(_Updater):
 
     @abstractmethod
     def all_worker_ids(self) -> list[int] | list[torch.device]:
-        """Every worker, as it is named in ``worker_ids``."""
+        """All workers, by the names that ``worker_ids`` takes."""
 
     def _skip_update(self, worker_id: WorkerId) -> bool:
         return False
@@ -197,7 +197,7 @@ class RemoteWeightUpdaterBase(_Updater):
 
         Args:
             weights: a tensordict or a module; fetched with :meth:`_get_server_weights` if ``None``.
-            worker_ids: one worker or several, of :meth:`all_worker_ids`; all if ``None``.
+            worker_ids: one or several of :meth:`all_worker_ids`; all if ``None``.
 
         Raises:
             ValueError: an unknown worker. Nothing has been sent then.

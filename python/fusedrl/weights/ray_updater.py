@@ -15,24 +15,25 @@ from fusedrl.weights.ray_store import StoredWeights
 
 
 class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
-    """Send weights to collectors that are Ray actors: one ``ray.put`` an update.
+    """Sends weights to collectors that are Ray actors, with one ``ray.put`` for each update.
 
-    The weights are copied into Ray's object store once, and every chosen actor gets the reference
-    as the first argument of its ``update_policy_weights_``: there it is a tensordict of views of
-    the store, which no process of a node deserialises or copies for itself. They are not to be
-    written. The update returns when all actors have applied it.
+    The weights are copied into Ray's object store once. Every chosen actor gets the reference as
+    the first argument of its ``update_policy_weights_``, where it is a tensordict of views of the
+    store: no process of a node deserialises or copies it for itself. Actors must not write to these
+    views. The update returns when all actors have applied it.
 
     Args:
-        policy_weights: the trainer's weights, such as ``TensorDict.from_module(policy)``, as they
-            are when an update without weights is called.
-        remote_collectors: handles of the actors; a worker's id is its index here. ``None``: those
-            of the :class:`torchrl.collectors.distributed.RayCollector` that the updater is
-            registered with.
-        max_interval: updates that each worker skips between two that it gets.
+        policy_weights: the trainer's weights, such as ``TensorDict.from_module(policy)``, which an
+            update without weights sends.
+        remote_collectors: handles of the actors; the id of a worker is its index in this list.
+            ``None`` takes those of the :class:`torchrl.collectors.distributed.RayCollector` that
+            the updater is registered with.
+        max_interval: number of updates that each worker skips between two that it gets.
         timeout: seconds within which the workers have to answer.
 
     Raises:
-        ValueError: an unknown worker; weights of other names or shapes than ``policy_weights``.
+        ValueError: a worker is unknown, or the weights have other names or shapes than
+            ``policy_weights``.
         RuntimeError: workers are dead or failed; the message names each.
         TimeoutError: workers did not answer in time.
 

@@ -27,39 +27,43 @@ _OF_THIS_PROCESS = ("_trainer", "_worker", "_copied", "_local")
 
 @register_weight_sync_backend("channel")
 class ChannelWeightSyncScheme(WeightSyncScheme):
-    """Weights of a collector's model through a :class:`WeightChannel`.
+    """torchrl's weight-sync backend ``"channel"``: updates through a :class:`WeightChannel`.
 
-    ``collector.update_policy_weights_(weights)`` publishes one version. Each policy call takes the
-    newest version as it begins and computes with all of it, in the thread that calls; with
-    ``track_policy_version`` the frame is tagged with the version of that call, which is the
-    channel's: 1 for the weights that a collector starts with.
+    ``collector.update_policy_weights_(weights)`` publishes one version. Each call of the policy
+    takes the newest version when it begins and computes with all of it, in the thread that calls.
+    With ``track_policy_version`` the frame is tagged with the version of that call. The numbers are
+    the channel's: 1 stands for the weights that a collector starts with.
 
-    An update returns when the version is published, without waiting for workers: every policy call
-    that begins afterwards uses it, or a later one. A dead worker is logged, with its pid.
+    An update returns when the version is published and does not wait for workers: every call of the
+    policy that begins afterwards uses this version or a later one. A dead worker is logged, with
+    its process id.
 
     A collector in the trainer's own process computes with a copy of its policy, so that in-place
     training does not reach it between updates.
 
     Args:
-        strategy: as for torchrl's schemes. ``"state_dict"`` merges a peft model's adapters; weights
-            given to an update may have either form.
-        dtype: of floating weights in the channel; their own if ``None``.
-        slots: versions that the channel has room for, as for :meth:`WeightChannel.create`. Calls
-            that run at a time hold at most one each.
-        mode: ``"alias"``: the model's parameters are views of the channel, and frozen; ``"copy"``:
-            they are written in place, in their own dtype and on their own device. ``None``: alias
-            where dtypes and devices fit and the collector compiles nothing, else copy.
-        device: where the channel lies: that of the weights if ``None``.
-        adapters: of a peft model, as for :meth:`WeightChannel.create`.
-        wait: an update returns when no policy call computes with an older version any more.
-        timeout: seconds that any wait may take.
+        strategy: as in torchrl's schemes. ``"state_dict"`` merges a peft model's adapters. An
+            update takes weights in either form.
+        dtype: dtype of floating weights in the channel; their own if ``None``.
+        slots: number of versions that fit into the channel, as for :meth:`WeightChannel.create`.
+            Each running call holds at most one.
+        mode: with ``"alias"`` the model's parameters are frozen views of the channel; with
+            ``"copy"`` they are written in place, in their own dtype and on their own device.
+            ``None`` takes alias if dtypes and devices fit and the collector compiles nothing, and
+            copy otherwise.
+        device: where the channel lies; that of the weights if ``None``.
+        adapters: what is sent of a peft model, as for :meth:`WeightChannel.create`.
+        wait: whether an update returns only when no call of the policy computes with an older
+            version.
+        timeout: seconds that each wait may take.
         checksum: as for :meth:`WeightChannel.create`.
 
     Raises:
-        ValueError: weights that do not fit; chosen workers, where a channel serves all of them.
-        RuntimeError: with ``wait``, a worker is dead; the message has its pid.
+        ValueError: the weights do not fit, or an update names some workers only: a channel serves
+            all of them.
+        RuntimeError: with ``wait``, a worker is dead; the message names its process id.
         TimeoutError: workers hold all slots, or, with ``wait``, a worker computes with an older
-            version for too long; the message has its pid.
+            version for too long. The message names its process id.
 
     Example:
         >>> import torch
@@ -118,10 +122,10 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
 
     @property
     def channel(self) -> WeightChannel:
-        """The channel, in the trainer's process: who reads it, and what they hold.
+        """The channel, in the trainer's process; it says who reads it and what they hold.
 
         Raises:
-            RuntimeError: this is a worker's end, or shut down.
+            RuntimeError: this is the scheme in a worker, or it is shut down.
         """
         return self._end().channel
 
@@ -144,7 +148,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
 
     @property
     def initialized_on_sender(self) -> bool:
-        """Whether this is the trainer's end: not in a child that the trainer forked."""
+        """Whether this is the trainer's end; false in a child that the trainer forked."""
         return super().initialized_on_sender and self._pid == os.getpid()
 
     def _init_on_sender_impl(
@@ -192,7 +196,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         weakref.finalize(collector, _close_with, *ends).atexit = False
 
     def join(self, collector: Any) -> None:
-        """Take a collector of this process that was made after the trainer's end."""
+        """Take a collector of this process that was made after this scheme was initialized."""
         if self._trainer is None or self.context is not None:
             return
         self.context = collector
@@ -309,7 +313,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         self._local = self.model = self._worker.attach(collector)
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """Load the newest version, where no collector's calls do.
+        """Load the newest version, in a process where no collector's calls do that.
 
         Args:
             timeout: seconds to wait for a version that is not loaded yet; ``None`` not to wait.
@@ -344,9 +348,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     def shutdown(self) -> None:
         """Close this end of the channel; may be called again.
 
-        A collector that goes on keeps the newest version; one in the trainer's process has the
-        policy that it was given again: where it tracks versions, it refuses to go on until
-        somebody counts one of these weights. The trainer's end frees the memory, once the
+        A collector that goes on keeps the newest version. One in the trainer's process gets back
+        the policy that it was given; if it tracks versions, it refuses to go on until
+        ``increment_version`` numbers these weights. The trainer's end frees the memory, once the
         workers' ends are closed too.
         """
         if self._worker is not None:

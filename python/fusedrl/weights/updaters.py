@@ -22,13 +22,13 @@ from fusedrl.weights.worker_channels import following
 
 
 class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
-    """Write the weights that a function returns into a policy of the same process.
+    """Writes the weights that a function returns into a policy of the same process.
 
     Args:
-        weight_getter: returns the trainer's weights, a tensordict or a module. ``None`` where
-            every update is given its weights: one that is not changes nothing.
-        policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``; they are
-            written in place, also where they require grad. ``None``: those of the policy of the
+        weight_getter: returns the trainer's weights, a tensordict or a module. Pass ``None`` if you
+            give each update its weights; an update without weights then changes nothing.
+        policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``. They are
+            written in place, also if they require gradients. ``None`` takes the policy of the
             collector that the updater is registered with.
 
     Example:
@@ -78,32 +78,33 @@ class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
 
 
 class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
-    """Send weights to the worker processes of a torchrl multi-process collector.
+    """Sends weights to the worker processes of a torchrl multi-process collector.
 
-    Given to a collector as it is made, an update publishes one version in a
-    :class:`~fusedrl.WeightChannel`: every call of a worker's policy that begins after the update
-    computes with it, and each call with one complete version, in the middle of a batch as well.
-    No worker is interrupted, and none waits. ``policy_weights`` are written in place too.
+    If a collector gets the updater when it is made, an update publishes one version in a
+    :class:`~fusedrl.WeightChannel`. Every call of a worker's policy computes with one complete
+    version, and a call that begins after the update computes with the new one, also in the middle
+    of a batch. No worker is interrupted, and none waits. ``policy_weights`` are written in place
+    too.
 
-    Workers that were started before are updated in their shared memory or through their pipes.
+    Workers that run already are updated in their shared memory or through their pipes.
 
     Args:
-        get_server_weights: returns the trainer's weights, a tensordict or a module. ``None`` where
-            every update is given its weights, or where the trainer's *are* the policy given to the
-            collector: an update without weights publishes them as they are then.
-        policy_weights: a policy's weights for each worker: by the device of the workers' policy,
-            or by the worker's index, each such as ``TensorDict.from_module(policy)``. For a
-            collector that is given ``policy_factory`` they are the trainer's copy of what a worker
-            has; its workers start with what the factory makes.
-        timeout: seconds within which a worker that a signal stopped has to run again, a policy
-            call of an old version has to end where all slots are taken, a pipe has to answer.
-        slots: versions that a channel has room for, in memory each; with fewer than the workers
-            that share it plus two, an update may wait for the end of a policy call.
+        get_server_weights: returns the trainer's weights, a tensordict or a module. Pass ``None``
+            if you give each update its weights, or if the collector's policy *is* the trained
+            module: an update without weights then publishes it as it is.
+        policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, by the
+            device of the workers' policy or by the index of a worker. For a collector with
+            ``policy_factory`` they are the trainer's copy of what a worker has, and the workers
+            start with what the factory makes.
+        timeout: seconds to wait for a worker that a signal stopped, for the end of a policy call of
+            an old version if all slots are taken, and for an answer through a pipe.
+        slots: number of versions that fit into a channel; each takes memory. With fewer than two
+            more than the workers that share it, an update may wait for the end of a policy call.
 
     Raises:
-        ValueError: names or shapes that the policy does not have; an unknown worker.
-        RuntimeError: a worker is dead; the message has its index and pid.
-        TimeoutError: a worker did not do so in time.
+        ValueError: the policy does not have such names or shapes, or a worker is unknown.
+        RuntimeError: a worker is dead; the message names its index and process id.
+        TimeoutError: one of these took longer than ``timeout``.
 
     Example:
         >>> import torch
@@ -150,7 +151,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         return server_weights
 
     def register_collector(self, collector: Any) -> None:
-        """Keep a weak reference to the collector; workers that it starts follow a channel."""
+        """Keep a weak reference to the collector, whose workers will follow a channel."""
         super().register_collector(collector)
         start = getattr(collector, "_run_processes", None)
         if start is None or hasattr(collector, "procs"):
