@@ -1,4 +1,4 @@
-"""Replace what a package's modules hold by something of ours, and put it back.
+"""Replaces objects in the modules of a package by ours, and puts them back.
 
 An object is found by identity, under whatever name a loaded module of the package holds it. Only
 the modules' own dicts are read and written: no attribute of a module is looked up, since that would
@@ -41,7 +41,7 @@ _originals: dict[tuple[str, str], Any] = {}
 
 @dataclass(frozen=True)
 class Replacement:
-    """What ``module.name`` is gives way to ``new`` in the whole package.
+    """Replaces ``module.name`` by ``new`` in the whole package.
 
     A name ``Class.method`` is replaced in that class alone, and in what inherits it from there.
     Where the module has no such name, ``new`` is added to the modules ``add_to``; with none of them
@@ -56,7 +56,7 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Change:
-    """One global of one module: ``old`` gave way to ``new``, or ``new`` was added."""
+    """One global of one module in which ``new`` replaced ``old``, or was added."""
 
     module: str
     name: str
@@ -71,16 +71,16 @@ class Change:
 
 
 class Report:
-    """What a patch replaced; iterable, one :class:`Change` a global.
+    """What a patch replaced: an iterable with one :class:`Change` for each global.
 
     As a context manager it reverts the patch at the end of the block.
 
     Attributes:
         package: the package whose modules were changed.
         changes: what was changed.
-        already: names that were ours before; reverting this patch leaves them.
-        held: ``(module, name)`` of globals of other packages that hold an original. They are the
-            user's own and stay as they are.
+        already: names that an earlier patch replaced; reverting this patch leaves them.
+        held: ``(module, name)`` of globals outside of the package that hold an original. They
+            belong to the user and stay as they are.
         active: whether the patch is in place.
     """
 
@@ -104,7 +104,7 @@ class Report:
 
     @cached_property
     def untouched(self) -> Mapping[str, str]:
-        """What of the package runs as it did before, by name, each with the reason.
+        """Parts of the package that run as before, by name, each with the reason.
 
         It is looked for when it is first asked for, which may take a second.
         """
@@ -112,14 +112,14 @@ class Report:
 
     @cached_property
     def in_part(self) -> Mapping[str, str]:
-        """What of the package runs on ours in part, or on a condition, by name, each with which.
+        """Parts of the package that use ours partly or on a condition, by name, each with which.
 
         It is looked for when it is first asked for, as :attr:`untouched` is.
         """
         return self._find_in_part()
 
     def revert(self) -> None:
-        """Put back what this patch replaced, as it was; a second call does nothing.
+        """Put back everything that this patch replaced; a second call does nothing.
 
         Modules of the package that were imported under the patch get the originals too. A global
         that something else has changed since is left alone, and logged.

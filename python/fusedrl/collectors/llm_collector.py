@@ -36,53 +36,58 @@ from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
 
 class LLMCollector(_LLMCollector):
-    """Collect dialogs: iterate to get batches of turns, of shape (dialogs, time) or (turns,).
+    """Collects dialogs: iterate to get batches of turns, of shape (dialogs, time) or (turns,).
 
-    Takes the place of torchrl's class, and is one for ``isinstance``. Turns carry the trajectory
-    that they belong to (``("collector", "traj_ids")``) and, if versions are tracked, the version
-    that the policy had when it was called for the turn (``"policy_version"``, also in ``"next"``).
+    It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Each turn says to
+    which trajectory it belongs (``("collector", "traj_ids")``) and, if versions are tracked, which
+    version the policy had when it was called for the turn (``"policy_version"``, also in
+    ``"next"``).
 
     Args:
         env: an environment, or a function that makes one.
-        policy: takes and returns a tensordict, a new one or the one that it was given.
-        policy_factory: makes the policy, in its place.
-        dialog_turns_per_batch: turns in a batch, rounded up to whole steps of the environment. May
-            be left out for completed trajectories.
-        yield_only_last_steps: the last turn of each completed trajectory only; the others count
-            towards ``total_dialog_turns`` still.
-        yield_completed_trajectories: batches of completed trajectories, one after the other, that
-            have ``dialog_turns_per_batch`` turns or more; from an ``AsyncEnvPool`` each trajectory
-            as soon as it is complete. By default as ``yield_only_last_steps``.
-        postproc: is given each batch, and returns what is to be yielded or stored.
-        total_dialog_turns: turns to run in all; -1 never ends.
-        async_envs: ``True`` asserts that ``env`` is an ``AsyncEnvPool``, which is seen anyway.
-        replay_buffer: is extended with each batch; the iterator yields ``None`` instead.
-        reset_at_each_iter: start new dialogs for each batch, whatever running ones had.
-        flatten_data: one dimension, dialog after dialog, instead of (dialogs, time). By default
-            when a ``replay_buffer`` or a ``queue`` is given.
-        weight_updater: torchrl's or ours (or a function that makes it), registered with this.
-        weight_sync_schemes: torchrl's schemes by the name of their model, instead of an updater.
-        queue: takes single turns in the place of a ``replay_buffer``; drops its oldest if full.
-        channel: where the policy's weights come from: each turn is with the version that is newest
-            when it begins, from the policy's call to the last transform of ``env``; before the
-            first with what the policy has, as version 0. A handle is opened, and is closed at
-            shutdown.
-        channel_mode: ``"alias"`` or ``"copy"``, as of :meth:`fusedrl.WeightReader.load_into`.
-        copy_turns: copy what policy and environment return, which may write into it again later.
-            ``False`` is for those that return new tensors at each turn: batches then share memory
-            with what they keep.
-        track_policy_version: whether to tag turns, or with which :class:`PolicyVersion`. Added to
-            the environment unless it is there; an ``AsyncEnvPool`` needs none.
-        max_staleness: drop a batch if its oldest turn is more than so many versions behind the
-            policy's, or the channel's; ``stale_turns`` counts what is dropped.
+        policy: takes a tensordict and returns one, either a new one or the same.
+        policy_factory: a function that makes the policy; pass it instead of ``policy``.
+        dialog_turns_per_batch: number of turns in a batch, rounded up to whole steps of the
+            environment. Completed trajectories do not need it.
+        yield_only_last_steps: yield only the last turn of each completed trajectory. The other
+            turns still count towards ``total_dialog_turns``.
+        yield_completed_trajectories: yield batches of completed trajectories, one after the other,
+            with at least ``dialog_turns_per_batch`` turns. An ``AsyncEnvPool`` yields each
+            trajectory as soon as it is complete. The default is the value of
+            ``yield_only_last_steps``.
+        postproc: a function that gets each batch and returns what is yielded or stored.
+        total_dialog_turns: number of turns to run in all; -1 never ends.
+        async_envs: ``True`` asserts that ``env`` is an ``AsyncEnvPool``. The collector sees that
+            without it.
+        replay_buffer: a buffer that is extended with each batch; the iterator then yields ``None``.
+        reset_at_each_iter: start new dialogs for each batch; dialogs that are running end.
+        flatten_data: whether batches have one dimension, dialog after dialog, instead of (dialogs,
+            time). By default they have if there is a ``replay_buffer`` or a ``queue``.
+        weight_updater: an updater of torchrl's or of ours, or a function that makes one.
+        weight_sync_schemes: torchrl's schemes by the names of their models, instead of an updater.
+        queue: takes single turns instead of a ``replay_buffer``. If it is full, it drops the
+            oldest.
+        channel: a reader or handle of the channel from which the policy's weights come. Each turn,
+            from the policy's call to the last transform of ``env``, computes with the version that
+            is newest when it begins. Before the first version it computes with the policy's own
+            weights, as version 0. A handle is opened here and closed at shutdown.
+        channel_mode: ``"alias"`` or ``"copy"``, as for :meth:`fusedrl.WeightReader.load_into`.
+        copy_turns: copy what policy and environment return, because they may write into it later.
+            Pass ``False`` if they return new tensors at each turn; batches then share memory with
+            what they keep.
+        track_policy_version: whether to tag turns, or the :class:`PolicyVersion` that tags them. It
+            is added to the environment unless it is there; an ``AsyncEnvPool`` needs none.
+        max_staleness: drop a batch if its oldest turn is more than this number of versions behind
+            the policy's, or the channel's; ``stale_turns`` counts the dropped turns.
         progress: show a progress bar, with rich: turns, tokens, version, staleness.
-        verbose: log the same for each batch, unless there is a bar.
+        verbose: log the same figures for each batch, unless there is a bar.
 
     Raises:
-        TypeError: arguments that exclude each other, or one that is missing.
-        ValueError: numbers out of range; an environment without the one batch dimension that
-            completed trajectories take; a pool of environments of several dialogs each.
-        RuntimeError: ``async_envs`` without an ``AsyncEnvPool``; a queue and a replay buffer;
+        TypeError: arguments exclude each other, or one is missing.
+        ValueError: a number is out of range, the environment does not have the one batch dimension
+            that completed trajectories need, or the environments of a pool have several dialogs
+            each.
+        RuntimeError: ``async_envs`` without an ``AsyncEnvPool``, a queue beside a replay buffer, or
             weights that are given to a collector with a channel.
 
     Example:
@@ -224,7 +229,7 @@ class LLMCollector(_LLMCollector):
 
     @property
     def max_staleness(self) -> int | None:
-        """Versions that the oldest turn of a batch may be behind; ``None`` keeps everything."""
+        """Versions that the oldest turn of a batch may be behind; ``None`` keeps all batches."""
         return self._max_staleness
 
     @max_staleness.setter
@@ -246,7 +251,7 @@ class LLMCollector(_LLMCollector):
 
     @property
     def policy_version_tracker(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What tags turns with versions, if they are tracked."""
+        """The :class:`PolicyVersion` that tags turns, or ``None``."""
         return self._versions.tracker
 
     @policy_version_tracker.setter
@@ -255,7 +260,7 @@ class LLMCollector(_LLMCollector):
 
     @property
     def policy(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What is called for each turn; another one may be set unless a channel brings weights."""
+        """The policy; another one may be set unless its weights come from a channel."""
         return self._policy
 
     @policy.setter
@@ -294,7 +299,7 @@ class LLMCollector(_LLMCollector):
     # Batches.
 
     def iterator(self) -> Iterator[Any]:
-        """Batches until ``total_dialog_turns`` have run; ``None`` each where a buffer gets them."""
+        """Yield batches until ``total_dialog_turns`` have run, or ``None`` if a buffer gets them."""
         self._require_open()
         watch = self._loop.watch
         with progress_bar(self) as advance:
@@ -359,7 +364,7 @@ class LLMCollector(_LLMCollector):
         """Set the postprocessing of a collector that has none.
 
         Raises:
-            RuntimeError: it has one.
+            RuntimeError: it has one already.
         """
         if self.postproc is not None:
             raise RuntimeError(
@@ -380,7 +385,7 @@ class LLMCollector(_LLMCollector):
 
     @classmethod
     def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
-        """The class of actors that are such a collector.
+        """The class of Ray actors that are such a collector.
 
         Args:
             remote_config: Ray's options for them.
@@ -389,11 +394,11 @@ class LLMCollector(_LLMCollector):
         return super().as_remote(remote_config or {"max_concurrency": 1})
 
     def is_initialized(self) -> bool:
-        """Whether the collector is ready: made, and not shut down."""
+        """Whether the collector can be used: it is not shut down."""
         return not self.closed
 
     def next(self) -> TensorDictBase | None:
-        """The next batch without its device, or ``None`` at the end."""
+        """The next batch, without a device, or ``None`` at the end."""
         if self._iterator is None:
             self._iterator = iter(self)
         batch = next(self._iterator, None)
@@ -403,7 +408,7 @@ class LLMCollector(_LLMCollector):
 
     @property
     def weight_updater(self) -> Any:
-        """The weight updater, if any; one that is set is registered with this collector."""
+        """The weight updater, or ``None``. Setting one registers it with this collector."""
         return self._weight_updater
 
     @weight_updater.setter
@@ -420,25 +425,25 @@ class LLMCollector(_LLMCollector):
 
     @property
     def policy_version(self) -> Any:
-        """The version that the next turn has, ``None`` if none is tracked.
+        """The version that the next turn will have; ``None`` if versions are not tracked.
 
-        With a channel that is the newest published one.
+        With a channel it is the newest published version.
         """
         return self._versions.newest
 
     def set_weight_updater(self, weight_updater: Any) -> bool:
-        """Set the weight updater; returns ``True``, as remote calls want an answer."""
+        """Set the weight updater. Returns ``True``, because remote calls want an answer."""
         self.weight_updater = weight_updater
         return True
 
     def increment_version(self) -> None:
-        """Count a new version of the policy; during an update, once for all of it."""
+        """Count a new version of the policy. During an update, several calls count one."""
         self._versions.count()
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """Update the policy's weights, as torchrl's collectors do, and count one version.
 
-        With a channel there is nothing to be done, the next turn has the newest.
+        With a channel it does nothing: the next turn takes the newest version.
         """
         if self._versions.is_open and not args and not kwargs:
             return
@@ -447,7 +452,7 @@ class LLMCollector(_LLMCollector):
             super().update_policy_weights_(*args, **kwargs)
 
     def receive_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Take weights, those given or those of the receiving schemes, and count one version."""
+        """Take the given weights, or those of the receiving schemes, and count one version."""
         if not args and not kwargs and getattr(self, "_receiver_schemes", None) is None:
             return
         self._refuse_beside_channel()
@@ -503,10 +508,10 @@ class LLMCollector(_LLMCollector):
         return super().set_seed(seed, static_seed=static_seed)
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
-        """Start new dialogs at the next rollout; nothing of before is in any batch.
+        """Start new dialogs at the next rollout; no later batch has turns from before.
 
         Raises:
-            NotImplementedError: an ``index``.
+            NotImplementedError: an ``index`` is given.
         """
         if index is not None or kwargs:
             raise NotImplementedError(
@@ -520,14 +525,14 @@ class LLMCollector(_LLMCollector):
         close_env: bool = True,
         raise_on_error: bool = True,
     ) -> None:
-        """End a thread that was started, close the environment, and let the channel go.
+        """End a thread that was started, close the environment, and stop following the channel.
 
-        A rollout in another thread ends after the turn that it is in, with a ``RuntimeError``.
+        A rollout in another thread ends after its current turn, with a ``RuntimeError``.
 
         Args:
-            timeout: seconds to wait for the thread, or for that turn.
-            close_env: whether to close the environment, too.
-            raise_on_error: whether to raise what closing raises.
+            timeout: seconds to wait for the thread, or for the current turn.
+            close_env: whether to close the environment too.
+            raise_on_error: whether to raise the errors of closing.
         """
         if not self.is_running():  # torchrl waits for the thread that it has started
             self._ends = True
@@ -546,7 +551,7 @@ class LLMCollector(_LLMCollector):
         return self._loop.watch.profile()
 
     def state_dict(self) -> Any:
-        """Environment, policy, counts and version, which later rollouts do not change."""
+        """The state of environment, policy, counts and version; later rollouts do not change it."""
         self._require_open()
         state = super().state_dict()
         weights = state.get("policy_state_dict", {})
@@ -557,14 +562,14 @@ class LLMCollector(_LLMCollector):
     def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
         """Restore environment, policy, counts and version; dialogs start anew.
 
-        Once there are weights of a channel, the policy keeps these and their version.
+        If weights have come from a channel, the policy keeps them and their version.
 
         Args:
-            state_dict: as :meth:`state_dict` returns it.
-            kwargs: ``strict=False`` takes a state without the policy's or the environment's.
+            state_dict: a state that :meth:`state_dict` has returned.
+            kwargs: ``strict=False`` takes a state that lacks the policy or the environment.
 
         Raises:
-            ValueError: entries that are missing, or that do not fit; nothing has changed then.
+            ValueError: entries are missing or do not fit. Nothing has changed then.
             RuntimeError: the collector is shut down.
         """
         strict = kwargs.get("strict", True)

@@ -22,26 +22,26 @@ Version = int | str
 
 
 class PolicyVersion(_PolicyVersion):
-    """Tag what an environment returns with the version of the policy.
+    """Tags what an environment returns with the version of the policy.
 
-    As a transform it writes ``"policy_version"`` at each reset and step. A collector that is given
-    it (``track_policy_version=``) replaces that by the version that the policy had when it was
-    called for the turn, which another thread may have changed by the time the environment steps,
-    and counts one version for each weight update.
+    As a transform it writes ``"policy_version"`` at each reset and step. A collector that gets it
+    as ``track_policy_version=`` writes the version that the policy had when it was called for the
+    turn: another thread may have changed the version by the time the environment steps. It counts
+    one version for each weight update.
 
     A policy whose weights change while it generates can report the version of each token under
-    ``"token_policy_version"`` (int64, one row a sample, ragged or padded with -1), as those of vLLM
-    do. A collector then has them in ``"next"``, too, tags the turn with the oldest of them, and
-    :meth:`span` takes these.
+    ``"token_policy_version"`` (int64, one row for each sample, ragged or padded with -1), as vLLM's
+    policies do. A collector then has them in ``"next"`` too and tags the turn with the oldest of
+    them, and :meth:`span` reads them.
 
     Args:
         version_type: ``"int"`` or ``int``: 0, 1, 2, ... in int64 tensors of the batch's shape.
-            ``"uuid"`` or ``str``: UUID4 strings, one an element: the key answers with a list of
-            them, nested as the batch is, and with a string where there is no batch dimension.
-        max_history: how many entries of ``version_history`` are kept, the newest.
+            ``"uuid"`` or ``str``: UUID4 strings, one for each element. The key then gives a list of
+            strings, nested like the batch, or one string if there is no batch dimension.
+        max_history: how many entries ``version_history`` keeps; the oldest are dropped.
 
     Raises:
-        ValueError: another ``version_type``, or a ``max_history`` below 1.
+        ValueError: ``version_type`` is none of these, or ``max_history`` is below 1.
 
     Example:
         >>> import torch
@@ -78,7 +78,7 @@ class PolicyVersion(_PolicyVersion):
 
     @property
     def counts(self) -> bool:
-        """Whether versions are integers."""
+        """Whether versions are integers, which can be counted."""
         return self.version_type in (int, "int")
 
     @property
@@ -86,7 +86,7 @@ class PolicyVersion(_PolicyVersion):
         """The version that the policy has now; assigning one records the change.
 
         Raises:
-            TypeError: an integer for UUIDs, or anything else for integers.
+            TypeError: an integer is assigned to UUIDs, or anything else to integers.
         """
         assert self._current_version is not None
         return self._current_version
@@ -110,14 +110,14 @@ class PolicyVersion(_PolicyVersion):
         self.version = self.version + 1 if isinstance(self.version, int) else str(uuid.uuid4())
 
     def span(self, batch: TensorDictBase) -> tuple[Version, Version]:
-        """The oldest and the newest version that had a part in a batch of turns.
+        """The oldest and the newest version that made a part of a batch of turns.
 
         Args:
             batch: turns as a collector returns them, of any shape.
 
         Raises:
-            ValueError: a batch without versions; UUIDs that are no longer in ``version_history``,
-                which orders them.
+            ValueError: the batch has no versions, or UUIDs that ``version_history``, which orders
+                them, no longer has.
         """
         versions = versions_in(batch)
         if self.counts:
@@ -197,7 +197,7 @@ def stamp_tokens(turn: TensorDictBase) -> None:
 
 
 def versions_in(batch: TensorDictBase) -> set[Any]:
-    """Every version that a batch of turns names: the tokens' where there are any, else its own."""
+    """All versions in a batch: those of the tokens if there are any, else those of the turns."""
     flat = batch.reshape(-1)
     for part in (flat.get("next", flat), flat):
         rows: Any = part.get(TOKENS_KEY, as_list=True)

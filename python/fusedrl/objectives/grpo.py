@@ -1,4 +1,4 @@
-"""GRPO and its variants over the log-probs of kept tokens, without the logits of all."""
+"""GRPO and its variants, from the log-probs of kept tokens, without the logits of all tokens."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class GRPOLoss(_GRPOLoss):
     """The clipped loss of GRPO over the tokens of a conversation.
 
     A drop-in for :class:`torchrl.objectives.llm.GRPOLoss`: arguments, keys, outputs and metrics are
-    torchrl's, and torchrl's own formulas compute the values. They take log-probs and entropies of
-    the tokens that the masking strategy counts, which are computed from hidden states, in float32.
-    The gradients are made in the same pass, as with :func:`fusedrl.linear_policy_loss`. With
-    ``kl_mask_threshold``, without aggregation, and in subclasses with an objective of their own,
-    log-probs come from :func:`fusedrl.models.causal_log_probs`, which takes one more product with
-    the head.
+    torchrl's, and torchrl's own formulas compute the values. The log-probs and entropies that they
+    need are computed from hidden states, in float32, for the tokens that the masking strategy
+    counts. The gradients are computed in the same pass, as in :func:`fusedrl.linear_policy_loss`.
+    With ``kl_mask_threshold``, without aggregation, and in subclasses with an objective of their
+    own, log-probs come from :func:`fusedrl.models.causal_log_probs`, which needs one more product
+    with the head.
 
-    What cannot be computed from hidden states runs as torchrl's class does, and is logged once: an
-    actor that is no ``TransformersWrapper``, subclasses that read the distribution of all logits,
-    and tokens that are not those that the actor reads. There is no second derivative.
+    What cannot be computed from hidden states runs as in torchrl's class, and is logged once: an
+    actor that is not a ``TransformersWrapper``, subclasses that read the distribution of all
+    logits, and tokens that the actor does not read. There is no second derivative.
 
-    As in torchrl, ``loss_objective``, ``loss_entropy`` and the other fields that begin with
-    ``loss_`` differentiate, and are to be added up; an argument that the class does not know is
-    accepted and ignored.
+    As in torchrl, add up ``loss_objective``, ``loss_entropy`` and the other fields that begin with
+    ``loss_``, which differentiate. An argument that the class does not know is accepted and
+    ignored.
 
     Attributes:
-        max_tokens_per_forward: bounds the tokens of one forward pass of the model, see
-            :func:`fusedrl.models.causal_log_probs`; it may be set on an instance.
+        max_tokens_per_forward: largest number of tokens in one forward pass of the model, see
+            :func:`fusedrl.models.causal_log_probs`. It may be set on an instance.
 
     Example:
         >>> import torch
@@ -103,7 +103,7 @@ class CISPOLoss(GRPOLoss, _CISPOLoss):
 
 
 class DAPO(GRPOLoss, _DAPO):
-    """The loss of DAPO, with bounds that differ; see :class:`fusedrl.GRPOLoss`.
+    """The loss of DAPO, with two different bounds; see :class:`fusedrl.GRPOLoss`.
 
     A drop-in for :class:`torchrl.objectives.llm.DAPO`.
 

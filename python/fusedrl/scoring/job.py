@@ -32,26 +32,27 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Settings:
-    """How to score.
+    """The options of a scoring job.
 
     Args:
-        estimator: KL estimator behind ``kl`` and the ranking: ``k1``, ``k2``, ``k3`` or ``abs``.
-            k3, the default, is never negative, token by token.
+        estimator: KL estimator of ``kl`` and of the ranking: ``k1``, ``k2``, ``k3`` or ``abs``. The
+            default, ``k3``, is never negative for any token.
         temperature: divisor of both models' logits.
         device: torch device, or ``"auto"``.
-        dtype: ``"auto"`` (float32 on the CPU, the checkpoint's own elsewhere) or a torch dtype.
-        max_tokens_per_batch: tokens of one forward pass, padding included; ``None`` for what
-            :func:`fusedrl.models.causal_log_probs` chooses.
-        chat_template: file with a Jinja chat template that replaces the tokenizer's.
-        context: tokens of the longest chat that is scored; ``None`` for the
-            ``max_position_embeddings`` of the two models, beyond which many of them make no sense.
+        dtype: a torch dtype, or ``"auto"``: float32 on the CPU, the checkpoint's own elsewhere.
+        max_tokens_per_batch: largest number of tokens in one forward pass, including padding.
+            ``None`` takes what :func:`fusedrl.models.causal_log_probs` chooses.
+        chat_template: path of a Jinja chat template that replaces the tokenizer's.
+        context: number of tokens of the longest chat that is scored. ``None`` takes the
+            ``max_position_embeddings`` of the two models, beyond which most models give no useful
+            results.
         strict: stop at the first chat that cannot be scored, instead of skipping it.
-        report_chats: how many of the most-drifted chats the report shows.
-        rollout_bound: where the ratio of a token between the policy and what generated it is
-            truncated, of chats with rollout log-probs.
+        report_chats: how many of the most drifted chats the report shows.
+        rollout_bound: bound of the ratios between the policy and the engine, for chats with rollout
+            log-probs.
 
     Raises:
-        ScoreError: a value out of its range.
+        ScoreError: a value is out of its range.
     """
 
     estimator: str = "k3"
@@ -89,9 +90,9 @@ class Settings:
 
 @dataclass
 class Summary:
-    """What a job did: a row a chat (the columns of ``chats.parquet``) and the chats it skipped.
+    """What a job did: a row for each chat, as in ``chats.parquet``, and the skipped chats.
 
-    ``mismatch`` is that of all tokens with a rollout log-prob together, ``None`` without any.
+    ``mismatch`` is that of all tokens with a rollout log-prob together, or ``None`` without any.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -116,25 +117,26 @@ def score_chats(
 ) -> Summary:
     """Score conversations under two models.
 
-    Writes ``tokens.parquet``, ``chats.parquet`` and ``report.html`` into ``out``. They are written
-    in a temporary directory inside it and moved when all three are complete: a job that fails or is
-    interrupted leaves the files of an earlier one as they were. One that is killed leaves that
-    directory, which the next job removes.
+    Writes ``tokens.parquet``, ``chats.parquet`` and ``report.html`` into ``out``. The files are
+    written into a temporary directory inside it and moved when all three are complete: a job that
+    fails or is interrupted leaves the files of an earlier job as they were. A job that is killed
+    leaves that directory behind, and the next job removes it.
 
     Args:
-        chats: JSONL, or Parquet by its suffix, of ``{"messages": [{"role", "content"}, ...]}``,
-            perhaps with ``"rollout_log_probs"``, the engine's log-prob of each scored token or of
-            each token.
-        policy: directory or hub name of the model that was trained.
-        reference: the same for the model it is compared with.
+        chats: a JSONL file, or a Parquet file by its suffix, of ``{"messages": [{"role",
+            "content"}, ...]}``. An optional ``"rollout_log_probs"`` has the engine's log-prob of
+            each scored token or of each token.
+        policy: directory or hub name of the trained model.
+        reference: directory or hub name of the model that it is compared with.
         out: directory to write into; made if absent.
         settings: how to score; ``None`` for the defaults.
-        on_skip: called with every chat that is skipped.
-        on_progress: called with the number of chats done, scored or skipped.
+        on_skip: a function that is called with every chat that is skipped.
+        on_progress: a function that is called with the number of chats done, scored or skipped.
 
     Raises:
-        ScoreError: two vocabularies, a model or file that does not load, nothing left to score.
-        ChatError: with ``settings.strict``, the first chat that cannot be scored.
+        ScoreError: the vocabularies differ, a model or file does not load, or no chat can be
+            scored.
+        ChatError: with ``settings.strict``, a chat cannot be scored.
 
     Example:
         >>> from fusedrl.scoring import score_chats

@@ -26,53 +26,59 @@ from fusedrl.transport import unpack
 
 
 class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
-    """Collect dialogs in actors of a Ray cluster, each of which is an :class:`LLMCollector`.
+    """Collects dialogs in actors of a Ray cluster, each of which is an :class:`LLMCollector`.
 
-    Takes the place of torchrl's class, and is one for ``isinstance``. Environment and policy live
-    in the actors. Weights get there by one object of Ray's store an update: a policy takes them at
-    its next call, also in the middle of a batch, and all actors have them under one version, which
-    tags the turns. Pickled for a Ray task or actor, it is a handle of the same actors there.
+    It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Environment and
+    policy live in the actors. An update puts the weights into Ray's object store once. A policy
+    takes them at its next call, also in the middle of a batch, and all actors have them under one
+    version, which tags the turns. If it is pickled for a Ray task or actor, it is a handle of the
+    same actors there.
 
     Args:
-        env: an environment, or a function that makes one: for all actors, or a list, one each.
-        policy: sent to the actors; trained here, it is what an update without weights sends.
-        policy_factory: makes the policy in each actor, in its place.
-        dialog_turns_per_batch: turns in a batch, rounded up to whole steps of the environments.
-        total_dialog_turns: turns to run in all, shared out equally; -1, ``None`` or infinity never
-            ends.
+        env: an environment or a function that makes one, for all actors, or a list with one for
+            each.
+        policy: the policy, which is sent to the actors. An update without weights sends its
+            weights.
+        policy_factory: a function that makes the policy in each actor; pass it instead of
+            ``policy``.
+        dialog_turns_per_batch: number of turns in a batch, rounded up to whole steps.
+        total_dialog_turns: number of turns to run in all, shared out equally; -1, ``None`` or
+            infinity never ends.
         yield_only_last_steps: as for :class:`LLMCollector`.
         yield_completed_trajectories: as for :class:`LLMCollector`.
-        postproc: is given each batch of an actor, in the actor.
+        postproc: a function that gets each batch of an actor, in the actor.
         async_envs: as for :class:`LLMCollector`.
-        replay_buffer: is extended with each batch; the iterator yields ``None`` instead. A
-            ``RayReplayBuffer`` is extended by the actors, any other one in this process.
+        replay_buffer: a buffer that is extended with each batch; the iterator then yields ``None``.
+            The actors extend a ``RayReplayBuffer``; any other buffer is extended in this process.
         reset_at_each_iter: as for :class:`LLMCollector`.
         flatten_data: as for :class:`LLMCollector`.
-        weight_updater: one that sends to actors, such as :class:`RayRemoteWeightUpdater`, runs
-            here; any other, or a function that makes it, in each actor, instead of a channel.
-        ray_init_config: of ``ray.init``, which is called unless Ray runs.
-        remote_config: Ray's options for an actor (``num_cpus``, ``resources``,
-            ``scheduling_strategy``, ...): for all of them, or a list, one each.
-        track_policy_version: whether to tag turns, or with which :class:`PolicyVersion`.
-        sync_iter: ``True``: actors collect while a batch is waited for, each its share of it.
-            ``False``: each collects its next batch meanwhile, and the first that is ready comes.
+        weight_updater: an updater that sends to actors, such as :class:`RayRemoteWeightUpdater`,
+            runs here. Any other, or a function that makes one, runs in each actor, instead of a
+            channel.
+        ray_init_config: arguments of ``ray.init``, which is called unless Ray runs.
+        remote_config: Ray's options (``num_cpus``, ``resources``, ``scheduling_strategy``, ...) for
+            all actors, or a list with one set of options for each.
+        track_policy_version: whether to tag turns, or the :class:`PolicyVersion` that tags them.
+        sync_iter: with ``True`` the actors collect while you wait for a batch, each its share of
+            it. With ``False`` each collects its next batch meanwhile, and you get the first that is
+            ready.
         progress: show a progress bar here, with rich: turns, tokens, version, staleness.
-        verbose: log the same for each batch here, unless there is a bar.
-        num_cpus: of each actor, where ``remote_config`` does not say.
-        num_gpus: of each actor, where ``remote_config`` does not say.
-        num_collectors: actors; as many as a list has.
-        channel_mode: ``"alias"`` or ``"copy"``, as of :meth:`fusedrl.WeightReader.load_into`.
-        copy_turns: as of :class:`fusedrl.LLMCollector`.
-        max_staleness: drop a batch if its oldest turn is more than so many versions behind as it
-            is handed out; ``stale_turns`` counts what is dropped.
-        timeout: seconds that an actor may take to find a place, and an update to reach it.
+        verbose: log the same figures for each batch here, unless there is a bar.
+        num_cpus: number of CPUs of each actor, unless ``remote_config`` names it.
+        num_gpus: number of GPUs of each actor, unless ``remote_config`` names it.
+        num_collectors: number of actors; by default as many as a list has.
+        channel_mode: ``"alias"`` or ``"copy"``, as for :meth:`fusedrl.WeightReader.load_into`.
+        copy_turns: as for :class:`fusedrl.LLMCollector`.
+        max_staleness: drop a batch if its oldest turn is more than this number of versions behind
+            when it is handed out; ``stale_turns`` counts the dropped turns.
+        timeout: seconds that Ray may take to place an actor, and an update to reach it.
 
     Raises:
-        TypeError: as for :class:`LLMCollector`; a policy or environment that cannot be pickled.
-        ValueError: as for :class:`LLMCollector`; lists of different lengths; fewer turns than
-            actors. What can be refused is refused before Ray is touched.
-        RuntimeError: Ray is not installed, or has no place for an actor; later, a dead actor. What
-            an actor raises is raised here, with its traceback.
+        TypeError: as for :class:`LLMCollector`, or a policy or environment cannot be pickled.
+        ValueError: as for :class:`LLMCollector`, or lists have different lengths, or there are
+            fewer turns than actors. It is raised before Ray is started, where that is possible.
+        RuntimeError: Ray is not installed or has no place for an actor, or later an actor is dead.
+            What an actor raises is raised here, with its traceback.
 
     Example:
         >>> from fusedrl import RayLLMCollector
@@ -201,12 +207,12 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
 
     @property
     def total_dialog_turns(self) -> Any:
-        """Turns to run in all, infinite without an end."""
+        """Number of turns to run in all; infinite if they never end."""
         return self.total_frames
 
     @property
     def dialog_turns_per_batch(self) -> int:
-        """Turns in a batch, before they are rounded up to whole steps."""
+        """Number of turns in a batch, before it is rounded up to whole steps."""
         return self.requested_frames_per_batch
 
     def __iter__(self) -> Iterator[Any]:
@@ -221,7 +227,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
         yield from self._batches.rest(progress_bar(self))
 
     def next(self) -> TensorDictBase | None:
-        """The next batch; ``None`` at the end, and where a replay buffer gets it.
+        """The next batch; ``None`` at the end, and if a replay buffer gets it.
 
         An exception of an actor shuts the collector down.
         """
@@ -232,7 +238,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
         """Collect into the replay buffer in the background, in all actors at once.
 
         Raises:
-            RuntimeError: no replay buffer, or one that only another process has.
+            RuntimeError: there is no replay buffer, or only another process has it.
         """
         self._batches.start(progress_bar(self))
 
@@ -271,25 +277,27 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
     ) -> None:
         """Update the weights of all actors' policies: one version, the same for all.
 
-        Without a weight updater every call of a policy that begins afterwards uses the weights,
-        also in the middle of a batch; a call that runs is neither changed nor waited for. An
-        updater runs where it belongs: one of :class:`fusedrl.RemoteWeightUpdaterBase` here, any
-        other in the actors, between two batches.
+        Without a weight updater, every call of a policy that begins afterwards uses the weights,
+        also in the middle of a batch. A call that runs keeps its weights, and the update does not
+        wait for it. An updater that derives from :class:`fusedrl.RemoteWeightUpdaterBase` runs
+        here, and any other in the actors, between two batches.
 
         Args:
             policy_or_weights: a tensordict, a module or a state dict of the policy, or of the model
                 that it wraps; the policy that the collector was given if ``None``.
             weights: the same.
             policy: the same.
-            worker_ids: of the updater; without one ``None``, or all actors.
+            worker_ids: workers that the updater shall reach; without an updater ``None`` or all
+                actors.
             model_id: ``None`` or ``"policy"``.
             weights_dict: weights for ``"policy"``, and for nothing else.
             policy_weights: the same as ``policy_or_weights``, by its former name.
 
         Raises:
-            TypeError: a policy that has no module, and no weight updater.
-            ValueError: weights that do not fit, which changes nothing; chosen workers.
-            RuntimeError: a dead actor; the others have the weights.
+            TypeError: the policy has no module, and there is no weight updater.
+            ValueError: the weights do not fit, and nothing has changed; or only some workers are
+                named.
+            RuntimeError: an actor is dead; the others have the weights.
             TimeoutError: an actor does not answer.
         """
         forms = [policy_or_weights, weights, policy, policy_weights]
@@ -305,7 +313,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
 
     @property
     def weight_updater(self) -> Any:
-        """The weight updater, or the function that makes it in the actors, as it was set."""
+        """The weight updater that was set, or the function that makes it in the actors."""
         return self._weights.updater
 
     @weight_updater.setter
@@ -392,11 +400,11 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
     def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
         """Restore the collectors, the counts and the version; dialogs start anew.
 
-        Once weights were sent, the policies keep these and their version.
+        If weights have been sent, the policies keep them and their version.
 
         Raises:
-            ValueError: a state of another number of actors, or one that does not fit one of them;
-                nothing has changed then.
+            ValueError: the state has another number of actors or does not fit one of them. Nothing
+                has changed then.
         """
         self._actors.require_open()
         names = [f"worker{index}" for index in self._actors.indices]
@@ -418,12 +426,12 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """End the actors; a turn that runs may end first. May be called again.
+        """End the actors, after their current turns. It may be called again.
 
         Args:
-            timeout: seconds that they may take, 10 if ``None``; then they are killed.
+            timeout: seconds that actors may take, 10 if ``None``; then they are killed.
             close_env: whether environments are closed.
-            raise_on_error: whether to raise what failed in the background or in closing.
+            raise_on_error: whether to raise errors of the background or of closing.
 
         Raises:
             RuntimeError: what actors could not close, by their names.

@@ -41,45 +41,49 @@ def _option(name: str) -> property:
 
 
 class AsyncCollector(_AsyncCollector):
-    """Collect in a process of its own, which goes on while the trainer trains.
+    """Collects in a process of its own, which goes on while the trainer trains.
 
-    Takes the place of torchrl's class, and is one for ``isinstance``. Batches lie in memory that
-    the worker wrote and nobody copies; one that is kept stays as it is. Weights reach the worker
-    through a :class:`fusedrl.WeightChannel`: an update returns at once, and every call of the
-    policy computes with one whole version, the newest when it begins.
+    It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Batches lie in
+    memory that the worker wrote and that nobody copies; a batch that you keep stays as it is.
+    Weights reach the worker through a :class:`fusedrl.WeightChannel`: an update returns at once,
+    and every call of the policy computes with one whole version, the newest when it begins.
 
     Args:
-        create_env_fn: makes the environment, in the worker.
-        policy: a module, or another function of a tensordict; random actions if ``None``.
-        policy_factory: makes the policy, in the worker. With ``policy`` too, that one has the
-            weights.
-        frames_per_batch: frames in a batch. Dialogs call it ``dialog_turns_per_batch``: with
-            ``collector_class=LLMCollector`` either name is taken.
-        total_frames: frames in all, rounded up to whole batches; -1 never ends. Dialogs call it
-            ``total_dialog_turns``, in the same way.
-        device: stands in for each of the next three that is left out.
-        storing_device: where frames of a batch are gathered.
+        create_env_fn: a function that makes the environment, in the worker.
+        policy: a module or another function of a tensordict. ``None`` takes random actions.
+        policy_factory: a function that makes the policy, in the worker. If ``policy`` is given too,
+            its weights are those that are sent.
+        frames_per_batch: number of frames in a batch. With ``collector_class=LLMCollector`` it may
+            be called ``dialog_turns_per_batch``.
+        total_frames: number of frames in all, rounded up to whole batches; -1 never ends. With
+            ``collector_class=LLMCollector`` it may be called ``total_dialog_turns``.
+        device: the default of the next three arguments.
+        storing_device: where the frames of a batch are gathered.
         env_device: where the environment runs.
         policy_device: where the policy computes.
         create_env_kwargs: arguments of ``create_env_fn``.
-        max_frames_per_traj: reset after so many frames of a trajectory.
-        init_random_frames: so many frames are of random actions, rounded up to whole batches; what
-            is in ``replay_buffer`` already counts.
+        max_frames_per_traj: number of frames after which a trajectory is reset.
+        init_random_frames: number of first frames with random actions, rounded up to whole batches.
+            Frames that are in ``replay_buffer`` already count.
         reset_at_each_iter: start new trajectories for each batch.
-        postproc: is given each batch in this process, and returns what is to be yielded or stored.
-        split_trajs: batches of shape (trajectories, time) with ``("collector", "mask")``.
-        exploration_type: as of torchrl's ``set_exploration_type``.
-        reset_when_done: ``True``.
+        postproc: a function that gets each batch in this process and returns what is yielded or
+            stored.
+        split_trajs: whether batches have shape (trajectories, time), with ``("collector",
+            "mask")``.
+        exploration_type: as for torchrl's ``set_exploration_type``.
+        reset_when_done: has to be ``True``.
         update_at_each_batch: update the policy before the first batch and after each.
-        preemptive_threshold: 0 to 1; one worker has nobody to wait for.
-        num_threads: torch's threads in this process until :meth:`shutdown`; unchanged if ``None``.
-        num_sub_threads: torch's threads in the worker.
+        preemptive_threshold: 0 to 1, without effect: one worker has nobody to wait for.
+        num_threads: number of torch's threads in this process until :meth:`shutdown`; unchanged if
+            ``None``.
+        num_sub_threads: number of torch's threads in the worker.
         set_truncated: mark the last frame of each batch as truncated.
-        track_policy_version: whether to tag frames, or with which :class:`fusedrl.PolicyVersion`.
+        track_policy_version: whether to tag frames, or the :class:`fusedrl.PolicyVersion` that tags
+            them.
         use_buffers: whether the worker gathers frames in one preallocated tensordict.
-        replay_buffer: is extended with each batch in this process, of whatever kind it is; the
-            iterator yields ``None``.
-        extend_buffer: has no effect: a buffer gets whole batches.
+        replay_buffer: a buffer of any kind, which is extended with each batch in this process; the
+            iterator then yields ``None``.
+        extend_buffer: without effect: a buffer gets whole batches.
         trust_policy: as in torchrl's ``Collector``.
         compile_policy: as in torchrl's ``Collector``.
         cudagraph_policy: as in torchrl's ``Collector``.
@@ -89,32 +93,35 @@ class AsyncCollector(_AsyncCollector):
         trajs_per_batch: as in torchrl's ``Collector``.
         trajs_per_write: as in torchrl's ``Collector``.
         traj_format: as in torchrl's ``Collector``.
-        weight_updater: torchrl's or ours (or a function that makes it). After each of its updates
-            the weights of ``policy`` are published.
-        weight_sync_schemes: :class:`fusedrl.ChannelWeightSyncScheme` by the name of their model. By
-            default one for ``policy``, if it has weights.
-        weight_recv_schemes: as of torchrl's.
-        collector_class: what collects: torchrl's ``Collector``, or :class:`fusedrl.LLMCollector`
-            for dialogs, whose other arguments may be given then.
-        init_fn: is called first in the worker.
-        pre_collect_hook: is called before each batch, in the worker.
-        post_collect_hook: is given each batch, in the worker.
-        channel: handle of weights that others publish, in the place of schemes and updaters.
-        channel_mode: ``"alias"`` or ``"copy"``, as of :meth:`fusedrl.WeightReader.load_into`.
-        prefetch: batches that the worker may have ready, or under way, while one is used here; 0
+        weight_updater: an updater of torchrl's or of ours, or a function that makes one. After each
+            of its updates the weights of ``policy`` are published.
+        weight_sync_schemes: :class:`fusedrl.ChannelWeightSyncScheme` objects by the names of their
+            models. By default there is one for ``policy``, if it has weights.
+        weight_recv_schemes: as in torchrl's class.
+        collector_class: the collector in the worker: torchrl's ``Collector``, or
+            :class:`fusedrl.LLMCollector` for dialogs, whose other arguments may be given then.
+        init_fn: a function that is called first in the worker.
+        pre_collect_hook: a function that is called before each batch, in the worker.
+        post_collect_hook: a function that gets each batch, in the worker.
+        channel: handle of a channel that another process publishes, instead of schemes and
+            updaters.
+        channel_mode: ``"alias"`` or ``"copy"``, as for :meth:`fusedrl.WeightReader.load_into`.
+        prefetch: number of batches that the worker may have ready or under way while you use one; 0
             collects on demand.
-        max_staleness: drop a batch if its oldest frame is more than so many versions behind the
-            newest published one when its turn comes; ``stale_frames`` counts what is dropped.
+        max_staleness: drop a batch if its oldest frame is more than this number of versions behind
+            the newest published one when it is handed out; ``stale_frames`` counts the dropped
+            frames.
         progress: show a progress bar, with rich.
-        verbose: log the same for each batch, unless there is a bar.
-        timeout: seconds that a batch may take; ``None`` waits as long as the worker lives.
-        kwargs: of ``collector_class=LLMCollector``.
+        verbose: log the same figures for each batch, unless there is a bar.
+        timeout: seconds that a batch may take; ``None`` waits while the worker lives.
+        kwargs: other arguments of ``collector_class=LLMCollector``.
 
     Raises:
-        TypeError: arguments that exclude each other, or are no numbers; an environment or a policy
-            that cannot be sent to another process.
-        ValueError: numbers out of range; schemes of another kind; several workers' values.
-        Exception: what making the environment or the policy raises in the worker, with its
+        TypeError: arguments exclude each other or are not numbers, or an environment or a policy
+            cannot be sent to another process.
+        ValueError: a number is out of range, a scheme is of another kind, or values are given for
+            several workers.
+        Exception: an exception of the worker while it makes the environment or the policy, with its
             traceback as the cause.
 
     Example:
@@ -280,9 +287,9 @@ class AsyncCollector(_AsyncCollector):
         self.closed = False
 
     def iterator(self) -> Iterator[Any]:
-        """Batches until ``total_frames`` were collected; ``None`` each where a buffer gets them.
+        """Yield batches until ``total_frames`` are collected, or ``None`` if a buffer gets them.
 
-        Where Ctrl-C breaks this off, the next iterator goes on with the batch that was to come.
+        If Ctrl-C interrupts it, the next iterator goes on with the batch that was to come.
         """
         self._thread.refuse_others()
         self._thread.check()
@@ -293,7 +300,7 @@ class AsyncCollector(_AsyncCollector):
             yield from self._batches.take(update, advance, store=not self._ignore_rb)
 
     def next(self) -> TensorDictBase | None:
-        """The next batch without its device; ``None`` at the end, and where a buffer gets it."""
+        """The next batch, without a device; ``None`` at the end, and if a buffer gets it."""
         if self._iterator is None:
             self._iterator = iter(self)
         try:
@@ -309,7 +316,7 @@ class AsyncCollector(_AsyncCollector):
     def start(self) -> None:
         """Fill the replay buffer from a thread, until the end or :meth:`async_shutdown`.
 
-        What goes wrong in the thread is logged at once, and raised by the next call.
+        An error in the thread is logged at once and raised by the next call.
 
         Raises:
             RuntimeError: there is no replay buffer.
@@ -329,7 +336,7 @@ class AsyncCollector(_AsyncCollector):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Let nothing into the buffer in this block; the worker goes on for ``prefetch`` batches.
+        """Keep batches out of the buffer in this block; the worker collects ``prefetch`` more.
 
         Raises:
             RuntimeError: there is nothing to pause.
@@ -355,7 +362,7 @@ class AsyncCollector(_AsyncCollector):
 
     @property
     def weight_updater(self) -> Any:
-        """The weight updater, if any; one that is set is registered with this collector."""
+        """The weight updater, or ``None``. Setting one registers it with this collector."""
         return self._weights.updater
 
     @weight_updater.setter
@@ -367,12 +374,12 @@ class AsyncCollector(_AsyncCollector):
         return self._weights.updater is not None
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """Publish one version, as torchrl's collectors do; the worker is not waited for.
+        """Publish one version of the weights, without waiting for the worker.
 
-        With a ``channel`` there is nothing to be done: the next call of the policy has the newest.
+        With a ``channel`` it does nothing: the next call of the policy takes the newest version.
 
         Raises:
-            RuntimeError: weights beside a channel, or no way for them to reach the policy.
+            RuntimeError: weights are given beside a channel, or have no way to the policy.
         """
         self._thread.check()
         if not self._weights.come_from_others:
@@ -384,14 +391,14 @@ class AsyncCollector(_AsyncCollector):
 
     @property
     def policy_version(self) -> Any:
-        """The newest published version; ``None`` if none is tracked.
+        """The newest published version; ``None`` if versions are not tracked.
 
-        Frames have that of the call of the policy that made them.
+        A frame has the version of the policy's call that made it.
         """
         return self._weights.version
 
     def increment_version(self) -> None:
-        """Count a version, also in the worker; versions of a channel are counted as they come."""
+        """Count a version, also in the worker. The versions of a channel count by themselves."""
         version = self._weights.count()
         if version is not None and not self.closed:
             self._worker.set_version(version)
@@ -404,7 +411,7 @@ class AsyncCollector(_AsyncCollector):
         """Seed the environment, torch and numpy in the worker, and reset the environment.
 
         Args:
-            seed: of the environment, or the first of several.
+            seed: the seed of the environment, or the first of several.
             static_seed: whether all environments have the same one.
 
         Returns:
@@ -413,17 +420,17 @@ class AsyncCollector(_AsyncCollector):
         return self._call(worker_collector.set_seed, seed, static_seed, anew=True)
 
     def reset(self, reset_idx: Any = None) -> None:
-        """Start new trajectories; nothing of before is in any batch from now on.
+        """Start new trajectories; no later batch has frames from before.
 
         Args:
-            reset_idx: ``None``, or a list of one: whether to reset the one worker's.
+            reset_idx: ``None``, or a list with one boolean: whether to reset the worker.
         """
         self._flush_trajectory_assembly()
         if reset_idx is None or any(reset_idx):
             self._call(methodcaller("reset"), anew=True)
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """The worker's (``"worker0"``), and what was collected (``"frames"``, ``"iter"``)."""
+        """The state of the worker (``"worker0"``) and the counts (``"frames"``, ``"iter"``)."""
         worker = self._call(worker_collector.state_dict)
         state = OrderedDict(worker0=worker, frames=self._frames, iter=self._iter)
         if "traj_pool" in worker:
@@ -435,7 +442,7 @@ class AsyncCollector(_AsyncCollector):
     def load_state_dict(self, state_dict: OrderedDict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
 
-        The policy's weights are published as one version, whose number is not less than theirs.
+        The policy's weights are published as one version, whose number is at least theirs.
         """
         worker = dict(state_dict["worker0"])
         if "traj_pool" in state_dict:
@@ -452,7 +459,7 @@ class AsyncCollector(_AsyncCollector):
         """Where the worker's time went: policy, env, stamping, queueing (packing is in this).
 
         Raises:
-            RuntimeError: the worker's collector does not know.
+            RuntimeError: the worker's collector does not measure it.
         """
         return self._call(worker_collector.profile)
 
@@ -465,7 +472,7 @@ class AsyncCollector(_AsyncCollector):
         return self._call(worker_collector.getattr_env, attr)
 
     def get_distant_attr(self, attr: str) -> list[Any]:
-        """What a path names in the worker's collector, as a list of one."""
+        """What a path names in the worker's collector, as a list with one element."""
         return [self._call(methodcaller("get_distant_attr", attr))]
 
     def map_fn(
@@ -474,7 +481,7 @@ class AsyncCollector(_AsyncCollector):
         list_of_args: list[tuple[Any, ...]] | None = None,
         list_of_kwargs: list[dict[str, Any]] | None = None,
     ) -> list[Any]:
-        """Call a method of the worker's collector; arguments and result are lists of one."""
+        """Call a method of the worker's collector, with lists of one as arguments and result."""
         args, kwargs = self._normalize_worker_calls(list_of_args, list_of_kwargs)
         return [self._call(methodcaller("cascade_execute", method_name, *args[0], **kwargs[0]))]
 
@@ -499,14 +506,14 @@ class AsyncCollector(_AsyncCollector):
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """End the worker, in the middle of a batch if need be; may be called again.
+        """End the worker, also in the middle of a batch. It may be called again.
 
         Args:
-            timeout: seconds that the worker has to close its environment, 10 by default; it is
-                killed after that.
-            close_env: ``True``: the environment ends with the worker.
-            raise_on_error: whether to raise what closing raises, or what ended the thread of
-                :meth:`start` and was not raised yet.
+            timeout: seconds in which the worker has to close its environment, 10 by default; then
+                it is killed.
+            close_env: has to be ``True``: the environment ends with the worker.
+            raise_on_error: whether to raise the errors of closing, or the error that ended the
+                thread of :meth:`start` and was not raised yet.
 
         Raises:
             RuntimeError: ``close_env=False``.
