@@ -299,7 +299,7 @@ class LLMCollector(_LLMCollector):
     # Batches.
 
     def iterator(self) -> Iterator[Any]:
-        """Yield batches until ``total_dialog_turns`` have run, or ``None`` if a buffer gets them."""
+        """Yield batches until ``total_dialog_turns`` have run; ``None`` if a buffer gets them."""
         self._require_open()
         watch = self._loop.watch
         with progress_bar(self) as advance:
