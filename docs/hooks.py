@@ -75,15 +75,17 @@ def _rows(found: re.Match[str]) -> str:
 
 
 def _messages() -> str:
-    """Every error of the form ``argument: expected ..., got ...; remedy``, by the module."""
+    """What every error says and, behind its semicolon, what to do, by the package."""
+    found: dict[str, list[str]] = {}
+    package = ROOT / "python" / "fusedrl"
+    for path in sorted(package.rglob("*.py")):
+        home = path.relative_to(package).with_suffix("").parts[0]
+        found.setdefault(f"fusedrl.{home}", []).extend(_raised(path))
     parts = []
-    for path in sorted((ROOT / "python" / "fusedrl").rglob("*.py")):
-        found = [message for message in _raised(path) if ": expected " in message]
-        if found:
-            module = ".".join(path.relative_to(ROOT / "python").with_suffix("").parts)
-            rows = [_message_row(message) for message in dict.fromkeys(found)]
-            title = f'??? note "{module.removesuffix(".__init__")}"'
-            parts.append("\n    ".join([title, "", "| message | what to do |", "|---|---|", *rows]))
+    for home, messages in found.items():
+        rows = [_message_row(message) for message in dict.fromkeys(messages)]
+        table = [f'??? note "{home}"', "", "| message | what to do |", "|---|---|", *rows]
+        parts += ["\n    ".join(table)] if rows else []
     return "\n\n".join(parts)
 
 
@@ -95,12 +97,12 @@ def _message_row(message: str) -> str:
 def _raised(path: Path) -> Iterator[str]:
     """What the errors of a module say; a value that is filled in stands in italics."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            said = node.exc.args[0]
-            if isinstance(said, ast.Constant) and isinstance(said.value, str):
-                yield _literal(said.value)
-            elif isinstance(said, ast.JoinedStr):
-                yield "".join(map(_piece, said.values))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            for said in node.exc.args[-1:]:
+                if isinstance(said, ast.Constant) and isinstance(said.value, str):
+                    yield _literal(said.value)
+                elif isinstance(said, ast.JoinedStr):
+                    yield "".join(map(_piece, said.values))
 
 
 def _piece(node: ast.expr) -> str:

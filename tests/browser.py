@@ -82,6 +82,12 @@ class Page:
         image = self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(image["data"]))
 
+    def close(self) -> None:
+        """Ends the browser, which then writes nothing more into its profile."""
+        self._session = None
+        self.call("Browser.close")
+        self._until(lambda message: message.get("method") == "ended")
+
     def _read(self, answers: int) -> None:
         buffer = b""
         while data := os.read(answers, 1 << 16):
@@ -134,8 +140,10 @@ def chromium(profile: Path) -> Iterator[Page]:
     os.close(their_commands)
     os.close(their_answers)
     try:
-        yield Page(commands, answers)
+        page = Page(commands, answers)
+        yield page
+        page.close()
     finally:
-        os.close(commands)
         process.kill()
         process.wait()
+        os.close(commands)
