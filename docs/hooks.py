@@ -68,7 +68,7 @@ def _rows(found: re.Match[str]) -> str:
             f"{row['median_ms']:.3g}",
             "" if row["speedup"] is None else f"{row['speedup']:.2f}",
             "" if row["error"] is None else f"{row['error']:.1e}",
-            f"{row['peak_extra_mib']:.1f}",
+            "" if row["peak_extra_mib"] is None else f"{row['peak_extra_mib']:.1f}",
         )
         table.append(f"| {' | '.join((*names, *figures))} |")
     return "\n    ".join(table)

@@ -35,6 +35,7 @@ LONGEST = (
     "test_one_version.py",
     "test_async_lifecycle.py",
     "test_docs.py",
+    "test_site.py",
     "test_triton.py",
     "test_tied_weights.py",
     "test_sync_scheme.py",
