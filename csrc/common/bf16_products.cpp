@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <utility>
 
 namespace fusedrl::avx512_bf16 {
@@ -40,8 +41,9 @@ struct Sums {
 
  private:
   void store(float* to, __m512 sum, __mmask16 lanes) const {
-    sum = _mm512_mul_ps(sum, _mm512_set1_ps(factor));
-    if (add) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(lanes, to));
+    const __m512 x = _mm512_set1_ps(factor);
+    // Rounded once, not as the compiler contracts it: that differs with the rows of a block.
+    sum = add ? _mm512_fmadd_ps(sum, x, _mm512_maskz_loadu_ps(lanes, to)) : _mm512_mul_ps(sum, x);
     if (lanes == 0xffff) {
       _mm512_storeu_ps(to, sum);
     } else {
@@ -178,15 +180,25 @@ void multiply_transposed(FloatMatrix out, Pairs a, Bf16Matrix b, ProductSizes si
       });
 }
 
-// What bfloat16 keeps of x, and of the rest of it; none is left of infinities.
+// What bfloat16 keeps of x, and of the rest of it; none is left of infinities, and what is finite
+// stays so.
 struct Split {
   __m256i high, rest;
 
-  explicit Split(__m512 x) : high((__m256i)_mm512_cvtneps_pbh(x)) {
+  explicit Split(__m512 x) : high((__m256i)_mm512_cvtneps_pbh(bounded(x))) {
     const __m512 less =
         _mm512_sub_ps(x, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
     const __mmask16 finite = _mm512_cmp_ps_mask(less, less, _CMP_ORD_Q);
     rest = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_mov_ps(finite, less));
+  }
+
+ private:
+  static __m512 bounded(__m512 x) {
+    const __m512 magnitude = _mm512_abs_ps(x), most = _mm512_set1_ps(0x1.fep127f);
+    const __mmask16 finite = _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
+    const __mmask16 above = _mm512_mask_cmp_ps_mask(finite, magnitude, most, _CMP_GT_OQ);
+    const __m512 sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));
+    return _mm512_mask_or_ps(x, above, sign, most);
   }
 };
 

@@ -61,8 +61,10 @@ Bf16Products bf16_products();
 // Null where this level has none.
 inline const Bf16Products* bf16_products(CpuLevel level) {
 #if defined(FUSEDRL_BF16_PRODUCTS)
-  static const Bf16Products products = avx512_bf16::bf16_products();
-  if (level >= CpuLevel::avx512_bf16) return &products;
+  if (level >= CpuLevel::avx512_bf16) {  // asked first: lower CPUs cannot run what fills the table
+    static const Bf16Products products = avx512_bf16::bf16_products();
+    return &products;
+  }
 #endif
   (void)level;
   return nullptr;

@@ -237,7 +237,8 @@ class CpuHead {
   }
   static bool in_bf16(const Tensor& hidden, const Tensor& weight) {
     return hidden.scalar_type() == ScalarType::BFloat16 &&
-           weight.scalar_type() == ScalarType::BFloat16 && weight.stride(1) == 1;
+           weight.scalar_type() == ScalarType::BFloat16 &&
+           (weight.stride(1) == 1 || weight.size(1) == 1);
   }
   bool converts() const {
     return products_ == nullptr && weight_.scalar_type() != ScalarType::Float;

@@ -15,13 +15,17 @@ struct GradientParts {
   explicit GradientParts(const CpuHead& head)
       : rows{{0, head.rows()}, head.batch_invariant() ? kInvariantRows : kMostRows},
         classes{{0, head.classes()}, 0} {
-    const int64_t most_rows = std::min(rows.length, std::max<int64_t>(head.rows(), 1));
+    const int64_t most_rows = rows_at_most(head);
     const int64_t step = head.tiles().length;
     // As many sums may have to wait for more rows before they are rounded.
     const int64_t most_sums = head.batch_invariant() || rows.count() > 1 ? kMost : INT64_MAX;
     const int64_t most = std::min(kMost / most_rows, most_sums / head.width());
     classes.length = std::max<int64_t>(most / step, 8) * step;
-    floats = head.padded(most_rows) * std::min(classes.length, head.classes());
+  }
+
+  // That the largest part takes: of this head, or of another one with as many rows and classes.
+  int64_t floats(const CpuHead& head) const {
+    return head.padded(rows_at_most(head)) * std::min(classes.length, head.classes());
   }
 
   // Calls f(rows, classes), all rows of a part of the classes before the next part.
@@ -34,7 +38,11 @@ struct GradientParts {
 
   static constexpr int64_t kMostRows = 1024, kMost = int64_t(1) << 20;
   Spans rows, classes;
-  int64_t floats;  // of the largest part
+
+ private:
+  int64_t rows_at_most(const CpuHead& head) const {
+    return std::min(rows.length, std::max<int64_t>(head.rows(), 1));
+  }
 };
 
 class CpuHeadGradient {

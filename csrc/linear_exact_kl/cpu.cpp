@@ -152,8 +152,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   };
   if (of_p || of_q) {
     const GradientParts parts(p.head);
-    const Tensor floats = new_floats(hidden, parts.floats);
-    const Tensor ref_floats = new_floats(hidden, parts.floats);
+    const Tensor floats = new_floats(hidden, parts.floats(p.head));
+    const Tensor ref_floats = new_floats(hidden, parts.floats(q.head));
     const auto make_room = [&] { return std::pair(CpuHead::Room(p.head), CpuHead::Room(q.head)); };
     parts.for_each([&](Span rows, Span classes) {
       const FloatMatrix grads{mutable_data<float>(floats), classes.count};

@@ -82,7 +82,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
   const TileRows tiles(head, inv_temperature, softcap);
   const GradientParts parts(head);
-  const Tensor floats = new_floats(hidden, parts.floats);
+  const Tensor floats = new_floats(hidden, parts.floats(head));
   const auto make_room = [&] { return CpuHead::Room(head); };
   parts.for_each([&](Span rows, Span classes) {
     const FloatMatrix grads{mutable_data<float>(floats), classes.count};

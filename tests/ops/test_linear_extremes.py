@@ -54,3 +54,16 @@ def test_upstream_gradients_at_the_ends_of_float32(dtype, upstream):
     for got, want in zip(found, reference, strict=True):
         assert torch.equal(got.isnan() | got.isinf(), want.isnan() | want.isinf())
     torch.testing.assert_close(found[1][:2], reference[1][:2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_logits_between_the_largest_bfloat16_and_infinity(dtype):
+    """With 2000 classes of about equal probability the target's keeps 0.9995 of the upstream."""
+    hidden, weight = torch.ones(1, 1, dtype=dtype), torch.full((2000, 1), 0.25, dtype=dtype)
+    weight[0] = 0.125
+    upstream = torch.tensor([torch.finfo(torch.float32).max])
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    out = linear_token_log_probs(*leaves, torch.zeros(1, dtype=torch.int64))
+    (of_hidden,) = torch.autograd.grad(out, leaves[:1], upstream)
+    expected = torch.full((1, 1), -0.125 * upstream.item()).to(dtype)
+    torch.testing.assert_close(of_hidden, expected, rtol=1e-2, atol=0)
