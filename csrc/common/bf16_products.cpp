@@ -147,10 +147,11 @@ void multiply_panels(FloatMatrix out, Pairs a, ProductSizes sizes, float factor,
                      Load&& load) {
   alignas(64) Panel panel;
   const auto& blocks = a.rest == nullptr ? kBlocks : kBlocksWithRest;
-  for (int64_t column = 0; column < sizes.columns; column += kPanel) {
-    const int64_t columns = std::min<int64_t>(kPanel, sizes.columns - column);
-    for (int64_t first = 0; first < sizes.depth; first += 2 * kDepthPairs) {
-      const int64_t depth = std::min(2 * kDepthPairs, sizes.depth - first);
+  // The depth outermost: all panels then meet the same part of `a`, which the caches keep.
+  for (int64_t first = 0; first < sizes.depth; first += 2 * kDepthPairs) {
+    const int64_t depth = std::min(2 * kDepthPairs, sizes.depth - first);
+    for (int64_t column = 0; column < sizes.columns; column += kPanel) {
+      const int64_t columns = std::min<int64_t>(kPanel, sizes.columns - column);
       load(panel, first, depth, column, columns);
       for (int64_t i = 0; i < sizes.rows; i += kRows) {
         const int64_t rows = std::min<int64_t>(kRows, sizes.rows - i);
@@ -204,13 +205,13 @@ struct Split {
 
 void pairs_of_columns(uint32_t* to, uint32_t* rest, FloatMatrix from, int64_t rows,
                       int64_t columns) {
-  const int64_t words = (columns + 1) / 2;
+  const int64_t words = (columns + 1) / 2, row = pair_words(columns);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t i = 0; i < columns; i += kVector) {
       const Split x(_mm512_maskz_loadu_ps(first_lanes(columns - i), from.at(r, i)));
       const auto lanes = __mmask8(first_lanes(words - i / 2));
-      _mm256_mask_storeu_epi32(to + r * words + i / 2, lanes, x.high);
-      _mm256_mask_storeu_epi32(rest + r * words + i / 2, lanes, x.rest);
+      _mm256_mask_storeu_epi32(to + r * row + i / 2, lanes, x.high);
+      _mm256_mask_storeu_epi32(rest + r * row + i / 2, lanes, x.rest);
     }
   }
 }

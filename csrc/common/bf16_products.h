@@ -19,6 +19,13 @@ struct Pairs {
   int64_t row, step;  // words between rows, and between pairs
 };
 
+// Words between rows of pairs, in odd numbers of cache lines: rows that are read together and lie
+// multiples of 4096 bytes apart would take each other's place in the cache.
+inline int64_t pair_words(int64_t depth) {
+  constexpr int64_t kLine = 16;
+  return (((depth + 1) / 2 + kLine - 1) / kLine | 1) * kLine;
+}
+
 struct Bf16Matrix {
   const BFloat16* data;
   int64_t row;  // elements between rows
@@ -44,7 +51,7 @@ struct Bf16Products {
   // The same for b^T, where b is [columns, depth].
   void (*multiply_transposed)(FloatMatrix out, Pairs a, Bf16Matrix b, ProductSizes sizes,
                               float factor, bool add);
-  // `from` [rows, columns] as pairs along its columns, [rows, (columns + 1) / 2] words each.
+  // `from` [rows, columns] as pairs along its columns, pair_words(columns) from row to row.
   void (*pairs_of_columns)(uint32_t* to, uint32_t* rest, FloatMatrix from, int64_t rows,
                            int64_t columns);
   // `from` [rows, columns] as pairs along its rows, [(rows + 1) / 2, columns] words each.

@@ -115,10 +115,11 @@ class CpuHead {
         weight_(weight),
         products_(in_bf16(hidden, weight) ? bf16_products(cpu_level()) : nullptr),
         factor_(products_ == nullptr ? 1.0f : scale),
-        hidden_(products_ == nullptr ? gathered<float>(hidden, elements, scale, padded_rows(),
-                                                       width_, ScalarType::Float)
-                                     : gathered<BFloat16>(hidden, elements, 1.0f, padded_rows(),
-                                                          pairs() * 2, ScalarType::BFloat16)) {
+        hidden_(
+            products_ == nullptr
+                ? gathered<float>(hidden, elements, scale, padded_rows(), width_, ScalarType::Float)
+                : gathered<BFloat16>(hidden, elements, 1.0f, padded_rows(), pair_words(width_) * 2,
+                                     ScalarType::BFloat16)) {
     if (!bias.has_value()) return;
     bias_.resize(weight.size(0));
     dispatch_half_or_float(*bias, "bias", [&]<typename T>() {
@@ -196,7 +197,7 @@ class CpuHead {
     return {data<float>(hidden_) + rows.first * width_, rows.count, width_, width_};
   }
   Bf16Matrix hidden_in_bf16(int64_t first_row) const {
-    return {data<BFloat16>(hidden_) + first_row * pairs() * 2, pairs() * 2};
+    return {data<BFloat16>(hidden_) + first_row * pair_words(width_) * 2, pair_words(width_) * 2};
   }
   Bf16Matrix weights_in_bf16(int64_t first_class) const {
     return {data<BFloat16>(weight_) + first_class * weight_.stride(0), weight_.stride(0)};
@@ -244,10 +245,9 @@ class CpuHead {
     return products_ == nullptr && weight_.scalar_type() != ScalarType::Float;
   }
   int64_t padded_rows() const { return padded(rows()); }
-  int64_t pairs() const { return (width_ + 1) / 2; }
   Pairs hidden_pairs(int64_t first_row) const {
-    return {static_cast<const uint32_t*>(hidden_.const_data_ptr()) + first_row * pairs(), nullptr,
-            pairs(), 1};
+    return {static_cast<const uint32_t*>(hidden_.const_data_ptr()) + first_row * pair_words(width_),
+            nullptr, pair_words(width_), 1};
   }
 
   bool batch_invariant_;

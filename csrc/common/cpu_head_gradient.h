@@ -140,7 +140,7 @@ class CpuHeadGradient {
   struct Room {
     explicit Room(const CpuHeadGradient& gradient)
         : of_head(gradient.head_),
-          high(gradient.head_.products() == nullptr ? 0 : kBlockRows * kTileClasses / 2),
+          high(gradient.head_.products() == nullptr ? 0 : kBlockRows * pair_words(kTileClasses)),
           rest(high.size()),
           sums(new_floats(gradient.hidden_like_,
                           gradient.sums_in_half()
@@ -165,7 +165,7 @@ class CpuHeadGradient {
         products->pairs_of_columns(room.high.data(), room.rest.data(), part, rows, tile.count);
         Bf16Matrix weights = head_.weights_in_bf16(tile.first);
         weights.data += columns.first;
-        products->multiply(out, {room.high.data(), room.rest.data(), (tile.count + 1) / 2, 1},
+        products->multiply(out, {room.high.data(), room.rest.data(), pair_words(tile.count), 1},
                            weights, {rows, columns.count, tile.count}, 1.0f, true);
       } else {
         head_.multiply_rows(out, Floats{part.data, rows, tile.count, part.row},
