@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GIVEN = ("CUDA", "CUDA_ARCHS", "PACKAGE", "WERROR")  # which CI sets for itself
+# What CI sets for itself, and what the make that runs the tests tells the makes that it calls.
+GIVEN = ("CUDA", "CUDA_ARCHS", "PACKAGE", "WERROR", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make on PATH")
 FOR_USERS, FOR_DEVELOPERS = "--editable '.[score]'", "--editable '.[dev]'"
 
@@ -42,7 +43,7 @@ class Checkout:
 
     def make(self, *arguments: str) -> str:
         environment = {name: value for name, value in os.environ.items() if name not in GIVEN}
-        environment |= {"PATH": f"{self.path}{os.pathsep}{os.environ['PATH']}", "MAKEFLAGS": ""}
+        environment["PATH"] = f"{self.path}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
             ["make", "--dry-run", *arguments],
             cwd=self.folder,
