@@ -40,6 +40,7 @@ NEEDS = {"patch_trl": "trl", "models.WithoutAdapters": "peft"}
 # Shown where they are returned.
 NO_EXAMPLE = {
     "TokenLogProbs",
+    "ExactKL",
     "TokenKL",
     "ImportanceWeights",
     "Mismatch",

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     const float* row = tile.row(r);
     const int64_t n = kept.token(tile.first_row + r), target = tokens[n];
     FUSEDRL_DEVICE_CHECK(target >= 0 && target < tile.classes,
-                         "tokens: expected values in [0, V); mask the token or clamp it");
+                         "tokens: expected values in [0, V); leave it out with mask");
     const SoftmaxPart<float> mine =
         thread_part<kEntropy, true>(row, tile.classes, inv_temperature, tile.shape);
     const SoftmaxPart<float> part = reduce_block(mine, merge_parts);

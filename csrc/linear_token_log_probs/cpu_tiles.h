@@ -32,7 +32,7 @@ struct KeptTokens {
   void check_targets(int64_t classes) const {
     for (size_t i = 0; i < targets.size(); ++i) {
       check(targets[i] >= 0 && targets[i] < classes, "tokens: expected values in [0, ", classes,
-            "), got ", targets[i], " at token ", tokens[i], "; mask it or clamp it");
+            "), got ", targets[i], " at token ", tokens[i], "; leave it out with mask");
     }
   }
 };

@@ -15,7 +15,7 @@ static __global__ void start_parts(KeptRows rows, const int64_t* tokens, bool wh
        n += stride) {
     const bool keep = rows.keeps(n);
     FUSEDRL_DEVICE_CHECK(!keep || !whole_vocabulary || (tokens[n] >= 0 && tokens[n] < rows.classes),
-                         "tokens: expected values in [0, V); mask the token or clamp it");
+                         "tokens: expected values in [0, V); leave it out with mask");
     parts[n] = keep ? VocabPart() : dropped_part(first_shard);
   }
 }

@@ -12,7 +12,7 @@ namespace {
 void check_targets(const std::vector<int64_t>& kept, const int64_t* targets, int64_t classes) {
   for (const int64_t n : kept) {
     check(targets[n] >= 0 && targets[n] < classes, "tokens: expected values in [0, ", classes,
-          "), got ", targets[n], " at token ", n, "; mask it or clamp it");
+          "), got ", targets[n], " at token ", n, "; leave it out with mask");
   }
 }
 

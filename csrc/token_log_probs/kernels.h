@@ -24,7 +24,7 @@ struct Rows : KeptRows {
   __device__ int64_t target(int64_t token) const {
     const int64_t target = tokens[token];
     FUSEDRL_DEVICE_CHECK(target >= 0 && target < classes,
-                         "tokens: expected values in [0, V); mask the token or clamp it");
+                         "tokens: expected values in [0, V); leave it out with mask");
     return target;
   }
 };

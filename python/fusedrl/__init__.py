@@ -18,6 +18,7 @@ _HOME = {
     "VocabPart": "fusedrl.ops",
     "token_kl": "fusedrl.ops",
     "TokenKL": "fusedrl.ops",
+    "ExactKL": "fusedrl.ops",
     "exact_kl": "fusedrl.ops",
     "linear_exact_kl": "fusedrl.ops",
     "top_k_kl": "fusedrl.ops",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from fusedrl.objectives import DAPO as DAPO
     from fusedrl.objectives import CISPOLoss as CISPOLoss
     from fusedrl.objectives import GRPOLoss as GRPOLoss
+    from fusedrl.ops import ExactKL as ExactKL
     from fusedrl.ops import ImportanceWeights as ImportanceWeights
     from fusedrl.ops import Mismatch as Mismatch
     from fusedrl.ops import PolicyLoss as PolicyLoss

@@ -188,7 +188,7 @@ def test_tokens_out_of_range(dtype, impl, token):
     tokens = torch.tensor([0, token, 1, 2])
     mask = torch.tensor([False, True, True, True])
     with pytest.raises(
-        RuntimeError, match=rf"tokens: .* \[0, 5\), got {token} at token 1; mask it"
+        RuntimeError, match=rf"tokens: .* \[0, 5\), got {token} at token 1; leave it out"
     ):
         token_log_probs(LOGITS.to(dtype), tokens, mask, impl=impl)
     assert token_log_probs(LOGITS.to(dtype), tokens, ~mask, impl=impl)[1] == 0

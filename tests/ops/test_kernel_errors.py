@@ -99,7 +99,7 @@ def test_dtype(op):
     ],
 )
 def test_a_class_outside(op, classes):
-    message = f"tokens: expected values in [0, {classes}), got 9 at token 2; mask it or clamp it"
+    message = f"tokens: expected values in [0, {classes}), got 9 at token 2; leave it out with mask"
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
         op()
 

@@ -89,7 +89,9 @@ def test_factors_of_the_logits_out_of_range(name, value):
 def test_tokens_out_of_range(impl, token):
     tokens = torch.tensor([0, 1, token, 2])
     mask = torch.tensor([False, True, True, True])
-    with pytest.raises(RuntimeError, match=rf"tokens: .* \[0, 5\), got {token} at token 2; mask"):
+    with pytest.raises(
+        RuntimeError, match=rf"tokens: .* \[0, 5\), got {token} at token 2; leave it out"
+    ):
         linear_token_log_probs(HIDDEN, WEIGHT, tokens, mask, impl=impl)
     assert linear_token_log_probs(HIDDEN, WEIGHT, tokens, ~mask, impl=impl)[2] == 0
 

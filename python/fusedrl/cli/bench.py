@@ -173,8 +173,7 @@ def _measure(
             for case in _cases(args, results):
                 running = f"{case.op} {case.setting}"
                 if time.monotonic() > end:
-                    left = results.skipped if args.limit is None else results.failed
-                    left["the rest"] = f"not started: {limit:.0f} s were over"
+                    results.skipped["the rest"] = f"not started: {limit:.0f} s were over"
                     break
                 if case.op != op:
                     op = case.op

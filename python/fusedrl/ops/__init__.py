@@ -1,6 +1,6 @@
 """The kernels, one package an op: the public function, its reference, its autograd."""
 
-from fusedrl.ops.exact_kl import exact_kl
+from fusedrl.ops.exact_kl import ExactKL, exact_kl
 from fusedrl.ops.importance_weights import ImportanceWeights, Mismatch, importance_weights
 from fusedrl.ops.linear_exact_kl import linear_exact_kl
 from fusedrl.ops.linear_policy_loss import PolicyLoss, RatioStatistics, linear_policy_loss
@@ -11,6 +11,7 @@ from fusedrl.ops.token_log_probs import TokenLogProbs, token_log_probs
 from fusedrl.ops.top_k_kl import top_k_kl
 
 __all__ = [
+    "ExactKL",
     "ImportanceWeights",
     "Mismatch",
     "PolicyLoss",

@@ -33,6 +33,11 @@ def prepare(
     _dispatch.check_tensor(f"{prefix}weight", weight)
     if bias is not None:
         _dispatch.check_tensor(f"{prefix}bias", bias)
+    if not hidden.is_floating_point():
+        raise TypeError(
+            f"{prefix}hidden: expected a floating-point dtype, got {hidden.dtype}; pass what the "
+            "last layer of the decoder returns"
+        )
     hidden, weight = _autocast(hidden), _autocast(weight)
     bias = None if bias is None else _autocast(bias)
     if weight.dim() != 2 or weight.shape[1:] != hidden.shape[-1:] or len(weight) == 0:

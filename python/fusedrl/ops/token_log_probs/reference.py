@@ -36,7 +36,7 @@ def check_targets(targets: Tensor, kept: Tensor, classes: int) -> None:
     if len(outside):
         raise RuntimeError(
             f"tokens: expected values in [0, {classes}), got {int(targets[outside[0]])} at token "
-            f"{int(kept[outside[0]])}; mask it or clamp it"
+            f"{int(kept[outside[0]])}; leave it out with mask"
         )
 
 
