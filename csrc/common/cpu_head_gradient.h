@@ -2,6 +2,7 @@
 // Everything is summed in float32 and rounded to the gradient's dtype once.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -140,15 +141,20 @@ class CpuHeadGradient {
   struct Room {
     explicit Room(const CpuHeadGradient& gradient)
         : of_head(gradient.head_),
-          high(gradient.head_.products() == nullptr ? 0 : kBlockRows * pair_words(kTileClasses)),
-          rest(high.size()),
+          high(pairs_of(gradient)),
+          rest(pairs_of(gradient)),
           sums(new_floats(gradient.hidden_like_,
                           gradient.sums_in_half()
                               ? gradient.head_.tiles().length * gradient.head_.width()
                               : 0)) {}
 
+    static std::unique_ptr<uint32_t[]> pairs_of(const CpuHeadGradient& gradient) {
+      if (gradient.head_.products() == nullptr) return nullptr;
+      return std::make_unique_for_overwrite<uint32_t[]>(kBlockRows * pair_words(kTileClasses));
+    }
+
     CpuHead::Room of_head;
-    std::vector<uint32_t> high, rest;  // of gradients, in bfloat16
+    std::unique_ptr<uint32_t[]> high, rest;  // of gradients, in bfloat16
     Tensor sums;
   };
 
@@ -162,10 +168,10 @@ class CpuHeadGradient {
       const Span tile = tiles[i];
       const FloatMatrix part{grads.data + tile.first - classes.first, grads.row};
       if (const Bf16Products* products = head_.products()) {
-        products->pairs_of_columns(room.high.data(), room.rest.data(), part, rows, tile.count);
+        products->pairs_of_columns(room.high.get(), room.rest.get(), part, rows, tile.count);
         Bf16Matrix weights = head_.weights_in_bf16(tile.first);
         weights.data += columns.first;
-        products->multiply(out, {room.high.data(), room.rest.data(), pair_words(tile.count), 1},
+        products->multiply(out, {room.high.get(), room.rest.get(), pair_words(tile.count), 1},
                            weights, {rows, columns.count, tile.count}, 1.0f, true);
       } else {
         head_.multiply_rows(out, Floats{part.data, rows, tile.count, part.row},
@@ -187,8 +193,8 @@ class CpuHeadGradient {
       for (int64_t i = 0; i < blocks.count(); ++i) {
         const Span block = blocks[i];
         const FloatMatrix part{grads.data + (block.first - rows.first) * grads.row, grads.row};
-        products->pairs_of_rows(room.high.data(), room.rest.data(), part, block.count, tile.count);
-        products->multiply(out, {room.high.data(), room.rest.data(), 1, tile.count},
+        products->pairs_of_rows(room.high.get(), room.rest.get(), part, block.count, tile.count);
+        products->multiply(out, {room.high.get(), room.rest.get(), 1, tile.count},
                            head_.hidden_in_bf16(block.first), {tile.count, width, block.count},
                            head_.factor(), block.first > 0);
       }
@@ -217,5 +223,23 @@ class CpuHeadGradient {
   std::optional<Tensor> hidden_, weight_, sums_;
   std::vector<double> bias_sums_;
 };
+
+// Makes the logits of all rows and classes, a part at a time, lets differentiate(x, tile, row)
+// overwrite those of a row in a tile with their gradients, and adds these up.
+template <typename F>
+void add_gradients(const CpuHead& head, CpuHeadGradient& gradient, const F& differentiate) {
+  const GradientParts parts(head);
+  const Tensor floats = new_floats(head.weight(), parts.floats(head));
+  const auto make_room = [&] { return CpuHead::Room(head); };
+  parts.for_each([&](Span rows, Span classes) {
+    const FloatMatrix grads{mutable_data<float>(floats), classes.count};
+    for_each_tile(head, rows, classes, make_room, [&](auto& room, Span block, Span tile) {
+      float* x = grads.at(block.first - rows.first, tile.first - classes.first);
+      head.logits(room, block, tile, {x, grads.row});
+      for (int64_t i = block.first; i < block.end(); ++i, x += grads.row) differentiate(x, tile, i);
+    });
+    gradient.add(rows, classes, grads);
+  });
+}
 
 }  // namespace fusedrl

@@ -32,7 +32,7 @@ struct Spans {
 // Threads take a head's classes in segments of tiles, and what they find out about a row in each
 // segment is merged in order, so that no bit depends on their number.
 struct Segments {
-  static constexpr int64_t kMost = 128;  // what is known of a row takes less than its hidden states
+  static constexpr int64_t kMost = 128;  // what is known of a row then takes 6 KiB at most
   Spans tiles;
 
   int64_t tiles_each() const { return (tiles.count() + kMost - 1) / kMost; }

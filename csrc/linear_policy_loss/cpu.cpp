@@ -76,7 +76,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
                       row.normalizer, inv_temperature};
     }
     if (!of_hidden && !of_weight && !of_bias) continue;
-    for_each_tile(head, block, classes, make_room, [&](auto&, Span part, Span tile) {
+    const auto no_room = [] { return nullptr; };
+    for_each_tile(head, block, classes, no_room, [&](auto&, Span part, Span tile) {
       for (int64_t i = part.first; i < part.end(); ++i) {
         tiles.differentiate(logits.at(i - block.first, tile.first), tile, kept.targets[i],
                             gradients[i - block.first], results[kept.tokens[i]].log_prob);

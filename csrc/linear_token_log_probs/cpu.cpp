@@ -81,24 +81,13 @@ std::tuple<Tensor, Tensor, Tensor> backward(
                      batch_invariant);
   CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
   const TileRows tiles(head, inv_temperature, softcap);
-  const GradientParts parts(head);
-  const Tensor floats = new_floats(hidden, parts.floats(head));
-  const auto make_room = [&] { return CpuHead::Room(head); };
-  parts.for_each([&](Span rows, Span classes) {
-    const FloatMatrix grads{mutable_data<float>(floats), classes.count};
-    for_each_tile(head, rows, classes, make_room, [&](auto& room, Span block, Span tile) {
-      float* x = grads.at(block.first - rows.first, tile.first - classes.first);
-      head.logits(room, block, tile, {x, grads.row});
-      for (int64_t i = block.first; i < block.end(); ++i, x += grads.row) {
-        const int64_t n = kept.tokens[i];
-        const RowGradient of_row{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
-                                 up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
-                                 data<Normalizer>(normalizers)[n], inv_temperature};
-        tiles.shape(x, tile);
-        tiles.differentiate(x, tile, kept.targets[i], of_row, data<float>(log_probs)[n]);
-      }
-    });
-    gradient.add(rows, classes, grads);
+  add_gradients(head, gradient, [&](float* x, Span tile, int64_t i) {
+    const int64_t n = kept.tokens[i];
+    const RowGradient of_row{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
+                             up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
+                             data<Normalizer>(normalizers)[n], inv_temperature};
+    tiles.shape(x, tile);
+    tiles.differentiate(x, tile, kept.targets[i], of_row, data<float>(log_probs)[n]);
   });
   // The ranks of a sharded vocabulary add theirs up before it is rounded.
   const ScalarType of_hidden_states =

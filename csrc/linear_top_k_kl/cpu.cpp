@@ -100,7 +100,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
                      batch_invariant);
   CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
   const TileRows tiles(head, inv_temperature, softcap);
-  const auto differentiate = [&](float* x, Span tile, int64_t i) {
+  add_gradients(head, gradient, [&](float* x, Span tile, int64_t i) {
     const int64_t n = batch.tokens[i], at = batch.at(n);
     tiles.shape(x, tile);
     tiles.differentiate(
@@ -109,18 +109,6 @@ std::tuple<Tensor, Tensor, Tensor> backward(
             x[place] = of_rows[i].of_id(up[at + j], of_classes[at + j], inv_temperature);
           });
         });
-  };
-  const GradientParts parts(head);
-  const Tensor floats = new_floats(hidden, parts.floats(head));
-  const auto make_room = [&] { return CpuHead::Room(head); };
-  parts.for_each([&](Span rows, Span classes) {
-    const FloatMatrix grads{mutable_data<float>(floats), classes.count};
-    for_each_tile(head, rows, classes, make_room, [&](auto& room, Span block, Span tile) {
-      float* x = grads.at(block.first - rows.first, tile.first - classes.first);
-      head.logits(room, block, tile, {x, grads.row});
-      for (int64_t i = block.first; i < block.end(); ++i, x += grads.row) differentiate(x, tile, i);
-    });
-    gradient.add(rows, classes, grads);
   });
   return {gradient.hidden(batch.map, batch.tokens, factor), gradient.weight(),
           gradient.bias(factor)};

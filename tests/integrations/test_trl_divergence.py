@@ -183,6 +183,22 @@ def test_half_logits_keep_their_dtype_and_a_batch_without_labels_its_zero():
 
 
 @pytest.mark.parametrize(
+    ("beta", "temperature", "reason"), [(1e-32, 1.0, "a beta of 1e-32"), (0.3, -1.0, "of -1.0")]
+)
+def test_numbers_that_the_op_refuses_are_left_to_trl(
+    beta, temperature, reason, monkeypatch, caplog
+):
+    monkeypatch.setattr(_trl_log, "_said", set())
+    student, teacher = heads()
+    sides = (*student, *teacher, beta, temperature)
+    expected = ChunkedDivergenceFunction.apply(*sides)
+    with caplog.at_level(logging.WARNING, logger="fusedrl"):
+        found = _trl_divergence.ChunkedDivergenceFunction.apply(*sides)
+    assert all(map(torch.equal, found, expected))
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"reduction": "none"}, "reduction 'none', one value a class"),

@@ -40,7 +40,7 @@ def chunked_divergence_loss(
         *(teacher_hidden_states, teacher_lm_head_weight, teacher_lm_head_bias),
         *(teacher_logit_scale, teacher_final_logit_softcapping),
     )
-    reason = not_ours(student, teacher)
+    reason = not_ours(student, teacher, beta, temperature)
     if reason is not None:
         log_once(f"trl: {reason}; using TRL's own loss of the distillation trainer")
         return _their_loss(

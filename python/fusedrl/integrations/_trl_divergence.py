@@ -11,7 +11,7 @@ from trl.kernels import chunked_divergence  # pyright: ignore[reportMissingImpor
 
 from fusedrl.integrations._trl_log import log_once
 from fusedrl.ops import _dispatch
-from fusedrl.ops.exact_kl import ExactKL
+from fusedrl.ops.exact_kl import ExactKL, share_of
 from fusedrl.ops.linear_exact_kl import linear_exact_kl
 
 _theirs = (chunked_divergence.ChunkedDivergenceFunction,)
@@ -93,7 +93,7 @@ class ChunkedDivergenceFunction:
             *(teacher_hidden, teacher_weight, teacher_bias),
             *(teacher_logit_scale, teacher_final_logit_softcapping),
         )
-        reason = not_ours(student, teacher)
+        reason = not_ours(student, teacher, beta, temperature)
         if reason is not None:
             log_once(f"trl: {reason}; using TRL's own ChunkedDivergenceFunction")
             return _theirs[0].apply(
@@ -126,8 +126,12 @@ def divergence_of(
     return result.kl, result.entropy.detach()
 
 
-def not_ours(student: Side, teacher: Side) -> str | None:
+def not_ours(student: Side, teacher: Side, beta: float, temperature: float) -> str | None:
     """Why TRL's own function has to run, if it has to."""
+    if share_of(beta) is None:
+        return f"a beta of {beta}"
+    if temperature <= 0:
+        return f"a temperature of {temperature}"
     for side in (student, teacher):
         if isinstance(side.weight, DTensor):
             return "the head is a DTensor, and gathered by TRL's function"

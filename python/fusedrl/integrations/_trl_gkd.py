@@ -10,7 +10,7 @@ from trl.experimental.gkd import gkd_trainer  # pyright: ignore[reportMissingImp
 
 from fusedrl.integrations._trl_log import log_once
 from fusedrl.ops import _dispatch
-from fusedrl.ops.exact_kl import exact_kl
+from fusedrl.ops.exact_kl import exact_kl, share_of
 
 _theirs = gkd_trainer.GKDTrainer.generalized_jsd_loss
 
@@ -75,7 +75,7 @@ def _not_ours(
     """Why TRL's own function has to run, if it has to."""
     if reduction not in ("batchmean", "sum", "mean"):
         return f"reduction {reduction!r}, one value a class"
-    if not isinstance(beta, (int, float)) or not (beta in (0, 1) or 1e-30 <= beta < 1):
+    if share_of(beta) is None:
         return f"a beta of {beta}"
     if temperature <= 0:
         return f"a temperature of {temperature}"

@@ -156,10 +156,17 @@ def chosen_divergence(direction: str, beta: float | None) -> Divergence:
                 'direction="jensen_shannon" with it'
             )
         return Divergence(1.0, direction == "forward")
-    share = 0.5 if beta is None else _dispatch.real_number(beta)
-    if share is None or not (share == 0 or share == 1 or 1 / _dispatch.LARGEST <= share < 1):
+    share = share_of(0.5 if beta is None else beta)
+    if share is None:
         raise ValueError(f"beta: expected 0, 1 or a number between, from 1e-30 on, got {beta!r}")
-    return Divergence(1.0, True) if share == 0 else Divergence(float(share), False)
+    return Divergence(1.0, True) if share == 0 else Divergence(share, False)
+
+
+def share_of(beta: Any) -> float | None:
+    """A beta as a number; ``None`` for one that no divergence exists for."""
+    share = _dispatch.real_number(beta)
+    known = share is not None and (share in (0, 1) or 1 / _dispatch.LARGEST <= share < 1)
+    return float(share) if share is not None and known else None
 
 
 def answer(divergence: Divergence, kl: Tensor, entropies: Tensor | None) -> Tensor | ExactKL:

@@ -45,10 +45,11 @@ def linear_token_log_probs(
 
     With ``x = scale * (hidden @ weight.T + bias)``, ``x = softcap * tanh(x / softcap)`` where a
     softcap is given, and ``z = x / temperature``, it is :math:`z_{y} - \log\sum_v e^{z_v}`.
-    Only the kept rows are multiplied. Logits exist a tile at a time, in float32: 4 MiB on the CPU
-    (beside float32 copies of the kept hidden states and of the tile's weights), at most 512 MiB on
-    CUDA, or none (Triton). The backward pass computes them again; it sums every gradient in float32
-    and rounds it once. On CUDA, a mask or a shift makes the host wait for the number of kept rows.
+    Only the kept rows are multiplied. Logits exist a tile at a time, in float32: 512 KiB for each
+    thread of the CPU (4 MiB in the backward pass, beside copies of the kept hidden states and of
+    the weights of a tile), at most 512 MiB on CUDA, or none (Triton). The backward pass computes
+    them again; it sums every gradient in float32 and rounds it once. On CUDA, a mask or a shift
+    makes the host wait for the number of kept rows.
 
     Args:
         hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``; float32, bfloat16
