@@ -41,7 +41,7 @@ def pack_on_request(connection: Any) -> None:
 
 
 def unpack_and_add(connection: Any) -> None:
-    """Add one to the tokens of a shipment's first row, where they lie."""
+    """Add one to the tokens of a shared batch's first row, where they lie."""
     batch = Mappings().unpack(connection.recv())
     batch[0]["tokens"].add_(1)
     connection.send(batch[0]["text"])

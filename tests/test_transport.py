@@ -1,4 +1,4 @@
-"""Parcels: what is packed in one process is the same in another, and small."""
+"""Serialized values: what is packed in one process is the same in another, and small."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from transforms.dialogs import assert_rows_equal, conversations, rows
 
 from fusedrl import RetrieveKL
 from fusedrl.transforms.transform_actor import TransformActor
-from fusedrl.transport import Parcel, pack, unpack
+from fusedrl.transport import Serialized, deserialize, serialize
 
 
 def sent(value):
     """Through bytes, as between processes, and from memory that may not be written to."""
-    parcel = Parcel(*pickle.loads(pickle.dumps(pack(value))))
-    parcel.memory.flags.writeable = False
-    return unpack(parcel)
+    serialized = Serialized(*pickle.loads(pickle.dumps(serialize(value))))
+    serialized.memory.flags.writeable = False
+    return deserialize(serialized)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
@@ -49,8 +49,8 @@ def test_rows_that_share_memory_are_sent_once():
     got = sent(samples)
     assert_rows_equal(rows(got, "x"), rows(samples, "x"))
     assert all(torch.equal(x > 0, y) for x, y in zip(rows(got, "x"), rows(got, "y"), strict=True))
-    parcel = pack(samples)
-    size = len(pickle.dumps(parcel))
+    serialized = serialize(samples)
+    size = len(pickle.dumps(serialized))
     assert size < 1.5 * (packed.nbytes + packed.numel())
 
 
@@ -303,8 +303,8 @@ def test_an_actors_transform_of_padded_columns(stacked):
     }
     answers = []
     for run in (
-        lambda data: unpack(
-            TransformActor(RetrieveKL, dict(models)).run("forward", pack((data,)), False)
+        lambda data: deserialize(
+            TransformActor(RetrieveKL, dict(models)).run("forward", serialize((data,)), False)
         ),
         RetrieveKL(**models),
     ):

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from fusedrl.demo import CHATS
 from fusedrl.scoring.chats import Chat, parse_chat, read_records
 from fusedrl.scoring.errors import ChatError
-from fusedrl.scoring.masks import tokenize_chat
+from fusedrl.scoring.tokenization import tokenize_chat
 
 
 def make_chat(*messages):

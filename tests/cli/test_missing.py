@@ -11,7 +11,7 @@ import torch
 from fusedrl import native
 from fusedrl.cli import main, missing
 
-INSTALLED = {part.package: "99.0" for part in missing.PARTS} | {"fusedrl": "0.1.0"}
+INSTALLED = {part.package: "99.0" for part in missing.DEPENDENCIES} | {"fusedrl": "0.1.0"}
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_nothing_is_missing_where_everything_is_there(machine):
 def test_a_package_that_is_not_installed_comes_with_its_extra(machine, package):
     del machine[package]
     (found,) = missing.missing().items()
-    (extra,) = (part.extra for part in missing.PARTS if part.package == package)
+    (extra,) = (part.extra for part in missing.DEPENDENCIES if part.package == package)
     assert found[0] == package
     assert found[1].endswith(f': not installed: `pip install "fusedrl[{extra}]"`')
     assert extra in (metadata.metadata("fusedrl").get_all("Provides-Extra") or [])

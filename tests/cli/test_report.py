@@ -16,10 +16,10 @@ pytest.importorskip("pyarrow")
 
 from fusedrl.demo import CHATS
 from fusedrl.scoring import Settings, report, score_chats
-from fusedrl.scoring.both_models import ScoredChat
+from fusedrl.scoring.batch_scores import ScoredChat
 from fusedrl.scoring.chats import Chat
-from fusedrl.scoring.masks import TokenizedChat
 from fusedrl.scoring.tables import chat_row
+from fusedrl.scoring.tokenization import TokenizedChat
 
 from .conftest import chat
 
@@ -149,7 +149,7 @@ def test_values_that_are_not_finite_are_shown(tmp_path):
         values,
         {"k1": values, "k3": values},
     )
-    made = report.Report({"policy": "p", "reference": "r"}, "k3", 5)
+    made = report.HtmlReport({"policy": "p", "reference": "r"}, "k3", 5)
     made.add(scored)
     made.write(tmp_path / "report.html", [chat_row(scored, "k3")], [])
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))

@@ -19,9 +19,9 @@ from pyarrow import parquet
 from fusedrl.cli import main
 from fusedrl.demo import CHATS
 from fusedrl.scoring import ScoreError, Settings, score_chats
-from fusedrl.scoring.both_models import ScoredChat, beside_rollout
+from fusedrl.scoring.batch_scores import ScoredChat, beside_rollout
 from fusedrl.scoring.chats import Chat
-from fusedrl.scoring.masks import TokenizedChat
+from fusedrl.scoring.tokenization import TokenizedChat
 
 from .conftest import chat, rows
 from .test_report import Page, draw, needs_chromium

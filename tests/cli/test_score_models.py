@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from fusedrl.demo.models import make_model, make_tokenizer
-from fusedrl.scoring import ScoreError, Settings, both_models, checkpoint, score_chats
+from fusedrl.scoring import ScoreError, Settings, batch_scores, checkpoint, score_chats
 
 from .conftest import chat, rows
 
@@ -115,7 +115,7 @@ def test_a_quantization_that_transformers_leaves_out_is_refused(folder, refused)
 def test_a_value_head_beside_the_model_is_left_out(models):
     model = AutoModelForCausalLM.from_pretrained(models.policy)
     loading = {"unexpected_keys": {"v_head.weight"}, "mismatched_keys": set(), "missing_keys": []}
-    checkpoint.check_weights("policy", "there", model, loading)
+    checkpoint.check_complete("policy", "there", model, loading)
 
 
 def small(tokenizer):
@@ -142,7 +142,7 @@ def test_an_encoder_without_training_is_refused(tokenizer):
     torch.manual_seed(0)
     model = BertLMHeadModel(BertConfig(**small(tokenizer))).eval()
     with pytest.raises(ScoreError, match="expected a causal language model"):
-        checkpoint.trial("reference", "bert", model, tokenizer)
+        checkpoint.check_causal("reference", "bert", model, tokenizer)
 
 
 def test_an_encoder_decoder_is_refused(tokenizer, tmp_path, refused):
@@ -189,10 +189,10 @@ def test_embeddings_too_narrow_for_the_vocabulary_are_refused(tokenizer, tmp_pat
 
 def test_an_id_behind_a_gap_in_the_vocabulary_is_seen(models, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(models.policy)
-    assert checkpoint.trial("policy", "there", model, tokenizer) == len(tokenizer)
+    assert checkpoint.check_causal("policy", "there", model, tokenizer) == len(tokenizer)
     vocabulary = tokenizer.get_vocab() | {"far": 5000}
     tokenizer.get_vocab = lambda: vocabulary
-    assert checkpoint.trial("policy", "there", model, tokenizer) == len(tokenizer)
+    assert checkpoint.check_causal("policy", "there", model, tokenizer) == len(tokenizer)
 
 
 @pytest.mark.parametrize("role", ["policy", "reference"])
@@ -213,14 +213,14 @@ def test_a_model_without_memory_for_it_is_named(models, write_chats, monkeypatch
 
 
 def test_a_chat_without_memory_for_it_is_left_out(models, write_chats, monkeypatch, tmp_path):
-    real = both_models.causal_log_probs
+    real = batch_scores.causal_log_probs
 
     def no_memory(model, tokens, lengths, *args, **options):
         if max(lengths) > 100:
             raise torch.OutOfMemoryError("tried to allocate too much")
         return real(model, tokens, lengths, *args, **options)
 
-    monkeypatch.setattr(both_models, "causal_log_probs", no_memory)
+    monkeypatch.setattr(batch_scores, "causal_log_probs", no_memory)
     path = write_chats(GOOD, chat("Hi", "long " * 300), GOOD)
     summary = score_chats(path, models.policy, models.reference, tmp_path / "out")
     assert [row["chat"] for row in summary.rows] == [1, 3]

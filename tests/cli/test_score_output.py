@@ -88,7 +88,7 @@ PHASES = {
     "tokenizing": (job, "tokenize_chat"),
     "scoring": (job, "score_batch"),
     "writing a table": (job.Tables, "write"),
-    "rendering": (job.Report, "write"),
+    "rendering": (job.HtmlReport, "write"),
     "moving the files": (job, "publish"),
 }
 

@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from fusedrl.cli import main
 from fusedrl.demo import CHATS
-from fusedrl.scoring import ScoreError, both_models, job, score_chats
+from fusedrl.scoring import ScoreError, batch_scores, job, score_chats
 from fusedrl.scoring.chats import parse_chat, read_records
 
 from .conftest import chat, rows
@@ -214,14 +214,14 @@ def test_strict_stops_at_a_bad_row_and_leaves_nothing(write_chats, score, capsys
 
 
 def test_a_chat_that_a_model_refuses_costs_that_chat_only(write_chats, score, monkeypatch, capsys):
-    real = both_models.causal_log_probs
+    real = batch_scores.causal_log_probs
 
     def refusing(model, tokens, lengths, *args, **options):
         if 99 in tokens:
             raise ValueError("expected no 99")
         return real(model, tokens, lengths, *args, **options)
 
-    monkeypatch.setattr(both_models, "causal_log_probs", refusing)
+    monkeypatch.setattr(batch_scores, "causal_log_probs", refusing)
     real_tokenize = job.tokenize_chat
 
     def with_99(chat, *args):

@@ -11,7 +11,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from torchrl.data.llm import History
 from torchrl.envs import AsyncEnvPool
 
-from fusedrl.collectors.copying import Copies
+from fusedrl.collectors.turn_copies import TurnCopies
 
 IDS = ("collector", "traj_ids")
 MODES = [{}, {"flatten_data": True}, {"yield_completed_trajectories": True}]
@@ -162,14 +162,14 @@ class TestCopies:
     def test_of_chats(self):
         chats = [[{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}]] * 2
         turn = TensorDict(history=History.from_chats(chats), batch_size=2).to_lazystack(0)
-        copy = Copies().after(turn)
+        copy = TurnCopies().after(turn)
         assert copy["history"].content == turn["history"].content
         copy["history"].tensordicts[0].content = ["other", "words"]
         assert turn["history"].content[0] == ["2?", "4"]
 
     def test_of_stacks_of_several_lengths(self):
         rows = [TensorDict(ids=torch.arange(n), text=f"of {n}") for n in (1, 3)]
-        turn, copies = lazy_stack(rows), Copies()
+        turn, copies = lazy_stack(rows), TurnCopies()
         copies.before(turn)
         rows[1]["ids"].fill_(7)
         rows[1]["text"] = "another"
@@ -181,13 +181,13 @@ class TestCopies:
 
     def test_of_names_and_devices(self):
         turn = TensorDict(a=torch.ones(2), batch_size=2, names=["dialog"], device="cpu")
-        copy = Copies().after(turn)
+        copy = TurnCopies().after(turn)
         assert copy.names == ["dialog"] and copy.device == turn.device and not copy.is_locked
-        assert Copies().after(turn.lock_()).set("b", torch.ones(2)) is not None
+        assert TurnCopies().after(turn.lock_()).set("b", torch.ones(2)) is not None
 
     def test_of_what_shares_memory(self):
         flags = torch.zeros(2, 1, dtype=torch.bool)
-        turn, copies = TensorDict(done=flags, terminated=flags, batch_size=2), Copies()
+        turn, copies = TensorDict(done=flags, terminated=flags, batch_size=2), TurnCopies()
         copies.before(turn)
         flags.fill_(True)
         made = copies.after(turn)
@@ -202,7 +202,7 @@ class TestCopies:
             TensorDict(a=torch.ones(2), c=torch.ones(()), n=TensorDict(b=torch.zeros(2))),
         ]
         turn = lazy_stack(rows) if lazy else TensorDict(rows=lazy_stack(rows), batch_size=3)
-        made = Copies().after(turn)
+        made = TurnCopies().after(turn)
         for row, copy in zip(rows, (made if lazy else made.get("rows")).tensordicts, strict=True):
             assert copy.keys() == row.keys() and copy["a"].dtype == row["a"].dtype
             assert torch.equal(copy["a"], row["a"]) and torch.equal(copy["n", "b"], row["n", "b"])
@@ -246,7 +246,7 @@ def test_entries_of_a_batch_share_no_memory(collect):
 
 def test_a_change_of_an_entry_is_no_change_of_another():
     """Autograd would refuse to differentiate what it saved of the others."""
-    copy = Copies().after(lazy_stack([TensorDict({"x": torch.ones(2)}, []) for _ in range(8)]))
+    copy = TurnCopies().after(lazy_stack([TensorDict({"x": torch.ones(2)}, []) for _ in range(8)]))
     weight = torch.ones(2, requires_grad=True)
     loss = (weight * copy[1]["x"]).sum()
     copy[2]["x"].add_(1)

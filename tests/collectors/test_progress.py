@@ -14,7 +14,7 @@ from torchrl.modules.llm import TransformersWrapper
 from transforms.dialogs import rows
 
 from fusedrl import LLMCollector, PolicyVersion
-from fusedrl.collectors.progress import tokens_in
+from fusedrl.collectors.progress import response_tokens
 
 
 @pytest.fixture
@@ -35,23 +35,23 @@ def test_tokens_are_those_of_the_responses(chat_env, collect, greedy, tokenizer,
     """As a policy writes them; padding is none."""
     whole = collect(chat_env(StepCounter(1)), policy=greedy()).next()
     answers = [row.tolist() for row in rows(whole.reshape(-1), ("tokens", "response"))]
-    assert tokens_in(whole) == sum(map(len, answers)) == 20
+    assert response_tokens(whole) == sum(map(len, answers)) == 20
     end = answers[0][1]
     lengths = [1 + answer.index(end) if end in answer else 5 for answer in answers]
     assert len(set(lengths)) > 1
     ending = greedy(pad, eos_token_id=end, pad_token_id=tokenizer.pad_token_id)
     batch = collect(chat_env(StepCounter(1)), policy=ending).next()
-    assert tokens_in(batch) == sum(lengths)
+    assert response_tokens(batch) == sum(lengths)
 
 
 def test_tokens_under_the_name_of_torchrls_first_wrappers():
-    assert tokens_in(TensorDict({"tokens_response": torch.zeros(2, 3, 7)}, (2, 3))) == 42
+    assert response_tokens(TensorDict({"tokens_response": torch.zeros(2, 3, 7)}, (2, 3))) == 42
     ragged = [TensorDict({"tokens_response": torch.zeros(n)}) for n in (2, 5)]
-    assert tokens_in(lazy_stack(ragged)) == 7
+    assert response_tokens(lazy_stack(ragged)) == 7
 
 
 def test_a_batch_without_tokens_tells_none(collect):
-    assert tokens_in(collect().next()) is None
+    assert response_tokens(collect().next()) is None
 
 
 def logged(collector: LLMCollector, caplog: Any) -> list[dict[str, str]]:

@@ -12,8 +12,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from torchrl.data.llm import History
 
-from fusedrl.collectors.copying import MANY, Copies
-from fusedrl.collectors.rows import IDS, ended, rows_of, tag
+from fusedrl.collectors.turn_copies import MANY, TurnCopies
+from fusedrl.collectors.turn_rows import IDS, ended, rows_of, tag
 
 
 def turn(rows: int = 3, **more: Any) -> TensorDict:
@@ -83,7 +83,7 @@ def test_a_list_of_rows_is_the_callers():
 @pytest.mark.parametrize("form", FORMS)
 def test_a_copy_is_equal_and_shares_nothing(form):
     given = FORMS[form]()
-    made = Copies().after(given)
+    made = TurnCopies().after(given)
     assert_equal(made, given)
     assert not made.is_locked
     ours, theirs = addresses(made), addresses(given)
@@ -92,7 +92,7 @@ def test_a_copy_is_equal_and_shares_nothing(form):
 
 def test_many_small_tensors_share_memory_with_no_more_than_so_many():
     given = lazy_stack([TensorDict(a=torch.ones(1), b=torch.zeros(1)) for _ in range(3 * MANY)])
-    made = Copies().after(given)
+    made = TurnCopies().after(given)
     sizes = {row[key].untyped_storage().nbytes() for row in made.tensordicts for key in "ab"}
     assert sizes == {4 * MANY}
     made[0]["a"].fill_(7)
@@ -110,7 +110,7 @@ def test_tensors_that_cannot_be_stacked_are_cloned_one_by_one():
     ]
     for make in kinds:
         rows = [TensorDict._new_unsafe({"a": make(n)}, batch_size=torch.Size([])) for n in range(6)]
-        made = Copies().after(lazy_stack(rows))
+        made = TurnCopies().after(lazy_stack(rows))
         for row, copy in zip(rows, made.tensordicts, strict=True):
             given, got = row._tensordict["a"], copy._tensordict["a"]
             assert got is not given and got.dtype == given.dtype and got.layout == given.layout

@@ -13,7 +13,7 @@ from tiny_engines import expected, tiny_model, train
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
-from fusedrl.vllm.passing import ChannelSocket
+from fusedrl.vllm.channel_socket import ChannelSocket
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusedrl.models import causal_log_probs
-from fusedrl.models.ways import way_of
+from fusedrl.models.capabilities import capabilities_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import definition, model_of
@@ -31,7 +31,7 @@ def test_log_probs_are_those_of_the_cpu(kind):
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_flash_attention_keeps_packed_sequences_apart(kind):
     model = model_of(kind, attention="flash_attention_2", hidden_size=128).bfloat16().cuda()
-    assert way_of(model).packs
+    assert capabilities_of(model).packs
     together = causal_log_probs(model, TOKENS, LENGTHS, MASK)
     alone = causal_log_probs(model, TOKENS, LENGTHS, MASK, max_tokens_per_forward=1)
     close(together, alone, 5e-2)

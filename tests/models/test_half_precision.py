@@ -1,4 +1,4 @@
-"""Systematic errors that the rounding of half precision could hide from the trial."""
+"""Systematic errors that the rounding of half precision could hide from the probe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from fusedrl.models import causal_log_probs
-from fusedrl.models.ways import way_of
+from fusedrl.models.capabilities import capabilities_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import PACKING, VOCAB, definition, model_of
@@ -49,7 +49,7 @@ def test_a_change_of_the_logits_is_seen(change, dtype, size):
     model = model_of("qwen2")
     torch.nn.init.normal_(model.lm_head.weight, std=size)
     model = changed(model.to(dtype), CHANGES[change])
-    assert way_of(model).parts is None
+    assert capabilities_of(model).parts is None
     expected = definition(model, TOKENS, LENGTHS, MASK)
     # Equal but for how padding groups the sums of the decoder.
     close(causal_log_probs(model, TOKENS, LENGTHS, MASK), expected, 2e-3 if size == 0.02 else 0.2)
@@ -59,8 +59,8 @@ def test_a_change_of_the_logits_is_seen(change, dtype, size):
 @pytest.mark.parametrize("kind", [*PACKING, "opt", "gpt2", "mamba"])
 @torch.no_grad()
 def test_honest_models_go_the_fast_way(kind, dtype):
-    way = way_of(model_of(kind).to(dtype))
-    assert way.parts is not None and way.packs == (kind in PACKING) and way.pads
+    found = capabilities_of(model_of(kind).to(dtype))
+    assert found.parts is not None and found.packs == (kind in PACKING) and found.pads
 
 
 def recurrent_gemma() -> Any:
@@ -92,15 +92,15 @@ def xlstm() -> Any:
 @pytest.mark.parametrize("hidden", [False, True])
 @torch.no_grad()
 def test_caps_of_other_names(make, dtype, hidden, monkeypatch):
-    """Known by name or, hidden from the configuration's reader, found by the trial."""
+    """Known by name or, hidden from the configuration's reader, found by the probe."""
     if hidden:
         monkeypatch.setattr("fusedrl.models.split._softcap", lambda config: None)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(make()).eval()
     torch.nn.init.normal_(model.get_output_embeddings().weight, std=3.0)
     model = model.to(dtype)
-    way = way_of(model)
-    assert hidden == (way.parts is None)
+    found = capabilities_of(model)
+    assert hidden == (found.parts is None)
     row = TOKENS[:17]
     ours = causal_log_probs(model, row, [17])
     theirs = definition(model, row, [17], None)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from fusedrl.models import causal_log_probs, ways
-from fusedrl.models.ways import way_of
+from fusedrl.models import capabilities, causal_log_probs
+from fusedrl.models.capabilities import capabilities_of
 
 from .test_log_probs import close
 from .tiny import PACKING, VOCAB, config_of, definition, model_of
@@ -69,7 +69,7 @@ def alone(model: Any, mask: torch.Tensor | None) -> torch.Tensor:
 @torch.no_grad()
 def test_sequences_beyond_the_threshold_run_alone_and_whole(kind, rope_type):
     model = following(kind, rope_type)
-    assert way_of(model).packs and way_of(model).below == TRAINED
+    assert capabilities_of(model).packs and capabilities_of(model).below == TRAINED
     expected = alone(model, None)
     for mask in (MASK, early(LENGTHS)):
         out = causal_log_probs(model, TOKENS, LENGTHS, mask, max_tokens_per_forward=1000)
@@ -94,7 +94,7 @@ def test_the_threshold_matters_in_these_tests(kind):
 @torch.no_grad()
 def test_short_sequences_still_share_a_row(rope_type):
     model = following("llama", rope_type)
-    way_of(model)
+    capabilities_of(model)
     seen = []
     model.model.embed_tokens.register_forward_hook(
         lambda _, args, out: seen.append(args[0].numel())
@@ -117,8 +117,8 @@ def test_padded_batches_are_short_too(kind):
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
-    way = way_of(model)
-    assert not way.packs and way.below == TRAINED
+    found = capabilities_of(model)
+    assert not found.packs and found.below == TRAINED
     close(causal_log_probs(model, TOKENS, LENGTHS, MASK), alone(model, MASK))
 
 
@@ -149,8 +149,8 @@ def test_a_model_that_follows_the_length_in_secret_runs_alone():
             return (cos, sin) if position_ids.max() < TRAINED else (cos.flip(-1), sin.flip(-1))
 
     model.model.rotary_emb.__class__ = Secret
-    way = way_of(model)
-    assert way.parts is not None and not way.packs and not way.pads
+    found = capabilities_of(model)
+    assert found.parts is not None and not found.packs and not found.pads
     for mask in (MASK, early(LENGTHS)):
         close(
             causal_log_probs(model, TOKENS, LENGTHS, mask),
@@ -170,8 +170,8 @@ def test_a_model_that_looks_ahead_runs_alone():
             return out
 
     model.model.__class__ = Ahead
-    way = way_of(model)
-    assert way.parts is not None and not way.packs and not way.pads
+    found = capabilities_of(model)
+    assert found.parts is not None and not found.packs and not found.pads
     out = causal_log_probs(model, TOKENS, LENGTHS, early(LENGTHS))
     close(out, definition(model, TOKENS, LENGTHS, early(LENGTHS)))
 
@@ -180,9 +180,9 @@ def test_the_trial_leaves_rotary_embeddings_as_they_were():
     model = following("llama", "longrope")
     rotary = model.model.rotary_emb
     model(input_ids=TOKENS[None])  # the long factors
-    model(input_ids=TOKENS[None, :2])  # the short ones, as the trial's sequences have
+    model(input_ids=TOKENS[None, :2])  # the short ones, as the probe's sequences have
     before, buffer, state = rotary.inv_freq.clone(), rotary.inv_freq, dict(vars(rotary))
-    assert ways.way_of(model).packs
+    assert capabilities.capabilities_of(model).packs
     assert rotary.inv_freq is buffer and torch.equal(buffer, before)
     assert vars(rotary).keys() == state.keys()
     for name, value in state.items():

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from fusedrl.models import causal_log_probs, log_probs, ways
+from fusedrl.models import capabilities, causal_log_probs, log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
 from .tiny import PACKING, VOCAB, definition, model_of
@@ -24,14 +24,14 @@ def close(ours, theirs, tolerance=1e-5):
 
 
 def test_every_type_that_packs_is_tested():
-    assert set(PACKING) == ways.PACKABLE
+    assert set(PACKING) == capabilities.PACKABLE
 
 
 @pytest.mark.parametrize("kind", [*PACKING, "opt", "gpt2", "mamba"])
 @pytest.mark.parametrize("mask", [MASK, None])
 def test_log_probs_are_those_of_each_sequence_alone(kind, mask):
     model = model_of(kind)
-    assert ways.way_of(model).packs == (kind in PACKING)
+    assert capabilities.capabilities_of(model).packs == (kind in PACKING)
     with torch.no_grad():
         expected = definition(model, TOKENS, LENGTHS, mask)
         for limit in (None, 20):
@@ -44,7 +44,7 @@ def test_log_probs_are_those_of_each_sequence_alone(kind, mask):
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_eager_attention_packs(kind):
     model = model_of(kind, attention="eager")
-    assert ways.way_of(model).packs
+    assert capabilities.capabilities_of(model).packs
     close(causal_log_probs(model, TOKENS, LENGTHS, MASK), definition(model, TOKENS, LENGTHS, MASK))
 
 
@@ -75,7 +75,7 @@ def test_gradients_are_those_of_each_sequence_alone(kind):
 
 def test_nothing_behind_the_last_kept_token_is_computed():
     model = model_of("llama")
-    causal_log_probs(model, TOKENS, LENGTHS)  # the trial
+    causal_log_probs(model, TOKENS, LENGTHS)  # the probe
     seen = []
     model.model.embed_tokens.register_forward_hook(lambda _, args, out: seen.append(args[0]))
     mask = torch.zeros(N, dtype=torch.bool)
@@ -104,7 +104,7 @@ def test_ranks_that_share_a_model_do_one_forward_each(monkeypatch, mask):
     model.register_forward_hook(lambda *_: seen.append(1))  # a model to ask for its logits
     monkeypatch.setattr(log_probs, "_ranks", lambda: 2)
     monkeypatch.setattr(log_probs.forwards, "tokens_per_forward", lambda *_: 20)
-    causal_log_probs(model, TOKENS, LENGTHS, mask)  # the trial
+    causal_log_probs(model, TOKENS, LENGTHS, mask)  # the probe
     seen.clear()
     close(causal_log_probs(model, TOKENS, LENGTHS, mask), expected)
     assert len(seen) == 1
@@ -114,7 +114,7 @@ def test_ranks_that_share_a_model_do_one_forward_each(monkeypatch, mask):
 def test_a_forward_takes_no_more_tokens_than_allowed(limit):
     for kind in ("llama", "opt"):
         model = model_of(kind)
-        causal_log_probs(model, TOKENS, LENGTHS)  # the trial
+        causal_log_probs(model, TOKENS, LENGTHS)  # the probe
         seen = []
         model.get_input_embeddings().register_forward_hook(
             lambda _, args, out, seen=seen: seen.append(args[0].numel())
@@ -177,7 +177,7 @@ def test_the_head_multiplies_kept_rows_alone(monkeypatch):
 
 
 def test_a_slower_way_is_logged_once(caplog, monkeypatch):
-    monkeypatch.setattr(ways, "_warned", set())
+    monkeypatch.setattr(capabilities, "_warned", set())
     with caplog.at_level(logging.WARNING, "fusedrl"):
         for _ in range(2):
             causal_log_probs(model_of("opt"), TOKENS, LENGTHS)

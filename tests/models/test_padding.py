@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from fusedrl.models import causal_log_probs, log_probs
-from fusedrl.models.ways import way_of
+from fusedrl.models.capabilities import capabilities_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import VOCAB, definition, model_of
@@ -60,7 +60,10 @@ def hooked(model):
 def test_a_model_that_takes_padding_to_be_on_the_left(way, dtype):
     model = cpmant().to(dtype)
     model = model if way == "parts" else hooked(model)
-    assert (way_of(model).parts is None, way_of(model).pads) == (way == "logits", False)
+    assert (capabilities_of(model).parts is None, capabilities_of(model).pads) == (
+        way == "logits",
+        False,
+    )
     tokens = TOKENS.clamp(min=1)  # 0 is its padding token
     expected = definition(model, tokens, LENGTHS, MASK)
     close(
@@ -82,7 +85,7 @@ def test_a_model_of_another_make_that_sees_the_width():
 @torch.no_grad()
 def test_others_share_padded_batches():
     for model in (model_of("opt"), hooked(model_of("llama"))):
-        assert way_of(model).pads
+        assert capabilities_of(model).pads
         sizes = []
         model.get_input_embeddings().register_forward_hook(
             lambda _, args, out, sizes=sizes: sizes.append(len(args[0]))
@@ -107,7 +110,7 @@ def test_ranks_that_share_a_model_do_as_many_forwards_alone(ranks, monkeypatch):
     model = hooked(cpmant())
     tokens = TOKENS.clamp(min=1)
     expected = definition(model, tokens, LENGTHS, MASK)
-    way_of(model)
+    capabilities_of(model)
     reduced = torch.distributed.all_reduce
 
     def other_has_seven(count, *args):

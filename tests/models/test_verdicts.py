@@ -14,8 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fusedrl.models import WithoutAdapters, causal_log_probs
+from fusedrl.models.capabilities import capabilities_of
 from fusedrl.models.signature import modules_of, signature
-from fusedrl.models.ways import way_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import definition, model_of
@@ -75,10 +75,10 @@ def test_a_forward_that_is_replaced_on_the_class_counts(monkeypatch):
     check(model)
     monkeypatch.setattr(type(model), "forward", doubled(type(model).forward))
     check(model)
-    assert way_of(model).parts is None
+    assert capabilities_of(model).parts is None
     monkeypatch.undo()
     check(model)
-    assert way_of(model).packs
+    assert capabilities_of(model).packs
 
 
 def test_a_forward_of_the_base_of_adapters_counts():
@@ -98,7 +98,7 @@ def test_another_head_counts():
     check(model)
     model.lm_head = nn.Linear(32, 100, bias=True)
     check(model)
-    assert way_of(model).packs
+    assert capabilities_of(model).packs
 
     class Capped(nn.Linear):
         def forward(self, input):
@@ -106,7 +106,7 @@ def test_another_head_counts():
 
     model.lm_head = Capped(32, 100)
     check(model)
-    assert way_of(model).parts is None
+    assert capabilities_of(model).parts is None
 
 
 @pytest.mark.parametrize("hook", ["model", "head", "everywhere"])
@@ -125,11 +125,11 @@ def test_hooks_that_come_later_count(hook):
         handle = PLACES[hook](model).register_forward_hook(double)
     try:
         check(model)
-        assert way_of(model).parts is None
+        assert capabilities_of(model).parts is None
     finally:
         handle.remove()
     check(model)
-    assert way_of(model).packs
+    assert capabilities_of(model).packs
 
 
 @pytest.mark.parametrize("hook", ["full", "before", "everywhere"])
@@ -152,12 +152,12 @@ def test_hooks_of_the_backward_pass_count_where_there_is_one(hook):
         ours, theirs = gradients(model)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(theirs, 2 * plain, rtol=1e-4, atol=1e-4)
-        assert way_of(model).parts is None
+        assert capabilities_of(model).parts is None
         with torch.no_grad():
-            assert way_of(model).packs
+            assert capabilities_of(model).packs
     finally:
         handle.remove()
-    assert way_of(model).packs
+    assert capabilities_of(model).packs
 
 
 def gradients(model):
@@ -186,7 +186,7 @@ def test_a_cap_that_is_set_in_the_configuration_counts():
     for cap in (1.5, None):
         model.config.final_logit_softcapping = cap
         check(model)
-        assert way_of(model).packs
+        assert capabilities_of(model).packs
 
 
 @pytest.fixture
@@ -208,11 +208,11 @@ def unknown_attention(monkeypatch) -> str:
 @pytest.mark.usefixtures("unknown_attention")
 def test_another_attention_counts(other):
     model = model_of("llama")
-    assert way_of(model).packs
+    assert capabilities_of(model).packs
     model.set_attn_implementation("eager")
     check(model)
     model.config._attn_implementation = other
-    assert not way_of(model).packs
+    assert not capabilities_of(model).packs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -220,7 +220,7 @@ def test_another_dtype_counts(dtype):
     model = model_of("llama")
     check(model)
     model.to(dtype)
-    assert way_of(model).packs
+    assert capabilities_of(model).packs
     out = causal_log_probs(model, TOKENS, LENGTHS, MASK)
     expected = definition(model, TOKENS, LENGTHS, MASK)
     torch.testing.assert_close(out.float(), expected, rtol=0.1, atol=0.3)
@@ -265,7 +265,7 @@ def test_states_that_alternate_are_tried_once_each():
 
     model.__class__ = type("Counting", (type(model),), {"forward": counting})
     for train in (True, False) * 3:
-        way_of(model.train(train))
+        capabilities_of(model.train(train))
     assert sorted(calls) == [False, False, True, True]
 
 
@@ -281,9 +281,9 @@ def test_every_module_counts_once():
 def test_settings_that_are_set_in_the_middle_count():
     """A rotary embedding that follows the length, and a dtype, of one module among many."""
     model = model_of("llama")
-    assert way_of(model).below is None
+    assert capabilities_of(model).below is None
     model.model.rotary_emb.rope_type = "dynamic"
-    assert way_of(model).below is not None
+    assert capabilities_of(model).below is not None
     model.model.rotary_emb.rope_type = "default"
     ends = (model, model.model, model.lm_head)
     before = signature(modules_of(model), ends)

@@ -97,7 +97,7 @@ def found_in_place(log_probs, ref_log_probs, mask=None, reward=None, impl="auto"
 @pytest.fixture(params=["by_address", "by_handle"])
 def way(request, monkeypatch):
     """How the CPU reads lists: its own way, and that of CUDA."""
-    monkeypatch.setitem(in_place._WAYS, "cpu", getattr(in_place, request.param))
+    monkeypatch.setitem(in_place._IMPLEMENTATIONS, "cpu", getattr(in_place, request.param))
     return request.param
 
 
@@ -229,7 +229,7 @@ def test_other_errors_of_the_op_are_not_hidden(monkeypatch):
     def fails(*args):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setitem(in_place._WAYS, "cpu", in_place.by_handle)
+    monkeypatch.setitem(in_place._IMPLEMENTATIONS, "cpu", in_place.by_handle)
     monkeypatch.setattr(torch.ops.fusedrl, "token_kl_list", fails)
     with pytest.raises(RuntimeError, match="CUDA error"):
         token_kl(zeros(2, 3), zeros(2, 3))
@@ -247,7 +247,7 @@ def test_kl_computation_does_not_concatenate(way, monkeypatch, one_value):
     )
     plain = KLComputation(coeff=0.1)
     with monkeypatch.context() as packing:
-        packing.setattr(in_place, "_WAYS", {})
+        packing.setattr(in_place, "_IMPLEMENTATIONS", {})
         expected = plain(data.clone())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         plain(data)

@@ -29,7 +29,7 @@ pytest.importorskip("pyarrow", reason='needs pip install "fusedrl[score]"')
 
 from fusedrl.scoring.chats import Chat
 from fusedrl.scoring.errors import ChatError
-from fusedrl.scoring.masks import TokenizedChat, tokenize_chat
+from fusedrl.scoring.tokenization import TokenizedChat, tokenize_chat
 
 Messages = list[dict[str, str]]
 

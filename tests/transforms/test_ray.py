@@ -21,7 +21,7 @@ from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl import KLRewardTransform, RayKLRewardTransform, RayRetrieveKL, RetrieveKL
 from fusedrl.transforms import ray_service
-from fusedrl.transport import unpack
+from fusedrl.transport import deserialize
 
 from .dialogs import CHATS, assert_rows_equal, conversations, rows
 from .test_kl_reward import QUESTIONS, chat_env, samples, with_reward
@@ -197,34 +197,36 @@ def test_a_reset_scores_tokens_that_are_there_already(shared_reward, local_rewar
 
 class TestWhatCrosses:
     @pytest.fixture
-    def parcels(self, monkeypatch):
+    def sent(self, monkeypatch):
         """What goes to the actor and what comes back, by key."""
         seen = []
 
-        def keep(parcel):
-            seen.append(unpack(parcel))
-            return parcel
+        def keep(serialized):
+            seen.append(deserialize(serialized))
+            return serialized
 
-        real_pack, real_unpack = ray_service.pack, ray_service.unpack
-        monkeypatch.setattr(ray_service, "pack", lambda value: keep(real_pack(value)))
-        monkeypatch.setattr(ray_service, "unpack", lambda parcel: real_unpack(keep(parcel)))
+        real_serialize, real_deserialize = ray_service.serialize, ray_service.deserialize
+        monkeypatch.setattr(ray_service, "serialize", lambda value: keep(real_serialize(value)))
+        monkeypatch.setattr(
+            ray_service, "deserialize", lambda serialized: real_deserialize(keep(serialized))
+        )
         return seen
 
-    def test_columns_that_are_read_and_those_that_are_written(self, shared, parcels):
+    def test_columns_that_are_read_and_those_that_are_written(self, shared, sent):
         data = dialogs(stacked=True, with_next=True)
         for td in (data, data["next"]):
             td.set("unrelated", torch.zeros(len(CHATS), 1000))
         shared._step(data, data["next"])
-        (root, following), back = parcels
+        (root, following), back = sent
         assert set(root.keys()) == {"history"}
         assert set(following.keys()) == {"reward"}
         assert set(back.keys()) == {"log_probs", "ref_log_probs", "kl_penalty", "reward"}
 
-    def test_the_reward_transform_sends_the_policys_log_probs(self, shared_reward, parcels):
+    def test_the_reward_transform_sends_the_policys_log_probs(self, shared_reward, sent):
         data = lazy_stack(with_reward(samples()))
         data.set("unrelated", torch.zeros(3, 1000))
         shared_reward._step(data, data["next"])
-        (root, following), back = parcels
+        (root, following), back = sent
         assert set(root.keys()) == {"tokens", "masks", "log_probs"}
         assert set(following.keys()) == {"reward"}
         assert set(back.keys()) == {"reward", "kl_penalty", "ref_log_probs", "ref_log_prob"}

@@ -27,7 +27,7 @@ from fusedrl import (
     WeightChannel,
 )
 from fusedrl.collectors.cluster.dialog_actor import DialogActor
-from fusedrl.transport import unpack
+from fusedrl.transport import deserialize
 from fusedrl.weights.copying import unwrap
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -301,7 +301,7 @@ def test_an_actor_takes_each_form(tied):
     actor.start({**options, "dialog_turns_per_batch": 2}, 0, 1, 0, {})
     for version, (name, weights, action) in enumerate(updates("qwen2", tied), 1):
         actor.update_policy_weights_(weights, version)
-        batch = unpack(actor.collect().batch)
+        batch = deserialize(actor.collect().batch)
         assert set(batch["action"].flatten().tolist()) == {action}, name
     actor.close(True)
 

@@ -25,7 +25,7 @@ from fusedrl.channel.layout import Layout, fill
 from fusedrl.channel.limits import refuse_beyond
 from fusedrl.channel.manifest import Manifest
 from fusedrl.channel.memory import HostMemory, Memory, checksum
-from fusedrl.channel.sources import Found, Place, module_places
+from fusedrl.channel.sources import FoundPlaces, Place, module_places
 
 # A reader that died is noticed within this time.
 SLICE_S = 0.02
@@ -110,7 +110,7 @@ class WeightChannel:
         self._lock: Any = threading.RLock()  # which knows its owner
         renew_in_children(self, _lock=threading.RLock)
         self._closed = False
-        self._found: Found | None = None
+        self._found: FoundPlaces | None = None
 
     @classmethod
     def create(
@@ -245,11 +245,11 @@ class WeightChannel:
 
     def _find(self, weights: Any) -> list[Place]:
         """As :meth:`Layout.matched`; the template is matched again only after it has changed."""
-        if weights is self._template and self._found is not None and self._found.holds():
+        if weights is self._template and self._found is not None and self._found.is_current():
             return self._found.places
         places = self.layout.matched(weights)
         if weights is self._template and self._can_keep(weights, places):
-            self._found = Found(weights, places)
+            self._found = FoundPlaces(weights, places)
         return places
 
     def _can_keep(self, weights: Any, places: list[Place]) -> bool:

@@ -13,13 +13,22 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from fusedrl.channel.entries import PAGE, Entry, clash, described, pack, refuse, round_up, spec
 from fusedrl.channel.forking import ComputedOnce
-from fusedrl.channel.names import Reading, read
-from fusedrl.channel.sources import ADAPTERS, Place, collect
+from fusedrl.channel.layout_entries import (
+    PAGE,
+    Entry,
+    described,
+    entry_spec,
+    lay_out,
+    name_clash,
+    refuse_differences,
+    round_up,
+)
+from fusedrl.channel.name_prefixes import PrefixChange, match_prefixes
+from fusedrl.channel.sources import ADAPTERS, Place, checked_places
 from fusedrl.channel.tensors import (
     castable,
-    check_tensor,
+    check_supported,
     converts,
     dtype_name,
     overwrite,
@@ -76,7 +85,7 @@ class Layout:
                 f"dtype: expected a float of 16 bits or more, got {dtype}; smaller ones need "
                 "scales: publish the quantised tensors as they are"
             )
-        places = collect(weights, adapters)
+        places = checked_places(weights, adapters)
         specs, known = [], {}
         for place in places.values():
             if place.persistent:
@@ -86,12 +95,12 @@ class Layout:
                 tied_to = None if tied_to == place.name else tied_to
                 specs.append((place.name, tuple(place.tensor.shape), kept, place.kind, tied_to))
         names = [name for name, *_ in specs]
-        problem = "expected tensors, got none" if not names else clash(names)
+        problem = "expected tensors, got none" if not names else name_clash(names)
         if problem:
             raise ValueError(f"weights: {problem}; pass a model's weights under its own names")
         transient = () if adapters == "only" else (s.name for s in places.values())
         transient = tuple(name for name in transient if not places[name].persistent)
-        return cls(pack(specs), adapters, transient)
+        return cls(lay_out(specs), adapters, transient)
 
     @property
     def partial(self) -> bool:
@@ -140,12 +149,12 @@ class Layout:
         """
         try:
             fields = json.loads(text)
-            specs = [spec(entry) for entry in fields["entries"]]
-            layout = cls(pack(specs), fields["adapters"], tuple(fields["transient"]))
+            specs = [entry_spec(entry) for entry in fields["entries"]]
+            layout = cls(lay_out(specs), fields["adapters"], tuple(fields["transient"]))
             names = [name for name, *_ in specs]
             if not names:
                 raise ValueError("expected entries, got none")
-            if problem := clash(names):
+            if problem := name_clash(names):
                 raise ValueError(problem)
             if not all(isinstance(name, str) for name in layout.transient):
                 raise ValueError("expected names in 'transient'")
@@ -239,7 +248,7 @@ class Layout:
         for entry in self.entries:
             if (place := places.get(entry.name)) is not None:
                 if not place.persistent:
-                    check_tensor(place.name, place.tensor)
+                    check_supported(place.name, place.tensor)
                 copies[entry.tied_to or entry.name].append(place)
         # A tied name may be missing: one of them says what all are.
         differences += [
@@ -258,7 +267,9 @@ class Layout:
         if not differences:
             differences = [d for entry in self.stored for d in _untied(entry, copies[entry.name])]
         remedy = "publish those of the model that it was created from"
-        refuse("weights", differences, f"{remedy}; names are read {reading}" if reading else remedy)
+        refuse_differences(
+            "weights", differences, f"{remedy}; names are read {reading}" if reading else remedy
+        )
         return [copies[entry.name][0] for entry in self.stored]
 
     def named(self, weights: Any) -> dict[str, Tensor]:
@@ -266,15 +277,15 @@ class Layout:
         sources = self.sources(weights)
         return {entry.name: tensor for entry, tensor in zip(self.stored, sources, strict=True)}
 
-    def _collected(self, weights: Any, known: set[str]) -> tuple[dict[str, Place], Reading]:
+    def _collected(self, weights: Any, known: set[str]) -> tuple[dict[str, Place], PrefixChange]:
         """The places of weights by this layout's names, as far as those given can be read so."""
         try:
-            places = collect(weights, self.adapters if self.adapters == "merged" else None)
+            places = checked_places(weights, self.adapters if self.adapters == "merged" else None)
         except ValueError:
             if self.adapters != "merged":
                 raise
-            places = collect(weights)  # merged by the caller
-        reading = read(places, known)
+            places = checked_places(weights)  # merged by the caller
+        reading = match_prefixes(places, known)
         if not reading:
             return places, reading
         return {
@@ -297,7 +308,7 @@ def fill(views: Sequence[Tensor], places: Sequence[Place]) -> None:
         [place.name for _, place in plain],
     )
     for view, place in computed:
-        check_tensor(place.name, place.tensor)
+        check_supported(place.name, place.tensor)
         view.copy_(place.value())
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fusedrl.channel.adapters import has_adapters
-from fusedrl.channel.entries import described, refuse
+from fusedrl.channel.adapter_merging import has_adapters
 from fusedrl.channel.layout import Layout
+from fusedrl.channel.layout_entries import described, refuse_differences
 from fusedrl.channel.sources import Place, module_places
 from fusedrl.channel.tensors import (
-    check_tensor,
+    check_supported,
     converts,
     copy,
     has_memory,
@@ -142,13 +142,13 @@ class Target:
     ) -> None:
         for tensor, _, name in pairs:
             if not has_memory(tensor):
-                check_tensor(name, tensor, "module")
+                check_supported(name, tensor, "module")
         differences = [
             f"{name}: expected {tuple(views[i].shape)}, got {tuple(tensor.shape)}"
             for tensor, i, name in pairs
             if tensor.shape != views[i].shape
         ]
-        refuse("module", differences, "load into a model of the published one's shapes")
+        refuse_differences("module", differences, "load into a model of the published one's shapes")
 
     def _check_ties(self, views: Sequence[Tensor]) -> None:
         view_of = self.layout.view_of
@@ -158,7 +158,7 @@ class Target:
             for name, first, tensor in self._ties
             if not same_values(views[view_of[first]], views[view_of[name]], tensor.dtype)
         ]
-        refuse(
+        refuse_differences(
             "module", differences, "publish weights that are tied, or load into a model that is not"
         )
 
@@ -197,7 +197,7 @@ class Target:
             for param, i, name in self._parameters
             if placed(param) != placed(views[i])
         ]
-        refuse(
+        refuse_differences(
             "module",
             differences,
             "make it of the channel's dtype and device, or load with mode='copy'",
@@ -232,7 +232,7 @@ def _places(
             differences.append(f"{entry.name}: expected {entry.described()}, got no such entry")
             continue
         tensor = place.tensor
-        check_tensor(place.name, tensor, "module")
+        check_supported(place.name, tensor, "module")
         if is_dtensor(tensor):
             raise TypeError(
                 f"module: {place.name}: expected a tensor of this process, got a DTensor; load "
@@ -254,7 +254,9 @@ def _places(
             # Another name of a tensor that is loaded needs no entry.
             if s.persistent and name not in known and id(s.tensor) not in filled
         ]
-    refuse("module", differences, "load into a model of the published one's architecture")
+    refuse_differences(
+        "module", differences, "load into a model of the published one's architecture"
+    )
     return {name: places[name] for name in layout.view_of}, ties
 
 

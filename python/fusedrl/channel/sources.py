@@ -11,8 +11,8 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from fusedrl.channel import adapters as peft
-from fusedrl.channel.tensors import check_tensor, identity, is_dtensor, whole
+from fusedrl.channel import adapter_merging as peft
+from fusedrl.channel.tensors import check_supported, identity, is_dtensor, whole
 
 ADAPTERS = (None, "only", "merged")
 
@@ -51,7 +51,7 @@ class Place:
         return whole(self.tensor if self.merge is None else self.merge())
 
 
-class Found:
+class FoundPlaces:
     """The places of a module, for as long as nothing in it is replaced.
 
     Finding them again takes longer than copying the weights of a small model.
@@ -68,7 +68,7 @@ class Found:
         self._known = [(home, list(home), list(home.values())) for home in homes if home]
         self._facts = [(s.tensor, type(s.tensor), s.tensor.shape, s.tensor.dtype) for s in places]
 
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """Whether :attr:`places` are what would be found now."""
         return (
             sum(map(len, self._homes)) == sum(len(names) for _, names, _ in self._known)
@@ -109,17 +109,17 @@ def named_tensors(weights: Any, adapters: str | None = None) -> dict[str, tuple[
     """
     return {
         name: (place.value(), place.kind)
-        for name, place in collect(weights, adapters).items()
+        for name, place in checked_places(weights, adapters).items()
         if place.persistent
     }
 
 
-def collect(weights: Any, adapters: str | None = None) -> dict[str, Place]:
+def checked_places(weights: Any, adapters: str | None = None) -> dict[str, Place]:
     """As :func:`places_of`, checked: what is persistent are plain tensors."""
     found = places_of(weights, adapters)
     for place in found.values():
         if place.persistent:
-            check_tensor(place.name, place.tensor)
+            check_supported(place.name, place.tensor)
     return found
 
 

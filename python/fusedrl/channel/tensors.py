@@ -50,7 +50,7 @@ def is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def check_tensor(name: str, tensor: Any, argument: str = "weights") -> None:
+def check_supported(name: str, tensor: Any, argument: str = "weights") -> None:
     """Raise ``TypeError`` unless ``tensor`` is one whose values a channel can carry."""
     local = tensor.to_local() if is_dtensor(tensor) else tensor
     expected, got, remedy = "a dense tensor with values of its own", None, ""
@@ -202,7 +202,7 @@ def overwrite(targets: list[Tensor], sources: list[Tensor], names: list[str]) ->
 
 
 def _check_source(name: str, target: Tensor, source: Tensor) -> None:
-    check_tensor(name, source)
+    check_supported(name, source)
     if source.numel() != target.numel():
         raise ValueError(
             f"weights: {name}: expected shape {tuple(target.shape)}, got {tuple(source.shape)} by "

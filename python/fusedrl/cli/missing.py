@@ -12,7 +12,7 @@ from fusedrl import native
 
 
 @dataclass(frozen=True)
-class Part:
+class Dependency:
     """A part of fusedrl that takes a package; ``extra`` brings it, a dependency needs none."""
 
     package: str
@@ -20,17 +20,17 @@ class Part:
     extra: str | None
 
 
-PARTS = (
-    Part("torchrl", "the torchrl classes, losses and collectors", None),
-    Part("tensordict", "the torchrl classes, losses and collectors", None),
-    Part("transformers", "log-probs of models", "llm"),
-    Part("pyarrow", "fusedrl score and fusedrl demo", "score"),
-    Part("rich", "fusedrl check, score, demo and bench", "score"),
-    Part("matplotlib", "fusedrl bench", "bench"),
-    Part("peft", "adapters", "peft"),
-    Part("trl", "patch_trl()", "trl"),
-    Part("ray", "the classes for a Ray cluster", "ray"),
-    Part("vllm", "weights of a vLLM engine", "vllm"),
+DEPENDENCIES = (
+    Dependency("torchrl", "the torchrl classes, losses and collectors", None),
+    Dependency("tensordict", "the torchrl classes, losses and collectors", None),
+    Dependency("transformers", "log-probs of models", "llm"),
+    Dependency("pyarrow", "fusedrl score and fusedrl demo", "score"),
+    Dependency("rich", "fusedrl check, score, demo and bench", "score"),
+    Dependency("matplotlib", "fusedrl bench", "bench"),
+    Dependency("peft", "adapters", "peft"),
+    Dependency("trl", "patch_trl()", "trl"),
+    Dependency("ray", "the classes for a Ray cluster", "ray"),
+    Dependency("vllm", "weights of a vLLM engine", "vllm"),
 )
 
 
@@ -41,7 +41,7 @@ def missing() -> dict[str, str]:
 
 def _packages() -> dict[str, str]:
     found = {}
-    for part in PARTS:
+    for part in DEPENDENCIES:
         least = _least_version(part.package)
         installed = _installed(part.package)
         if installed is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
 
-from fusedrl.collectors.rows import rows_of
+from fusedrl.collectors.turn_rows import rows_of
 
 
 class TurnBatches:

@@ -18,17 +18,17 @@ from torchrl.envs import AsyncEnvPool, EnvBase
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Following
 from fusedrl.channel.forking import renew_in_children
-from fusedrl.collectors.arguments import check_environment, check_staleness
 from fusedrl.collectors.batches import DialogBatches, FlatBatches, TurnBatches
-from fusedrl.collectors.options import DialogOptions
+from fusedrl.collectors.checks import check_environment, check_staleness
+from fusedrl.collectors.dialog_options import DialogOptions
 from fusedrl.collectors.policy_version import KEY, PolicyVersion, versions_in
 from fusedrl.collectors.pool_turns import PoolLoop
 from fusedrl.collectors.progress import check_progress, progress_bar
 from fusedrl.collectors.queues import QueueBuffer
-from fusedrl.collectors.rows import private_keys
 from fusedrl.collectors.staleness import is_too_old
 from fusedrl.collectors.state import check_state
 from fusedrl.collectors.stopwatch import Profile
+from fusedrl.collectors.turn_rows import private_keys
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.weights.follow import refuse_another_policy

@@ -14,7 +14,7 @@ from torchrl.envs.llm.transforms import RetrieveKL as TorchrlRetrieveKL
 from fusedrl.channel.following import Follower, Following, Held
 from fusedrl.channel.loading import Target
 from fusedrl.collectors.versions import Versions
-from fusedrl.weights.follow import replace
+from fusedrl.weights.follow import patch_attribute
 from fusedrl.weights.policy_copies import copied_for
 
 CLOSE_S = 10.0  # that environments have to end their steps in, which compute with held weights
@@ -74,7 +74,7 @@ class PoolScoring:
         self.policy = self._model.policy
         for index, env in enumerate(self._envs):
             step = partial(self._step, index, env.step_and_maybe_reset)
-            self._undo.append(replace(env, "step_and_maybe_reset", step))
+            self._undo.append(patch_attribute(env, "step_and_maybe_reset", step))
 
     def _refuse_shared(self, follower: Following) -> None:
         own = {id(parameter) for parameter in follower.module.parameters()}

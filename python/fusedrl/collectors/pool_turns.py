@@ -11,13 +11,13 @@ from tensordict import TensorDictBase, lazy_stack
 
 from fusedrl.collectors.batches import DialogBatches, TurnBatches
 from fusedrl.collectors.call_by_length import call_by_length
-from fusedrl.collectors.copying import Copies
 from fusedrl.collectors.policy_version import stamp, stamp_tokens
 from fusedrl.collectors.pool_scoring import PoolScoring
-from fusedrl.collectors.pools import forget_all, indices_of
-from fusedrl.collectors.rows import ended, rows_of, tag
+from fusedrl.collectors.pools import env_indices, forget_all
 from fusedrl.collectors.stopwatch import Stopwatch
 from fusedrl.collectors.trajectories import Trajectories
+from fusedrl.collectors.turn_copies import TurnCopies
+from fusedrl.collectors.turn_rows import ended, rows_of, tag
 from fusedrl.collectors.turns import Policy
 from fusedrl.collectors.versions import Versions
 
@@ -32,7 +32,7 @@ class Asked:
     """
 
     version: Any
-    copies: Copies | None
+    copies: TurnCopies | None
 
 
 class PoolLoop:
@@ -110,11 +110,11 @@ class PoolLoop:
     def _ask(self, policy: Policy) -> None:
         """Call the policy, and let the environments take their step."""
         carried = self._carried
-        indices = indices_of(carried, self._pool)
+        indices = env_indices(carried, self._pool)
         with self._versions.held() as version:
             actions = call_by_length(policy, carried)
             self.watch.lap("policy")
-            copies = Copies() if self._copies else None
+            copies = TurnCopies() if self._copies else None
             if copies is not None:
                 copies.before(actions)  # before an environment can write into it
             with self._scoring.turns_of(indices), self._environments():
@@ -131,7 +131,7 @@ class PoolLoop:
         with self._environments():
             turn, self._carried = self._pool.async_step_and_maybe_reset_recv(least)
         watch.lap("env")
-        indices, mask = indices_of(turn, self._pool), ended(turn)
+        indices, mask = env_indices(turn, self._pool), ended(turn)
         rows = [self._own(row, index) for index, row in zip(indices, turn.unbind(0), strict=True)]
         ids = self.trajectories.rows
         tag(rows, [ids[index] for index in indices])

@@ -29,7 +29,7 @@ def check_pool(pool: AsyncEnvPool) -> None:
         )
 
 
-def indices_of(carried: TensorDictBase, pool: Any) -> list[int]:
+def env_indices(carried: TensorDictBase, pool: Any) -> list[int]:
     """Which environments of a pool the rows are of."""
     indices = carried.get(pool._env_idx_key).tolist()
     return [_first(index) for index in (indices if isinstance(indices, list) else [indices])]

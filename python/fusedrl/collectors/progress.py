@@ -109,7 +109,7 @@ class Meter:
         before, self._turns = self._turns, collector._frames if turns is None else turns
         rate = (self._turns - before) / seconds
         numbers: dict[str, Any] = {"turns": self._turns, "turns_per_s": rate}
-        tokens = tokens if batch is None else tokens_in(batch)
+        tokens = tokens if batch is None else response_tokens(batch)
         if tokens is not None:
             numbers |= {"tokens": tokens, "tokens_per_s": tokens / seconds}
         version = collector.policy_version
@@ -122,7 +122,7 @@ class Meter:
         return numbers
 
 
-def tokens_in(batch: TensorDictBase) -> int | None:
+def response_tokens(batch: TensorDictBase) -> int | None:
     """How many tokens the responses of a batch have, ``None`` if it does not tell.
 
     What pads a response is left out, where the policy reports its attention mask.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from fusedrl.collectors.arguments import check_staleness
+from fusedrl.collectors.checks import check_staleness
 
 logger = logging.getLogger("fusedrl")
 

@@ -10,11 +10,11 @@ from tensordict import TensorDictBase
 
 from fusedrl.collectors.batches import DialogBatches, TurnBatches
 from fusedrl.collectors.call_by_length import call_by_length
-from fusedrl.collectors.copying import Copies
 from fusedrl.collectors.policy_version import stamp, stamp_tokens
-from fusedrl.collectors.rows import IDS, ended, rows_of, tag
 from fusedrl.collectors.stopwatch import Stopwatch
 from fusedrl.collectors.trajectories import Trajectories
+from fusedrl.collectors.turn_copies import TurnCopies
+from fusedrl.collectors.turn_rows import IDS, ended, rows_of, tag
 from fusedrl.collectors.versions import Versions
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -66,7 +66,7 @@ class TurnLoop:
         with self._versions.held() as version:
             actions = call_by_length(policy, self._carried)
             watch.lap("policy")
-            copies = Copies() if self._copies else None
+            copies = TurnCopies() if self._copies else None
             if copies is not None:
                 copies.before(actions)  # before the environment can write into it
             turn, self._carried = self._env.step_and_maybe_reset(actions)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qw
 
 from fusedrl.ops import token_log_probs
 from fusedrl.scoring.chats import parse_chat, read_records
-from fusedrl.scoring.masks import TokenizedChat, tokenize_chat
+from fusedrl.scoring.tokenization import TokenizedChat, tokenize_chat
 
 CHATS = Path(__file__).parent / "chats.jsonl"
 CONTEXT = 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from trl.trainer import distillation_trainer  # pyright: ignore[reportMissingImports]
 
-from fusedrl.integrations._trl_divergence import Side, divergence_of, not_ours
+from fusedrl.integrations._trl_divergence import Side, head_divergence, not_ours
 from fusedrl.integrations._trl_log import log_once
 
 _their_loss = distillation_trainer._chunked_divergence_loss
@@ -50,7 +50,7 @@ def chunked_divergence_loss(
         )
     mask = completion_mask != 0
     count = mask.sum()
-    divergence, entropy = divergence_of(student, teacher, mask, beta, temperature)
+    divergence, entropy = head_divergence(student, teacher, mask, beta, temperature)
     items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     items = items.to(divergence.device) if isinstance(items, Tensor) else items
     return divergence.sum() / items, entropy.sum(), count

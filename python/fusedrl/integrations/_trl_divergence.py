@@ -99,10 +99,10 @@ class ChunkedDivergenceFunction:
             return _theirs[0].apply(
                 *student[:3], *teacher[:3], beta, temperature, *student[3:], *teacher[3:]
             )
-        return divergence_of(student, teacher, None, beta, temperature)
+        return head_divergence(student, teacher, None, beta, temperature)
 
 
-def divergence_of(
+def head_divergence(
     student: Side, teacher: Side, mask: Tensor | None, beta: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Divergence and the student's entropy of the tokens that the mask keeps; 0 elsewhere."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from trl.kernels import chunked_logprob  # pyright: ignore[reportMissingImports]
 
-from fusedrl.integrations._trl_ahead import policy_log_probs
 from fusedrl.integrations._trl_log import log_once
 from fusedrl.integrations._trl_loss import take_plan
+from fusedrl.integrations._trl_loss_gradients import log_probs_with_gradients
 from fusedrl.ops import _dispatch, _head
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
@@ -137,7 +137,7 @@ def _for_planned_loss(
     if plan is None:
         return None
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
-    return policy_log_probs(plan, head, targets, temperature)
+    return log_probs_with_gradients(plan, head, targets, temperature)
 
 
 @torch.no_grad()

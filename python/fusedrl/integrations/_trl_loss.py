@@ -30,7 +30,7 @@ class NotPlanned(Exception):
 
 
 @dataclass
-class Record:
+class PlanMisses:
     """How often in a row a trainer's gradients were not the planned ones."""
 
     misses: int = 0
@@ -62,11 +62,11 @@ class Plan:
     surrogate: Surrogate
     level: str
     trainer: str
-    record: Record
+    record: PlanMisses
 
 
 _plan: ContextVar[Plan | None] = ContextVar("plan", default=None)
-_records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
+_records: WeakKeyDictionary[Any, PlanMisses] = WeakKeyDictionary()
 _made: WeakSet[Callable[..., Tensor]] = WeakSet()
 
 
@@ -128,8 +128,8 @@ def _plan_or_none(
     return None
 
 
-def _record_of(trainer: Any) -> Record:
-    return _records.setdefault(trainer, Record())
+def _record_of(trainer: Any) -> PlanMisses:
+    return _records.setdefault(trainer, PlanMisses())
 
 
 def _check_surroundings(trainer: Any, model: Any) -> None:

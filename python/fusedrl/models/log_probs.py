@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fusedrl.models import forwards
-from fusedrl.models.input_checks import check_vocabulary, logits_of
+from fusedrl.models.capabilities import Capabilities
+from fusedrl.models.checks import check_vocabulary, logits_of
 from fusedrl.models.requests import Request, kept_states, request_of
 from fusedrl.models.sequences import Scored, nothing_of, passes_of
 from fusedrl.models.split import device_of
-from fusedrl.models.ways import Way
 from fusedrl.ops import linear_token_log_probs, token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
@@ -77,18 +77,18 @@ def causal_log_probs(
     if not request.keeps_some and _ranks() == 1:
         return _nothing(request.model, len(tokens), entropy)
     options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-    with request.opened() as way:
-        if way.parts is None:
-            places, scored = _from_logits(request, way, options)
+    with request.opened() as capabilities:
+        if capabilities.parts is None:
+            places, scored = _from_logits(request, capabilities, options)
         else:
-            hidden, kept, places = kept_states(request, way, way.parts)
+            hidden, kept, places = kept_states(request, capabilities, capabilities.parts)
             scored = linear_token_log_probs(
                 hidden,
-                way.parts.weight,
+                capabilities.parts.weight,
                 kept,
-                bias=way.parts.bias,
-                softcap=way.parts.softcap,
-                scale=way.parts.scale,
+                bias=capabilities.parts.bias,
+                softcap=capabilities.parts.softcap,
+                scale=capabilities.parts.scale,
                 **options,
             )
     if isinstance(scored, TokenLogProbs):
@@ -98,20 +98,20 @@ def causal_log_probs(
 
 
 def _from_logits(
-    request: Request, way: Way, options: dict[str, Any]
+    request: Request, capabilities: Capabilities, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | TokenLogProbs]:
     """Places of the kept tokens, and their log-probs from the model's own logits."""
     model, tokens, work, limit = request.model, request.tokens, request.work, request.limit
     device = device_of(model)
     if limit is None and _ranks() > 1:
-        way, work = _alike_on_each_rank(way, work, tokens, device)
+        capabilities, work = _alike_on_each_rank(capabilities, work, tokens, device)
         limit = len(tokens) * len(work)  # one forward takes all that may share one
     else:
         work = [row for row in work if len(row.kept)]
     limit = limit or forwards.tokens_per_forward(device, None)
     places = [torch.empty(0, dtype=torch.int64, device="cpu")]
     scored = [[torch.empty(0, device=device)] * (2 if options["entropy"] else 1)]
-    for step in passes_of(way, work, device, limit):
+    for step in passes_of(capabilities, work, device, limit):
         inputs = dict(step.inputs)
         ids = inputs.pop("input_ids")
         mask = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
@@ -142,16 +142,16 @@ def _ranks() -> int:
 
 
 def _alike_on_each_rank(
-    way: Way, work: list[Scored], tokens: Tensor, device: torch.device
-) -> tuple[Way, list[Scored]]:
-    """A way and work that take as many forwards as those of the other ranks, whatever their data.
+    capabilities: Capabilities, work: list[Scored], tokens: Tensor, device: torch.device
+) -> tuple[Capabilities, list[Scored]]:
+    """Capabilities and sequences that take as many forwards as those of the other ranks.
 
     The ranks of a sharded model meet in every forward. One takes all sequences, unless they are
     computed alone: then each rank does as many as the one that has most.
     """
-    if way.pads and way.below is None:
-        return way, work or [nothing_of(tokens)]
+    if capabilities.pads and capabilities.below is None:
+        return capabilities, work or [nothing_of(tokens)]
     most = torch.tensor(len(work), device=device)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     work = work + [nothing_of(tokens)] * (max(int(most), 1) - len(work))
-    return way._replace(pads=False), work
+    return capabilities._replace(pads=False), work

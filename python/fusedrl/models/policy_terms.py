@@ -56,10 +56,10 @@ def causal_policy_terms(
     """
     request = request_of(model, tokens, lengths, mask, max_tokens_per_forward, model_kwargs)
     if request.keeps_some:
-        with request.opened() as way:
-            if way.parts is not None and _has_kernel(way.parts):
-                states = kept_states(request, way, way.parts)
-                task = _task(states, way.parts, batch, weights, surrogate, entropy)
+        with request.opened() as capabilities:
+            if capabilities.parts is not None and _has_kernel(capabilities.parts):
+                states = kept_states(request, capabilities, capabilities.parts)
+                task = _task(states, capabilities.parts, batch, weights, surrogate, entropy)
                 values, *columns = run(task, separate=True)
                 return Terms(values, *(request.placed(x, states.places) for x in columns))
     scored = causal_log_probs(

@@ -21,7 +21,7 @@ PEAK = 128.0  # the logits of an amplified run: a cap that does not bend those b
 Ask = Callable[..., Tensor]  # the logits [B, T, V] of inputs by name
 
 
-class Finding(NamedTuple):
+class ProbeResult(NamedTuple):
     """What the runs told.
 
     Args:
@@ -54,7 +54,7 @@ class Whole(NamedTuple):
         return all(_agree(ours, theirs, self.dtype) for ours, theirs in pairs)
 
 
-def try_parts(model: nn.Module, parts: Parts, packable: bool, below: int | None) -> Finding:
+def probe_parts(model: nn.Module, parts: Parts, packable: bool, below: int | None) -> ProbeResult:
     """Compare the parts with the whole, and sequences that share a forward with each alone.
 
     A model that follows the length of its calls does so from the length ``below`` on, as it says.
@@ -66,11 +66,11 @@ def try_parts(model: nn.Module, parts: Parts, packable: bool, below: int | None)
         hidden = [parts.hidden(input_ids=row) for row in rows]
         logits = [_logits(parts, states) for states in hidden]
         if not all(0 < _peak(values) < math.inf for values in (plain.logits, *logits)):
-            return Finding(False, telling=False)
+            return ProbeResult(False, telling=False)
         # Amplified by a power of two, which rounds nothing: near 0 a cap looks like none.
         gained = _AtHead.run(model, parts, rows[1], _gain(parts, hidden[0]))
         if not (_is_head(parts, plain, hidden[0]) and _is_head(parts, gained, hidden[1])):
-            return Finding(False)
+            return ProbeResult(False)
 
         def ask(**inputs: Tensor) -> Tensor:
             return _logits(parts, parts.hidden(**inputs))
@@ -82,12 +82,12 @@ def try_parts(model: nn.Module, parts: Parts, packable: bool, below: int | None)
             with _forgotten(parts.decoder):
                 steady = _steady_ahead(ask, whole, FAR if below is None else max(below - 1, 0))
         pads = steady and _pads(ask, whole)
-        return Finding(True, packs and steady, pads, steady, not steady and _ahead(ask, whole))
+        return ProbeResult(True, packs and steady, pads, steady, not steady and _ahead(ask, whole))
 
 
-def try_whole(
+def probe_whole(
     model: Any, device: torch.device, vocabulary: int, kwargs: Mapping[str, Any]
-) -> Finding:
+) -> ProbeResult:
     """Compare the model's own logits of a padded batch with those of each sequence alone."""
 
     def ask(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -102,7 +102,7 @@ def try_whole(
         pads = steady and _pads(ask, whole)
         telling = all(0 < _peak(logits) < math.inf for logits in whole.logits)
         ahead = not steady and _ahead(ask, whole)
-        return Finding(False, pads=pads, steady=steady, ahead=ahead, telling=telling)
+        return ProbeResult(False, pads=pads, steady=steady, ahead=ahead, telling=telling)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:

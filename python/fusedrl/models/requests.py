@@ -11,15 +11,15 @@ from torch import Tensor
 
 from fusedrl.channel.following import one_version
 from fusedrl.models import forwards
-from fusedrl.models.input_checks import (
+from fusedrl.models.capabilities import Capabilities, capabilities_of
+from fusedrl.models.checks import (
     check_model,
     check_sequences,
     check_vocabulary,
     context_checked,
 )
-from fusedrl.models.sequences import Scored, passes_of, sequences_of
+from fusedrl.models.sequences import Scored, passes_of, scored_sequences
 from fusedrl.models.split import Parts, unwrapped, vocabulary_of
-from fusedrl.models.ways import Way, way_of
 
 
 class Request(NamedTuple):
@@ -49,11 +49,11 @@ class Request(NamedTuple):
         return any(len(row.kept) for row in self.work)
 
     @contextmanager
-    def opened(self) -> Iterator[Way]:
+    def opened(self) -> Iterator[Capabilities]:
         """How the model computes it, which has one version of its weights in the block."""
         with self.context, context_checked(self.model, self.lengths), one_version(self.model):
             known_ids = int(self.tokens.max()) + 1 if len(self.tokens) else 1
-            yield way_of(self.model, known_ids, self.kwargs)
+            yield capabilities_of(self.model, known_ids, self.kwargs)
 
     def placed(self, values: Tensor, places: Tensor) -> Tensor:
         """Values of the tokens at ``places`` as a column of all tokens, 0 elsewhere."""
@@ -74,7 +74,7 @@ def request_of(
     check_model(target)
     tokens = tokens.cpu()
     check_vocabulary(tokens, vocabulary_of(target))
-    work = sequences_of(tokens, lengths, mask)
+    work = scored_sequences(tokens, lengths, mask)
     kwargs = dict(model_kwargs or {})
     return Request(target, context, tokens, lengths, work, max_tokens_per_forward, kwargs)
 
@@ -87,7 +87,7 @@ class KeptStates(NamedTuple):
     places: Tensor
 
 
-def kept_states(request: Request, way: Way, parts: Parts) -> KeptStates:
+def kept_states(request: Request, capabilities: Capabilities, parts: Parts) -> KeptStates:
     """What the decoder makes of a request, in a block in which it is opened."""
     work = [row for row in request.work if len(row.kept)]
     device = parts.embeddings.device
@@ -95,7 +95,7 @@ def kept_states(request: Request, way: Way, parts: Parts) -> KeptStates:
     limit = request.limit or forwards.tokens_per_forward(device, attention)
     places = [torch.empty(0, dtype=torch.int64, device="cpu")]
     hidden = [parts.weight.new_empty(0, parts.weight.shape[1])]
-    for step in passes_of(way, work, device, limit):
+    for step in passes_of(capabilities, work, device, limit):
         states = parts.hidden(**step.inputs).flatten(0, 1)
         hidden.append(states[(step.read - 1).to(states.device)])
         places.append(step.places)

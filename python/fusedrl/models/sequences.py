@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fusedrl.models import forwards
-from fusedrl.models.ways import Way
+from fusedrl.models.capabilities import Capabilities
 
 
 class Scored(NamedTuple):
@@ -41,7 +41,7 @@ class Pass(NamedTuple):
         return torch.cat([row.kept + row.start for row in self.rows])
 
 
-def sequences_of(tokens: Tensor, lengths: Sequence[int], mask: Tensor | None) -> list[Scored]:
+def scored_sequences(tokens: Tensor, lengths: Sequence[int], mask: Tensor | None) -> list[Scored]:
     """The sequences and what to score in them: not the first token, which nothing is before."""
     masks = [None] * len(lengths) if mask is None else mask.cpu().split(list(lengths))
     work = []
@@ -59,27 +59,31 @@ def nothing_of(tokens: Tensor) -> Scored:
     return Scored(tokens.new_zeros(1) if len(tokens) == 0 else tokens[:1], kept, 0)
 
 
-def passes_of(way: Way, work: Sequence[Scored], device: torch.device, limit: int) -> list[Pass]:
-    """The forward passes of a way, of at most ``limit`` tokens where sequences share them.
+def passes_of(
+    capabilities: Capabilities, work: Sequence[Scored], device: torch.device, limit: int
+) -> list[Pass]:
+    """The forward passes over ``work``, of at most ``limit`` tokens where sequences share them.
 
     Shorter sequences first: those that are computed alone leave a model that remembers the longest
     call (dynamic NTK) as a sequence of their own length would.
     """
     together, alone = [], []
     for row in work:
-        short = way.below is None or len(row.tokens) < way.below
-        (together if short and (way.packs or way.pads) else alone).append(row)
-    if way.packs:
+        short = capabilities.below is None or len(row.tokens) < capabilities.below
+        (together if short and (capabilities.packs or capabilities.pads) else alone).append(row)
+    if capabilities.packs:
         # A token is predicted by those before it: the last kept one and all behind it are not read.
         together = [
             row._replace(tokens=row.tokens[: int(row.kept[-1])]) if len(row.kept) else row
             for row in together
         ]
     lengths = [len(row.tokens) for row in together]
-    grouped = forwards.packed(lengths, limit) if way.packs else forwards.padded(lengths, limit)
-    build = _packed if way.packs else _padded
+    grouped = (
+        forwards.packed(lengths, limit) if capabilities.packs else forwards.padded(lengths, limit)
+    )
+    build = _packed if capabilities.packs else _padded
     passes = [build([together[i] for i in group], device) for group in grouped]
-    if alone and way.below is not None:  # makes it forget the longest call so far
+    if alone and capabilities.below is not None:  # makes it forget the longest call so far
         alone.append(nothing_of(alone[0].tokens))
     alone.sort(key=lambda row: len(row.tokens))
     return passes + [_padded([row], device) for row in alone]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedrl.models.adapters import WithoutAdapters
 from fusedrl.models.signature import is_hooked
+from fusedrl.models.without_adapters import WithoutAdapters
 
 
 class CannotSplit(Exception):

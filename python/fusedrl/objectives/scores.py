@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from fusedrl.models import causal_log_probs
 from fusedrl.models.policy_terms import causal_policy_terms
 from fusedrl.models.split import classes_of
-from fusedrl.objectives.plans import Plan, overridden, plan_of
+from fusedrl.objectives.loss_terms import LossTerms, loss_terms_of, overridden
 from fusedrl.objectives.tokens import CannotFuse, LossBatch, read
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, TermWeights
 from fusedrl.ops.token_log_probs import TokenLogProbs
@@ -104,8 +104,8 @@ def _scores(loss: Any, base: type, tensordict: TensorDictBase) -> Scores | None:
     kept = (batch.counted if loss.entropy_bonus else mask) & ~batch.first
     if not bool(kept.any()):
         return None
-    plan = plan_of(loss, td, old.to(mask.device), mask)
-    columns = _columns(loss, batch, kept, plan)
+    terms = loss_terms_of(loss, td, old.to(mask.device), mask)
+    columns = _columns(loss, batch, kept, terms)
     if loss.entropy_bonus and not bool(columns.entropy.isfinite().all()):
         raise CannotFuse("the policy's logits have no finite entropy")
     log_probs, entropies = (batch.padded(x) for x in (columns.log_probs, columns.entropy))
@@ -143,7 +143,7 @@ class _Columns(NamedTuple):
     entropy: Tensor
 
 
-def _columns(loss: Any, batch: LossBatch, kept: Tensor, plan: Plan | None) -> _Columns:
+def _columns(loss: Any, batch: LossBatch, kept: Tensor, terms: LossTerms | None) -> _Columns:
     wrapper = loss.actor_network
     model, tokens, mask = wrapper.model, batch.packed(batch.ids), batch.packed(kept)
     options = {
@@ -151,13 +151,13 @@ def _columns(loss: Any, batch: LossBatch, kept: Tensor, plan: Plan | None) -> _C
         "entropy": loss.entropy_bonus,
         "model_kwargs": wrapper.generate_kwargs,
     }
-    if plan is None:
+    if terms is None:
         scored = causal_log_probs(model, tokens, batch.lengths, mask, **options)
         if isinstance(scored, TokenLogProbs):
             return _Columns(None, *scored)
         assert isinstance(scored, Tensor)
         return _Columns(None, scored, torch.zeros_like(scored))
-    of_batch, of_weights = (map(batch.packed, columns) for columns in (plan.batch, plan.weights))
+    of_batch, of_weights = (map(batch.packed, columns) for columns in (terms.batch, terms.weights))
     terms = causal_policy_terms(
         model,
         tokens,
@@ -165,7 +165,7 @@ def _columns(loss: Any, batch: LossBatch, kept: Tensor, plan: Plan | None) -> _C
         mask,
         PolicyBatch(*of_batch),
         TermWeights(*of_weights),
-        plan.surrogate,
+        terms.surrogate,
         **options,
     )
     return _Columns(*terms)

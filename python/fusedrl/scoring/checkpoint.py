@@ -37,7 +37,7 @@ def check_kind(role: str, name: str, config: Any) -> None:
     raise ScoreError(f"{role}: expected a causal language model, got {got} from {name!r}")
 
 
-def check_weights(role: str, name: str, model: PreTrainedModel, loading: dict[str, Any]) -> None:
+def check_complete(role: str, name: str, model: PreTrainedModel, loading: dict[str, Any]) -> None:
     """Refuse weights that are not those of the model that ``config.json`` describes.
 
     Args:
@@ -77,7 +77,9 @@ def _kind(key: str) -> str:
 
 
 @torch.inference_mode()
-def trial(role: str, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+def check_causal(
+    role: str, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> int:
     """The width of the logits of a model that reads no token before it has predicted it.
 
     Raises:

@@ -13,14 +13,14 @@ import torch
 
 import fusedrl
 from fusedrl.ops import Mismatch
-from fusedrl.scoring.both_models import ScoredChat, score_batch
+from fusedrl.scoring.batch_scores import ScoredChat, score_batch
 from fusedrl.scoring.chats import count_records, parse_chat, read_records
 from fusedrl.scoring.errors import ChatError, ScoreError, printable, reason
-from fusedrl.scoring.masks import TokenizedChat, tokenize_chat
 from fusedrl.scoring.output import publish, unfinished
 from fusedrl.scoring.pretrained import ModelPair, load_pair
-from fusedrl.scoring.report import Report
+from fusedrl.scoring.report import HtmlReport
 from fusedrl.scoring.tables import Tables
+from fusedrl.scoring.tokenization import TokenizedChat, tokenize_chat
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -171,7 +171,9 @@ def score_chats(
             "device": str(models.device),
             "fusedrl": fusedrl.__version__,
         }
-        report = Report(facts, settings.estimator, settings.report_chats, settings.rollout_bound)
+        report = HtmlReport(
+            facts, settings.estimator, settings.report_chats, settings.rollout_bound
+        )
         mismatches: list[Mismatch] = []
         with Tables(folder, settings.estimator, facts) as tables:
             tokenized = _tokenized(chats, models, template, settings.context, skip)

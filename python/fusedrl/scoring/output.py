@@ -30,13 +30,13 @@ def unfinished(out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
     Raises:
         ScoreError: a directory that cannot be made, a file that must not or cannot be replaced.
     """
-    with writable(out):
+    with explain_write_errors(out):
         _check_replaceable(out, inputs)
         missing = [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
     folder = lock = None
     try:
-        with writable(out), _locked(out), held():
+        with explain_write_errors(out), _locked(out), held():
             _remove_abandoned(out)
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=out))
             with suppress(OSError):  # Without locks, nobody removes what is not theirs.
@@ -59,13 +59,13 @@ def publish(folder: Path, out: Path) -> None:
     Raises:
         ScoreError: a file that cannot be moved.
     """
-    with writable(out), _locked(out), held():
+    with explain_write_errors(out), _locked(out), held():
         for name in FILES:
             (folder / name).replace(out / name)
 
 
 @contextmanager
-def writable(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """An error of the operating system in the block is one of ``out``, with the remedy."""
     try:
         yield

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fusedrl.scoring.checkpoint import check_kind, check_weights, trial
+from fusedrl.scoring.checkpoint import check_causal, check_complete, check_kind
 from fusedrl.scoring.errors import ScoreError, reason
 
 
@@ -102,10 +102,10 @@ def _model(
     # What is missing or misshapen would be drawn at random; it is listed instead, and refused.
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loading = _load(AutoModelForCausalLM, role, name, dtype=dtype, **options)
-    check_weights(role, name, model, loading)
+    check_complete(role, name, model, loading)
     try:
         model = model.eval().to(device)
-        width = trial(role, name, model, tokenizer)
+        width = check_causal(role, name, model, tokenizer)
     except RuntimeError as error:  # No memory, or a kernel that the device does not have.
         raise ScoreError(f"{role}: {name!r} cannot compute on {device}: {reason(error)}") from error
     size = 1 + max(tokenizer.get_vocab().values())

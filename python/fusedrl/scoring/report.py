@@ -14,9 +14,9 @@ import numpy
 from jinja2 import Environment
 
 from fusedrl.ops import Mismatch
-from fusedrl.scoring.both_models import ScoredChat
+from fusedrl.scoring.batch_scores import ScoredChat
 from fusedrl.scoring.errors import ChatError
-from fusedrl.scoring.output import writable
+from fusedrl.scoring.output import explain_write_errors
 from fusedrl.scoring.tables import chat_row, mismatch_row
 
 # Token cells on the page, some 250 bytes each; browsers stay quick up to a few tens of thousands.
@@ -31,7 +31,7 @@ class View(NamedTuple):
     scale: float
 
 
-class Report:
+class HtmlReport:
     """Collects scored chats, keeps the most-drifted ones, and renders them."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Report:
             ),
             plots=self._plots(kl, rows),
         )
-        with writable(path):
+        with explain_write_errors(path):
             # Only what no model reads, such as a key that a template leaves out, is not Unicode.
             path.write_text(html, encoding="utf-8", errors="backslashreplace")
 

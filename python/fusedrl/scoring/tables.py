@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 
 from fusedrl.ops import Mismatch
-from fusedrl.scoring.both_models import ScoredChat
-from fusedrl.scoring.output import writable
+from fusedrl.scoring.batch_scores import ScoredChat
+from fusedrl.scoring.output import explain_write_errors
 
 _TOKENS = [
     ("chat", pyarrow.int64()),  # line of the input, from 1
@@ -69,7 +69,7 @@ class Tables:
         self._facts = facts
         self.chats: list[dict[str, Any]] = []
         # Files are opened here, because pyarrow takes no path that is not UTF-8.
-        with writable(folder / "tokens.parquet"):
+        with explain_write_errors(folder / "tokens.parquet"):
             self._file = (folder / "tokens.parquet").open("wb")
         self._tokens = pyarrow.parquet.ParquetWriter(
             self._file, pyarrow.schema(_TOKENS, metadata=facts)
@@ -93,18 +93,18 @@ class Tables:
 
     def write(self, scored: ScoredChat) -> None:
         """Append one chat to both tables."""
-        with writable(self._folder / "tokens.parquet"):
+        with explain_write_errors(self._folder / "tokens.parquet"):
             self._tokens.write_table(_token_rows(scored, self._estimator, self._tokens.schema))
         self.chats.append(chat_row(scored, self._estimator))
 
     def _finish(self) -> None:
-        with writable(self._folder / "tokens.parquet"):
+        with explain_write_errors(self._folder / "tokens.parquet"):
             self._tokens.close()
             self._file.close()
         schema = pyarrow.schema(_CHATS, metadata=self._facts)
         table = pyarrow.Table.from_pylist(self.chats, schema=schema)
         path = self._folder / "chats.parquet"
-        with writable(path), path.open("wb") as file:
+        with explain_write_errors(path), path.open("wb") as file:
             pyarrow.parquet.write_table(table, file)
 
 

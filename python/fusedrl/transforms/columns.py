@@ -2,8 +2,8 @@
 
 torchrl delivers a batch of dialogs as a ``LazyStackedTensorDict``, one ``TensorDict`` a sample. Its
 public ``get`` and ``set`` cost microseconds a sample and key, more than the arithmetic. Where every
-type involved is exactly the known one and nothing is locked, :class:`Rows` reads and writes the
-samples' own dicts; everywhere else :class:`Columns` goes through the public interface.
+type involved is exactly the known one and nothing is locked, :class:`SampleColumns` reads and
+writes the samples' own dicts; everywhere else :class:`Columns` goes through the public interface.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Columns:
         self.td.set(key, ragged.to_strided(ragged.Ragged(values, offsets), lengths))
 
 
-class Rows:
+class SampleColumns:
     """Columns of samples whose dicts are reached directly."""
 
     def __init__(self, samples: list[TensorDict], dicts: list[dict[str, Any]]) -> None:
@@ -130,7 +130,7 @@ class Rows:
         self.set(key, split(values, lengths))
 
 
-def rows_of(td: TensorDictBase) -> Rows | None:
+def sample_columns(td: TensorDictBase) -> SampleColumns | None:
     """The samples of an unlocked stack, or stack of stacks, of plain unlocked tensordicts.
 
     ``None`` for anything else: a locked one, a subclass, one inside ``vmap``.
@@ -139,9 +139,9 @@ def rows_of(td: TensorDictBase) -> Rows | None:
     return None if samples is None else _plain(samples)
 
 
-def target_rows_of(td: TensorDictBase) -> Rows | None:
-    """As :func:`rows_of`, for the ``"next"`` entries where the samples have them."""
-    rows = rows_of(td)
+def target_columns(td: TensorDictBase) -> SampleColumns | None:
+    """As :func:`sample_columns`, for the ``"next"`` entries where the samples have them."""
+    rows = sample_columns(td)
     if rows is None:
         return None
     following = rows.entries("next")
@@ -165,14 +165,14 @@ def _samples_of(td: Any) -> list[Any] | None:
     return samples
 
 
-def _plain(samples: list[Any]) -> Rows | None:
+def _plain(samples: list[Any]) -> SampleColumns | None:
     dicts = _PLAIN.unlocked(samples)
-    return None if dicts is None else Rows(samples, dicts)
+    return None if dicts is None else SampleColumns(samples, dicts)
 
 
-def columns_of(td: TensorDictBase) -> Rows | Columns:
+def columns_of(td: TensorDictBase) -> SampleColumns | Columns:
     """The fastest way into ``td`` that its type allows."""
-    return rows_of(td) or Columns(td)
+    return sample_columns(td) or Columns(td)
 
 
 def step_one(

@@ -16,10 +16,10 @@ from fusedrl import ragged
 from fusedrl.ops._samples import PackedColumns
 from fusedrl.ops.token_kl import kl_of_lists, token_kl
 from fusedrl.transforms import columns, transitions
-from fusedrl.transforms.columns import Column, Columns, Rows, column_rows, is_dense
+from fusedrl.transforms.columns import Column, Columns, SampleColumns, column_rows, is_dense
 from fusedrl.transforms.renamed_arguments import accept_renamed, refuse
 
-Data = Rows | Columns
+Data = SampleColumns | Columns
 
 
 class KLComputation(_KLComputation):
@@ -94,7 +94,7 @@ class KLComputation(_KLComputation):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         data = transitions.writable(self, tensordict)
-        rows = columns.target_rows_of(data)
+        rows = columns.target_columns(data)
         if rows is not None:
             self._penalise(rows)
             return data

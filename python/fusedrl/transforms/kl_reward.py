@@ -15,12 +15,12 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from fusedrl.ops.token_kl import TokenKL, kl_of_lists, token_kl
 from fusedrl.transforms import columns, transitions
-from fusedrl.transforms.columns import Column, Columns, Rows, column_rows, is_dense
+from fusedrl.transforms.columns import Column, Columns, SampleColumns, column_rows, is_dense
 from fusedrl.transforms.ray import RayKLRewardTransform
 from fusedrl.transforms.ray_service import RayService
 from fusedrl.transforms.renamed_arguments import accept_renamed, refuse
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
-from fusedrl.transforms.token_columns import (
+from fusedrl.transforms.rollout_columns import (
     ASSISTANT,
     ATTENTION,
     PROMPT,
@@ -235,7 +235,7 @@ class KLRewardTransform(_KLRewardTransform):
 
     def _penalise(
         self,
-        target: Rows | Columns,
+        target: SampleColumns | Columns,
         log_probs: Column,
         ref_log_probs: Column,
         mask: Column | None,

@@ -13,7 +13,7 @@ from torchrl.envs.transforms.ray_service import RayTransform
 
 from fusedrl.transforms import transitions
 from fusedrl.transforms.transform_actor import CALLS, Description, TransformActor, full_name
-from fusedrl.transport import pack, unpack
+from fusedrl.transport import deserialize, serialize
 
 SECONDS_TO_START = 300  # an autoscaler may have to add a machine first
 
@@ -228,10 +228,10 @@ class RayKL(RayTransform):
             sent = (sent.set("next", following),)
         else:
             sent = (sent,)
-        parcel = pack(sent)
-        answer = self._running.run.remote(method, parcel, self.missing_tolerance)
-        written = unpack(self._get(answer))
-        device = target.device or parcel.device
+        serialized = serialize(sent)
+        answer = self._running.run.remote(method, serialized, self.missing_tolerance)
+        written = deserialize(self._get(answer))
+        device = target.device or serialized.device
         return target.update(written if device is None else written.to(device))
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:

@@ -16,7 +16,7 @@ from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl.transforms.assistant_masks import MarkingTokenizer
 from fusedrl.transforms.columns import column_rows, is_dense
-from fusedrl.transforms.token_columns import ATTENTION
+from fusedrl.transforms.rollout_columns import ATTENTION
 
 
 @dataclass(frozen=True)

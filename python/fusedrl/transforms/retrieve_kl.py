@@ -15,7 +15,7 @@ from torchrl.envs import Compose, Transform
 from torchrl.envs.llm.transforms import RetrieveKL as _RetrieveKL
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from fusedrl.models.adapters import WithoutAdapters, is_peft_model
+from fusedrl.models.without_adapters import WithoutAdapters, is_peft_model
 from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.ray import RayRetrieveKL

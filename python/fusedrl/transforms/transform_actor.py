@@ -16,8 +16,8 @@ from torchrl.envs import Compose, Transform
 from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.renamed_arguments import RENAMED
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
-from fusedrl.transforms.token_columns import ATTENTION
-from fusedrl.transport import Parcel, pack, unpack
+from fusedrl.transforms.rollout_columns import ATTENTION
+from fusedrl.transport import Serialized, deserialize, serialize
 
 CALLS = ("forward", "_call")  # methods that are given one tensordict, with its ``"next"`` in it
 
@@ -69,13 +69,13 @@ class TransformActor:
         """A spec as the transform changes it."""
         return getattr(self._transform, method)(spec)
 
-    def run(self, method: str, parcel: Parcel, missing_tolerance: bool) -> Parcel:
-        """Call a method on packed tensordicts, and pack what it wrote."""
+    def run(self, method: str, serialized: Serialized, missing_tolerance: bool) -> Serialized:
+        """Call a method on packed tensordicts, and serialize what it wrote."""
         self._transform.set_missing_tolerance(missing_tolerance)
-        result: TensorDictBase = getattr(self._transform, method)(*unpack(parcel))
+        result: TensorDictBase = getattr(self._transform, method)(*deserialize(serialized))
         if method in CALLS:
             result = result.get("next", result)
-        return pack(result.exclude(*self._unchanged()))
+        return serialize(result.exclude(*self._unchanged()))
 
     def _unchanged(self) -> set[NestedKey]:
         """The columns that are read only, or all of their parent where nothing in it is written."""

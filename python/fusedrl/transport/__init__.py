@@ -36,7 +36,7 @@ from torch import Tensor
 from fusedrl.transport.groups import Group, TensorGroups
 from fusedrl.transport.pickling import ColumnPickler, ColumnUnpickler
 
-__all__ = ["Contents", "Parcel", "pack", "put_together", "take_apart", "unpack"]
+__all__ = ["Contents", "Serialized", "deserialize", "put_together", "serialize", "take_apart"]
 
 
 class Contents(NamedTuple):
@@ -47,7 +47,7 @@ class Contents(NamedTuple):
     nbytes: int
 
 
-class Parcel(NamedTuple):
+class Serialized(NamedTuple):
     """Contents and their memory, to be sent; ``device`` is that of the first tensor, if any."""
 
     contents: Contents
@@ -73,15 +73,15 @@ def put_together(contents: Contents, memory: Tensor) -> Any:
     return ColumnUnpickler(io.BytesIO(contents.structure), tensors).read()
 
 
-def pack(value: Any) -> Parcel:
+def serialize(value: Any) -> Serialized:
     """``value`` with its dense tensors copied to the CPU, without their gradient graphs."""
     contents, tensors = take_apart(value)
     memory = torch.empty(contents.nbytes, dtype=torch.uint8)
     tensors.copy(contents.groups, memory)
-    return Parcel(contents, memory.numpy(), tensors.device)
+    return Serialized(contents, memory.numpy(), tensors.device)
 
 
-def unpack(parcel: Parcel) -> Any:
+def deserialize(serialized: Serialized) -> Any:
     """What was packed; its tensors are views of one piece of memory."""
     # The memory of a message is read-only, hence a copy.
-    return put_together(parcel.contents, torch.from_numpy(parcel.memory.copy()))
+    return put_together(serialized.contents, torch.from_numpy(serialized.memory.copy()))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from fusedrl.channel import WeightChannel
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.forking import renew_in_children
+from fusedrl.vllm.channel_socket import ChannelSocket
 from fusedrl.vllm.controls import InFlight, control_of
 from fusedrl.vllm.engine_loads import EngineLoads, to_its_end
-from fusedrl.vllm.passing import ChannelSocket
 from fusedrl.vllm.peft_models import PeftAdapters
 
 if TYPE_CHECKING:

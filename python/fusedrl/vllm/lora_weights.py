@@ -15,8 +15,8 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 
-from fusedrl.channel.entries import listed
 from fusedrl.channel.layout import Layout
+from fusedrl.channel.layout_entries import listed
 from fusedrl.vllm.peft_models import layer_of
 
 _REMEDY = "or create the channel with adapters='merged'"

@@ -22,8 +22,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from fusedrl.channel.entries import listed
 from fusedrl.channel.layout import Layout
+from fusedrl.channel.layout_entries import listed
 
 logger = logging.getLogger("fusedrl")
 

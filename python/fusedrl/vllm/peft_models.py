@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from fusedrl.channel import WeightChannel
-from fusedrl.channel.adapters import loaded
-from fusedrl.channel.entries import listed
+from fusedrl.channel.adapter_merging import loaded
 from fusedrl.channel.layout import Layout
+from fusedrl.channel.layout_entries import listed
 
 # Other ways to begin change the weights of the base, which the engine has not got.
 _BEGINNINGS = ("gaussian", "eva", "orthogonal")

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from fusedrl.channel.names import read
+from fusedrl.channel.name_prefixes import match_prefixes
 from fusedrl.channel.sources import Place, places_of
 from fusedrl.channel.tensors import identity, same_values
 
@@ -32,7 +32,7 @@ def named_as(target: TensorDictBase, source: Weights) -> Weights:
         ValueError: other names for a part of the parameters only: they might be another part's.
     """
     given, there = places_of(source), places_of(target)
-    reading = read(given, there)
+    reading = match_prefixes(given, there)
     if not reading:
         return source
     brought = {there[reading(name)].identity() for name in given if reading(name) in there}

@@ -125,7 +125,7 @@ class Attachment:
             module = follower.module
             call = module._compiled_call_impl or module._call_impl
             self._undo.append(
-                replace(module, "_compiled_call_impl", FollowedCall(self._in_call, call))
+                patch_attribute(module, "_compiled_call_impl", FollowedCall(self._in_call, call))
             )
 
     def _attach_turns(self, collector: Any) -> None:
@@ -138,14 +138,14 @@ class Attachment:
         else:
             name, call = "_wrapped_policy_maybe_compiled", collector._wrapped_policy
             self._rollouts = ("rollout",)
-        self._undo.append(replace(collector, name, FollowedCall(self._in_turn, call)))
+        self._undo.append(patch_attribute(collector, name, FollowedCall(self._in_turn, call)))
         for rollout in self._rollouts:
             if isinstance(vars(collector).get(rollout), _NumberedRollout):
                 delattr(collector, rollout)  # this one numbers the weights again
             # Of another follower, or the collector's own, which must not keep the collector alive.
             inner = vars(collector).get(rollout) or partial(_call, self._collector, rollout)
             whole_turns = partial(self._whole_turns, inner)
-            self._undo.append(replace(collector, rollout, whole_turns))
+            self._undo.append(patch_attribute(collector, rollout, whole_turns))
 
     def _track(self, collector: Any, tracker: Any) -> None:
         if isinstance(tracker, LeasedVersion):
@@ -155,7 +155,7 @@ class Attachment:
         if self._follower.version is not None:
             tracker.version = self._follower.version
         leased = LeasedVersion(tracker, self._follower)
-        self._undo.append(replace(collector, "policy_version_tracker", leased))
+        self._undo.append(patch_attribute(collector, "policy_version_tracker", leased))
 
     def _whole_turns(self, rollout: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A rollout of the collector."""
@@ -327,7 +327,7 @@ def check_counts(tracker: Any) -> None:
         )
 
 
-def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
+def patch_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute; the function that is returned undoes it, while the owner exists."""
     shared = getattr(type(owner), name, owner)  # of all its instances, but a property
     of_class = name not in vars(owner) and shared is not owner and not isinstance(shared, property)

@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 _unanswered: WeakKeyDictionary[Any, list[threading.Thread]] = WeakKeyDictionary()
 
 
-def indices_of(collector: Any, worker_id: int | torch.device) -> list[int]:
+def worker_indices(collector: Any, worker_id: int | torch.device) -> list[int]:
     """Indices of the workers that ``worker_id`` names.
 
     Raises:
@@ -51,7 +51,7 @@ def processes_of(collector: Any, worker_id: int | torch.device) -> list[int]:
         raise RuntimeError(
             "collector: expected a running one, got one that is shut down; make another"
         )
-    indices = indices_of(collector, worker_id)
+    indices = worker_indices(collector, worker_id)
     for index in indices:
         if not collector.procs[index].is_alive():
             raise _dead(collector, index)

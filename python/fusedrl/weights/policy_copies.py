@@ -14,7 +14,7 @@ from torchrl.weight_update.utils import _resolve_attr
 from fusedrl.channel.following import version_of
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import module_places
-from fusedrl.weights.follow import FollowedCall, module_of, replace
+from fusedrl.weights.follow import FollowedCall, module_of, patch_attribute
 
 logger = logging.getLogger("fusedrl")
 
@@ -88,9 +88,9 @@ class Copied:
             wrapped = collector._wrapped_policy_uncompiled
             policy, wrapped = copied_for((collector.policy, wrapped), module_of(model), layout)
             self._undo = [
-                replace(collector, "policy", policy),
-                replace(collector, "_wrapped_policy_uncompiled", wrapped),
-                replace(collector, "_wrapped_policy_maybe_compiled", None),
+                patch_attribute(collector, "policy", policy),
+                patch_attribute(collector, "_wrapped_policy_uncompiled", wrapped),
+                patch_attribute(collector, "_wrapped_policy_maybe_compiled", None),
             ]
             return
         parent, _, name = model_id.rpartition(".")
@@ -101,7 +101,7 @@ class Copied:
             )
         owner = _resolve_attr(collector, parent) if parent else collector
         (copied,) = copied_for((model,), module_of(model), layout)
-        self._undo = [replace(owner, name, copied)]
+        self._undo = [patch_attribute(owner, name, copied)]
 
     def put_back(self) -> None:
         """Give the collector the originals again."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from fusedrl.weights.arguments import check_timeout, check_weights
 from fusedrl.weights.base import RemoteWeightUpdaterBase
+from fusedrl.weights.checks import check_timeout, check_weights
 from fusedrl.weights.copying import match_weights, named_as
 from fusedrl.weights.ray_store import StoredWeights
 

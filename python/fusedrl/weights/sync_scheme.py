@@ -16,7 +16,7 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 
 from fusedrl.channel import WeightChannel, WeightHandle
 from fusedrl.vllm.policy import wrappers_in
-from fusedrl.weights.arguments import check_timeout
+from fusedrl.weights.checks import check_timeout
 from fusedrl.weights.follow import module_of
 from fusedrl.weights.policy_copies import Copied, unsaved_buffers
 from fusedrl.weights.trainer_end import TrainerEnd

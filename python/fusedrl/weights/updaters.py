@@ -11,12 +11,12 @@ from tensordict import TensorDict, TensorDictBase
 
 from fusedrl.channel import WeightChannel
 from fusedrl.weights import pipes
-from fusedrl.weights.arguments import check_getter, check_timeout, check_weights
 from fusedrl.weights.base import (
     LocalWeightUpdaterBase,
     RemoteWeightUpdaterBase,
     WorkerId,
 )
+from fusedrl.weights.checks import check_getter, check_timeout, check_weights
 from fusedrl.weights.copying import copy_weights, match_weights, unwrap
 from fusedrl.weights.worker_channels import following
 

@@ -143,7 +143,7 @@ def _factories_followed(
     channels = {}
     for worker, weights in policy_weights.items():
         channels[worker] = channel = WeightChannel.create(weights, slots=slots)
-        for index in pipes.indices_of(collector, worker):
+        for index in pipes.worker_indices(collector, worker):
             collector.policy_factory[index] = _Followed(factories[index], channel.handle)
     try:
         yield channels
@@ -159,7 +159,7 @@ def _policy_followed(
     for worker, weights in policy_weights.items():
         if weights.is_empty():  # a policy without any
             continue
-        for index in pipes.indices_of(collector, worker):
+        for index in pipes.worker_indices(collector, worker):
             device = collector.policy_device[index] or next(iter(policy.parameters())).device
             if device not in by_device:
                 by_device[device] = channel = WeightChannel.create(weights, slots=slots)

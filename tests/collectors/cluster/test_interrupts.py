@@ -19,7 +19,7 @@ from fusedrl.collectors.cluster import ray_batches, ray_llm_collector
 from fusedrl.collectors.cluster.dialog_actor import Collected
 from fusedrl.collectors.cluster.ray_batches import RayBatches
 from fusedrl.collectors.interrupts import uninterrupted
-from fusedrl.transport import pack
+from fusedrl.transport import serialize
 
 ray = pytest.importorskip("ray")
 
@@ -59,8 +59,8 @@ class FakeActors:
         if reference.number > BATCHES:
             return Collected(None, BATCHES, 0, True, None, None)
         row = torch.tensor([10 * reference.number + index])
-        parcel = pack(TensorDict(row=row, batch_size=(1,)))
-        return Collected(parcel, reference.number, 0, False, None, None)
+        serialized = serialize(TensorDict(row=row, batch_size=(1,)))
+        return Collected(serialized, reference.number, 0, False, None, None)
 
 
 class NoWeights:

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from fusedrl import PolicyVersion, VanillaLocalWeightUpdater
 from fusedrl.collectors.cluster.dialog_actor import DialogActor, Stopped
-from fusedrl.transport import unpack
+from fusedrl.transport import deserialize
 
 pytest.importorskip("ray")
 
@@ -36,7 +36,7 @@ def started(index: int = 0, of: int = 1, **options: Any) -> DialogActor:
 
 
 def batch_of(actor: DialogActor) -> Any:
-    return unpack(actor.collect().batch)
+    return deserialize(actor.collect().batch)
 
 
 def test_weights_come_with_their_version():
@@ -114,7 +114,7 @@ def test_a_failure_is_not_the_end():
 def test_what_a_batch_had_before_its_postprocessing():
     actor = started(postproc=ray_dialogs.only_seen)
     collected = actor.collect()
-    assert "policy_version" not in unpack(collected.batch)
+    assert "policy_version" not in deserialize(collected.batch)
     assert collected.oldest == 0 and collected.tokens is None
     assert started(track_policy_version=False).collect().oldest is None
 

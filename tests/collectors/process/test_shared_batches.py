@@ -201,15 +201,15 @@ class Worker:
         self.mappings = Mappings()
         self.descriptors: list[int] = []
 
-    def shipment(self, *arguments: int) -> Any:
+    def shared(self, *arguments: int) -> Any:
         self.connection.send((arguments, self.mappings.released()))
         assert self.connection.poll(60)
-        shipment, descriptors = self.connection.recv()
+        shared, descriptors = self.connection.recv()
         self.descriptors.append(descriptors)
-        return shipment
+        return shared
 
     def batch(self, *arguments: int) -> Any:
-        return self.mappings.unpack(self.shipment(*arguments))
+        return self.mappings.unpack(self.shared(*arguments))
 
     def end(self) -> None:
         self.connection.send(None)
@@ -244,7 +244,7 @@ def test_nothing_is_left_of_a_thousand_batches(worker):
 
 def test_batches_outlive_a_worker_that_is_killed(worker):
     batches = [worker.batch(4, n) for n in range(4)]
-    lost = worker.shipment()
+    lost = worker.shared()
     os.kill(worker.process.pid, signal.SIGKILL)
     worker.process.join()
     assert [tokens(b) for b in batches] == [tokens(ragged(4, n)) for n in range(4)]
@@ -256,9 +256,9 @@ def test_batches_outlive_a_worker_that_is_killed(worker):
 
 def test_a_file_of_another_process_is_not_taken_for_a_segment(ends, tmp_path):
     (tmp_path / "file").write_bytes(b"theirs")
-    shipment = ends.segments.pack(ragged())._replace(path=str(tmp_path / "file"))
+    shared = ends.segments.pack(ragged())._replace(path=str(tmp_path / "file"))
     with pytest.raises(RuntimeError, match="expected the process that packed it"):
-        ends.mappings.unpack(shipment)
+        ends.mappings.unpack(shared)
     assert (tmp_path / "file").read_bytes() == b"theirs"
 
 
@@ -267,9 +267,9 @@ def test_both_processes_see_one_memory():
     connection, theirs = processes.Pipe()
     process = processes.Process(target=unpack_and_add, args=(theirs,))
     process.start()
-    shipment = segments.pack(ragged())
-    connection.send(shipment)
+    shared = segments.pack(ragged())
+    connection.send(shared)
     assert connection.poll(60) and connection.recv() == "row 0"
     process.join()
-    assert mappings.unpack(shipment)[0]["tokens"].tolist() == [1]
+    assert mappings.unpack(shared)[0]["tokens"].tolist() == [1]
     segments.close()

@@ -15,8 +15,8 @@ import pytest
 from async_workers import NoException, Odd, Unsendable, Unspeakable
 
 from fusedrl.collectors.process import process_tree
-from fusedrl.collectors.process.errors import Failure
 from fusedrl.collectors.process.wire import Wire
+from fusedrl.collectors.process.worker_errors import Failure
 
 BIG = b"x" * 3_000_000  # far more than a socket holds
 LONG_S = 200.0  # what a broken test waits

@@ -16,8 +16,8 @@ from torchrl.collectors.utils import _TrajectoryPool
 from fusedrl.channel import WeightChannel
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import versions_in
-from fusedrl.collectors.progress import tokens_in
-from fusedrl.transport import Parcel, pack
+from fusedrl.collectors.progress import response_tokens
+from fusedrl.transport import Serialized, serialize
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Collected:
     any postprocessing.
     """
 
-    batch: Parcel | None
+    batch: Serialized | None
     frames: int
     stale: int
     over: bool
@@ -73,7 +73,7 @@ class _Collector(LLMCollector):
 
     def rollout(self) -> TensorDictBase:
         batch = super().rollout()
-        self.tokens = tokens_in(batch)
+        self.tokens = response_tokens(batch)
         self.oldest = None if self.policy_version_tracker is None else min(versions_in(batch))
         return batch
 
@@ -139,13 +139,13 @@ class DialogActor:
             if not isinstance(error, StopIteration):
                 raise
             batch, over = None, True
-        packed = None if batch is None else pack(batch.clear_device_())
+        packed = None if batch is None else serialize(batch.clear_device_())
         it = self._collector
         return Collected(packed, it._frames, it.stale_turns, over, it.tokens, it.oldest)
 
-    def rollout(self) -> Parcel:
+    def rollout(self) -> Serialized:
         """A batch that does not count."""
-        return pack(self._collector.rollout().clear_device_())
+        return serialize(self._collector.rollout().clear_device_())
 
     def update_policy_weights_(self, weights: Any, version: int) -> None:
         """Publish weights for the calls of the policy that begin from now on.

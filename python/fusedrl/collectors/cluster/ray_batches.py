@@ -19,7 +19,7 @@ from fusedrl.collectors.cluster.ray_weights import RayWeights
 from fusedrl.collectors.interrupts import uninterrupted
 from fusedrl.collectors.progress import OpenBar
 from fusedrl.collectors.staleness import is_too_old
-from fusedrl.transport import unpack
+from fusedrl.transport import deserialize
 
 logger = logging.getLogger("fusedrl")
 
@@ -30,7 +30,7 @@ Bar = AbstractContextManager[Advance]
 
 
 @dataclass(frozen=True)
-class Arrived:
+class ActorAnswer:
     """What an actor has answered, under the reference that promised it."""
 
     reference: Any
@@ -154,7 +154,7 @@ class RayBatches:
                 return
             in_order = sorted(arrived, key=lambda one: one.actor)
             collected = [one.collected for one in in_order if not one.collected.over]
-            batches = [unpack(one.batch) for one in collected if one.batch is not None]
+            batches = [deserialize(one.batch) for one in collected if one.batch is not None]
             batch = _joined(batches) if batches else None
             with uninterrupted():
                 self._count(arrived)
@@ -170,23 +170,23 @@ class RayBatches:
             for index in set(self._actors.indices) - self._over - set(self.under_way.values()):
                 self.under_way[self._actors.send(index, "collect")] = index
 
-    def _wait(self, sync: bool) -> list[Arrived]:
+    def _wait(self, sync: bool) -> list[ActorAnswer]:
         """What each actor collected, or only those that are done and the first that is not."""
         import ray
 
         self.ask()
-        arrived: list[Arrived] = []
+        arrived: list[ActorAnswer] = []
         waiting = list(self.under_way)
         while waiting:
             (reference,), waiting = ray.wait(waiting)
             actor = self.under_way[reference]
             collected = self._actors.answer(reference, actor)
-            arrived.append(Arrived(reference, actor, collected))
+            arrived.append(ActorAnswer(reference, actor, collected))
             if not sync and not collected.over:
                 break
         return arrived
 
-    def _count(self, arrived: list[Arrived]) -> None:
+    def _count(self, arrived: list[ActorAnswer]) -> None:
         for one in arrived:
             del self.under_way[one.reference]
             self.turns[one.actor] = one.collected.frames

@@ -13,16 +13,16 @@ from tensordict import TensorDictBase
 from torchrl.collectors import ProfileConfig
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
+from fusedrl.collectors.cluster.delegation import OwnArguments, in_actors, of_part
 from fusedrl.collectors.cluster.ray_actors import Actors, FirstActor, start_ray
 from fusedrl.collectors.cluster.ray_batches import RayBatches
 from fusedrl.collectors.cluster.ray_options import RayOptions
 from fusedrl.collectors.cluster.ray_weights import RayWeights, one_of_policy
-from fusedrl.collectors.cluster.surface import OwnArguments, in_actors, of_part
 from fusedrl.collectors.progress import progress_bar
 from fusedrl.collectors.staleness import bounded
 from fusedrl.collectors.state import check_state
 from fusedrl.collectors.stopwatch import Profile
-from fusedrl.transport import unpack
+from fusedrl.transport import deserialize
 
 
 class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
@@ -248,7 +248,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
 
     def rollout(self) -> TensorDictBase:
         """A batch of the first actor that does not count, before any postprocessing."""
-        return unpack(self._actors.one(0, "rollout"))
+        return deserialize(self._actors.one(0, "rollout"))
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Start new dialogs in every actor, between two batches.

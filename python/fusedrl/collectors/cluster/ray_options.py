@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from fusedrl.collectors.options import DialogOptions
+from fusedrl.collectors.dialog_options import DialogOptions
 from fusedrl.collectors.progress import check_progress
-from fusedrl.weights.arguments import check_timeout
 from fusedrl.weights.base import RemoteWeightUpdaterBase
+from fusedrl.weights.checks import check_timeout
 
 # The arguments of an actor's collector that are those of all actors.
 AS_GIVEN = (

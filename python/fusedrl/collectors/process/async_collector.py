@@ -21,11 +21,11 @@ from torchrl.envs.utils import ExplorationType
 from fusedrl.channel import WeightHandle
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.process import worker_collector
+from fusedrl.collectors.process.async_options import AsyncOptions
 from fusedrl.collectors.process.batch_stream import BatchStream
 from fusedrl.collectors.process.buffer_thread import BufferThread
-from fusedrl.collectors.process.job import PackedJob
-from fusedrl.collectors.process.options import Options
 from fusedrl.collectors.process.published_weights import PublishedWeights
+from fusedrl.collectors.process.worker_job import PackedJob
 from fusedrl.collectors.process.worker_process import SHUTDOWN_S, WorkerProcess
 from fusedrl.collectors.progress import check_progress, progress_bar
 from fusedrl.collectors.staleness import bounded
@@ -194,7 +194,7 @@ class AsyncCollector(_AsyncCollector):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> None:
-        self._options = Options(
+        self._options = AsyncOptions(
             create_env_fn=create_env_fn,
             policy=policy,
             policy_factory=policy_factory,

@@ -14,8 +14,8 @@ from torchrl.collectors.utils import (
 )
 
 from fusedrl.collectors.policy_version import versions_in
-from fusedrl.collectors.process.inbox import Arrived
-from fusedrl.collectors.process.options import Options
+from fusedrl.collectors.process.async_options import AsyncOptions
+from fusedrl.collectors.process.inbox import ReceivedBatch
 from fusedrl.collectors.process.published_weights import PublishedWeights
 from fusedrl.collectors.process.worker_process import WorkerProcess
 from fusedrl.collectors.staleness import is_too_old
@@ -47,7 +47,9 @@ class BatchStream:
         storing: held while a batch goes into the buffer.
     """
 
-    def __init__(self, worker: WorkerProcess, weights: PublishedWeights, options: Options) -> None:
+    def __init__(
+        self, worker: WorkerProcess, weights: PublishedWeights, options: AsyncOptions
+    ) -> None:
         self._worker, self._weights, self._options = worker, weights, options
         self._loaded = Taken()  # what a state that was loaded counts beside it
         self.taken = Taken()
@@ -136,7 +138,7 @@ class BatchStream:
             buffer.extend(batch)
         return None
 
-    def _stale_frames(self, arrived: Arrived) -> int:
+    def _stale_frames(self, arrived: ReceivedBatch) -> int:
         """How many frames are dropped: all of a batch that is too old, else none."""
         most = self._options.max_staleness
         if most is None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fusedrl.collectors.process.errors import ShutDown
+from fusedrl.collectors.process.worker_errors import ShutDown
 
 logger = logging.getLogger("fusedrl")
 

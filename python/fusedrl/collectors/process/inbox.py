@@ -19,7 +19,7 @@ from fusedrl.collectors.process.messages import Answer, Refusal
 T = TypeVar("T")
 
 
-class Arrived(NamedTuple):
+class ReceivedBatch(NamedTuple):
     """A batch under its number, counted from 1.
 
     ``frames`` are how many it counts as, ``oldest`` is its oldest version, if that was asked for,
@@ -62,7 +62,7 @@ class Inbox:
     def __init__(self) -> None:
         self.failure: Callable[[], BaseException] | None = None
         self.outdated = 0
-        self._batches: deque[Arrived] = deque()
+        self._batches: deque[ReceivedBatch] = deque()
         self._trimming = threading.Lock()
         self._calls: dict[int, Awaited] = {}
         self._waiting: set[queue.SimpleQueue[None]] = set()
@@ -71,7 +71,7 @@ class Inbox:
         """Note that a call is under way; its answer is dropped if nobody holds it any more."""
         self._calls[number] = call
 
-    def batch(self, taken: int) -> Arrived | None:
+    def batch(self, taken: int) -> ReceivedBatch | None:
         """The first batch after those that are taken, if it is there; it stays there."""
         self.drop(taken)
         with self._trimming:
@@ -112,7 +112,7 @@ class Inbox:
 
     # What follows is called by the thread that reads.
 
-    def put(self, arrived: Arrived) -> None:
+    def put(self, arrived: ReceivedBatch) -> None:
         """Keep a batch."""
         with self._trimming:
             self._batches.append(arrived)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusedrl.collectors.process.errors import Failure
-from fusedrl.collectors.process.shared_batches import Shipment
+from fusedrl.collectors.process.shared_batches import SharedBatch
+from fusedrl.collectors.process.worker_errors import Failure
 
 READY = 0  # the number of a call that nobody sends: its answer is that there is a collector
 
@@ -52,7 +52,7 @@ class Batch:
     """
 
     number: int
-    shipment: Shipment
+    shared: SharedBatch
     frames: int
     oldest: int | None
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusedrl.channel.sources import module_places
-from fusedrl.collectors.process.options import Options
+from fusedrl.collectors.process.async_options import AsyncOptions
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 from fusedrl.weights.updaters import MultiProcessedRemoteWeightUpdate
 from fusedrl.weights.worker_end import is_policy
@@ -27,7 +27,7 @@ class PublishedWeights:
         updater: torchrl's or ours, if any.
     """
 
-    def __init__(self, options: Options, collector: Any) -> None:
+    def __init__(self, options: AsyncOptions, collector: Any) -> None:
         self._options = options
         self._closed = False
         self._reader = None if options.channel is None else options.channel.open()

@@ -19,7 +19,7 @@ SPARE = 4  # free segments that keep their memory
 DESCRIPTORS_ASIDE = 256  # for all else that a process opens
 
 
-class Shipment(NamedTuple):
+class SharedBatch(NamedTuple):
     """Where a batch lies, and what it is made of: small, for a pipe.
 
     The segment is ``index``; ``path`` opens its file, whose number is ``inode``, and ``nbytes`` is
@@ -56,7 +56,7 @@ class Segments:
         self._segments: list[_Segment] = []
         self._free: dict[int, bool] = {}  # has it pages; in the order they were given back
 
-    def pack(self, batch: Any) -> Shipment:
+    def pack(self, batch: Any) -> SharedBatch:
         """Copy a batch's tensors into a segment, without their gradient graphs.
 
         CUDA tensors stay where they are, and are opened there by the other process.
@@ -74,7 +74,7 @@ class Segments:
         tensors.copy(contents.groups, memory)
         del self._free[index]
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        return Shipment(index, path, inode, len(memory), contents)
+        return SharedBatch(index, path, inode, len(memory), contents)
 
     def _found(self, nbytes: int) -> int:
         """A free segment of so many bytes: the smallest that will do, or the largest, grown."""
@@ -155,21 +155,21 @@ class Mappings:
         self._lent: dict[int, _Lent] = {}
         self._returned: deque[_Lent] = deque()
 
-    def unpack(self, shipment: Shipment) -> Any:
+    def unpack(self, shared: SharedBatch) -> Any:
         """The batch; its tensors are the segment's memory, and may be written to.
 
         Raises:
             RuntimeError: the process that packed it is gone, and this one never saw the segment.
         """
-        mapped = self._mapped.get(shipment.index)
-        if mapped is None or len(mapped) != shipment.nbytes:
-            mapped = self._mapped[shipment.index] = _opened(shipment)
+        mapped = self._mapped.get(shared.index)
+        if mapped is None or len(mapped) != shared.nbytes:
+            mapped = self._mapped[shared.index] = _opened(shared)
         buffer = mapped.numpy().data  # an object that ends with the last tensor over it
         # Nothing that is written in Python runs at its end, which Ctrl-C could break off.
         lent = _Lent(buffer, self._returned.append)
-        lent.index = shipment.index
+        lent.index = shared.index
         self._lent[id(lent)] = lent
-        return put_together(shipment.contents, torch.frombuffer(buffer, dtype=torch.uint8))
+        return put_together(shared.contents, torch.frombuffer(buffer, dtype=torch.uint8))
 
     def released(self) -> list[int]:
         """The segments that became free since the last call."""
@@ -181,20 +181,20 @@ class Mappings:
         self._mapped.clear()
 
 
-def _opened(shipment: Shipment) -> Tensor:
+def _opened(shared: SharedBatch) -> Tensor:
     found = "no such process"
     try:
-        descriptor = os.open(shipment.path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(shared.path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         found = str(error)
     else:
         try:
             # Another process may have the pid by now, and any file under the number.
-            if os.fstat(descriptor).st_ino == shipment.inode:
-                return _mapped(descriptor, shipment.nbytes)
+            if os.fstat(descriptor).st_ino == shared.inode:
+                return _mapped(descriptor, shared.nbytes)
         finally:
             os.close(descriptor)
     raise RuntimeError(
-        f"shipment: expected the process that packed it to run, as this user and seen by this "
-        f"process, got {found} for {shipment.path}; unpack batches while it lives"
+        f"batch: expected the process that packed it to run, as this user and seen by this "
+        f"process, got {found} for {shared.path}; unpack batches while it lives"
     )

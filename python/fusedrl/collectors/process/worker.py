@@ -29,11 +29,11 @@ import torchrl
 
 from fusedrl.collectors.policy_version import versions_in
 from fusedrl.collectors.process import messages, process_tree
-from fusedrl.collectors.process.errors import Failure
-from fusedrl.collectors.process.job import PackedJob
 from fusedrl.collectors.process.shared_batches import Segments
 from fusedrl.collectors.process.wire import POLL_S, Wire
 from fusedrl.collectors.process.worker_collector import make_collector, uses_buffers
+from fusedrl.collectors.process.worker_errors import Failure
+from fusedrl.collectors.process.worker_job import PackedJob
 
 ORPHANED_S = 1.0  # to end in, once the trainer is gone
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fusedrl.collectors.llm_collector import LLMCollector
-from fusedrl.collectors.process.job import Job
+from fusedrl.collectors.process.worker_job import WorkerJob
 from fusedrl.weights.follow import Attachment, follow_channel
 
 
-def make_collector(job: Job) -> Any:
+def make_collector(job: WorkerJob) -> Any:
     """The collector of a job, whose models follow their channels."""
     if job.init_fn is not None:
         job.init_fn()

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import cloudpickle
 
 from fusedrl.collectors.process import messages, process_tree
-from fusedrl.collectors.process.errors import ShutDown
-from fusedrl.collectors.process.inbox import Arrived, Awaited, Inbox
-from fusedrl.collectors.process.job import PackedJob
+from fusedrl.collectors.process.inbox import Awaited, Inbox, ReceivedBatch
 from fusedrl.collectors.process.shared_batches import Mappings
 from fusedrl.collectors.process.wire import Wire
 from fusedrl.collectors.process.worker import main
+from fusedrl.collectors.process.worker_errors import ShutDown
+from fusedrl.collectors.process.worker_job import PackedJob
 
 SHUTDOWN_S = 10.0
 KILL_S = 1.0  # beyond the time in which a worker ends itself
@@ -104,7 +104,7 @@ class WorkerProcess:
             self._outbox.put(messages.More(last))
             self._asked = last  # asked for once more if Ctrl-C comes before this: that is harmless
 
-    def batch(self, taken: int, timeout: float | None) -> Arrived:
+    def batch(self, taken: int, timeout: float | None) -> ReceivedBatch:
         """The first batch after those that are taken; it stays there until :meth:`drop`.
 
         Raises:
@@ -112,7 +112,7 @@ class WorkerProcess:
         """
         self.check()
 
-        def look() -> Arrived | None:
+        def look() -> ReceivedBatch | None:
             self.ask(taken, 1)  # another thread's call may have made outdated what was asked for
             return self._inbox.batch(taken)
 
@@ -242,7 +242,7 @@ class _Link:
             case messages.Batch():
                 self._unpack(message)
             case messages.End(number):
-                self._inbox.put(Arrived(number))
+                self._inbox.put(ReceivedBatch(number))
             case messages.Answer() | messages.Refusal():
                 self._inbox.answer(message)
             case messages.Failed(failure):
@@ -250,10 +250,10 @@ class _Link:
 
     def _unpack(self, batch: messages.Batch) -> None:
         try:
-            unpacked = self._mappings.unpack(batch.shipment)
-            arrived = Arrived(batch.number, unpacked, batch.frames, batch.oldest)
+            unpacked = self._mappings.unpack(batch.shared)
+            arrived = ReceivedBatch(batch.number, unpacked, batch.frames, batch.oldest)
         except Exception as error:
-            arrived = Arrived(batch.number, error=error)
+            arrived = ReceivedBatch(batch.number, error=error)
             self._process.join(KILL_S)  # the memory of a worker that was killed cannot be opened
             if not self._process.is_alive():
                 return

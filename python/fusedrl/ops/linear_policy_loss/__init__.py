@@ -15,7 +15,7 @@ from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.linear_policy_loss import autograd, losses
 from fusedrl.ops.linear_policy_loss.autograd import Task
 from fusedrl.ops.linear_policy_loss.statistics import RatioStatistics, ratio_statistics
-from fusedrl.ops.linear_policy_loss.ways import (
+from fusedrl.ops.linear_policy_loss.two_pass import (
     corrected,
     from_log_probs,
     from_sequence_ratios,

@@ -59,7 +59,7 @@ class Task(NamedTuple):
         return _autograd.needs_grad(hidden=hidden, weight=weight, bias=bias)
 
 
-class Call(NamedTuple):
+class OpArguments(NamedTuple):
     """The arguments of the compiled op but for which gradients it makes, in its order."""
 
     hidden: Tensor
@@ -92,7 +92,7 @@ def run(task: Task, main_grad: Tensor | None = None, separate: bool = False) -> 
     """
     head, rows, batch, weights, surrogate, entropy = task
     code, low, high, most, estimator = surrogate.codes
-    call = Call(
+    call = OpArguments(
         *head[:3],
         *rows,
         *head[3:],
@@ -119,7 +119,7 @@ def _values(results: Tensor, weights: Tensor) -> Tensor:
 
 
 def _with_gradients(
-    call: Call, wanted: Sequence[bool], in_float: bool
+    call: OpArguments, wanted: Sequence[bool], in_float: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """The op's rows, and the gradients of hidden states, weight and bias that are wanted."""
     if call.hidden.dtype != torch.float16:
@@ -139,7 +139,7 @@ class _Autograd(torch.autograd.Function):
     def forward(
         ctx: Any, main_grad: Tensor | None, separate: bool, *args: Any
     ) -> tuple[Tensor, Tensor]:
-        call = Call(*args)
+        call = OpArguments(*args)
         results, grads = _with_gradients(call, ctx.needs_input_grad[2:5], main_grad is not None)
         # Gradients that are made need no constants. The head is kept to see that nobody changes it.
         kept = len(args) if separate else 3
@@ -157,7 +157,7 @@ class _Autograd(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         results, grad_hidden, grad_weight, grad_bias, *tensors = ctx.saved_tensors
         args = (c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True))
-        call, (main_grad, separate) = Call(*args), ctx.options
+        call, (main_grad, separate) = OpArguments(*args), ctx.options
         wanted, factors = ctx.needs_input_grad[2:5], upstream[0]
         grads, scale = [grad_hidden, grad_weight, grad_bias], factors[0]
         if separate:
@@ -184,7 +184,7 @@ def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _again(
-    results: Tensor, call: Call, factors: Tensor, wanted: Sequence[bool], in_float: bool
+    results: Tensor, call: OpArguments, factors: Tensor, wanted: Sequence[bool], in_float: bool
 ) -> list[Tensor]:
     """Gradients where the terms have different upstream gradients: that of each token is known."""
     weights = call.weights * factors

@@ -161,7 +161,7 @@ def _in_place(
         if reward.shape != (len(log_probs),):
             return None
         reward = reward.split(1)
-    run = in_place.way_of(first.device)
+    run = in_place.implementation_of(first.device)
     if run is None:
         return None
     impl, estimator = options["impl"], ESTIMATORS.index(options["estimator"])

@@ -29,7 +29,7 @@ _EXCHANGE = "__dlpack_c_exchange_api__"  # torch's C functions of DLPack
 Column = Sequence[Tensor]
 
 
-def way_of(device: torch.device) -> Callable[..., PackedColumns | None] | None:
+def implementation_of(device: torch.device) -> Callable[..., PackedColumns | None] | None:
     """What reads lists of a device in place, if anything does.
 
     It takes log-probs, reference log-probs, masks and rewards or ``None``, the coefficient, the
@@ -41,7 +41,7 @@ def way_of(device: torch.device) -> Callable[..., PackedColumns | None] | None:
         return None
     if maybe_current_level() or forward_ad._current_level >= 0:
         return None
-    return _WAYS.get(device.type)
+    return _IMPLEMENTATIONS.get(device.type)
 
 
 def by_address(
@@ -94,7 +94,10 @@ def by_handle(
     return PackedColumns([kl] if reward is None else [kl, penalised], lengths)
 
 
-_WAYS: dict[str, Callable[..., PackedColumns | None]] = {"cpu": by_address, "cuda": by_handle}
+_IMPLEMENTATIONS: dict[str, Callable[..., PackedColumns | None]] = {
+    "cpu": by_address,
+    "cuda": by_handle,
+}
 
 
 def _may_read(

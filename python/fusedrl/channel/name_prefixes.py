@@ -10,7 +10,7 @@ _PARALLEL = "module"  # what DistributedDataParallel calls the module that it wr
 
 
 @dataclass(frozen=True)
-class Reading:
+class PrefixChange:
     """How names that were given are read: ``removed`` is taken off, and ``added`` put before."""
 
     removed: str = ""
@@ -31,7 +31,7 @@ class Reading:
         return " and ".join(parts) or "as they are"
 
 
-def read(given: Collection[str], known: Collection[str]) -> Reading:
+def match_prefixes(given: Collection[str], known: Collection[str]) -> PrefixChange:
     """How ``given`` are read so that as many as possible are ``known``: as they are if that does.
 
     All of them are read in one way. What is taken off or put before is the path of a module that
@@ -41,17 +41,17 @@ def read(given: Collection[str], known: Collection[str]) -> Reading:
         ValueError: several ways do equally well, and better than none.
 
     Example:
-        >>> from fusedrl.channel.names import read
-        >>> print(read(["lm_head.weight"], ["model.lm_head.weight", "model.norm.weight"]))
+        >>> from fusedrl.channel.name_prefixes import match_prefixes
+        >>> print(match_prefixes(["lm_head.weight"], ["model.lm_head.weight", "model.norm.weight"]))
         with 'model.' before them
     """
     wanted = set(known)
     if wanted.issuperset(given) or wanted.issubset(given):
-        return Reading()
+        return PrefixChange()
     scores = {way: sum(way(name) in wanted for name in given) for way in _ways(given, known)}
     best = max(scores.values())
-    if scores[Reading()] == best:
-        return Reading()
+    if scores[PrefixChange()] == best:
+        return PrefixChange()
     ways = [way for way, score in scores.items() if score == best]
     if len(ways) > 1:
         raise ValueError(
@@ -61,13 +61,15 @@ def read(given: Collection[str], known: Collection[str]) -> Reading:
     return ways[0]
 
 
-def _ways(given: Collection[str], known: Collection[str]) -> Iterator[Reading]:
+def _ways(given: Collection[str], known: Collection[str]) -> Iterator[PrefixChange]:
     for removed in _paths(given):
         for added in _paths(known):
             off, on = ([part for part in path if part != _PARALLEL] for path in (removed, added))
             # One path for another would take the weights of another model.
             if not off or not on or off == on:
-                yield Reading("".join(f"{p}." for p in removed), "".join(f"{p}." for p in added))
+                yield PrefixChange(
+                    "".join(f"{p}." for p in removed), "".join(f"{p}." for p in added)
+                )
 
 
 def _paths(names: Collection[str]) -> list[list[str]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedrl.channel.tensors import check_tensor, whole
+from fusedrl.channel.tensors import check_supported, whole
 
 
 def loaded(module: str, name: str) -> tuple[type, ...]:
@@ -95,7 +95,7 @@ def _replica(module: nn.Module, known: dict[int, nn.Module], prefix: str) -> nn.
     )
     for key, tensor in module._parameters.items():
         if tensor is not None:
-            check_tensor(prefix + key, tensor)
+            check_supported(prefix + key, tensor)
             clone = whole(tensor).clone(memory_format=torch.preserve_format)
             replica._parameters[key] = nn.Parameter(clone, requires_grad=False)
     for key, tensor in module._buffers.items():

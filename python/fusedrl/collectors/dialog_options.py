@@ -8,7 +8,7 @@ from typing import Any
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.collectors.arguments import (
+from fusedrl.collectors.checks import (
     check_mode,
     check_staleness,
     check_total,

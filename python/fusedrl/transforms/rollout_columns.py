@@ -9,7 +9,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fusedrl.transforms.columns import Column, Columns, Rows, column_rows, is_dense
+from fusedrl.transforms.columns import Column, Columns, SampleColumns, column_rows, is_dense
 
 PROMPT = ("tokens", "prompt")
 ASSISTANT, ATTENTION = ("masks", "all_assistant_mask"), ("masks", "all_attention_mask")
@@ -47,7 +47,7 @@ def dense_reward(reward: Any, log_probs: Any) -> Tensor | None:
     return reward.squeeze(-1).expand(log_probs.shape)
 
 
-def policy_log_probs(data: Rows | Columns, key: NestedKey, tokens: Column) -> Column:
+def policy_log_probs(data: SampleColumns | Columns, key: NestedKey, tokens: Column) -> Column:
     """The policy's log-probs of ``tokens``; those before an answer scored alone are missing."""
     log_probs = data.get(key)
     if log_probs is not None:
@@ -64,7 +64,7 @@ def policy_log_probs(data: Rows | Columns, key: NestedKey, tokens: Column) -> Co
     return [_behind_prompt(answer, ids) for answer, ids in pairs]
 
 
-def assistant_mask(data: Rows | Columns, tokens: Column) -> Column:
+def assistant_mask(data: SampleColumns | Columns, tokens: Column) -> Column:
     """The assistant's tokens, or without a mask of them all behind the prompt."""
     mask = data.get(ASSISTANT)
     if mask is not None:

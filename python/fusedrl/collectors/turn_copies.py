@@ -1,4 +1,4 @@
-"""Copies of turns, which policy and environment write into no more."""
+"""Copies of turns that neither the policy nor the environment writes into afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FEW = 4  # fewer than that are cloned one by one
 Columns = list[list[Tensor]]
 
 
-class Copies:
+class TurnCopies:
     """Copies of a turn before and after an environment has stepped with it.
 
     A tensor that was copied before is not copied again: what is written into it in the meantime is

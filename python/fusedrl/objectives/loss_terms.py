@@ -26,7 +26,7 @@ _FORMULA = (
 )
 
 
-class Plan(NamedTuple):
+class LossTerms(NamedTuple):
     """The terms of a loss whose gradients can be made while log-probs are computed; ``[B, T]``."""
 
     batch: PolicyBatch
@@ -40,7 +40,9 @@ def overridden(loss: Any, base: type, names: tuple[str, ...]) -> list[str]:
     return [n for n in names if n in vars(loss) or getattr(kind, n) is not getattr(base, n)]
 
 
-def plan_of(loss: Any, td: TensorDictBase, old_log_probs: Tensor, mask: Tensor) -> Plan | None:
+def loss_terms_of(
+    loss: Any, td: TensorDictBase, old_log_probs: Tensor, mask: Tensor
+) -> LossTerms | None:
     """What ``loss`` takes of the tokens in ``mask``, ``[B, T]``.
 
     ``None`` where the weights depend on log-probs (``kl_mask_threshold``), tokens are not summed,
@@ -67,7 +69,7 @@ def plan_of(loss: Any, td: TensorDictBase, old_log_probs: Tensor, mask: Tensor) 
             return None
     # torchrl takes the mean of a KL over all places, those of padding too.
     each = mask.to(torch.float32) / mask.numel()
-    return Plan(
+    return LossTerms(
         PolicyBatch(advantages, torch.where(mask, old_log_probs, 0), ref_log_probs),
         TermWeights(
             share,

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusedrl.integrations._trl_log import log_once
-from fusedrl.integrations._trl_loss import Plan, Record, log_not_fused
+from fusedrl.integrations._trl_loss import Plan, PlanMisses, log_not_fused
 from fusedrl.ops import _dispatch
 from fusedrl.ops._autograd import first_derivative_only
 from fusedrl.ops._head import Head
-from fusedrl.ops.linear_policy_loss import autograd, ways
+from fusedrl.ops.linear_policy_loss import autograd, two_pass
 from fusedrl.ops.linear_policy_loss.autograd import Rows, Task, Terms
 from fusedrl.ops.linear_policy_loss.losses import (
     PolicyBatch,
@@ -34,7 +34,7 @@ from fusedrl.ops.token_log_probs import TokenLogProbs
 _EPS = torch.finfo(torch.float32).eps
 
 
-def policy_log_probs(
+def log_probs_with_gradients(
     plan: Plan, head: Head, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor] | None:
     """Log-probs and entropies ``[N]``, 0 where the plan asks for none.
@@ -66,7 +66,7 @@ def policy_log_probs(
     if plan.level == "token":
         terms = autograd.run(task)
     else:
-        terms = ways.from_sequence_ratios(task, plan.level, sequences, None)
+        terms = two_pass.from_sequence_ratios(task, plan.level, sequences, None)
     expected, tolerance = _expected(task, plan.level, sequences, terms)
     if not expected.isfinite().all():  # a gradient that is left out is still multiplied by 0
         return None
@@ -109,7 +109,7 @@ def _expected(task: Task, level: str, sequences: Sequences, terms: Terms) -> tup
     as these do. A KL is a difference of terms that are larger than itself.
     """
     log_probs, weights, batch = terms.log_probs, task.weights, task.batch
-    _, slopes = ways.slopes_of(task, level, sequences, log_probs, terms.entropy)
+    _, slopes = two_pass.slopes_of(task, level, sequences, log_probs, terms.entropy)
     of_entropy = torch.zeros_like(slopes) if weights.entropy is None else weights.entropy
     expected = torch.stack((slopes, of_entropy))
     sizes = log_probs.abs()
@@ -138,7 +138,7 @@ class _Ahead(torch.autograd.Function):
         tolerance: Tensor,
         head: Head,
         rows: Rows,
-        record: Record,
+        record: PlanMisses,
         trainer: str,
         hidden: Tensor,
         weight: Tensor,

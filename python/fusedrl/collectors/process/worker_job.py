@@ -16,7 +16,7 @@ from fusedrl.channel import WeightHandle
 
 
 @dataclass
-class Job:
+class WorkerJob:
     """What a worker makes its collector of.
 
     Args:
@@ -56,8 +56,8 @@ class PackedJob:
         brought: tensors that arrive as empty ones on the meta device.
     """
 
-    def __init__(self, job: Job, brought: Iterable[Tensor] = ()) -> None:
-        self._job: Job | None = job
+    def __init__(self, job: WorkerJob, brought: Iterable[Tensor] = ()) -> None:
+        self._job: WorkerJob | None = job
         self._brought = {id(tensor): tensor for tensor in brought}
         self._data = b""
 
@@ -67,7 +67,7 @@ class PackedJob:
         _Pickler(file, self._brought).dump(self._job)
         return {"_job": None, "_brought": {}, "_data": file.getvalue()}
 
-    def unpack(self) -> Job:
+    def unpack(self) -> WorkerJob:
         """The job: in a forked process the trainer's own."""
         return pickle.loads(self._data) if self._job is None else self._job
 

@@ -15,14 +15,14 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from fusedrl.models.lengths import shared_below
-from fusedrl.models.probes import Finding, try_parts, try_whole
+from fusedrl.models.probes import ProbeResult, probe_parts, probe_whole
 from fusedrl.models.signature import modules_of, signature
 from fusedrl.models.split import CannotSplit, Parts, device_of, split, uncompiled, vocabulary_of
 
 logger = logging.getLogger("fusedrl")
 
 # Decoders whose attention is the only thing that mixes tokens, each tested in tests/models with
-# sequences longer than its windows. The trial is too short to see what a window does.
+# sequences longer than its windows. The probe is too short to see what a window does.
 PACKABLE = frozenset(
     (
         "cohere",
@@ -48,7 +48,7 @@ ATTENTIONS = frozenset({"eager", "sdpa", "flash_attention_2", "flash_attention_3
 KEPT = 8  # findings of a model that alternates between states, such as training and evaluation
 
 
-class Way(NamedTuple):
+class Capabilities(NamedTuple):
     """How log-probs are computed.
 
     Args:
@@ -65,11 +65,13 @@ class Way(NamedTuple):
     below: int | None
 
 
-_findings: WeakKeyDictionary[nn.Module, list[tuple[Any, Finding]]] = WeakKeyDictionary()
+_findings: WeakKeyDictionary[nn.Module, list[tuple[Any, ProbeResult]]] = WeakKeyDictionary()
 _warned: set[tuple[type, str]] = set()
 
 
-def way_of(model: Any, known_ids: int = 1, kwargs: Mapping[str, Any] | None = None) -> Way:
+def capabilities_of(
+    model: Any, known_ids: int = 1, kwargs: Mapping[str, Any] | None = None
+) -> Capabilities:
     """The fastest way that gives the model's own log-probs; slower ones are logged once.
 
     A finding holds while the :func:`fusedrl.models.signature.signature` of the model is the same.
@@ -89,7 +91,7 @@ def way_of(model: Any, known_ids: int = 1, kwargs: Mapping[str, Any] | None = No
     except CannotSplit as why:
         _warn(model, f"{why}; its log-probs are computed from all its logits")
         parts = None
-    finding = Finding(False) if parts is None else _parts_finding(modules, parts, below)
+    finding = ProbeResult(False) if parts is None else _parts_finding(modules, parts, below)
     if not finding.splits:
         parts, finding = None, _whole_finding(modules, known_ids, kwargs or {})
     if finding.ahead:
@@ -100,7 +102,7 @@ def way_of(model: Any, known_ids: int = 1, kwargs: Mapping[str, Any] | None = No
         _warn(model, "it does not keep padded sequences apart; they are computed alone")
     elif parts is not None and not finding.packs:
         _warn(model, "it is not known to keep packed sequences apart; they are padded")
-    return Way(parts, finding.packs, finding.pads, below)
+    return Capabilities(parts, finding.packs, finding.pads, below)
 
 
 def _check_decoder(model: Any) -> None:
@@ -112,7 +114,7 @@ def _check_decoder(model: Any) -> None:
         )
 
 
-def _parts_finding(modules: list[Any], parts: Parts, below: int | None) -> Finding:
+def _parts_finding(modules: list[Any], parts: Parts, below: int | None) -> ProbeResult:
     model = modules[0]
     attention = getattr(parts.config, "_attn_implementation", None)
     packable = parts.config.model_type in PACKABLE and attention in ATTENTIONS
@@ -121,18 +123,18 @@ def _parts_finding(modules: list[Any], parts: Parts, below: int | None) -> Findi
     finding = _kept(model, key)
     if finding is None:
         try:
-            finding = _keep(model, key, try_parts(uncompiled(model), parts, packable, below))
+            finding = _keep(model, key, probe_parts(uncompiled(model), parts, packable, below))
         except Exception as error:  # a forward that is not called as those of transformers are
             _warn(
                 model, f"trying it raised {error!r}; its log-probs are computed from all its logits"
             )
-            return Finding(False)
+            return ProbeResult(False)
     if not finding.splits:
         _warn(model, "its logits are not those of its head; they are computed for every token")
     return finding
 
 
-def _whole_finding(modules: list[Any], known_ids: int, kwargs: Mapping[str, Any]) -> Finding:
+def _whole_finding(modules: list[Any], known_ids: int, kwargs: Mapping[str, Any]) -> ProbeResult:
     model = modules[0]
     key = signature(modules, (), "whole", sorted(kwargs))
     finding = _kept(model, key)
@@ -140,17 +142,17 @@ def _whole_finding(modules: list[Any], known_ids: int, kwargs: Mapping[str, Any]
         return finding
     try:
         vocabulary = vocabulary_of(model) or known_ids
-        return _keep(model, key, try_whole(model, device_of(model), vocabulary, kwargs))
+        return _keep(model, key, probe_whole(model, device_of(model), vocabulary, kwargs))
     except Exception:  # whatever it is, the caller sees it when the model is asked in earnest
-        return Finding(False)
+        return ProbeResult(False)
 
 
-def _kept(model: nn.Module, key: Any) -> Finding | None:
+def _kept(model: nn.Module, key: Any) -> ProbeResult | None:
     return next((finding for known, finding in _findings.get(model, ()) if known == key), None)
 
 
-def _keep(model: nn.Module, key: Any, finding: Finding) -> Finding:
-    """Remember what a trial told; one on zeros, such as those of a new head, told nothing."""
+def _keep(model: nn.Module, key: Any, finding: ProbeResult) -> ProbeResult:
+    """Remember what a probe told; one on zeros, such as those of a new head, told nothing."""
     if finding.telling:
         _findings[model] = [(key, finding), *_findings.get(model, ())][:KEPT]
     return finding

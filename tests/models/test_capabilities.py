@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedrl.models import causal_log_probs, ways
-from fusedrl.models.ways import way_of
+from fusedrl.models import capabilities, causal_log_probs
+from fusedrl.models.capabilities import capabilities_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import definition, model_of
@@ -76,8 +76,8 @@ def hooked_head(model):
 )
 def test_what_would_give_other_numbers_goes_a_slower_way(spoil, splits, packs):
     model = spoil(model_of("llama"))
-    way = way_of(model)
-    assert (way.parts is not None, way.packs) == (splits, packs)
+    found = capabilities_of(model)
+    assert (found.parts is not None, found.packs) == (splits, packs)
     with torch.no_grad():
         expected = definition(model, TOKENS, LENGTHS, MASK)
         close(causal_log_probs(model, TOKENS, LENGTHS, MASK), expected)
@@ -117,7 +117,7 @@ def test_offloaded_weights_are_scored(tmp_path):
 
 
 def test_a_forward_with_other_arguments_is_asked_for_its_logits(caplog, monkeypatch):
-    monkeypatch.setattr(ways, "_warned", set())
+    monkeypatch.setattr(capabilities, "_warned", set())
     model = model_of("llama")
 
     class Narrow(type(model)):
@@ -150,7 +150,7 @@ def test_a_wrapper_that_passes_attributes_on_is_called_itself():
             return self.inner(*args, **kwargs)
 
     model = Wrapper(model_of("llama"))
-    assert way_of(model).parts is None
+    assert capabilities_of(model).parts is None
     causal_log_probs(model, TOKENS, LENGTHS, MASK)
     assert model.calls
 
@@ -159,12 +159,12 @@ def test_a_compiled_model_goes_the_fast_way():
     model = model_of("llama")
     expected = definition(model, TOKENS, LENGTHS, MASK)
     compiled = torch.compile(model, backend="eager")
-    assert way_of(compiled).packs
+    assert capabilities_of(compiled).packs
     close(causal_log_probs(compiled, TOKENS, LENGTHS, MASK), expected)
 
 
 def test_a_model_that_returns_float32_logits_of_a_bfloat16_head_splits():
-    assert way_of(model_of("mamba").bfloat16()).parts is not None
+    assert capabilities_of(model_of("mamba").bfloat16()).parts is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -180,7 +180,7 @@ def test_the_trial_makes_no_copy_of_the_head(dtype):
             return out
 
     with Sizes():
-        way_of(model)
+        capabilities_of(model)
 
 
 def test_a_model_is_tried_once_until_its_head_changes():
@@ -196,15 +196,15 @@ def test_a_model_is_tried_once_until_its_head_changes():
     model.__class__ = Counting
     for _ in range(3):
         causal_log_probs(model, TOKENS, LENGTHS)
-    assert len(calls) == 2, "the two sequences of the trial"
+    assert len(calls) == 2, "the two sequences of the probe"
     model.config.final_logit_softcapping = 1.0  # the model itself does not read it
-    assert way_of(model).parts is None
+    assert capabilities_of(model).parts is None
 
 
 def test_a_model_in_training_is_tried_without_its_dropout():
     model = model_of("llama", attention_dropout=0.5).train()
     random_state = torch.get_rng_state()
-    assert way_of(model).packs
+    assert capabilities_of(model).packs
     assert torch.equal(torch.get_rng_state(), random_state)
     assert model.training
 
@@ -229,7 +229,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_an_error_of_the_model_reaches_the_caller():
     model = model_of("llama")
-    way_of(model)
+    capabilities_of(model)
 
     def fail(*_):
         raise RuntimeError("out of order")

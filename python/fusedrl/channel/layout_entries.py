@@ -51,7 +51,7 @@ def described(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{dtype_name(dtype)} {tuple(shape)}"
 
 
-def refuse(argument: str, differences: Sequence[str], remedy: str) -> None:
+def refuse_differences(argument: str, differences: Sequence[str], remedy: str) -> None:
     """Raise one ``ValueError`` of all ``differences``, the first ten of them in words."""
     if differences:
         raise ValueError(
@@ -71,7 +71,7 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def pack(specs: list[tuple[Any, ...]]) -> tuple[Entry, ...]:
+def lay_out(specs: list[tuple[Any, ...]]) -> tuple[Entry, ...]:
     """Entries one after the other, of name, shape, dtype, kind and what each is tied to."""
     entries: dict[str, Entry] = {}
     end = 0
@@ -89,7 +89,7 @@ def pack(specs: list[tuple[Any, ...]]) -> tuple[Entry, ...]:
     return tuple(entries.values())
 
 
-def clash(names: list[str]) -> str | None:
+def name_clash(names: list[str]) -> str | None:
     """What keeps names from being nested by their dots, if anything does."""
     if len(set(names)) < len(names):
         return "expected each name once, got duplicates"
@@ -102,8 +102,8 @@ def clash(names: list[str]) -> str | None:
     return None
 
 
-def spec(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """What :func:`pack` takes, from an entry of a JSON that may be anything."""
+def entry_spec(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """What :func:`lay_out` takes, from an entry of a JSON that may be anything."""
     name, shape, kind, tied_to = (entry[k] for k in ("name", "shape", "kind", "tied_to"))
     if not (isinstance(name, str) and (tied_to is None or isinstance(tied_to, str))):
         raise ValueError(f"{name!r}: expected names")

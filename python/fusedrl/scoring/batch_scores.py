@@ -11,8 +11,8 @@ import torch
 from fusedrl.models import causal_log_probs
 from fusedrl.ops import Mismatch, importance_weights, token_kl
 from fusedrl.ops.token_log_probs import TokenLogProbs
-from fusedrl.scoring.masks import TokenizedChat
 from fusedrl.scoring.pretrained import ModelPair
+from fusedrl.scoring.tokenization import TokenizedChat
 
 
 class ScoredChat(NamedTuple):

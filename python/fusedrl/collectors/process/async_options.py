@@ -14,7 +14,7 @@ from torchrl.collectors.llm import LLMCollector as _LLMCollector
 from torchrl.envs.utils import ExplorationType
 
 from fusedrl.channel import WeightHandle
-from fusedrl.collectors.arguments import (
+from fusedrl.collectors.checks import (
     check_mode,
     check_seconds,
     check_staleness,
@@ -23,7 +23,7 @@ from fusedrl.collectors.arguments import (
 )
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import PolicyVersion
-from fusedrl.collectors.process.job import Job
+from fusedrl.collectors.process.worker_job import WorkerJob
 from fusedrl.collectors.queues import QueueBuffer
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
@@ -50,7 +50,7 @@ WHOLE = {
 
 
 @dataclass(kw_only=True, eq=False)
-class Options:
+class AsyncOptions:
     """The arguments of :class:`fusedrl.AsyncCollector`, where they are explained.
 
     ``of_dialogs`` are those that only ``collector_class=LLMCollector`` has. Sizes of dialogs are
@@ -178,7 +178,7 @@ class Options:
                 raise TypeError(f"{name}: expected an argument of LLMCollector, got an unknown one")
         for name in ONLY_FRAMES:
             value = getattr(self, name)
-            if value not in (None, False, getattr(Options, name, None)):
+            if value not in (None, False, getattr(AsyncOptions, name, None)):
                 raise TypeError(
                     f"{name}: expected none with dialogs, got {value!r}; LLMCollector has no such "
                     "argument: let a transform of the environment do it"
@@ -225,7 +225,7 @@ class Options:
         if both and self.weight_updater is not None:
             raise TypeError("policy_factory: expected policy or policy_factory, got both; drop one")
 
-    def job(self, schemes: dict[str, Any], devices: dict[str, Any]) -> Job:
+    def job(self, schemes: dict[str, Any], devices: dict[str, Any]) -> WorkerJob:
         """What the worker is started with.
 
         Args:
@@ -239,7 +239,7 @@ class Options:
             options = self._of_dialogs()
         else:
             options = self._of_frames(devices) | {"create_env_kwargs": dict(kwargs)}
-        return Job(
+        return WorkerJob(
             collector_class=self.collector_class or Collector,
             env=env,
             policy=None if self.policy_factory is not None else self.policy,
@@ -262,7 +262,7 @@ class Options:
         options = {
             name: getattr(self, name)
             for name in OF_COLLECTOR
-            if getattr(self, name) not in (None, getattr(Options, name))
+            if getattr(self, name) not in (None, getattr(AsyncOptions, name))
         }
         if options.get("init_random_frames"):
             stored = getattr(self.replay_buffer, "write_count", 0)
