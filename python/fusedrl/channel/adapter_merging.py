@@ -1,4 +1,4 @@
-"""What peft's adapters are to the weights of a model: entries of their own, or part of the base's.
+"""Which modules peft has adapted, and the weights of the base model with adapters merged in.
 
 peft is never imported: a model that has adapters has imported it.
 """

@@ -1,4 +1,4 @@
-"""The entries of a layout: how they are laid out, checked and described."""
+"""The entries of a layout: where each lies, how they are checked, and how messages name them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of weights that come with, or without, what a module around the model puts before them."""
+"""Names of weights with, or without, the prefix that a module around the model gives them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PARALLEL = "module"  # what DistributedDataParallel calls the module that it wr
 
 @dataclass(frozen=True)
 class PrefixChange:
-    """How names that were given are read: ``removed`` is taken off, and ``added`` put before."""
+    """What changes the names that were given: ``removed`` is taken off, ``added`` is put before."""
 
     removed: str = ""
     added: str = ""

@@ -1,4 +1,4 @@
-"""What a collector of dialogs is made with."""
+"""The arguments of a collector of dialogs, checked against each other."""
 
 from __future__ import annotations
 

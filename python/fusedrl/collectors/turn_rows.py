@@ -1,4 +1,4 @@
-"""A turn of several dialogs as a row for each, and what is read from and written into a row.
+"""The rows of a turn, one for each dialog: what is read from them and written into them.
 
 What runs for every row of every turn goes past tensordict's checks of names and shapes.
 """

@@ -1,8 +1,9 @@
-"""What a model allows, found out once a model by trying it on a few tokens.
+"""What a model allows, found out once for each model by running it on a few tokens.
 
-A decoder and a head that a model names need not be all of it, several sequences in one row need
-not stay apart in it, and padding or a longer call need not leave the numbers alone. Each would give
-plausible, wrong numbers, so each is tried, and slower ways that are right are taken instead.
+The decoder and the head that a model names may not be all of it, it may mix several sequences of
+one row, and padding or a longer call may change its numbers. Each of these would give plausible,
+wrong log-probs. So each is probed, and where a model does not allow one, its log-probs are computed
+in a slower way that is right.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fusedrl.models.split import CannotSplit, Parts, device_of, split, uncompile
 logger = logging.getLogger("fusedrl")
 
 # Decoders whose attention is the only thing that mixes tokens, each tested in tests/models with
-# sequences longer than its windows. The probe is too short to see what a window does.
+# sequences longer than its windows. A probe is too short to show what a window does.
 PACKABLE = frozenset(
     (
         "cohere",
@@ -49,7 +50,7 @@ KEPT = 8  # findings of a model that alternates between states, such as training
 
 
 class Capabilities(NamedTuple):
-    """How log-probs are computed.
+    """How the log-probs of a model can be computed.
 
     Args:
         parts: decoder and head; ``None`` if the model is asked for its own logits.
@@ -72,7 +73,7 @@ _warned: set[tuple[type, str]] = set()
 def capabilities_of(
     model: Any, known_ids: int = 1, kwargs: Mapping[str, Any] | None = None
 ) -> Capabilities:
-    """The fastest way that gives the model's own log-probs; slower ones are logged once.
+    """What a model allows while its log-probs stay its own; what it does not allow is logged once.
 
     A finding holds while the :func:`fusedrl.models.signature.signature` of the model is the same.
 
@@ -152,7 +153,7 @@ def _kept(model: nn.Module, key: Any) -> ProbeResult | None:
 
 
 def _keep(model: nn.Module, key: Any, finding: ProbeResult) -> ProbeResult:
-    """Remember what a probe told; one on zeros, such as those of a new head, told nothing."""
+    """Remember what a probe told, unless it saw only zeros, such as those of a new head."""
     if finding.telling:
         _findings[model] = [(key, finding), *_findings.get(model, ())][:KEPT]
     return finding

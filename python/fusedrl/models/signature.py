@@ -1,4 +1,4 @@
-"""What of a model must stay as it was for what a probe found out about it to hold."""
+"""What must be unchanged in a model for the results of its probes to hold."""
 
 from __future__ import annotations
 

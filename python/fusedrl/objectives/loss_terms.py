@@ -1,4 +1,4 @@
-"""How much each token counts in each term of torchrl's GRPO losses."""
+"""The terms of torchrl's GRPO losses, and how much each token counts in each of them."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _columns(loss: Any, batch: LossBatch, kept: Tensor, terms: LossTerms | None)
         assert isinstance(scored, Tensor)
         return _Columns(None, scored, torch.zeros_like(scored))
     of_batch, of_weights = (map(batch.packed, columns) for columns in (terms.batch, terms.weights))
-    terms = causal_policy_terms(
+    computed = causal_policy_terms(
         model,
         tokens,
         batch.lengths,
@@ -168,7 +168,7 @@ def _columns(loss: Any, batch: LossBatch, kept: Tensor, terms: LossTerms | None)
         terms.surrogate,
         **options,
     )
-    return _Columns(*terms)
+    return _Columns(*computed)
 
 
 class _WithGradientOf(torch.autograd.Function):

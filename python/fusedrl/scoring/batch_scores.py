@@ -1,4 +1,4 @@
-"""Batches of chats through both models."""
+"""The scores of a batch of chats: log-probs of both models, entropy and KL of each token."""
 
 from __future__ import annotations
 

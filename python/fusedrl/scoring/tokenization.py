@@ -1,4 +1,4 @@
-"""From a conversation to tokens, and the turn that each is scored for.
+"""Turns a conversation into tokens, each with the turn that it is scored for.
 
 Which tokens are the assistant's, :mod:`fusedrl.assistant_tokens` says.
 """

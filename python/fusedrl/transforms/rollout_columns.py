@@ -1,4 +1,4 @@
-"""Columns beside the tokens of a conversation: a policy's log-probs, masks, and a reward."""
+"""The columns of a rollout beside its tokens: the policy's log-probs, masks, and the reward."""
 
 from __future__ import annotations
 

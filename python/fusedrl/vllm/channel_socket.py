@@ -1,4 +1,4 @@
-"""A Unix socket that passes a channel to processes that see other pids."""
+"""A Unix socket that passes a channel to processes of another pid namespace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a class that is one of torchrl's by name alone has its attributes: parts have them."""
+"""Attributes of a collector that one of its parts, or its actors, answer for."""
 
 from __future__ import annotations
 

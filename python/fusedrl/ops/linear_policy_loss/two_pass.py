@@ -1,4 +1,4 @@
-"""Losses that need log-probs before gradients: of other tokens, or from other ranks."""
+"""Losses whose gradients need the log-probs of other tokens, or of other ranks, first."""
 
 from __future__ import annotations
 
