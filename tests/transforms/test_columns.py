@@ -38,7 +38,7 @@ class TestPrivateAccess:
     def test_exact_types_are_reached_directly(self, samples):
         data = stack(samples)
         reached = columns.columns_of(data)
-        assert isinstance(reached, columns.Rows)
+        assert isinstance(reached, columns.SampleColumns)
         assert all(type(td._tensordict) is dict for td in data.tensordicts)
         assert reached.get(GEN)[0] is samples[0][GEN]
         reached.set("x", [torch.ones(2)] * 3)
