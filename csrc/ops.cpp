@@ -13,7 +13,8 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
   m.def(
       "linear_token_log_probs(Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, "
       "Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
-      "bool entropy, int? vocab_offset, bool batch_invariant) -> Tensor parts");
+      "bool entropy, int? vocab_offset, bool batch_invariant, int stored_bytes) "
+      "-> (Tensor parts, Tensor products)");
   m.def(
       "linear_token_log_probs_finish(Tensor parts, Tensor temperature, bool entropy) "
       "-> (Tensor log_probs, Tensor entropy, Tensor normalizers)");
@@ -21,8 +22,8 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "linear_token_log_probs_backward(Tensor grad_log_probs, Tensor? grad_entropy, "
       "Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, Tensor? mask, Tensor? offsets, "
       "bool shift, Tensor temperature, float scale, float softcap, Tensor log_probs, "
-      "Tensor entropy, Tensor normalizers, int? vocab_offset, bool batch_invariant, "
-      "bool of_hidden, bool of_weight, bool of_bias) "
+      "Tensor entropy, Tensor normalizers, Tensor products, int? vocab_offset, "
+      "bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
   m.def(
       "linear_policy_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, Tensor? mask, "

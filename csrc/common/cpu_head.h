@@ -260,6 +260,43 @@ class CpuHead {
   std::vector<float> bias_;
 };
 
+// The head's products that a forward pass leaves for its backward pass, which would multiply
+// again: those of all rows and classes, in float32, or of none.
+class StoredProducts {
+ public:
+  // None where they would take more bytes, or where a row's bits may not depend on others.
+  StoredProducts(const CpuHead& head, int64_t most_bytes)
+      : products_(new_uninitialised(
+            head.weight(),
+            std::vector<int64_t>{stores(head, most_bytes) ? head.rows() : 0, head.classes()},
+            ScalarType::Float)) {}
+  explicit StoredProducts(const Tensor& products) : products_(products) {}
+
+  const Tensor& tensor() const { return products_; }
+  bool empty() const { return products_.numel() == 0; }
+
+  // `x` are those of a block of rows and a tile of classes, one row after the other.
+  void store(Span block, Span tile, const float* x) const {
+    if (empty()) return;
+    float* to = mutable_data<float>(products_) + block.first * products_.size(1) + tile.first;
+    for (int64_t r = 0; r < block.count; ++r) {
+      std::copy_n(x + r * tile.count, tile.count, to + r * products_.size(1));
+    }
+  }
+
+  void load(int64_t row, Span tile, float* x) const {
+    std::copy_n(data<float>(products_) + row * products_.size(1) + tile.first, tile.count, x);
+  }
+
+ private:
+  static bool stores(const CpuHead& head, int64_t most_bytes) {
+    const int64_t floats = head.rows() * head.classes();
+    return !head.batch_invariant() && floats <= most_bytes / int64_t(sizeof(float));
+  }
+
+  Tensor products_;
+};
+
 // Calls f(room, block, tile) for all blocks of these rows and tiles of these classes, on torch's
 // threads.
 template <typename MakeRoom, typename F>

@@ -224,10 +224,12 @@ class CpuHeadGradient {
   std::vector<double> bias_sums_;
 };
 
-// Makes the logits of all rows and classes, a part at a time, lets differentiate(x, tile, row)
-// overwrite those of a row in a tile with their gradients, and adds these up.
+// Makes the products of all rows and classes, a part at a time, or takes those that are stored,
+// lets differentiate(x, tile, row) overwrite those of a row in a tile with their gradients, and
+// adds these up.
 template <typename F>
-void add_gradients(const CpuHead& head, CpuHeadGradient& gradient, const F& differentiate) {
+void add_gradients(const CpuHead& head, CpuHeadGradient& gradient, const StoredProducts& stored,
+                   const F& differentiate) {
   const GradientParts parts(head);
   const Tensor floats = new_floats(head.weight(), parts.floats(head));
   const auto make_room = [&] { return CpuHead::Room(head); };
@@ -235,8 +237,11 @@ void add_gradients(const CpuHead& head, CpuHeadGradient& gradient, const F& diff
     const FloatMatrix grads{mutable_data<float>(floats), classes.count};
     for_each_tile(head, rows, classes, make_room, [&](auto& room, Span block, Span tile) {
       float* x = grads.at(block.first - rows.first, tile.first - classes.first);
-      head.logits(room, block, tile, {x, grads.row});
-      for (int64_t i = block.first; i < block.end(); ++i, x += grads.row) differentiate(x, tile, i);
+      if (stored.empty()) head.logits(room, block, tile, {x, grads.row});
+      for (int64_t i = block.first; i < block.end(); ++i, x += grads.row) {
+        if (!stored.empty()) stored.load(i, tile, x);
+        differentiate(x, tile, i);
+      }
     });
     gradient.add(rows, classes, grads);
   });

@@ -11,12 +11,14 @@ namespace fusedrl {
 namespace {
 
 std::vector<RowSoftmax> softmax_of(const CpuHead& head, const TileRows& tiles,
-                                   const std::vector<int64_t>& targets, bool entropy) {
+                                   const std::vector<int64_t>& targets, bool entropy,
+                                   const StoredProducts& stored) {
   return reduced<RowSoftmax>(
       head, {0, head.rows()}, [&] { return TileRoom(head); },
       [&](TileRoom& room, Span block, Span tile, RowSoftmax* rows) {
         float* x = mutable_data<float>(room.floats);
         head.logits(room.of_head, block, tile, {x, tile.count});
+        stored.store(block, tile, x);
         for (int64_t r = 0; r < block.count; ++r) {
           tiles.add(x + r * tile.count, tile, targets[block.first + r], entropy, rows[r]);
         }
@@ -24,10 +26,12 @@ std::vector<RowSoftmax> softmax_of(const CpuHead& head, const TileRows& tiles,
       [&](const RowSoftmax& x, const RowSoftmax& y) { return tiles.merged(x, y); });
 }
 
-Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor tokens,
-               std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift,
-               Tensor temperature, double scale, double softcap, bool entropy,
-               std::optional<int64_t> vocab_offset, bool batch_invariant) {
+std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
+                                   Tensor tokens, std::optional<Tensor> mask,
+                                   std::optional<Tensor> offsets, bool shift, Tensor temperature,
+                                   double scale, double softcap, bool entropy,
+                                   std::optional<int64_t> vocab_offset, bool batch_invariant,
+                                   int64_t stored_bytes) {
   Tensor parts = empty_per_token(hidden, 4);
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
   if (!vocab_offset.has_value()) kept.check_targets(weight.size(0));
@@ -35,7 +39,8 @@ Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor 
   const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias,
                      static_cast<float>(scale), batch_invariant);
   const TileRows tiles(head, inv_temperature, softcap);
-  const std::vector<RowSoftmax> rows = softmax_of(head, tiles, kept.targets, entropy);
+  const StoredProducts stored(head, stored_bytes);
+  const std::vector<RowSoftmax> rows = softmax_of(head, tiles, kept.targets, entropy, stored);
 
   VocabPart* out = mutable_data<VocabPart>(parts);
   std::fill_n(out, tokens.numel(), dropped_part(vocab_offset.value_or(0) == 0));
@@ -44,7 +49,7 @@ Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor 
     out[kept.tokens[i]] = {max, static_cast<float>(sum), static_cast<float>(dot),
                            rows[i].target_logit};
   }
-  return parts;
+  return {parts, stored.tensor()};
 }
 
 std::tuple<Tensor, Tensor, Tensor> combine(Tensor parts, Tensor temperature, bool entropy) {
@@ -69,8 +74,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tensor hidden, Tensor weight,
     std::optional<Tensor> bias, Tensor tokens, std::optional<Tensor> mask,
     std::optional<Tensor> offsets, bool shift, Tensor temperature, double scale, double softcap,
-    Tensor log_probs, Tensor entropy, Tensor normalizers, std::optional<int64_t> vocab_offset,
-    bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias) {
+    Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor products,
+    std::optional<int64_t> vocab_offset, bool batch_invariant, bool of_hidden, bool of_weight,
+    bool of_bias) {
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
   const float inv_temperature = inverse_temperature(temperature);
   const float factor = static_cast<float>(scale);
@@ -81,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
                      batch_invariant);
   CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
   const TileRows tiles(head, inv_temperature, softcap);
-  add_gradients(head, gradient, [&](float* x, Span tile, int64_t i) {
+  add_gradients(head, gradient, StoredProducts(products), [&](float* x, Span tile, int64_t i) {
     const int64_t n = kept.tokens[i];
     const RowGradient of_row{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
                              up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],

@@ -7,13 +7,18 @@
 namespace fusedrl {
 namespace {
 
-Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor tokens,
-               std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift,
-               Tensor temperature, double scale, double softcap, bool entropy,
-               std::optional<int64_t> vocab_offset, bool batch_invariant) {
+// No products are stored: backward() multiplies again.
+std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
+                                   Tensor tokens, std::optional<Tensor> mask,
+                                   std::optional<Tensor> offsets, bool shift, Tensor temperature,
+                                   double scale, double softcap, bool entropy,
+                                   std::optional<int64_t> vocab_offset, bool batch_invariant,
+                                   int64_t /*stored_bytes*/) {
   const OnDeviceOf device(hidden);
   Tensor parts = empty_per_token(hidden, 4);
-  if (tokens.numel() == 0) return parts;
+  const Tensor products =
+      torch::stable::new_empty(hidden, std::vector<int64_t>{0, weight.size(0)}, ScalarType::Float);
+  if (tokens.numel() == 0) return {parts, products};
   VocabPart* out = mutable_data<VocabPart>(parts);
   const int64_t* targets = data<int64_t>(tokens);
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
@@ -33,7 +38,7 @@ Tensor forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor 
         },
         [](int64_t) {});
   });
-  return parts;
+  return {parts, products};
 }
 
 std::tuple<Tensor, Tensor, Tensor> combine(Tensor parts, Tensor temperature, bool entropy) {
@@ -55,8 +60,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tensor hidden, Tensor weight,
     std::optional<Tensor> bias, Tensor tokens, std::optional<Tensor> mask,
     std::optional<Tensor> offsets, bool shift, Tensor temperature, double scale, double softcap,
-    Tensor log_probs, Tensor entropy, Tensor normalizers, std::optional<int64_t> vocab_offset,
-    bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias) {
+    Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor /*products*/,
+    std::optional<int64_t> vocab_offset, bool batch_invariant, bool of_hidden, bool of_weight,
+    bool of_bias) {
   const OnDeviceOf device(hidden);
   const TokenGradients upstream{data<float>(grad_log_probs), data<float>(grad_entropy),
                                 data<float>(log_probs), data<float>(entropy),

@@ -100,7 +100,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
                      batch_invariant);
   CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
   const TileRows tiles(head, inv_temperature, softcap);
-  add_gradients(head, gradient, [&](float* x, Span tile, int64_t i) {
+  add_gradients(head, gradient, StoredProducts(head, 0), [&](float* x, Span tile, int64_t i) {
     const int64_t n = batch.tokens[i], at = batch.at(n);
     tiles.shape(x, tile);
     tiles.differentiate(

@@ -10,6 +10,8 @@ from values import DTYPES, OFFSETS, TOLERANCE
 
 from fusedrl import VocabPart, linear_token_log_probs
 
+NO_PRODUCTS = torch.empty(0)
+
 
 def head(rows, classes, width, dtype):
     """Hidden states, weight, bias and tokens."""
@@ -131,7 +133,8 @@ def check_shards():
         grads = [
             torch.ops.fusedrl.linear_token_log_probs_backward(
                 *(*upstream, hidden, weight[first:end], bias[first:end], tokens, mask, OFFSETS),
-                *(shift, temperature, 1.0, 0.0, *results, first, False, True, True, True),
+                *(shift, temperature, 1.0, 0.0, *results, NO_PRODUCTS, first, False),
+                *(True, True, True),
             )
             for first, end in bounds
         ]

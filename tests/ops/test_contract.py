@@ -136,8 +136,11 @@ def test_opcheck_linear_token_log_probs(kind, dtype, full):
     head, bias, *batch = linear_args(kind, dtype, shift=full)
     batch = (*head, bias if full else None, *batch, *((1.5, 4.0) if full else (1.0, 0.0)))
     ops, temperature, options = torch.ops.fusedrl, batch[7], (7 if full else None, full)
-    torch.library.opcheck(ops.linear_token_log_probs.default, (*batch, full, *options))
-    shards = [ops.linear_token_log_probs(*batch, full, first, False) for first in (0, 7)]
+    for stored_bytes in (0, 1 << 20):
+        arguments = (*batch, full, *options, stored_bytes)
+        torch.library.opcheck(ops.linear_token_log_probs.default, arguments)
+    shards = [ops.linear_token_log_probs(*batch, full, first, False, 0)[0] for first in (0, 7)]
+    products = ops.linear_token_log_probs(*batch, full, None, False, 1 << 20)[1]
     arguments = (torch.stack(shards), temperature, full)
     torch.library.opcheck(ops.linear_token_log_probs_finish.default, arguments)
     results = ops.linear_token_log_probs_finish(*arguments)
@@ -145,7 +148,7 @@ def test_opcheck_linear_token_log_probs(kind, dtype, full):
     for wanted in ((True, True, full), (True, False, False), (False, False, full)):
         torch.library.opcheck(
             ops.linear_token_log_probs_backward.default,
-            (*upstream, *batch, *results, *options, *wanted),
+            (*upstream, *batch, *results, products, *options, *wanted),
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from programs import python
 
 from fusedrl import linear_token_log_probs
+from fusedrl.ops.linear_token_log_probs import autograd
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -29,7 +30,7 @@ from fusedrl import linear_token_log_probs
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-rows, classes, width = 1024, 32000, 512
+rows, classes, width = {rows}, 32000, 512
 mask, tokens = torch.rand(rows) < 0.3, torch.randint(0, classes, (rows,))
 hidden = torch.randn(rows, width).to(torch.{dtype}).requires_grad_()
 weight = (torch.randn(classes, width) / width**0.5).to(torch.{dtype}).requires_grad_()
@@ -51,7 +52,8 @@ def peak(impl):
     return status("VmHWM") - before
 
 step(8, "cpu")  # allocates the gradients, to which later ones are added
-print(peak("cpu"), peak("reference"), rows * classes * 4, weight.nbytes)
+reference = peak("reference") if {rows} < 2000 else 0
+print(peak("cpu"), reference, rows * classes * 4, int(mask.sum()) * classes * 4, weight.nbytes)
 """
 
 
@@ -59,14 +61,28 @@ print(peak("cpu"), peak("reference"), rows * classes * 4, weight.nbytes)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_is_bounded(dtype):
     """Beside the weight's gradient, a tenth of what the logits would take."""
-    extra, reference, logits, weight = map(int, run(PEAK.format(dtype=dtype)).split())
-    assert reference - weight > logits // 2  # the observation can see logits
+    extra, _, logits, kept, weight = map(int, run(PEAK.format(dtype=dtype, rows=2048)).split())
+    assert kept > autograd.STORED_BYTES
     assert extra - weight <= logits // 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_few_kept_logits_are_stored(dtype):
+    """Those of the kept rows, until the backward pass has read them."""
+    script = PEAK.format(dtype=dtype, rows=1024)
+    extra, reference, logits, kept, weight = map(int, run(script).split())
+    assert reference - weight > logits // 2  # the observation can see logits
+    assert kept < autograd.STORED_BYTES
+    assert kept * 0.9 < extra - weight <= kept + logits // 10
 
 
 PRODUCTS = """
 import torch
 from fusedrl import linear_token_log_probs
+from fusedrl.ops.linear_token_log_probs import autograd
+
+autograd.STORED_BYTES = {stored_bytes}
 
 torch.manual_seed(0)
 mask, tokens = torch.arange(300) % 7 == 3, torch.randint(0, 9000, (300,))
@@ -81,14 +97,16 @@ with torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON):
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="MKL tells what it multiplies")
-def test_only_kept_rows_are_multiplied():
+@pytest.mark.parametrize("stored_bytes", [0, 1 << 21])
+def test_only_kept_rows_are_multiplied(stored_bytes):
     """The profiler does not see the products: they bypass the dispatcher."""
     kept = sum(n % 7 == 3 and n not in (0, 3) for n in range(300))
-    products = re.findall(r"SGEMM\(\w,\w,(\d+),(\d+),(\d+),", run(PRODUCTS))
+    output = run(PRODUCTS.format(stored_bytes=stored_bytes))
+    products = re.findall(r"SGEMM\(\w,\w,(\d+),(\d+),(\d+),", output)
     sizes = sorted(sorted(map(int, product)) for product in products)
-    # The logits in either pass, and both gradients, of every tile of classes.
-    tiles = [1024] * 8 + [808]
-    assert sizes == sorted(sorted((kept, classes, 24)) for classes in tiles * 4)
+    # The logits, again where none are stored, and both gradients, of every tile of classes.
+    tiles = ([1024] * 8 + [808]) * (3 if stored_bytes else 4)
+    assert sizes == sorted(sorted((kept, classes, 24)) for classes in tiles)
 
 
 def outcome(hidden, weight, bias, tokens, upstream, **options):

@@ -48,8 +48,9 @@ def linear_token_log_probs(
     Only the kept rows are multiplied. Logits exist a tile at a time, in float32: 512 KiB for each
     thread of the CPU (4 MiB in the backward pass, beside copies of the kept hidden states and of
     the weights of a tile), at most 512 MiB on CUDA, or none (Triton). The backward pass computes
-    them again; it sums every gradient in float32 and rounds it once. On CUDA, a mask or a shift
-    makes the host wait for the number of kept rows.
+    them again, but for those of the kept rows that the CPU stores where they take at most 64 MiB
+    (never with ``batch_invariant`` or under ``torch.compile``); it sums every gradient in float32
+    and rounds it once. On CUDA, a mask or a shift makes the host wait for the number of kept rows.
 
     Args:
         hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``; float32, bfloat16

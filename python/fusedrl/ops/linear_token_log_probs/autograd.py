@@ -15,11 +15,22 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+# Logits of the kept rows that the CPU may keep for the backward pass, which would multiply the head
+# again: a quarter of its time. A bound, as what is promised is that memory is one.
+STORED_BYTES = 64 << 20
+
+
 def statistics(chosen: str, args: tuple[Any, ...]) -> Tensor:
     """Max, sum, dot and target ``[..., 4]`` of every token's logits over the weight's classes."""
+    return _statistics(chosen, args, 0)[0]
+
+
+def _statistics(chosen: str, args: tuple[Any, ...], stored_bytes: int) -> tuple[Tensor, Tensor]:
+    """The same, and the logits that are stored, if they take at most as many bytes, else none."""
     if chosen == "triton":
-        return torch.ops.fusedrl.linear_token_log_probs_triton(*args)
-    return torch.ops.fusedrl.linear_token_log_probs(*args)
+        parts = torch.ops.fusedrl.linear_token_log_probs_triton(*args)
+        return parts, parts.new_empty(0)
+    return torch.ops.fusedrl.linear_token_log_probs(*args, stored_bytes)
 
 
 def run(
@@ -28,15 +39,16 @@ def run(
     """Log-probs and entropy over the classes of all ranks of the group."""
     if needs_grad:
         return _Autograd.apply(chosen, group, *args)
-    return _forward(chosen, group, args)[:2]
+    return _finish(statistics(chosen, args), group, args)[:2]
 
 
-def _forward(chosen: str, group: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _finish(
+    parts: Tensor, group: ProcessGroup | None, args: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropy and normalizers of these parts and those of the group's other ranks."""
     *_, temperature, _, _, entropy, _, _ = args
-    parts = statistics(chosen, args)[None]
-    if group is not None:
-        parts = gathered(parts, group)
-    return torch.ops.fusedrl.linear_token_log_probs_finish(parts, temperature, entropy)
+    all_parts = parts[None] if group is None else gathered(parts[None], group)
+    return torch.ops.fusedrl.linear_token_log_probs_finish(all_parts, temperature, entropy)
 
 
 class _Autograd(torch.autograd.Function):
@@ -44,10 +56,13 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, chosen: str, group: Any, *args: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, tokens, mask, offsets, shift, temperature, *options = args
         scale, softcap, entropy, vocab_offset, batch_invariant = options
-        log_probs, row_entropy, normalizers = _forward(chosen, group, args)
+        # A graph's shapes are those of its inputs, and say nothing of how many rows are kept.
+        stored_bytes = 0 if torch.compiler.is_compiling() else STORED_BYTES
+        parts, products = _statistics(chosen, args, stored_bytes)
+        log_probs, row_entropy, normalizers = _finish(parts, group, args)
         ctx.save_for_backward(
             *(hidden, weight, bias, tokens, mask, offsets, temperature),
-            *(log_probs, row_entropy, normalizers),
+            *(log_probs, row_entropy, normalizers, products),
         )
         ctx.options = (group, shift, scale, softcap, entropy, vocab_offset, batch_invariant)
         if not entropy:
@@ -77,7 +92,18 @@ class _Autograd(torch.autograd.Function):
         return None, None, *found, *(None,) * 10
 
 
-def _fake(hidden: Tensor, weight: Tensor, bias: Any, tokens: Tensor, *options: Any) -> Tensor:
+def _fake(
+    hidden: Tensor, weight: Tensor, bias: Any, tokens: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    *_, stored_bytes = options
+    rows = torch.library.get_ctx().new_dynamic_size() if stored_bytes else 0
+    products = weight.new_empty((rows, len(weight)), dtype=torch.float32)
+    return _fake_triton(hidden, weight, bias, tokens), products
+
+
+def _fake_triton(
+    hidden: Tensor, weight: Tensor, bias: Any, tokens: Tensor, *options: Any
+) -> Tensor:
     return hidden.new_empty((*tokens.shape, 4), dtype=_dispatch.result_dtype(hidden))
 
 
@@ -143,7 +169,7 @@ def _triton(
     return out.view(*tokens.shape, 4)
 
 
-_triton.register_fake(_fake)
+_triton.register_fake(_fake_triton)
 _dispatch.register_fakes(
     {
         "linear_token_log_probs": _fake,
