@@ -1,12 +1,10 @@
-// CPU ops: one elementwise pass, in pieces that stay in L1. Estimator and flags are compile-time
-// constants of the loops and nothing in them branches, so that compilers vectorise them.
+// CPU ops: one elementwise pass, in pieces that stay in L1, shared out among torch's threads.
 #include <algorithm>
 #include <tuple>
-#include <type_traits>
 #include <vector>
 
-#include "common/tensor.h"
-#include "token_kl/math.h"
+#include "common/cpu_ops.h"
+#include "token_kl/cpu_rows.h"
 #include "token_kl/sample_memory.h"
 #include "token_kl/samples.h"
 
@@ -14,56 +12,12 @@ namespace fusedrl {
 namespace {
 
 constexpr int64_t kGrain = 262144;  // about 100 us: waking a thread costs half of that
-constexpr int64_t kPiece = 1024;
-
-template <typename F>
-void with_constant(bool flag, F&& f) {
-  flag ? f(std::true_type()) : f(std::false_type());
-}
-
-template <typename F>
-void with_constant(Estimator estimator, F&& f) {
-  switch (estimator) {
-    case Estimator::k1:
-      return f(std::integral_constant<Estimator, Estimator::k1>());
-    case Estimator::k2:
-      return f(std::integral_constant<Estimator, Estimator::k2>());
-    case Estimator::k3:
-      return f(std::integral_constant<Estimator, Estimator::k3>());
-    case Estimator::abs:
-      return f(std::integral_constant<Estimator, Estimator::abs>());
-  }
-}
 
 // Calls f(begin, count) for pieces of all tokens, on torch's threads.
 template <typename F>
 void for_each_piece(int64_t tokens, const F& f) {
   torch::stable::parallel_for(0, tokens, kGrain, [&](int64_t begin, int64_t end) {
-    for (; begin < end; begin += kPiece) f(begin, std::min(kPiece, end - begin));
-  });
-}
-
-// As wide as what it selects: loops over mixed widths are not vectorised well.
-template <typename A>
-using Flag = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
-
-// Calls body(i, d, dropped) for every token of a piece. Values under the mask are loaded, and left
-// out by selection.
-template <typename T, typename Body>
-void for_each_pair(const TokenPairs<T>& pairs, int64_t begin, int64_t count, Body&& body) {
-  using A = typename Accumulate<T>::type;
-  const T *p = pairs.log_probs + begin, *q = pairs.ref_log_probs + begin;
-  const auto* mask = reinterpret_cast<const uint8_t*>(pairs.mask) + begin;
-  with_constant(pairs.mask != nullptr, [&](auto masked) {
-    with_constant(pairs.nan_missing, [&](auto nan_missing) {
-      for (int64_t i = 0; i < count; ++i) {
-        const A x = static_cast<A>(p[i]), y = static_cast<A>(q[i]);
-        Flag<A> dropped = 0;
-        if constexpr (masked) dropped |= mask[i] == 0;
-        if constexpr (nan_missing) dropped |= Flag<A>(x != x) | Flag<A>(y != y);
-        body(i, y - x, dropped);
-      }
-    });
+    for (; begin < end; begin += kTokenPiece) f(begin, std::min(kTokenPiece, end - begin));
   });
 }
 
@@ -79,24 +33,16 @@ void spread_rewards(const T* reward, const int64_t* bounds, int64_t sequences, i
   }
 }
 
-// Writes the KL of a piece's tokens and, where `rewards` of them are given, what it leaves of
-// these.
-template <typename T, typename A, typename Kind>
-void forward_piece(const TokenPairs<T>& pairs, int64_t begin, int64_t count, A weight, Kind kind,
-                   const T* rewards, T* kl, T* penalised) {
-  A values[kPiece];
-  Flag<A> dropped[kPiece];
-  for_each_pair(pairs, begin, count, [&](int64_t i, A d, Flag<A> drop) {
-    const A value = kl_of(d, kind());
-    values[i] = drop ? A(0) : value;
-    dropped[i] = drop;
-  });
-  for (int64_t i = 0; i < count; ++i) kl[i] = static_cast<T>(values[i]);
-  if (rewards == nullptr) return;
-  for (int64_t i = 0; i < count; ++i) {
-    const T penalty = static_cast<T>(static_cast<A>(rewards[i]) - weight * values[i]);
-    penalised[i] = dropped[i] ? rewards[i] : penalty;
-  }
+// A piece of the pairs, from a token on.
+template <typename T>
+TokenPairs<T> from(const TokenPairs<T>& pairs, int64_t begin) {
+  return {pairs.log_probs + begin, pairs.ref_log_probs + begin,
+          pairs.mask == nullptr ? nullptr : pairs.mask + begin, pairs.nan_missing};
+}
+
+template <typename T>
+T* from(T* column, int64_t begin) {
+  return column == nullptr ? nullptr : column + begin;
 }
 
 std::tuple<Tensor, Tensor> forward(Tensor log_probs, Tensor ref_log_probs,
@@ -116,18 +62,17 @@ std::tuple<Tensor, Tensor> forward(Tensor log_probs, Tensor ref_log_probs,
     const TokenPairs<T> pairs{data<T>(log_probs), data<T>(ref_log_probs), data<bool>(mask),
                               nan_missing};
     const T* before = data<T>(reward);
-    T *out = mutable_data<T>(kl), *out_reward = mutable_data<T>(penalised);
-    with_constant(static_cast<Estimator>(estimator), [&](auto kind) {
-      for_each_piece(tokens, [=, &offsets](int64_t begin, int64_t count) {
-        T spread[kPiece];
-        const T* rewards = before == nullptr ? nullptr : before + begin;
-        if (broadcast) {
-          spread_rewards(before, data<int64_t>(offsets), offsets->numel() - 1, begin, count,
-                         spread);
-          rewards = spread;
-        }
-        forward_piece(pairs, begin, count, weight, kind, rewards, out + begin, out_reward + begin);
-      });
+    T *out = mutable_data<T>(kl),
+      *after = reward.has_value() ? mutable_data<T>(penalised) : nullptr;
+    const auto run = token_kernels<T>(cpu_level(), static_cast<Estimator>(estimator)).forward;
+    for_each_piece(tokens, [=, &offsets](int64_t begin, int64_t count) {
+      T spread[kTokenPiece];
+      PieceRewards<T> rewards{from(before, begin), from(after, begin)};
+      if (broadcast) {
+        spread_rewards(before, data<int64_t>(offsets), offsets->numel() - 1, begin, count, spread);
+        rewards.before = spread;
+      }
+      run(from(pairs, begin), count, weight, rewards, out + begin);
     });
   });
   return {kl, penalised};
@@ -142,32 +87,29 @@ void forward_samples(const SampleMemory* samples, int64_t count, double coeff, E
   starts.reserve(count + 1);
   for (int64_t s = 0; s < count; ++s) starts.push_back(starts.back() + samples[s].tokens);
   const A weight = static_cast<A>(coeff);
-  const auto piece = [&](const SampleMemory& sample, int64_t begin, int64_t tokens, auto kind,
-                         T* out, T* out_reward) {
+  const auto run = token_kernels<T>(cpu_level(), estimator).forward;
+  const auto piece = [&](const SampleMemory& sample, int64_t begin, int64_t tokens, T* out,
+                         T* after) {
     const TokenPairs<T> pairs{static_cast<const T*>(sample.log_probs),
                               static_cast<const T*>(sample.ref_log_probs),
                               static_cast<const bool*>(sample.mask), nan_missing};
-    const T* rewards = static_cast<const T*>(sample.reward);
-    T spread[kPiece];
-    if (rewards != nullptr && sample.rewards != sample.tokens) {
-      std::fill(spread, spread + tokens, *rewards);
-      rewards = spread;
-    } else if (rewards != nullptr) {
-      rewards += begin;
+    const T* reward = static_cast<const T*>(sample.reward);
+    T spread[kTokenPiece];
+    PieceRewards<T> rewards{from(reward, begin), after};
+    if (reward != nullptr && sample.rewards != sample.tokens) {
+      std::fill(spread, spread + tokens, *reward);
+      rewards.before = spread;
     }
-    forward_piece(pairs, begin, tokens, weight, kind, rewards, out, out_reward);
+    run(from(pairs, begin), tokens, weight, rewards, out);
   };
-  with_constant(estimator, [&](auto kind) {
-    torch::stable::parallel_for(0, starts.back(), kGrain, [&](int64_t begin, int64_t end) {
-      int64_t s = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
-      while (begin < end) {
-        while (begin == starts[s + 1]) ++s;
-        const int64_t tokens = std::min({kPiece, end - begin, starts[s + 1] - begin});
-        piece(samples[s], begin - starts[s], tokens, kind, kl + begin,
-              penalised == nullptr ? nullptr : penalised + begin);
-        begin += tokens;
-      }
-    });
+  torch::stable::parallel_for(0, starts.back(), kGrain, [&](int64_t begin, int64_t end) {
+    int64_t s = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
+    while (begin < end) {
+      while (begin == starts[s + 1]) ++s;
+      const int64_t tokens = std::min({kTokenPiece, end - begin, starts[s + 1] - begin});
+      piece(samples[s], begin - starts[s], tokens, kl + begin, from(penalised, begin));
+      begin += tokens;
+    }
   });
 }
 
@@ -204,20 +146,9 @@ Tensor backward(Tensor grad_kl, std::optional<Tensor> grad_reward, Tensor log_pr
                               nan_missing};
     const T *up = data<T>(grad_kl), *up_reward = data<T>(grad_reward);
     T* out = mutable_data<T>(grad_log_probs);
-    with_constant(static_cast<Estimator>(estimator), [&](auto kind) {
-      for_each_piece(log_probs.numel(), [=](int64_t begin, int64_t count) {
-        A upstream[kPiece];
-        for (int64_t i = 0; i < count; ++i) upstream[i] = static_cast<A>(up[begin + i]);
-        if (up_reward != nullptr) {
-          for (int64_t i = 0; i < count; ++i) {
-            upstream[i] -= weight * static_cast<A>(up_reward[begin + i]);
-          }
-        }
-        for_each_pair(pairs, begin, count, [&](int64_t i, A d, Flag<A> drop) {
-          const A slope = kl_slope_of(d, kind());
-          out[begin + i] = static_cast<T>(drop ? A(0) : -upstream[i] * slope);
-        });
-      });
+    const auto run = token_kernels<T>(cpu_level(), static_cast<Estimator>(estimator)).backward;
+    for_each_piece(log_probs.numel(), [=](int64_t begin, int64_t count) {
+      run(from(pairs, begin), count, weight, {up + begin, from(up_reward, begin)}, out + begin);
     });
   });
   return grad_log_probs;

@@ -9,6 +9,7 @@
 #include "exact_kl/cpu_rows.h"
 #include "importance_weights/cpu_rows.h"
 #include "linear_token_log_probs/cpu_rows.h"
+#include "token_kl/cpu_rows.h"
 #include "token_log_probs/cpu_rows.h"
 
 namespace {
@@ -103,6 +104,36 @@ void of_sequences() {
   }
 }
 
+template <typename T>
+void of_tokens(const std::string& dtype) {
+  const std::vector<T> p = row<T>(1), q = row<T>(2), before = row<T>(3);
+  std::vector<T> kl(kElements), after(kElements);
+  const float weight = 0.5f;
+  const auto each_piece = [](const auto& call) {
+    for (int64_t i = 0; i < kElements; i += kTokenPiece) call(i);
+  };
+  for (const auto& [name, estimator] :
+       {std::pair{"k1", Estimator::k1}, std::pair{"k3", Estimator::k3}}) {
+    const TokenKernels<T> kernels = token_kernels<T>(estimator);
+    const auto pairs = [&](int64_t i) {
+      return TokenPairs<T>{p.data() + i, q.data() + i, nullptr, true};
+    };
+    const std::string of = std::string("token_kl ") + name + " ";
+    count(of + dtype, [&] {
+      each_piece([&](int64_t i) {
+        const PieceRewards<T> rewards{before.data() + i, after.data() + i};
+        kernels.forward(pairs(i), kTokenPiece, weight, rewards, kl.data() + i);
+      });
+    });
+    count(of + "backward " + dtype, [&] {
+      each_piece([&](int64_t i) {
+        const PieceGradients<T> upstream{before.data() + i, before.data() + i};
+        kernels.backward(pairs(i), kTokenPiece, weight, upstream, kl.data() + i);
+      });
+    });
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -112,4 +143,6 @@ int main() {
   of_two_rows<BFloat16>("bfloat16");
   of_a_head();
   of_sequences();
+  of_tokens<float>("float32");
+  of_tokens<BFloat16>("bfloat16");
 }
