@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -119,6 +120,16 @@ bool is_bool(const dlpack::Tensor& tensor) {
   return tensor.dtype.code == kBool && tensor.dtype.bits == 8 && tensor.dtype.lanes == 1;
 }
 
+int64_t elements(const dlpack::Tensor& tensor) {
+  int64_t count = 1;
+  for (int32_t d = 0; d < tensor.ndim; ++d) count *= tensor.shape[d];
+  return count;
+}
+
+bool same_shape(const dlpack::Tensor& one, const dlpack::Tensor& other) {
+  return one.ndim == other.ndim && std::equal(one.shape, one.shape + one.ndim, other.shape);
+}
+
 // How tensors of torch are read: by the C functions of DLPack, which their class has.
 class Reader {
  public:
@@ -127,9 +138,16 @@ class Reader {
         functions_(functions.get_pointer<dlpack::ExchangeFunctions>()),
         may_require_grad_(may_require_grad) {}
 
-  // One value a row in contiguous memory of the CPU; nothing for a tensor that is more than that:
-  // of another class, with a gradient to record, negated lazily, without memory.
+  // One value a row in contiguous memory of the CPU.
   std::optional<dlpack::Tensor> read(const py::object& value) const {
+    const auto found = read_any(value);
+    const bool is_row = found && (found->ndim == 1 || (found->ndim == 2 && found->shape[1] == 1));
+    return is_row ? found : std::nullopt;
+  }
+
+  // Contiguous memory of the CPU; nothing for a tensor that is more than that: of another class,
+  // with a gradient to record, negated lazily, without memory.
+  std::optional<dlpack::Tensor> read_any(const py::object& value) const {
     if (!is_exactly(value, tensor_)) return std::nullopt;
     if (!may_require_grad_ && is_true(value, requires_grad_)) return std::nullopt;
     if (functions_->major != 1) return std::nullopt;
@@ -138,8 +156,8 @@ class Reader {
       PyErr_Clear();
       return std::nullopt;
     }
-    if (found.device.type != dlpack::kCpu || !is_contiguous_row(found)) return std::nullopt;
-    if (found.data == nullptr && found.shape[0] != 0) return std::nullopt;
+    if (found.device.type != dlpack::kCpu || !is_contiguous(found)) return std::nullopt;
+    if (found.data == nullptr && elements(found) != 0) return std::nullopt;
     if (checked(PyObject_CallMethodNoArgs(value.ptr(), is_neg_.ptr())).ptr() != Py_False) {
       return std::nullopt;
     }
@@ -151,9 +169,13 @@ class Reader {
   }
 
  private:
-  static bool is_contiguous_row(const dlpack::Tensor& tensor) {
-    const bool is_row = tensor.ndim == 1 || (tensor.ndim == 2 && tensor.shape[1] == 1);
-    return is_row && (tensor.shape[0] <= 1 || tensor.strides == nullptr || tensor.strides[0] == 1);
+  static bool is_contiguous(const dlpack::Tensor& tensor) {
+    int64_t inside = 1;
+    for (int32_t d = tensor.ndim - 1; tensor.strides != nullptr && d >= 0; --d) {
+      if (tensor.shape[d] > 1 && tensor.strides[d] != inside) return false;
+      inside *= tensor.shape[d];
+    }
+    return true;
   }
 
   py::object tensor_;
@@ -206,6 +228,91 @@ py::object sample_memory(const Reader& reader, const py::tuple& log_probs,
   return py::make_tuple(memory, static_cast<int64_t>(*dtype), lengths);
 }
 
+// Offsets that partition so many tokens; nothing for others.
+std::optional<std::vector<int64_t>> bounds_of(const dlpack::Tensor& offsets, int64_t tokens) {
+  const bool is_int64 = offsets.dtype.code == 0 && offsets.dtype.bits == 64;
+  if (!is_int64 || offsets.dtype.lanes != 1 || offsets.ndim != 1 || offsets.shape[0] < 1) {
+    return std::nullopt;
+  }
+  const auto* first = static_cast<const int64_t*>(Reader::address(offsets));
+  std::vector<int64_t> bounds(first, first + offsets.shape[0]);
+  const bool fit = bounds.front() == 0 && bounds.back() == tokens;
+  if (!fit || !std::is_sorted(bounds.begin(), bounds.end())) return std::nullopt;
+  return bounds;
+}
+
+int64_t bytes_of(SampleDtype dtype) {
+  switch (dtype) {
+    case SampleDtype::float32:
+      return 4;
+    case SampleDtype::float64:
+      return 8;
+    default:
+      return 2;
+  }
+}
+
+// The sequences of a batch, each with one reward of those at the batch's.
+std::vector<SampleMemory> one_a_sequence(const SampleMemory& batch,
+                                         const std::vector<int64_t>& bounds, SampleDtype dtype) {
+  const auto behind = [](const void* memory, int64_t bytes) -> const void* {
+    return memory == nullptr ? nullptr : static_cast<const char*>(memory) + bytes;
+  };
+  const int64_t size = bytes_of(dtype);
+  std::vector<SampleMemory> sequences;
+  sequences.reserve(bounds.size() - 1);
+  for (size_t s = 0; s + 1 < bounds.size(); ++s) {
+    const int64_t first = bounds[s], at = static_cast<int64_t>(s) * size;
+    sequences.push_back({behind(batch.log_probs, first * size),
+                         behind(batch.ref_log_probs, first * size), behind(batch.mask, first),
+                         behind(batch.reward, at), bounds[s + 1] - first, 1});
+  }
+  return sequences;
+}
+
+// Packed or padded columns of one shape as samples: one for all, or one for each sequence that has
+// one reward. None unless they fit each other and a kernel can read them where they lie.
+py::object batch_memory(const Reader& reader, const py::object& log_probs,
+                        const py::object& ref_log_probs, const py::object& mask,
+                        const py::object& offsets, const py::object& reward) {
+  const auto policy = reader.read_any(log_probs), reference = reader.read_any(ref_log_probs);
+  if (!policy || !reference || !same_shape(*policy, *reference)) return py::none();
+  const auto dtype = dtype_of(*policy);
+  if (!dtype || dtype_of(*reference) != dtype) return py::none();
+  SampleMemory batch{};
+  batch.log_probs = Reader::address(*policy);
+  batch.ref_log_probs = Reader::address(*reference);
+  batch.tokens = elements(*policy);
+  if (!mask.is_none()) {
+    const auto kept = reader.read_any(mask);
+    if (!kept || !is_bool(*kept) || !same_shape(*kept, *policy)) return py::none();
+    batch.mask = Reader::address(*kept);
+  }
+  std::vector<int64_t> bounds{0, batch.tokens};
+  if (!offsets.is_none()) {
+    const auto given = reader.read_any(offsets);
+    const auto found = given ? bounds_of(*given, batch.tokens) : std::nullopt;
+    if (!found || policy->ndim != 1) return py::none();
+    bounds = *found;
+  }
+  std::vector<SampleMemory> samples{batch};
+  if (!reward.is_none()) {
+    const auto values = reader.read_any(reward);
+    if (!values || dtype_of(*values) != dtype) return py::none();
+    samples[0].reward = Reader::address(*values);
+    samples[0].rewards = batch.tokens;
+    if (!same_shape(*values, *policy)) {
+      if (offsets.is_none() || values->ndim != 1) return py::none();
+      const size_t sequences = bounds.size() - 1;
+      if (values->shape[0] != static_cast<int64_t>(sequences)) return py::none();
+      samples = one_a_sequence(samples[0], bounds, *dtype);
+    }
+  }
+  const py::bytes memory(reinterpret_cast<const char*>(samples.data()),
+                         samples.size() * sizeof(SampleMemory));
+  return py::make_tuple(memory, samples.size(), static_cast<int64_t>(*dtype));
+}
+
 }  // namespace
 
 void bind_samples(py::module_& m) {
@@ -224,7 +331,11 @@ void bind_samples(py::module_& m) {
       .def("memory", &sample_memory, py::arg("log_probs"), py::arg("ref_log_probs"),
            py::arg("mask"), py::arg("reward"),
            "Where samples lie, as bytes, with their dtype and lengths; None where a kernel cannot "
-           "read them there.");
+           "read them there.")
+      .def("batch_memory", &batch_memory, py::arg("log_probs"), py::arg("ref_log_probs"),
+           py::arg("mask"), py::arg("offsets"), py::arg("reward"),
+           "Where packed or padded columns lie, as the bytes of so many samples of a dtype; None "
+           "where a kernel cannot read them there.");
 }
 
 }  // namespace fusedrl

@@ -1,5 +1,6 @@
 // CPU ops: one elementwise pass, in pieces that stay in L1, shared out among torch's threads.
 #include <algorithm>
+#include <exception>
 #include <tuple>
 #include <vector>
 
@@ -158,24 +159,35 @@ Tensor backward(Tensor grad_kl, std::optional<Tensor> grad_reward, Tensor log_pr
 
 // token_kl_list without a handle of torch for each tensor: hundreds of them take longer than their
 // tokens. It is called by Python with memory that it has checked, and with memory for the results;
-// `penalised` is null where there is no reward.
-extern "C" __attribute__((visibility("default"))) void fusedrl_token_kl_samples(
+// `penalised` is null where there is no reward. False, and nothing is written, where no CPU level
+// can be chosen: the op raises the error.
+extern "C" __attribute__((visibility("default"))) bool fusedrl_token_kl_samples(
     const SampleMemory* samples, int64_t count, int64_t dtype, double coeff, int64_t estimator,
     bool nan_missing, void* kl, void* penalised) {
+  try {
+    cpu_level();
+  } catch (const std::exception&) {
+    return false;
+  }
   const auto run = [&]<typename T>() {
     forward_samples(samples, count, coeff, static_cast<Estimator>(estimator), nan_missing,
                     static_cast<T*>(kl), static_cast<T*>(penalised));
   };
   switch (static_cast<SampleDtype>(dtype)) {
     case SampleDtype::float32:
-      return run.operator()<float>();
+      run.operator()<float>();
+      break;
     case SampleDtype::bfloat16:
-      return run.operator()<BFloat16>();
+      run.operator()<BFloat16>();
+      break;
     case SampleDtype::float16:
-      return run.operator()<Half>();
+      run.operator()<Half>();
+      break;
     case SampleDtype::float64:
-      return run.operator()<double>();
+      run.operator()<double>();
+      break;
   }
+  return true;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrl, CPU, m) {

@@ -48,6 +48,9 @@ class SampleReader:
         mask: Sequence[Any] | None,
         reward: Sequence[Any] | None,
     ) -> tuple[bytes, int, list[int]] | None: ...
+    def batch_memory(
+        self, log_probs: Any, ref_log_probs: Any, mask: Any, offsets: Any, reward: Any
+    ) -> tuple[bytes, int, int] | None: ...
 
 def put(dicts: list[dict[str, Any]], key: str, values: Sequence[Any]) -> None: ...
 

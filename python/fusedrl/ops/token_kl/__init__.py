@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl import ragged
+from fusedrl import native, ragged
 from fusedrl.ops import _autograd, _dispatch
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._samples import PackedColumns, check_lists
@@ -91,9 +91,12 @@ def token_kl(
     _check_options(estimator, nan)
     if isinstance(log_probs, (list, tuple)):
         return _list(log_probs, ref_log_probs, mask, offsets, reward, options)
-    _dispatch.check_tensor("log_probs", log_probs, _dispatch.DENSE, _dispatch.NESTED)
-    assert isinstance(log_probs, Tensor)
-    kl, penalised = _dense(log_probs, ref_log_probs, mask, offsets, reward, options)  # pyright: ignore[reportArgumentType]
+    found = _batch_in_place(log_probs, ref_log_probs, mask, offsets, reward, options)
+    if found is None:
+        _dispatch.check_tensor("log_probs", log_probs, _dispatch.DENSE, _dispatch.NESTED)
+        assert isinstance(log_probs, Tensor)
+        found = _dense(log_probs, ref_log_probs, mask, offsets, reward, options)  # pyright: ignore[reportArgumentType]
+    kl, penalised = found
     return kl if penalised is None else TokenKL(kl, penalised)
 
 
@@ -169,6 +172,19 @@ def _in_place(
         return None
     columns = (log_probs, ref_log_probs, mask, reward)
     return run(*columns, options["coeff"], estimator, options["nan"] == "missing")
+
+
+def _batch_in_place(
+    log_probs: Any, ref_log_probs: Any, mask: Any, offsets: Any, reward: Any, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None] | None:
+    # A library that does not load is the op's error.
+    if options["impl"] not in ("auto", "cpu") or native.load_error("_C") is not None:
+        return None
+    if type(log_probs) is not Tensor or not log_probs.is_cpu:
+        return None
+    columns = (log_probs, ref_log_probs, mask, offsets, reward)
+    estimator = ESTIMATORS.index(options["estimator"])
+    return in_place.of_batch(*columns, options["coeff"], estimator, options["nan"] == "missing")
 
 
 def _dense(

@@ -1,7 +1,9 @@
-"""Lists of samples for ``token_kl``, read where they lie: a concatenation would copy them first.
+"""Samples for ``token_kl``, read where they lie: a concatenation of lists would copy them first.
 
 On CUDA an op takes the tensors. On the CPU a handle of torch for each of hundreds of tensors would
-take longer than their tokens, and so the kernel is told their addresses.
+take longer than their tokens, and so the kernel is told their addresses. Packed and padded columns
+are read in this way too: the checks of the public function and torch's dispatcher would take longer
+than thousands of tokens.
 """
 
 from __future__ import annotations
@@ -36,12 +38,17 @@ def implementation_of(device: torch.device) -> Callable[..., PackedColumns | Non
     estimator's number, and whether NaN is missing. ``None`` comes back for lists that have to be
     packed: they do not fit, differ in dtype, are not contiguous, or a gradient is recorded.
     """
-    # What is transformed has no memory of its own; a trace would keep the results as constants.
+    return _IMPLEMENTATIONS.get(device.type) if _has_memory() else None
+
+
+def _has_memory() -> bool:
+    """Whether tensors are what they seem.
+
+    What is transformed has no memory of its own; a trace would keep the results as constants.
+    """
     if torch.compiler.is_compiling() or torch._C._is_tracing():
-        return None
-    if maybe_current_level() or forward_ad._current_level >= 0:
-        return None
-    return _IMPLEMENTATIONS.get(device.type)
+        return False
+    return not maybe_current_level() and forward_ad._current_level < 0
 
 
 def by_address(
@@ -66,8 +73,39 @@ def by_address(
     kl = torch.empty(sum(lengths), dtype=log_probs[0].dtype, device="cpu")
     penalised = None if reward is None else torch.empty_like(kl)
     addresses = kl.data_ptr(), None if penalised is None else penalised.data_ptr()
-    kernel(samples, len(lengths), dtype, weight, estimator, missing, *addresses)
+    if not kernel(samples, len(lengths), dtype, weight, estimator, missing, *addresses):
+        return None
     return PackedColumns([kl] if penalised is None else [kl, penalised], lengths)
+
+
+def of_batch(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    reward: Tensor | None,
+    coeff: float | Tensor,
+    estimator: int,
+    missing: bool,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Packed or padded columns on the CPU: the KL and, with ``reward``, the penalised reward.
+
+    ``None`` for what does not fit, differs in dtype, is not contiguous, or has a gradient to
+    record, of which the op knows what to say or to do.
+    """
+    if not _has_memory() or torch._C._len_torch_dispatch_stack():
+        return None
+    reader = _reader(torch.is_grad_enabled())
+    if reader is None:
+        return None
+    found = reader.batch_memory(log_probs, ref_log_probs, mask, offsets, reward)
+    if found is None:
+        return None
+    weight = _dispatch.scalar_on_host("coeff", coeff)
+    kl = torch.empty(log_probs.shape, dtype=log_probs.dtype, device="cpu")
+    penalised = None if reward is None else torch.empty_like(kl)
+    addresses = kl.data_ptr(), None if penalised is None else penalised.data_ptr()
+    return (kl, penalised) if _kernel()(*found, weight, estimator, missing, *addresses) else None
 
 
 def by_handle(
@@ -141,5 +179,5 @@ def _kernel() -> Any:
         *(ctypes.c_char_p, count, count, ctypes.c_double, count, ctypes.c_bool),
         *(pointer, pointer),
     ]
-    kernel.restype = None
+    kernel.restype = ctypes.c_bool
     return kernel
