@@ -183,8 +183,15 @@ def _batch_in_place(
     if type(log_probs) is not Tensor or not log_probs.is_cpu:
         return None
     columns = (log_probs, ref_log_probs, mask, offsets, reward)
-    estimator = ESTIMATORS.index(options["estimator"])
-    return in_place.of_batch(*columns, options["coeff"], estimator, options["nan"] == "missing")
+    estimator, missing = ESTIMATORS.index(options["estimator"]), options["nan"] == "missing"
+    found = in_place.of_batch(*columns, options["coeff"], estimator, missing)
+    if found is not None or not in_place.may_record(*columns):
+        return found
+    if reward is not None and reward.shape != log_probs.shape and reward.requires_grad:
+        return None  # it has to be spread over the tokens by what carries its gradient
+    coeff = _dispatch.scalar_tensor("coeff", options["coeff"], log_probs.device)
+    kl, penalised = _Autograd.apply(*columns, coeff, estimator, missing)
+    return kl, None if reward is None else penalised
 
 
 def _dense(
@@ -279,7 +286,8 @@ class _Autograd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         log_probs, ref_log_probs, mask, _, reward, coeff, estimator, missing = args
-        kl, penalised = torch.ops.fusedrl.token_kl(*args)
+        kl, penalised = torch.ops.fusedrl.token_kl.default(*args)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(log_probs, ref_log_probs, mask, coeff)
         ctx.options = (estimator, missing)
         ctx.penalised = reward is not None
@@ -298,8 +306,11 @@ class _Autograd(torch.autograd.Function):
         of_reward = grad_reward if ctx.penalised else None
         if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
             return None, None, None, None, of_reward, None, None, None
+        if grad_kl is None and of_reward is None:
+            return (None,) * 8
         log_probs, ref_log_probs, mask, coeff = ctx.saved_tensors
-        grad = torch.ops.fusedrl.token_kl_backward(
+        grad_kl = torch.zeros_like(log_probs) if grad_kl is None else grad_kl
+        grad = torch.ops.fusedrl.token_kl_backward.default(
             grad_kl.contiguous(),
             None if of_reward is None else of_reward.contiguous(),
             log_probs,

@@ -93,19 +93,32 @@ def of_batch(
     ``None`` for what does not fit, differs in dtype, is not contiguous, or has a gradient to
     record, of which the op knows what to say or to do.
     """
-    if not _has_memory() or torch._C._len_torch_dispatch_stack():
-        return None
-    reader = _reader(torch.is_grad_enabled())
-    if reader is None:
-        return None
-    found = reader.batch_memory(log_probs, ref_log_probs, mask, offsets, reward)
+    found = _batch_memory(torch.is_grad_enabled(), log_probs, ref_log_probs, mask, offsets, reward)
     if found is None:
         return None
     weight = _dispatch.scalar_on_host("coeff", coeff)
-    kl = torch.empty(log_probs.shape, dtype=log_probs.dtype, device="cpu")
+    kl = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
     penalised = None if reward is None else torch.empty_like(kl)
     addresses = kl.data_ptr(), None if penalised is None else penalised.data_ptr()
     return (kl, penalised) if _kernel()(*found, weight, estimator, missing, *addresses) else None
+
+
+def may_record(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    reward: Tensor | None,
+) -> bool:
+    """Whether columns on the CPU, with a gradient to record, are what the op takes as they are."""
+    return _batch_memory(False, log_probs, ref_log_probs, mask, offsets, reward) is not None
+
+
+def _batch_memory(records: bool, *columns: Tensor | None) -> Any:
+    if not _has_memory() or torch._C._len_torch_dispatch_stack():
+        return None
+    reader = _reader(records)
+    return None if reader is None else reader.batch_memory(*columns)
 
 
 def by_handle(
