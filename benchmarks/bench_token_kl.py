@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .harness import Case, Run, Skipped
 COEFF = 0.1
 COUNTS = {8: 5.0, 64: 8.0, 256: 8.0}  # samples -> least speed-up over torchrl on lazy stacks
 THREADS = (1, 2)  # of the CPU
+OP_SIZES = ((8, 256), (256, 540), (1024, 1024))  # sequences, tokens of each
 COLUMN_GOAL = 20.0  # at 256 samples, over torchrl's lazy stacks of the same samples
 GPU_GOAL = 30.0  # the same on a GPU, in every form
 WORK = 5 * 4  # bytes a token: policy, reference and reward in, KL and reward out
@@ -80,6 +81,7 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped
     if peers.TORCHRL not in usable:
         yield Skipped("KLComputation", "compares with torchrl's, which is not installed")
         yield packed_case(samples, {})
+        yield from op_cases(device)
         return
     from torchrl.envs.llm.transforms import KLComputation as Reference
 
@@ -98,6 +100,61 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped
                 )
     yield from column_cases(samples, ours, theirs, _goal(COLUMN_GOAL, len(samples), device))
     yield packed_case(samples, {"torchrl": lambda pair: theirs(pair[0])})
+    yield from op_cases(device)
+
+
+def op_cases(device: str) -> Iterator[Case]:
+    """The op on packed columns of few and of many tokens, and its gradients, beside plain torch."""
+    for count, tokens in OP_SIZES:
+        for threads in THREADS if device == "cpu" else (None,):
+            for with_gradient in (False, True):
+                yield op_case(count, tokens, device, threads, with_gradient)
+
+
+def op_case(count: int, tokens: int, device: str, threads: int | None, with_gradient: bool) -> Case:
+    """A reward a token; the gradient is that of the reward in the policy's log-probs."""
+    seeded = torch.Generator().manual_seed(count)
+    columns = [torch.randn(count * tokens, generator=seeded).to(device) for _ in range(4)]
+    p, q, reward, upstream = columns
+    offsets = torch.arange(0, count * tokens + 1, tokens, device=device)
+    p.requires_grad_(with_gradient)
+
+    def plain_torch() -> Any:
+        kl = p - q
+        return kl, reward - COEFF * kl
+
+    def ours() -> Any:
+        return token_kl(p, q, offsets=offsets, reward=reward, coeff=COEFF)
+
+    def run(op: Callable[[], Any]) -> Any:
+        if not with_gradient:
+            return op()
+        return torch.autograd.grad(op()[1], p, upstream)[0]
+
+    def of(out: Any) -> torch.Tensor:
+        return out if with_gradient else out[1]
+
+    def truth_of(_: Any) -> torch.Tensor:
+        kl = p.detach().double() - q.double()
+        return -COEFF * upstream.double() if with_gradient else reward.double() - COEFF * kl
+
+    return Case(
+        op="token_kl",
+        setting=f"{count} x {tokens} tokens, packed"
+        + (", gradient" if with_gradient else "")
+        + _on_threads(threads),
+        make_input=lambda: None,
+        contenders={"torch": lambda _: run(plain_torch), "fusedrl": lambda _: run(ours)},
+        truth=truth_of,
+        answer=of,
+        goals={} if count == OP_SIZES[0][0] else {"torch": 1.0},
+        host_bound=True,
+        threads=threads,
+    )
+
+
+def _on_threads(threads: int | None) -> str:
+    return "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _goal(on_cpu: float, count: int, device: str) -> float:
@@ -108,7 +165,6 @@ def lazy_case(
     samples: Samples, contenders: dict[str, Run], goal: float, threads: int | None, under_next: bool
 ) -> Case:
     """Both classes on what torchrl's collectors deliver."""
-    on_threads = "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''}"
 
     def rewards(td: Any) -> torch.Tensor:
         following = td["next"] if under_next else td
@@ -118,7 +174,7 @@ def lazy_case(
         op="KLComputation",
         setting=f"{len(samples)} samples, lazy stack"
         + (', under "next"' if under_next else "")
-        + on_threads,
+        + _on_threads(threads),
         make_input=lambda: lazy(samples, under_next),
         contenders=contenders,
         truth=lambda _: truth(samples),
@@ -175,7 +231,7 @@ def packed_case(samples: Samples, theirs: dict[str, Run]) -> Case:
         contenders={**theirs, "torch": plain_torch, "fusedrl": ours},
         truth=lambda _: truth(samples),
         answer=lambda out: rewards_of(out, lengths),
-        goals={"torchrl": COLUMN_GOAL},
+        goals={"torchrl": COLUMN_GOAL, "torch": 1.0},
         work=tokens_of(samples) * WORK,
         host_bound=True,
     )

@@ -15,8 +15,8 @@ namespace {
 // wherever it stands.
 constexpr int64_t kTogether = 32;
 
-// Elements of a buffer. Were buffers whole pages apart, loads of one would wait for stores to another
-// whose addresses end alike.
+// Elements of a buffer. Were buffers whole pages apart, loads of one would wait for stores to
+// another whose addresses end alike.
 constexpr int64_t kApart = kTokenPiece + kTogether;
 
 // As wide as what it selects: loops over mixed widths are not vectorised well.

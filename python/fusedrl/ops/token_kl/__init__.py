@@ -175,7 +175,12 @@ def _in_place(
 
 
 def _batch_in_place(
-    log_probs: Any, ref_log_probs: Any, mask: Any, offsets: Any, reward: Any, options: dict[str, Any]
+    log_probs: Any,
+    ref_log_probs: Any,
+    mask: Any,
+    offsets: Any,
+    reward: Any,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None] | None:
     # A library that does not load is the op's error.
     if options["impl"] not in ("auto", "cpu") or native.load_error("_C") is not None:
@@ -301,18 +306,17 @@ class _Autograd(torch.autograd.Function):
 
     @staticmethod
     @_autograd.first_derivative_only("token_kl")
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_kl, grad_reward = grads
         of_reward = grad_reward if ctx.penalised else None
-        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+        of_pair = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        if not of_pair or (grad_kl is None and of_reward is None):
             return None, None, None, None, of_reward, None, None, None
-        if grad_kl is None and of_reward is None:
-            return (None,) * 8
         log_probs, ref_log_probs, mask, coeff = ctx.saved_tensors
-        grad_kl = torch.zeros_like(log_probs) if grad_kl is None else grad_kl
+        of_kl, penalty = _upstream_of(grad_kl, of_reward, coeff)
         grad = torch.ops.fusedrl.token_kl_backward.default(
-            grad_kl.contiguous(),
-            None if of_reward is None else of_reward.contiguous(),
+            of_kl.contiguous(),
+            None if penalty is None else penalty.contiguous(),
             log_probs,
             ref_log_probs,
             mask,
@@ -322,6 +326,21 @@ class _Autograd(torch.autograd.Function):
         # Every estimator depends on ref - log_probs only, hence the opposite signs.
         grad_ref = -grad if ctx.needs_input_grad[1] else None
         return grad, grad_ref, None, None, of_reward, None, None, None
+
+
+def _upstream_of(
+    grad_kl: Tensor | None, grad_reward: Tensor | None, coeff: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The upstream gradients of the KL and of the reward, at least one of which there is.
+
+    That of the reward alone is one of the KL, but where half types would round their product.
+    """
+    if grad_kl is not None:
+        return grad_kl, grad_reward
+    assert grad_reward is not None
+    if grad_reward.dtype in (torch.float32, torch.float64):
+        return grad_reward * -coeff, None
+    return torch.zeros_like(grad_reward), grad_reward
 
 
 def _fake(
