@@ -111,3 +111,14 @@ def test_gradients_through_either_result(of, one_reward):
         found.append([torch.zeros(()) if g is None else g for g in grads])
     for mine, expected in zip(*found, strict=True):
         torch.testing.assert_close(mine, expected.expand_as(mine))
+
+
+def test_the_gradient_of_a_reward_alone_is_not_rounded_twice():
+    """In a half type the upstream gradient and the coefficient meet in float32."""
+    p, q = (torch.randn(500).bfloat16() for _ in range(2))
+    upstream, coeff = torch.randn(500).bfloat16(), 0.3
+    leaf = p.clone().requires_grad_()
+    penalised = token_kl(leaf, q, reward=torch.zeros_like(p), coeff=coeff, estimator="k2").reward
+    (grad,) = torch.autograd.grad(penalised, leaf, upstream)
+    expected = coeff * upstream.float() * (q.float() - p.float())
+    torch.testing.assert_close(grad, expected.bfloat16(), rtol=0, atol=0)
