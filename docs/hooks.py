@@ -25,6 +25,10 @@ FUNCTION = re.compile(r"(<m[io]>(?:log|exp|min|max|tanh)</m[io]>)")
 ROLE = re.compile(r":(?:class|func|meth|attr|mod):`~?([^`]+)`")
 ROWS = re.compile(r"<!-- rows: (\S+) -->")
 MESSAGES = re.compile(r"<!-- every error message -->")
+TWO_SCHEMES = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
+    r'\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
+)
 PICTURE = re.compile(r'<p><img alt="([^"]*)" src="[^"]*pictures/([a-z-]+\.svg)" ?/?></p>')
 
 
@@ -38,9 +42,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Tables are filled in, and links that leave ``docs/`` lead to the copies."""
+    """Fill in tables, lead links that leave ``docs/`` to the copies, split pictures by scheme."""
     markdown = ROWS.sub(_rows, markdown)
     markdown = MESSAGES.sub(lambda _: _messages(), markdown)
+    # A repository's viewer shows ``<picture>``, but the switch of the site's colours cannot reach
+    # it: the theme shows one of two images by the end of their addresses.
+    markdown = TWO_SCHEMES.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", markdown)
     return re.sub(r"\]\(\.\./((?:\.\./)*)(examples|benchmarks)/", r"](\1repository/\2/", markdown)
 
 

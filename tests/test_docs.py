@@ -208,6 +208,24 @@ def test_every_link_of_the_readme_leads_somewhere():
         assert (ROOT / target).exists(), target
 
 
+PICTURE = re.compile(
+    r'<picture>\n  <source media="\(prefers-color-scheme: dark\)" srcset="(\S+)-dark(\.\w+)">\n'
+    r'  <img alt="[^"]{10,}" src="\1-light\2">\n</picture>\n'
+)
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")], ids=str)
+def test_a_repository_viewer_shows_each_picture_once(path):
+    """What ends in ``#only-dark`` is hidden by the theme of the site and by nothing else."""
+    text = path.read_text()
+    assert "#only-" not in text
+    pictures = PICTURE.findall(text)
+    assert len(pictures) == text.count("<picture>")
+    for stem, ending in pictures:
+        for scheme in ("light", "dark"):
+            assert (path.parent / f"{stem}-{scheme}{ending}").is_file(), (stem, scheme)
+
+
 def test_readme_commands_exist():
     text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     makefile = (ROOT / "Makefile").read_text()

@@ -119,12 +119,32 @@ def brightness(colour):
     return sum(float(part) for part in re.findall(r"[\d.]+", colour)[:3]) / 3
 
 
-def test_the_heat_map_is_shown_in_one_colour_scheme(site, tab):
+WITH_SCHEMES = [
+    page for page in PAGES if "<picture>" in (DOCS / page).with_suffix(".md").read_text()
+]
+
+
+@pytest.mark.parametrize("page", WITH_SCHEMES)
+def test_each_picture_is_shown_once_in_the_colours_of_the_page(site, tmp_path, page):
+    """In those of the system, and in those that a reader switches to."""
+    pictures = (DOCS / page).with_suffix(".md").read_text().count("<picture>")
+    with chromium(tmp_path) as tab:
+        for scheme in ("light", "dark"):
+            tab.open(f"{site}/{page}", scheme)
+            assert set(endings(shown(tab), pictures)) == {scheme}
+        tab.run("document.querySelector('label[for=__palette_1]').click()")  # to the light ones
+        assert set(endings(shown(tab), pictures)) == {"light"}
+
+
+def shown(tab):
+    """The addresses of the images that take up room."""
     images = "[...document.querySelectorAll('article img')]"
-    for scheme in ("light", "dark"):
-        tab.open(f"{site}/index.html", scheme)
-        (shown,) = tab.run(f"{images}.filter(i => i.offsetWidth).map(i => i.src)")
-        assert f"report-{scheme}.png" in shown
+    return tab.run(f"{images}.filter(i => i.offsetWidth).map(i => i.src)")
+
+
+def endings(addresses, count):
+    assert len(addresses) == count
+    return [re.search(r"-(light|dark)\.\w+#", address)[1] for address in addresses]
 
 
 def test_search_finds_a_name(site, tab):
