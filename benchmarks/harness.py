@@ -98,6 +98,8 @@ def measure(
         return _measure(case, seconds, device, copy_rate)
     finally:
         torch.set_num_threads(before)
+        # What is frozen outlives the interpreter, and triton lists what it still holds at the end.
+        gc.unfreeze()
 
 
 def _measure(case: Case, seconds: float, device: str, copy_rate: float | None) -> list[Row]:
@@ -239,7 +241,6 @@ def _clean(device: str) -> None:
 
     torch.compile keeps a few graphs a function, and silently runs later shapes uncompiled.
     """
-    gc.unfreeze()
     gc.collect()
     gc.freeze()  # the imported libraries' objects are not this case's garbage
     if "torch._dynamo" in sys.modules:  # loading it takes seconds

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from contextlib import suppress
 from dataclasses import fields
 
 import pytest
 import torch
+from programs import python
 
 pytest.importorskip("matplotlib", reason='needs pip install "fusedrl[bench]"')
 
@@ -286,3 +289,26 @@ def test_the_truth_of_the_exact_kl():
     assert expected.keys() == set(bench_exact_kl.DIRECTIONS)
     for direction, value in expected.items():
         torch.testing.assert_close(bench_exact_kl.truth((logits, ref_logits), direction), value)
+
+
+def test_nothing_stays_frozen_when_a_case_ends():
+    """Neither after a case that raises: Python never takes apart what is frozen at its end."""
+    right, wrong = {"fusedrl": double}, {"fusedrl": fails}
+    for contenders, truth in ((right, exact), (wrong, exact), (right, fails)):
+        case = harness.Case("doubling", "1000", contenders, lambda: NUMBERS, truth=truth)
+        with suppress(RuntimeError):
+            harness.measure(case, 0.001)
+        assert gc.get_freeze_count() == 0
+
+
+def test_triton_has_nothing_to_list_at_the_end_of_a_run():
+    """Its bindings name on stderr every object that outlives the interpreter."""
+    pytest.importorskip("triton")
+    program = """
+import torch, triton
+from fusedrl.benchmarks import harness
+case = harness.Case("op", "1", {"fusedrl": abs}, lambda: torch.ones(1))
+print(harness.measure(case, 0.001)[0].failed)
+"""
+    done = python("-c", program, taken_apart=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
