@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,3 +74,15 @@ def rows(path: Path) -> list[dict]:
 
     with path.open("rb") as file:  # pyarrow takes no path that is not UTF-8
         return parquet.read_table(file).to_pylist()
+
+
+def pasted(examples, folder):
+    """The arguments of each ``fusedrl`` in examples that a shell is given as they stand."""
+    heading, _, lines = examples.partition("\n")
+    assert heading == "examples:"
+    script = f"fusedrl() {{ printf '%s\\0' \"$@\"; printf '\\n\\0'; }}\n{lines}"
+    done = subprocess.run(
+        ["bash", "-eu", "-c", script], cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    return [command.split("\0")[:-1] for command in done.stdout.split("\n\0") if command]

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from programs import python
 
 import fusedrl
 from fusedrl import _host
-from fusedrl.cli import COMMANDS, check, info, main
+from fusedrl.cli import COMMANDS, NEXT, check, info, main
 from fusedrl.ops import token_kl
+
+from .conftest import pasted
 
 
 def test_help_names_every_command_and_imports_none_of_them():
@@ -36,8 +39,46 @@ def test_without_arguments_it_says_what_to_do_next(capsys):
     assert all(f"fusedrl {command} " in out for command in COMMANDS)
 
 
+def test_what_the_first_lines_say_can_be_pasted(tmp_path):
+    lines = "".join(f"{line}\n" for line in NEXT.splitlines() if line.startswith("  fusedrl"))
+    assert [name for name, *_ in pasted("examples:\n" + lines, tmp_path)] == [
+        "demo",
+        "check",
+        "info",
+        "score",
+        "bench",
+    ]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS), []])
+def test_help_fits_a_terminal_of_80_columns(arguments, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with suppress(SystemExit):
+        main(arguments)
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_has_examples_that_parse_and_its_exit_codes(command, capsys):
+def test_every_option_says_what_it_does(command):
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"fusedrl.cli.{command}").add_arguments(parser)
+    assert [action.dest for action in parser._actions if not action.help] == []
+
+
+@pytest.mark.parametrize(
+    "options", [["--threads", "-3"], ["--seconds", "0"], ["--limit", "-1"], ["--seconds", "nan"]]
+)
+def test_numbers_of_bench_that_mean_nothing_are_refused(options, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *options])
+    assert stopped.value.code == 2
+    assert f"argument {options[0]}: expected " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_examples_that_parse_and_its_exit_codes(
+    command, capsys, tmp_path
+):
     module = importlib.import_module(f"fusedrl.cli.{command}")
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
@@ -46,11 +87,9 @@ def test_the_help_of_a_command_has_examples_that_parse_and_its_exit_codes(comman
     examples, exit_codes = module.EXAMPLES.split("\n\n")
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
-    lines = examples.splitlines()[1:]
-    assert lines
-    for line in lines:
-        name, *arguments = line.strip().split("   ")[0].split()[1:]
-        assert name == command
+    given = [arguments for name, *arguments in pasted(examples, tmp_path) if name == command]
+    assert given
+    for arguments in given:
         parser.parse_args(arguments)
     codes = [line.split()[0] for line in exit_codes.splitlines()[1:]]
     assert codes == sorted(codes, key=int)

@@ -42,7 +42,8 @@ def test_a_package_that_is_not_installed_comes_with_its_extra(machine, package):
     (found,) = missing.missing().items()
     (extra,) = (part.extra for part in missing.DEPENDENCIES if part.package == package)
     assert found[0] == package
-    assert found[1].endswith(f': not installed: `pip install "fusedrl[{extra}]"`')
+    assert found[1].startswith("not installed; needed for ")
+    assert found[1].endswith(f': `pip install "fusedrl[{extra}]"`')
     assert extra in (metadata.metadata("fusedrl").get_all("Provides-Extra") or [])
 
 
@@ -79,7 +80,7 @@ def test_kernels_that_were_not_compiled_are_named(machine, monkeypatch):
 
 def test_kernels_that_do_not_load_say_why(machine, monkeypatch):
     monkeypatch.setattr(native, "load_error", lambda name: f"{name}: an older driver")
-    assert missing.missing() == {"CUDA kernels": "for GPUs: _C_cuda: an older driver"}
+    assert missing.missing() == {"CUDA kernels": "needed for GPUs: _C_cuda: an older driver"}
 
 
 def test_info_prints_what_is_missing(machine, capsys):

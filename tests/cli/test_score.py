@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ pytest.importorskip("pyarrow")
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fusedrl.cli import main
+from fusedrl.cli.score import EXAMPLES
 from fusedrl.demo import CHATS
 from fusedrl.scoring import Settings, job, score_chats
 from fusedrl.scoring.chats import parse_chat, read_records
 
-from .conftest import chat, rows
+from .conftest import chat, pasted, rows
 
 
 def plain_scores(name, messages, temperature):
@@ -145,3 +148,16 @@ def test_bundled_chats_are_varied():
     multi_turn = [c for c in chats if sum(m["role"] == "user" for m in c["messages"]) > 1]
     assert len(multi_turn) == len(chats)
     assert any(m["role"] == "system" for c in chats for m in c["messages"])
+
+
+def test_the_examples_of_the_help_run_as_they_stand(models, tmp_path, monkeypatch, capsys):
+    """Pasted into a shell, where models are that are made as ``fusedrl demo`` makes its own."""
+    made, *commands = pasted(EXAMPLES.partition("\n\n")[0] + "\n", tmp_path)
+    assert made == ["demo"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo-out").mkdir()
+    (tmp_path / "demo-out" / "models").symlink_to(Path(models.policy).parent)
+    for command in commands:
+        assert main(command) == 0
+        assert "1 chats scored, 0 skipped" in capsys.readouterr().out
+        assert len(rows(tmp_path / "drift" / "chats.parquet")) == 1

@@ -1,7 +1,7 @@
-"""The command line: one module a command, imported only when its command is named.
+"""The command line: one module for each command, imported only when its command is named.
 
-A command's module has ``add_arguments(parser)``, ``run(args) -> exit code`` and ``EXAMPLES``, which
-end its help and say its exit codes.
+The module of a command has ``add_arguments(parser)``, ``run(args) -> exit code`` and ``EXAMPLES``,
+which is the end of its help: lines to paste into a shell, and the exit codes.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from fusedrl import __version__
 from fusedrl.cli import stdout
 
 COMMANDS = {
-    "score": "score chats under a policy and a reference: log-probs, KL, a heat map of the drift",
-    "demo": "make two tiny models on the spot and score the bundled chats with them",
-    "check": "compare every op with its reference on this machine",
-    "bench": "time every op against plain torch on this machine",
-    "info": "print versions, devices, compiled libraries, and what is missing",
+    "score": "score your chats under a policy and its reference: log-probs, KL, a heat map",
+    "demo": "make two tiny models and score 50 bundled chats with them",
+    "check": "compare every op with its definition in plain torch on this machine",
+    "bench": "time every op beside what it replaces on this machine",
+    "info": "print versions, devices and compiled libraries, and what is missing",
 }
 
 NEXT = """\
 fusedrl: compiled kernels and drop-in torchrl classes for LLM post-training.
 
 Begin here:
-  fusedrl demo      scores 50 bundled chats with two tiny models, in some seconds
-  fusedrl check     compares every op with its definition on this machine
-  fusedrl info      says what is installed, and how to get what is missing
+  fusedrl demo            # score 50 bundled chats with two tiny models
+  fusedrl check           # compare every op with its definition on this machine
+  fusedrl info            # what is installed, and how to get what is missing
 
 Then:
-  fusedrl score chats.jsonl --policy P --reference R --out DIR      your own chats and models
-  fusedrl bench --quick                                             how fast it is here
+  fusedrl score --help    # score your own chats with your own models
+  fusedrl bench --quick   # how fast the ops are on this machine, in two minutes
 
-`fusedrl --help` lists the commands, `fusedrl COMMAND --help` has examples of each.
+`fusedrl --help` lists the commands and the exit codes.
+`fusedrl COMMAND --help` has examples of a command.
 """
 
 EXIT_CODES = """\
 exit codes:
-  0    done
-  1    a failed check, a wrong answer, or chats that were left out
-  2    refused arguments or input, or output that cannot be written
+  0    the command is done
+  1    a check failed, an answer was wrong, or chats were left out
+  2    arguments or input were refused, or output could not be written
   130  Ctrl-C
   141  nobody reads the rest of the output, as behind `| head`
 
-`fusedrl COMMAND --help` has examples of each command.
+`fusedrl COMMAND --help` has examples of a command.
 """
 
-# Which `pip install "fusedrl[EXTRA]"` brings a module that a command could not import.
+# module that a command could not import -> the EXTRA of `pip install "fusedrl[EXTRA]"` with it
 EXTRAS = {
     "transformers": "score",
     "tokenizers": "score",
@@ -65,9 +66,7 @@ EXTRAS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0; 1 for a failed check, a wrong answer of a benchmark, or where chats were left out; 2 for
-    refused input, or output that cannot be written; 130 after an interrupt; 141 where nobody reads
-    the rest of the output, as behind ``| head``. Without arguments it prints what to do next.
+    Without arguments it prints what to do next. ``EXIT_CODES`` says what the codes mean.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     named = argv[0] if argv and argv[0] in COMMANDS else None
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except stdout.CannotWrite as error:
         stdout.drop()
-        with suppress(OSError):  # it may have the same disk
+        with suppress(OSError):  # stderr may be on the same full disk
             print(
                 f"{named or 'fusedrl'}: cannot write output: {error.strerror or error}",
                 file=sys.stderr,

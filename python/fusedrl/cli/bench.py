@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from fusedrl.benchmarks import harness, peers, plots  # pyright: ignore[reportMissingImports]
 from fusedrl.benchmarks import results as files  # pyright: ignore[reportMissingImports]
-from fusedrl.cli import bench_lines
+from fusedrl.cli import bench_lines, numbers
 from fusedrl.cli.console import Console
 from fusedrl.cli.info import collect
 
@@ -46,49 +46,83 @@ OPS = (
     "vllm",
 )
 SECONDS, QUICK_SECONDS = 2.0, 0.1
-# --quick: so many settings of each op, but for those that start processes or train.
-QUICK_SETTINGS = 1
+QUICK_SETTINGS = 1  # of each op, with --quick
 QUICK_LIMIT = 100.0  # seconds, so that it ends within two minutes on a slow machine too
-NOT_QUICK = ("grpo_step", "async_collector", "vllm")
+NOT_QUICK = ("grpo_step", "async_collector", "vllm")  # they start processes, or train
 
 EXAMPLES = """\
 examples:
-  fusedrl bench --quick                    the smaller shapes, in at most two minutes
-  fusedrl bench --op token_kl              one op
-  fusedrl bench --plots plots              everything, and plots for light and dark pages
-  fusedrl bench --plots plots --from bench-out/bench.json   plots of what was measured before
+  fusedrl bench --quick                  # one setting of each op, in two minutes
+  fusedrl bench --op token_kl            # all settings of one op
+  fusedrl bench --op token_kl --plots plots        # the same, with plots
+  fusedrl bench --plots plots --from bench-out/bench.json    # plots alone
 
 exit codes:
-  0    all answers are right
-  1    an answer of ours is wrong, or an op of ours did not run
+  0    all answers of fusedrl are right
+  1    an answer of fusedrl is wrong, or one of its ops did not run
   2    the arguments are refused; nothing is measured
-  130  Ctrl-C: what was measured until then is printed, in bench.json and in the plots
+  130  Ctrl-C; what was measured until then is printed, stored and plotted
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``fusedrl bench``."""
-    parser.add_argument("--op", choices=OPS, action="append", help="only this op (repeatable)")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--threads", type=int, default=2, help="torch's CPU threads (default: 2)")
+    parser.add_argument(
+        "--op",
+        choices=OPS,
+        action="append",
+        metavar="OP",
+        help=f"measure only this op; may be given several times: {', '.join(OPS)}",
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        choices=("cpu", "cuda"),
+        help="where the ops run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=numbers.count,
+        default=2,
+        metavar="N",
+        help="CPU threads of torch (default: %(default)s)",
+    )
     parser.add_argument(
         "--seconds",
-        type=float,
-        help=f"time a contender (default: {SECONDS:g}, with --quick {QUICK_SECONDS:g})",
+        type=numbers.above_zero,
+        metavar="S",
+        help="how long each contender runs in each setting "
+        f"(default: {SECONDS:g}, with --quick {QUICK_SECONDS:g})",
     )
-    parser.add_argument("--limit", type=float, help="start no case after so many seconds")
+    parser.add_argument(
+        "--limit",
+        type=numbers.not_negative,
+        metavar="S",
+        help="start no setting after so many seconds "
+        f"(default: no limit, with --quick {QUICK_LIMIT:g})",
+    )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one of the smaller shapes of each op, in at most two minutes",
+        help="measure one of the smaller settings of each op, in at most two minutes",
     )
     parser.add_argument(
-        "--peers", action="store_true", help="beside Liger and cut-cross-entropy, where installed"
+        "--peers",
+        action="store_true",
+        help="compare with Liger and cut-cross-entropy too, where they are installed",
     )
-    parser.add_argument("--commit", help="commit to record where git does not know it")
-    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder of the results")
     parser.add_argument(
-        "--plots", type=Path, metavar="DIR", help="write SVG plots into this folder"
+        "--commit", help="the commit to store with the results, where git does not know it"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("bench-out"),
+        metavar="DIR",
+        help="folder of the results (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="write SVG plots into this folder, too"
     )
     parser.add_argument(
         "--from",
@@ -96,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="with --plots: of these bench.json files; nothing is measured",
+        help="with --plots: plot these bench.json files, and measure nothing",
     )
 
 
@@ -182,12 +216,13 @@ def _measure(
                 _print(console, case.setting)
                 try:
                     measured = harness.measure(case, seconds, args.device, copy_rate)
-                except Exception as error:  # of the input or the truth; a contender's is its row's
+                except Exception as error:
+                    # The input or the truth raised; what a contender raises stands in its row.
                     results.failed[running] = f"{type(error).__name__}: {error}"
                     continue
                 for row in _kept(measured, results):
                     _print(console, bench_lines.line(row, row in results.wrong))
-                results.write(args.out / "bench.json")  # so that a run that is killed leaves it
+                results.write(args.out / "bench.json")  # for a run that is killed later
         except KeyboardInterrupt:
             results.interrupted = running
 

@@ -1,4 +1,4 @@
-"""What ``fusedrl bench`` prints: a heading a case, a line a contender, and notes at the end."""
+"""What ``fusedrl bench`` prints: a heading, a line for each contender, and notes at the end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _figures(row: Row) -> list[str]:
 def _speedup(row: Row) -> str:
     if row.speedup is None:
         return ""
-    if row.goal is not None and row.goal < 1:  # the goal is to take at most so many times as long
+    if row.goal is not None and row.goal < 1:  # a goal for the time: at most so many times as long
         return f"in {1 / row.speedup:.2f}x (<= {1 / row.goal:.2f}x)"
     return _with_goal(row.speedup, row.goal, "{:.2f}x", ">=")
 

@@ -41,9 +41,9 @@ TOLERANCE = 16 * torch.finfo(torch.float32).eps
 
 EXAMPLES = """\
 examples:
-  fusedrl check                  a row an op and a summary; the cases that failed, if any
-  fusedrl check -v               a row a case and dtype
-  fusedrl check --failed         nothing but the cases that failed and the summary
+  fusedrl check             # a row for each op, and the cases that failed
+  fusedrl check -v          # a row for each case and dtype
+  fusedrl check --failed    # the cases that failed, and the summary
 
 exit codes:
   0    every kernel is as exact as its reference
@@ -91,7 +91,7 @@ class Result(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     rows = parser.add_mutually_exclusive_group()
-    rows.add_argument("-v", "--verbose", action="store_true", help="a row a case and dtype")
+    rows.add_argument("-v", "--verbose", action="store_true", help="a row for each case and dtype")
     rows.add_argument("--failed", action="store_true", help="list only what failed")
 
 

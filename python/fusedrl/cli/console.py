@@ -1,4 +1,4 @@
-"""What commands print tables with."""
+"""The console with which commands print tables."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import rich.console
 
 
 class Console(rich.console.Console):
-    """rich's, which leaves a pipe that nobody reads to :func:`fusedrl.cli.main`."""
+    """A rich console that leaves a pipe that nobody reads to :func:`fusedrl.cli.main`."""
 
     def on_broken_pipe(self) -> None:
-        """Raise it again; rich would end the process with 1, the code of a failed check."""
-        raise  # rich calls this where it has caught a BrokenPipeError
+        """Raise the error again; rich would exit with 1, which is the code of a failed check."""
+        raise  # rich calls this while it handles the BrokenPipeError

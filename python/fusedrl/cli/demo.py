@@ -1,4 +1,4 @@
-"""``fusedrl demo``: the scoring job on bundled chats and models made on the spot."""
+"""``fusedrl demo``: the scoring job on bundled chats, with two tiny models that it makes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from fusedrl.scoring.errors import printable, reason
 
 EXAMPLES = """\
 examples:
-  fusedrl demo                   into demo-out/; open demo-out/report.html in a browser
-  fusedrl demo --out elsewhere
+  fusedrl demo                    # then open demo-out/report.html in a browser
+  fusedrl demo --out elsewhere    # into another folder
 
 exit codes:
   0    all 50 chats are scored
-  2    --out cannot be written, or the models were refused
+  2    the folder cannot be written, or the models were refused
   130  Ctrl-C
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="default: %(default)s")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("demo-out"),
+        metavar="DIR",
+        help="folder of the models, the tables and the report (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

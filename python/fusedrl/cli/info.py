@@ -22,17 +22,17 @@ _LIBRARIES = ("_C", "_C_cuda")
 
 EXAMPLES = """\
 examples:
-  fusedrl info                   tables to paste into a bug report; the last says what is missing
-  fusedrl info --json            the same for a program
+  fusedrl info           # tables for a bug report, and what is missing
+  fusedrl info --json    # the same for a program
 
 exit codes:
-  0    printed, whatever is missing
+  0    the facts are printed, whatever is missing
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--json", action="store_true", help="JSON instead of markdown")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown tables")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What this machine lacks for each part of fusedrl, and the command that mends it."""
+"""What this machine lacks for each part of fusedrl, and the command that installs it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEPENDENCIES = (
 
 
 def missing() -> dict[str, str]:
-    """What is missing -> what it is for, what there is instead, and the command that mends it."""
+    """What is missing -> what it is for, what there is instead, and the command that helps."""
     return _packages() | _cuda()
 
 
@@ -53,32 +53,32 @@ def _packages() -> dict[str, str]:
         wanted = f"fusedrl[{part.extra}]" if part.extra else part.package
         if part.extra is None and least is not None:
             wanted = f"{part.package}>={least}"
-        found[part.package] = f'for {part.purpose}: {why}: `pip install "{wanted}"`'
+        found[part.package] = f'{why}; needed for {part.purpose}: `pip install "{wanted}"`'
     return found
 
 
 def _cuda() -> dict[str, str]:
-    """What stands between the ops and a GPU, in the order in which it is mended."""
+    """What the ops lack to run on a GPU, in the order in which to install it."""
     found = {}
     if torch.version.cuda is None:
         version = torch.__version__.partition("+")[0]
         found["CUDA build of torch"] = (
-            f"for GPUs: torch {torch.__version__} is installed: "
+            f"torch {torch.__version__} is installed; a CUDA build is needed for GPUs: "
             f'`pip install --force-reinstall "torch=={version}"`, which on Linux is a build for '
             "CUDA where the package index is PyPI"
         )
     elif not torch.cuda.is_available():
         found["GPU"] = (
-            "for the CUDA kernels: torch finds none: `nvidia-smi` says what the driver sees"
+            "torch finds none; needed for the CUDA kernels: `nvidia-smi` says what the driver sees"
         )
     if native.find("_C_cuda") is None:
         found["CUDA kernels"] = (
-            "for GPUs: fusedrl was compiled without them: with nvcc on PATH, in a checkout, "
+            "fusedrl was compiled without them; needed for GPUs: with nvcc on PATH, in a checkout, "
             "`make dev CUDA=on`, or "
             "`pip install --force-reinstall --no-deps -C cmake.define.FUSEDRL_CUDA=on .`"
         )
     elif torch.version.cuda is not None and (error := native.load_error("_C_cuda")) is not None:
-        found["CUDA kernels"] = f"for GPUs: {error}"
+        found["CUDA kernels"] = f"needed for GPUs: {error}"
     return found
 
 
@@ -93,7 +93,7 @@ def _least_version(package: str) -> str | None:
     """The oldest version that fusedrl's own metadata allow."""
     try:
         requirements = metadata.requires("fusedrl") or []
-    except metadata.PackageNotFoundError:  # run from a folder on PYTHONPATH
+    except metadata.PackageNotFoundError:  # fusedrl runs from a folder on PYTHONPATH
         return None
     for requirement in requirements:
         if match := re.match(rf"{package}\s*\(?>=\s*([0-9.]+)", requirement):

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
+from fusedrl.cli import numbers
 from fusedrl.cli.console import Console
 from fusedrl.scoring import ChatError, ScoreError, Settings, Summary, score_chats
 from fusedrl.scoring.chats import count_records
@@ -23,72 +24,102 @@ from fusedrl.scoring.tables import mismatch_row
 
 EXAMPLES = """\
 examples:
-  fusedrl score chats.jsonl --policy ./policy --reference ./reference --out drift
-  fusedrl score chats.parquet --policy ./policy --reference org/model --out drift --estimator k1
-  fusedrl score chats.jsonl --policy ./policy --reference ./reference --out drift --strict
+  # two tiny models, where you have none of your own
+  fusedrl demo
+  # a chat for each line of a file
+  printf '%s%s\\n' '{"messages": [{"role": "user", "content": "2 + 2?"}, ' \\
+    '{"role": "assistant", "content": "4"}]}' > chats.jsonl
+  # drift/report.html, drift/chats.parquet and drift/tokens.parquet
+  fusedrl score chats.jsonl --policy demo-out/models/policy \\
+    --reference demo-out/models/reference --out drift
+  # another estimator, and an end at the first chat that cannot be scored
+  fusedrl score chats.jsonl --policy demo-out/models/policy \\
+    --reference demo-out/models/reference --out drift --estimator k1 --strict
 
 exit codes:
   0    every chat is scored
   1    the files are written, and some chats are not in them
-  2    refused, with one line that says why; nothing is written
-  130  Ctrl-C; 128 and the number of the signal for another one
+  2    the input is refused, and nothing is written; one line says why
+  130  Ctrl-C
+  143  SIGTERM; for any signal, the code is 128 and its number
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     defaults = Settings()
-    parser.add_argument("chats", type=Path, help="JSONL or .parquet with a 'messages' column")
-    parser.add_argument("--policy", required=True, help="model directory or hub name")
-    parser.add_argument("--reference", required=True, help="model directory or hub name")
-    parser.add_argument("--out", required=True, type=Path, help="directory for what comes out")
+    parser.add_argument(
+        "chats", type=Path, help="a JSONL or .parquet file of chats, with a column 'messages'"
+    )
+    model = {"required": True, "metavar": "MODEL"}
+    parser.add_argument("--policy", **model, help="folder of the policy, or its name on the hub")
+    parser.add_argument("--reference", **model, help="the same of the reference")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="folder for the three files"
+    )
     parser.add_argument(
         "--estimator",
         choices=ESTIMATORS,
         default=defaults.estimator,
-        help="KL estimator of the column 'kl' and of the report (default: %(default)s, >= 0)",
+        help="KL estimator of the column 'kl' and of the report (default: %(default)s)",
     )
-    parser.add_argument("--temperature", type=_temperature, default=defaults.temperature)
-    parser.add_argument("--device", default=defaults.device, help="default: cuda if there is one")
+    parser.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=defaults.temperature,
+        metavar="T",
+        help="divide the logits of both models by this number (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--device",
+        default=defaults.device,
+        help="where the models run, as torch names it (default: cuda if there is a GPU, else cpu)",
+    )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
         default=defaults.dtype,
-        help="default: float32 on the CPU, the checkpoint's own elsewhere",
+        help="dtype of the models (default: float32 on the CPU, the checkpoint's on a GPU)",
     )
     parser.add_argument(
         "--max-tokens-per-batch",
-        type=_count,
+        type=numbers.count,
         default=defaults.max_tokens_per_batch,
         metavar="N",
-        help="tokens of one forward pass (default: 512 on the CPU, more on a GPU)",
+        help="the most tokens of one forward pass (default: 512 on the CPU, more on a GPU)",
     )
     parser.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's template"
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="a Jinja chat template to use instead of the tokenizer's",
     )
     parser.add_argument(
         "--context",
-        type=_count,
+        type=numbers.count,
         default=defaults.context,
         metavar="N",
-        help="tokens of the longest chat (default: the models' max_position_embeddings)",
+        help="the most tokens of a chat (default: the models' max_position_embeddings)",
     )
     parser.add_argument(
         "--report-chats",
-        type=_count,
+        type=numbers.count,
         default=defaults.report_chats,
         metavar="N",
-        help="most-drifted chats shown in report.html (default: %(default)s)",
+        help="how many chats report.html shows, the most drifted first (default: %(default)s)",
     )
     parser.add_argument(
         "--rollout-bound",
         type=_bound,
         default=defaults.rollout_bound,
         metavar="X",
-        help="where ratios of tokens to their rollout_log_probs are cut off (default: %(default)s)",
+        help="truncate the probability ratio of policy and engine at X, for chats with "
+        "rollout_log_probs (default: %(default)g)",
     )
     parser.add_argument(
-        "--strict", action="store_true", help="stop at the first chat that cannot be scored"
+        "--strict",
+        action="store_true",
+        help="stop at the first chat that cannot be scored, instead of leaving it out",
     )
 
 
@@ -107,13 +138,6 @@ def _bound(text: str) -> float:
     raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
 
 
-def _count(text: str) -> int:
-    with suppress(ValueError):
-        if int(text) >= 1:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-
-
 def run(args: argparse.Namespace) -> int:
     """Score, with progress on stderr and the summary on stdout; returns the exit code."""
     settings = Settings(
@@ -129,7 +153,7 @@ def score_and_print(chats: Path, policy: str, reference: str, out: Path, setting
         The exit code: 0, 1 if chats were left out, 2 if the input is refused, 128 and the number of
         the signal that ended it.
     """
-    disable_progress_bar()  # transformers' own, which would break up ours.
+    disable_progress_bar()  # that of transformers, which would break up ours
     errors = Console(stderr=True)
     try:
         with raised(), _progress(errors) as progress:
@@ -166,12 +190,12 @@ def _progress(console: Console) -> Iterator[Progress]:
     try:
         yield progress
     finally:
-        with suppress(OSError):  # A terminal that hung up takes no more text.
+        with suppress(OSError):  # a terminal that hung up takes no more text
             progress.stop()
 
 
 def _total(chats: Path) -> int | None:
-    """How many chats there are, for the bar; what is wrong with them is for the job to say."""
+    """How many chats there are, for the bar; ``None`` where the job is going to refuse the file."""
     try:
         return count_records(chats) if chats.is_file() else None
     except (ScoreError, OSError):

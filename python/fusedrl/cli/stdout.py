@@ -1,4 +1,4 @@
-"""The standard output of a command, which tells of a write that failed."""
+"""A standard output that raises an error of its own where a write fails."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ class CannotWrite(OSError):
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Raise :class:`CannotWrite` where standard output fails, be it caught on the way or not.
+    """Raise :class:`CannotWrite` at the end of the block if any write to standard output failed.
 
-    What was written before is flushed at the end. A pipe that nobody reads stays the
-    ``BrokenPipeError`` that it is.
+    Libraries such as argparse catch the ``OSError`` of a write and go on, so that a failure is
+    remembered. The output is flushed at the end, and a pipe that nobody reads raises
+    ``BrokenPipeError`` as it does elsewhere.
     """
     given = sys.stdout
-    if given is None:  # closed by the caller, who wants none
+    if given is None:  # the caller closed it, and wants no output
         yield
         return
     output: Any = _Watched(given)
@@ -31,14 +32,14 @@ def watched() -> Iterator[None]:
             yield
         finally:
             output.flush()  # here rather than at exit, where an error could not be caught
-            if output.failure is not None:  # argparse says nothing of it
+            if output.failure is not None:  # whoever wrote may have caught it
                 raise output.failure
     finally:
         sys.stdout = given
 
 
 def drop() -> None:
-    """Let what is still buffered go nowhere, or it would be the error of Python's last flush."""
+    """Discard what is still buffered, which Python would otherwise fail to flush at its exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
