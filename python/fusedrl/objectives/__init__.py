@@ -1,4 +1,4 @@
-"""torchrl's losses of language models, computed from hidden states."""
+"""torchrl's losses for language models, computed from hidden states."""
 
 from fusedrl.objectives.grpo import DAPO, CISPOLoss, GRPOLoss
 

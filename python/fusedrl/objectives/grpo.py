@@ -1,4 +1,4 @@
-"""GRPO and its variants, from the log-probs of kept tokens, without the logits of all tokens."""
+"""GRPO and its variants, computed from kept tokens without the logits of all tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusedrl.objectives.scores import Scores, scores_of
 
 _not_compiled: Any = torch.compiler.disable  # its types hide methods
 
-# The loss whose forward runs in this context, and its scores.
+# The loss whose forward pass runs in this context, and the scores that it uses.
 _running: ContextVar[tuple[_GRPOLoss, Scores] | None] = ContextVar("_running", default=None)
 
 
@@ -30,13 +30,14 @@ class GRPOLoss(_GRPOLoss):
     own, log-probs come from :func:`fusedrl.models.causal_log_probs`, which needs one more product
     with the head.
 
-    What cannot be computed from hidden states runs as in torchrl's class, and is logged once: an
-    actor that is not a ``TransformersWrapper``, subclasses that read the distribution of all
-    logits, and tokens that the actor does not read. There is no second derivative.
+    The following cannot be computed from hidden states. It runs as in torchrl's class, and is
+    logged once: an actor that is not a ``TransformersWrapper``, a subclass that reads the
+    distribution of all logits, and tokens that the actor does not read. There is no second
+    derivative.
 
     As in torchrl, add up ``loss_objective``, ``loss_entropy`` and the other fields that begin with
-    ``loss_``, which differentiate. An argument that the class does not know is accepted and
-    ignored.
+    ``loss_``, and call ``backward()`` on the sum. An argument that the class does not know is
+    accepted and ignored.
 
     Attributes:
         max_tokens_per_forward: largest number of tokens in one forward pass of the model, see
@@ -69,9 +70,9 @@ class GRPOLoss(_GRPOLoss):
 
     max_tokens_per_forward: int | None = None
 
-    @_not_compiled  # there is nothing to gain around the kernels; a model may be compiled itself
+    @_not_compiled  # compiling around the kernels gains nothing; the model itself may be compiled
     def forward(self, tensordict: TensorDictBase) -> Any:
-        """The losses and metrics of a batch, as torchrl's class gives them."""
+        """The losses and metrics of a batch, in the form of torchrl's class."""
         scores = scores_of(self, GRPOLoss, tensordict)
         if scores is None:
             return super().forward(tensordict)
@@ -91,7 +92,7 @@ class GRPOLoss(_GRPOLoss):
 
 
 class CISPOLoss(GRPOLoss, _CISPOLoss):
-    """The loss of CISPO, over clipped ratios; see :class:`fusedrl.GRPOLoss`.
+    """The loss of CISPO, which clips the ratio alone; see :class:`fusedrl.GRPOLoss`.
 
     A drop-in for :class:`torchrl.objectives.llm.CISPOLoss`.
 
@@ -103,7 +104,7 @@ class CISPOLoss(GRPOLoss, _CISPOLoss):
 
 
 class DAPO(GRPOLoss, _DAPO):
-    """The loss of DAPO, with two different bounds; see :class:`fusedrl.GRPOLoss`.
+    """The loss of DAPO, with different bounds up and down; see :class:`fusedrl.GRPOLoss`.
 
     A drop-in for :class:`torchrl.objectives.llm.DAPO`.
 

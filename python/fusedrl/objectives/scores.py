@@ -1,4 +1,4 @@
-"""Log-probs of a loss from hidden states, as torchrl's losses take them."""
+"""Log-probs and entropies for torchrl's losses, computed from hidden states."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from fusedrl.transforms.reading import can_read
 
 logger = logging.getLogger("fusedrl")
 
-# Methods that make or see the distribution of all logits; one of a subclass may read more of it
-# than we compute.
+# Methods that make or get the distribution of all logits. A subclass that overrides one may read
+# more of the distribution than is computed here.
 _SEE_LOGITS = ("_get_cur_log_prob", "_log_weight", "_get_entropy", "_kl_to_ref")
-# The outputs that terms of linear_policy_loss stand for, in its order.
+# The outputs whose gradients come from the terms of linear_policy_loss, in the order of these.
 _OUTPUTS = ("loss_objective", "loss_kl_to_ref", "loss_kl_to_inference", "loss_entropy")
 
 _warned: set[tuple[type, str]] = set()
 
 
 class Scores(NamedTuple):
-    """What a loss needs of the policy.
+    """What a loss needs from the policy.
 
     Args:
-        log_probs: of each token, ``[B, T]``; they differentiate where there are no terms.
-        distribution: with the mask and the entropy of each token.
-        terms: those of :func:`causal_policy_terms`, where gradients were made with the log-probs.
+        log_probs: those of the tokens, ``[B, T]``, with gradients if ``terms`` is ``None``.
+        distribution: the mask and the entropy of each token, in the form of a distribution.
+        terms: the terms of :func:`causal_policy_terms`, if gradients were computed together with
+            the log-probs.
     """
 
     log_probs: Tensor
@@ -46,10 +47,10 @@ class Scores(NamedTuple):
     terms: Tensor | None
 
     def differentiable(self, output: Any) -> Any:
-        """The output of torchrl's formulas with the gradients of the terms."""
+        """Give the output of torchrl's formulas the gradients of the terms."""
         if self.terms is not None and self.terms.requires_grad:
             for name, term in zip(_OUTPUTS, self.terms.unbind(), strict=True):
-                value = getattr(output, name, None)  # an output_type of the user's may have fewer
+                value = getattr(output, name, None)  # a caller's output_type may have fewer
                 if value is not None:
                     setattr(output, name, _WithGradientOf.apply(value, term))
         return output
@@ -72,8 +73,8 @@ class TokenDistribution(distributions.Distribution):
 def scores_of(loss: Any, base: type, tensordict: TensorDictBase) -> Scores | None:
     """The scores of ``tensordict`` under the actor of ``loss``, which derives from ``base``.
 
-    ``None`` where the loss has to be computed as torchrl does it, which is logged once for each
-    reason, and where torchrl refuses the data.
+    ``None`` if torchrl's own code has to compute the loss, or refuses the data. The reason for the
+    former is logged once.
     """
     try:
         return _scores(loss, base, tensordict)
@@ -110,7 +111,7 @@ def _scores(loss: Any, base: type, tensordict: TensorDictBase) -> Scores | None:
         raise CannotFuse("the policy's logits have no finite entropy")
     log_probs, entropies = (batch.padded(x) for x in (columns.log_probs, columns.entropy))
     if bool((batch.first & batch.counted).any()):
-        # Nothing predicts them: torchrl puts logits of 0 there.
+        # Nothing predicts these tokens, and torchrl puts logits of 0 there.
         uniform = math.log(_classes(loss.actor_network.model))
         unpredicted = batch.first & batch.counted
         log_probs = torch.where(unpredicted, -uniform, log_probs)
@@ -119,7 +120,7 @@ def _scores(loss: Any, base: type, tensordict: TensorDictBase) -> Scores | None:
 
 
 def _check(loss: Any, base: type, td: TensorDictBase) -> None:
-    """Refuse what only torchrl's own way computes."""
+    """Raise ``CannotFuse`` for what only torchrl's own code computes."""
     actor = loss.actor_network
     changed = overridden(loss, base, _SEE_LOGITS)
     if changed:
@@ -172,7 +173,7 @@ def _columns(loss: Any, batch: LossBatch, kept: Tensor, terms: LossTerms | None)
 
 
 class _WithGradientOf(torch.autograd.Function):
-    """A value that differentiates as another does."""
+    """A value whose gradient is that of another one."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, term: Tensor) -> Tensor:

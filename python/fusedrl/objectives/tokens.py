@@ -1,4 +1,4 @@
-"""The tokens that a wrapper would give its model, and which of them a loss is over."""
+"""The tokens that a wrapper would give its model, and which of them a loss counts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _STRATEGIES = {"sft": "_get_sft_dist", "rlhf": "_get_rlhf_dist", "generic": "_ge
 
 
 class CannotFuse(Exception):
-    """Why a loss must be computed as torchrl computes it."""
+    """A loss has to be computed by torchrl's own code; the message says why."""
 
 
 class LossBatch(NamedTuple):
     """The padded tokens of a batch, all ``[B, T]``.
 
     Args:
-        ids: token ids, anything where there is padding.
-        attended: where there is a token.
-        counted: tokens that the masking strategy counts.
-        first: the first token of each sequence, which nothing predicts.
+        ids: int64, the token ids; padding has any value.
+        attended: bool, ``True`` for a token and ``False`` for padding.
+        counted: bool, the tokens that the masking strategy counts.
+        first: bool, the first token of each sequence, which nothing predicts.
     """
 
     ids: Tensor
@@ -39,11 +39,11 @@ class LossBatch(NamedTuple):
         return self.attended.sum(1).tolist()
 
     def packed(self, column: Any) -> Any:
-        """A column without its padding, ``[N]``; ``None`` for one that there is not."""
+        """A column ``[B, T]`` without its padding, ``[N]``; ``None`` for ``None``."""
         return None if column is None else column[self.attended]
 
     def padded(self, values: Tensor) -> Tensor:
-        """Packed values with padding, 0 there."""
+        """Packed values ``[N]`` as ``[B, T]``, with 0 for padding."""
         values = values.to(self.attended.device)
         return values.new_zeros(self.attended.shape).masked_scatter(self.attended, values)
 
@@ -51,12 +51,12 @@ class LossBatch(NamedTuple):
 def read(
     wrapper: TransformersWrapper, strategy: str, action: NestedKey, td: TensorDictBase
 ) -> LossBatch:
-    """The tokens of ``td`` as the wrapper reads them, in its own code.
+    """The tokens of ``td``, read by the wrapper's own code.
 
-    ``td`` may get new tokens, as the wrapper's distributions write them.
+    That code may write tokens into ``td``.
 
     Raises:
-        CannotFuse: the tokens of the loss are not those that the model sees.
+        CannotFuse: the tokens of the loss are not those that the model gets.
     """
     if strategy not in _STRATEGIES:
         raise CannotFuse(f"masking_strategy={strategy!r} is not known")
@@ -78,7 +78,7 @@ def read(
 
 
 class _Listener(nn.Module):
-    """Stands for a wrapper's model: keeps what it is given, and has logits of one class."""
+    """Takes the place of a wrapper's model: keeps its inputs, and returns logits of one class."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -92,9 +92,9 @@ class _Listener(nn.Module):
 
 
 def _with_model(wrapper: TransformersWrapper, model: nn.Module) -> Any:
-    """A wrapper like another, of ``model``, whose inputs it pads."""
+    """A copy of a wrapper with another model, whose inputs it pads."""
     twin: Any = copy(wrapper)
-    # What a copy shares with the wrapper and changes while it reads.
+    # A copy shares these with the wrapper, and changes them while it reads.
     vars(twin)["_modules"] = {**wrapper._modules, "model": model}
     twin.out_keys = list(wrapper.out_keys)
     twin.pad_model_input = True

@@ -1,9 +1,10 @@
-"""Columns of a tensordict: read as rows, dense or nested tensors, written back in kind.
+"""Read columns of a tensordict as rows or tensors, and write results in the form of the data.
 
-torchrl delivers a batch of dialogs as a ``LazyStackedTensorDict``, one ``TensorDict`` a sample. Its
-public ``get`` and ``set`` cost microseconds a sample and key, more than the arithmetic. Where every
-type involved is exactly the known one and nothing is locked, :class:`SampleColumns` reads and
-writes the samples' own dicts; everywhere else :class:`Columns` goes through the public interface.
+torchrl delivers a batch of dialogs as a ``LazyStackedTensorDict`` of one ``TensorDict`` for each
+sample. Its public ``get`` and ``set`` take microseconds for each sample and key, which is more than
+the arithmetic takes. If all types are exactly the known ones and nothing is locked,
+:class:`SampleColumns` reads and writes the samples' own dicts. :class:`Columns` uses the public
+interface, for all other data.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _PLAIN = Plain(Tensor, TensorDict, LogProbs)
 
 
 def is_nested(column: Any) -> bool:
-    """Whether a column is a nested tensor; a jagged one is told by its type.
+    """Whether a column is a nested tensor.
 
-    Every attribute of a jagged tensor, even ``is_nested``, costs microseconds of dispatch.
+    A jagged one is recognised by its type, because every attribute of it, even ``is_nested``, takes
+    microseconds of dispatch.
     """
     return isinstance(column, NestedTensor) or (isinstance(column, Tensor) and column.is_nested)
 
@@ -40,22 +42,23 @@ def is_dense(column: Any) -> TypeGuard[Tensor]:
 
 
 def check_some(td: TensorDictBase) -> None:
-    """Refuse a batch of no sample, of which an empty stack does not even tell its keys."""
+    """Refuse a batch without samples: an empty stack does not even have keys."""
     if td.batch_size.numel() == 0:
         raise ValueError("tensordict: expected at least one sample, got none; skip empty batches")
 
 
 def column_rows(column: Column) -> Sequence[Tensor]:
-    """A dense, nested or stacked column as one row a sample."""
+    """The rows of a dense, nested or stacked column, one for each sample."""
     return column.unbind(0) if isinstance(column, Tensor) else column
 
 
 def jagged_offsets(
     log_probs: Column, reward: Column | None, lengths: Sequence[int]
 ) -> Tensor | None:
-    """Offsets ``[B + 1]`` of what is written beside a jagged reward; ``None`` beside another one.
+    """The offsets ``[B + 1]`` of results that are written beside a jagged reward, else ``None``.
 
-    Those of jagged log-probs where they have no holes: torch combines columns of one offsets only.
+    Jagged log-probs without holes lend theirs, because torch combines jagged tensors only if they
+    share one tensor of offsets.
     """
     if not isinstance(reward, NestedTensor):
         return None
@@ -65,17 +68,17 @@ def jagged_offsets(
 
 
 class Columns:
-    """Columns of any tensordict, through its public interface."""
+    """Columns of any tensordict, read and written through its public interface."""
 
     def __init__(self, td: TensorDictBase) -> None:
         self.td = td
 
     def get(self, key: NestedKey) -> Column | None:
-        """The column: a list of rows from a stack of samples, else the tensor as stored."""
+        """The column: a list of rows for a stack of samples, else the tensor as it is stored."""
         return self.td.get(key, as_list=True)  # pyright: ignore[reportCallIssue]
 
     def set(self, key: NestedKey, value: Column, layout: torch.layout = torch.strided) -> None:
-        """Store a dense or nested column, or rows as a nested one of this layout."""
+        """Store a dense or nested column, or rows as a nested tensor of this layout."""
         if not isinstance(value, Tensor):
             value = torch.nested.as_nested_tensor(list(value), layout=layout)
         self.td.set(key, value)
@@ -85,35 +88,36 @@ class Columns:
     ) -> None:
         """Store packed ``values [N, ...]`` as a nested column, which a stack unbinds into rows.
 
-        It is strided, or jagged over the offsets ``jagged``, ``[B + 1]``.
+        The column is jagged with the offsets ``jagged``, ``[B + 1]``, if they are given, and
+        strided otherwise.
         """
         if jagged is not None:
             self.td.set(key, ragged.to_jagged(ragged.Ragged(values, jagged)))
             return
-        # On the CPU: nobody reads them beside lengths, and a copy to a device would wait for it.
+        # They stay on the CPU: nothing reads them beside lengths, and a copy waits for the device.
         offsets = ragged.offsets_of(lengths)
         self.td.set(key, ragged.to_strided(ragged.Ragged(values, offsets), lengths))
 
 
 class SampleColumns:
-    """Columns of samples whose dicts are reached directly."""
+    """Columns of samples, read from and written into the samples' own dicts."""
 
     def __init__(self, samples: list[TensorDict], dicts: list[dict[str, Any]]) -> None:
         self.samples, self._dicts = samples, dicts
 
     def entries(self, name: str) -> list[Any]:
-        """What each sample holds under a plain name, ``None`` for nothing."""
+        """What each sample has under a plain name, or ``None``."""
         return [entries.get(name) for entries in self._dicts]
 
     def get(self, key: NestedKey) -> list[Tensor] | None:
-        """One tensor a sample, or ``None`` where a sample has no tensor of this name."""
+        """One tensor for each sample, or ``None`` if a sample has no tensor of this name."""
         rows = _PLAIN.column(self._dicts, (key,) if isinstance(key, str) else key)
         if rows is None:
             rows = [sample.get(key) for sample in self.samples]
         return rows if all(isinstance(row, Tensor) for row in rows) else None
 
     def set(self, key: NestedKey, value: Column, layout: torch.layout = torch.strided) -> None:
-        """Store one row a sample, whatever the layout."""
+        """Store one row in each sample; the layout has no effect."""
         rows = value.unbind(0) if isinstance(value, Tensor) else value
         if isinstance(key, str):
             put(self._dicts, key, rows)
@@ -124,8 +128,8 @@ class SampleColumns:
     def set_packed(
         self, key: NestedKey, values: Tensor, lengths: list[int], jagged: Tensor | None = None
     ) -> None:
-        """Store views of packed ``values [N, ...]``, one a sample."""
-        # Without a graph there are no views to track, which makes them a fifth cheaper.
+        """Store a view of packed ``values [N, ...]`` in each sample."""
+        # Without a gradient graph nothing has to track the views, which makes them a fifth cheaper.
         split = torch.split_with_sizes if values.requires_grad else torch.unsafe_split_with_sizes
         self.set(key, split(values, lengths))
 
@@ -133,14 +137,14 @@ class SampleColumns:
 def sample_columns(td: TensorDictBase) -> SampleColumns | None:
     """The samples of an unlocked stack, or stack of stacks, of plain unlocked tensordicts.
 
-    ``None`` for anything else: a locked one, a subclass, one inside ``vmap``.
+    ``None`` for anything else, such as a locked stack, a subclass, or a tensordict inside ``vmap``.
     """
     samples = _samples_of(td)
     return None if samples is None else _plain(samples)
 
 
 def target_columns(td: TensorDictBase) -> SampleColumns | None:
-    """As :func:`sample_columns`, for the ``"next"`` entries where the samples have them."""
+    """As :func:`sample_columns`, but of the ``"next"`` entries if the samples have them."""
     rows = sample_columns(td)
     if rows is None:
         return None
@@ -149,7 +153,7 @@ def target_columns(td: TensorDictBase) -> SampleColumns | None:
 
 
 def _samples_of(td: Any) -> list[Any] | None:
-    """What is stacked, of whatever types."""
+    """The elements of a stack, of any types; ``None`` for what is no plain, unlocked stack."""
     if type(td) is not LazyStackedTensorDict or td.is_locked:
         return None
     if td.hook_out is not None or td.hook_in is not None:
@@ -171,7 +175,7 @@ def _plain(samples: list[Any]) -> SampleColumns | None:
 
 
 def columns_of(td: TensorDictBase) -> SampleColumns | Columns:
-    """The fastest way into ``td`` that its type allows."""
+    """The columns of ``td``, in the fastest way that its type allows."""
     return sample_columns(td) or Columns(td)
 
 
@@ -180,7 +184,7 @@ def step_one(
     td: TensorDictBase,
     following: TensorDictBase,
 ) -> Any:
-    """A transform's step on one sample without a batch, through stacks of one over it."""
+    """Run a transform's step on one sample without a batch dimension, as a stack of one."""
     stack = lazy_stack([td])
     return step(stack, stack if following is td else lazy_stack([following]))[0]
 
@@ -188,10 +192,10 @@ def step_one(
 def write_rows(
     td: TensorDictBase, key: NestedKey, rows: Sequence[Tensor], layout: torch.layout
 ) -> None:
-    """Store one row a sample under ``key``.
+    """Store one row for each sample under ``key``.
 
-    A stack stores it in its samples. A plain tensordict holds it as a stack of its own under a
-    nested key, readable with ``get(key, as_list=True)``, and under a plain name as a nested tensor.
+    A stack stores each row in its sample. A plain tensordict stores a nested tensor under a plain
+    name. Under a nested key it stores a stack, which ``get(key, as_list=True)`` reads.
     """
     if isinstance(key, str):
         td.set(key, torch.nested.as_nested_tensor(list(rows), layout=layout))
@@ -202,6 +206,6 @@ def write_rows(
 def declare_tokens(
     spec: Composite, key: NestedKey, *trailing: int, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Declare ``key`` as one row of unknown length a sample, shaped ``[*batch, -1, *trailing]``."""
+    """Declare ``key`` as a row of unknown length for each sample: ``[*batch, -1, *trailing]``."""
     shape = torch.Size((*spec.shape, -1, *trailing))
     spec[key] = Unbounded(shape=shape, device=spec.device, dtype=dtype)

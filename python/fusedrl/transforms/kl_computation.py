@@ -26,25 +26,30 @@ class KLComputation(_KLComputation):
     """Write the per-token KL ``log_probs - ref_log_probs``, and subtract it from the reward.
 
     A drop-in for :class:`torchrl.envs.llm.transforms.KLComputation` that runs one op over the whole
-    batch. It reads and writes the ``"next"`` entry where there is one. The KL of a stack of samples
-    is one row a sample, views of one buffer; of nested columns a strided nested tensor, or jagged
-    beside a jagged reward; of dense ``[B, T]`` columns dense (torchrl answers nested, or raises
-    with a reward). The reward keeps its own layout, broadcast to the tokens.
+    batch. It reads and writes the ``"next"`` entry if there is one, and the root otherwise. The
+    form of the KL follows that of the log-probs:
+
+    - A stack of samples gets one row in each sample; the rows are views of one buffer.
+    - Nested columns give a strided nested tensor, or a jagged one if the reward is jagged.
+    - Dense columns ``[B, T]`` give a dense KL, where torchrl gives a nested one, or raises an
+      error if there is a reward.
+
+    The penalised reward keeps the layout of the reward, broadcast to the tokens.
 
     Args:
-        gen_log_probs_full_key: the policy's log-probs in nats, a row ``[T]`` a sample. NaN means
-            that a token has no score: its KL is 0.
-        ref_log_probs_full_key: the reference's, with the same shapes.
-        kl_key: where the KL goes, float, shaped like the log-probs.
-        add_to_reward: replace ``"reward"`` by ``reward - coeff * kl``. A reward is ``[T, 1]`` a
-            sample, or ``[1, 1]``, which is broadcast over the tokens. Nothing happens without one.
+        gen_log_probs_full_key: key of the policy's log-probs in nats, a row ``[T]`` for each
+            sample. A NaN means that the token has no score, and its KL is 0.
+        ref_log_probs_full_key: key of the reference's log-probs, which have the same shapes.
+        kl_key: where the KL goes, in nats, with the shape of the log-probs.
+        add_to_reward: replace ``"reward"`` by ``reward - coeff * kl``, if there is a reward. It has
+            the shape ``[T, 1]`` for each sample, or ``[1, 1]``, which is broadcast to the tokens.
         coeff: weight of the KL, a float or a 0-dim tensor.
-        padding_side: kept for torchrl's signature; nothing is padded here.
+        padding_side: without effect, because nothing is padded; torchrl's signature has it.
 
     Raises:
-        TypeError: an unknown argument, or one under its old and its present name.
-        ValueError: one key for both log-probs; missing or mismatching columns. The tensordict is
-            then unchanged.
+        TypeError: an unknown argument, or an argument under its former and its present name.
+        ValueError: the two log-probs have one key, or columns are missing or do not fit each
+            other. The tensordict is then unchanged.
 
     Example:
         >>> import torch
@@ -81,7 +86,8 @@ class KLComputation(_KLComputation):
         if unravel_key(gen_log_probs_full_key) == unravel_key(ref_log_probs_full_key):
             raise ValueError(
                 f"ref_log_probs_full_key: expected another key than gen_log_probs_full_key's "
-                f"{gen_log_probs_full_key!r}, got the same, of which every KL is 0"
+                f"{gen_log_probs_full_key!r}, got the same, with which every KL is 0; name the "
+                "reference's log-probs"
             )
         super().__init__(
             gen_log_probs_full_key,
@@ -104,7 +110,7 @@ class KLComputation(_KLComputation):
         return data.set("next", self._step(data, following))
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        """A whole transition, that a replay buffer is given and runs this on (``invert=True``)."""
+        """Transform a whole transition, as a replay buffer asks for with ``invert=True``."""
         return self.forward(next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -155,7 +161,7 @@ class KLComputation(_KLComputation):
     def _ragged(
         self, data: Data, log_probs: Column, ref_log_probs: Column, reward: Column | None = None
     ) -> None:
-        # torchrl's KL of jagged log-probs is strided; with a jagged reward it has none, and raises.
+        # torchrl gives a strided KL for jagged log-probs, and raises an error for a jagged reward.
         layout = torch.jagged if isinstance(reward, NestedTensor) else torch.strided
         found = self._nested(log_probs, ref_log_probs, reward)
         if found is None:
@@ -177,7 +183,7 @@ class KLComputation(_KLComputation):
     def _nested(
         self, log_probs: Column, ref_log_probs: Column, reward: Column | None
     ) -> PackedColumns | None:
-        """Of nested columns, without unbinding them; ``None`` unless their rows fit."""
+        """The KL of nested columns without unbinding them; ``None`` unless their rows fit."""
         packed = _pack_nested(log_probs, ref_log_probs, reward)
         if packed is None:
             return None
@@ -196,9 +202,12 @@ class KLComputation(_KLComputation):
         rewards: Sequence[Tensor] | None,
         layout: torch.layout,
     ) -> None:
-        """Rows of several dimensions and rewards of several columns, one sample after the other."""
+        """Compute rows of several dimensions, or rewards of several columns, sample by sample."""
         if len(rows) != len(ref_rows):
-            raise ValueError(f"ref_log_probs: expected {len(rows)} samples, got {len(ref_rows)}")
+            raise ValueError(
+                f"ref_log_probs: expected {len(rows)} samples, got {len(ref_rows)}; score the same "
+                "samples under both models"
+            )
         kl = [token_kl(x, y, nan="missing") for x, y in zip(rows, ref_rows, strict=True)]
         if rewards is not None:
             rewards = [
@@ -221,9 +230,9 @@ class KLComputation(_KLComputation):
 
 
 def _are_token_rows(rows: Sequence[Tensor], rewards: Sequence[Tensor] | None) -> bool:
-    """Whether a sample is one row of tokens, with a reward of one column.
+    """Whether each sample is one row of tokens, with a reward of one column.
 
-    The first one tells: packing refuses samples of other dimensions behind it.
+    The first sample decides, because packing refuses later samples with other dimensions.
     """
     if len(rows) == 0 or rows[0].dim() != 1:
         return False
@@ -243,7 +252,7 @@ def _check_reward_dims(rows: Sequence[Tensor], rewards: Sequence[Tensor]) -> Non
 def _pack_nested(
     log_probs: Column, ref_log_probs: Column, reward: Column | None
 ) -> PackedColumns | None:
-    """Nested columns as packed views; a reward is packed as ``[N]``."""
+    """Nested columns as packed views, a reward as ``[N]``."""
     given = [log_probs, ref_log_probs] + ([] if reward is None else [reward])
     if not all(map(columns.is_nested, given)):
         return None

@@ -1,4 +1,4 @@
-"""torchrl's first KL transform: a reference model scores the tokens, the reward pays for the KL."""
+"""torchrl's first KL transform: it scores tokens under a reference and penalises the reward."""
 
 from __future__ import annotations
 
@@ -36,43 +36,46 @@ _NAMED_BEFORE = "ref_log_prob"
 
 
 class KLRewardTransform(_KLRewardTransform):
-    """Penalise the reward by the KL between log-probs in the data and a reference model's.
+    """Subtract from the reward the KL between log-probs in the data and those of a reference.
 
-    A drop-in for :class:`torchrl.envs.llm.transforms.KLRewardTransform`; torchrl calls it legacy,
-    :class:`fusedrl.RetrieveKL` scores with both models and reads conversations too. This one reads
-    the tokens of the root, with the log-probs that the policy wrote beside them, and writes to
-    ``"next"`` where there is one: ``reward - coef * kl``, the KL and the reference's log-probs,
-    each ``[T, 1]`` a sample, dense ``[B, T, 1]`` where the data are dense. A token that the mask
-    drops has KL and log-prob 0 and keeps its reward; one whose log-prob is NaN has KL 0.
+    A drop-in for :class:`torchrl.envs.llm.transforms.KLRewardTransform`, which torchrl calls
+    legacy. New programs should use :class:`fusedrl.RetrieveKL`, which scores under both models and
+    also reads conversations.
+
+    The transform reads the tokens of the root and the log-probs that the policy wrote beside them.
+    It writes ``reward - coef * kl``, the KL and the reference's log-probs, to ``"next"`` if there
+    is one and to the root otherwise. Each is ``[T, 1]`` for a sample, or dense ``[B, T, 1]`` if the
+    data are dense. A token that the mask drops has KL and log-prob 0 and keeps its reward. A token
+    whose log-prob is NaN has KL 0.
 
     Args:
         ref_model: the reference as a log-prob wrapper with ``input_mode="tokens"``.
-        ref_model_factory: makes ``ref_model``.
-        coef: weight of the KL, a float or a tensor of one element; a buffer.
-        in_keys: where the reward is, one key. Without a reward, 0 is penalised.
-        out_keys: where the penalised reward goes, or the three keys of reward, KL and the
-            reference's log-probs. By default the key of the reward, which is replaced; beside one
-            key of a reward the others are ``"kl_penalty"`` and ``"ref_log_probs"``, and the same
-            log-probs are under ``"ref_log_prob"`` too, where torchrl up to 0.10 puts
-            them.
-        log_prob_key: the policy's log-probs in nats, ``[T]`` a sample. Where a policy wrote those
-            of its answer only, under ``"response"`` instead of ``"full"``, the prompt has KL 0.
-        device: where the model is put and computes.
-        add_to_reward: write the reward.
-        tokenizer: kept for the property; by default the model's.
-        assistant_only: keep the tokens of ``("masks", "all_assistant_mask")``; without one, those
-            behind ``("tokens", "prompt")``.
-        padding_side: kept for torchrl's signature; rows stay where the data has them.
+        ref_model_factory: a function that makes ``ref_model``, instead of it.
+        coef: weight of the KL, a float or a tensor of one element, which becomes a buffer.
+        in_keys: the key of the reward, alone in a list. Without a reward, 0 is penalised.
+        out_keys: the key of the penalised reward, or three keys: of the penalised reward, the KL
+            and the reference's log-probs. By default the reward is replaced. With one key, the
+            others are ``"kl_penalty"`` and ``"ref_log_probs"``, and the log-probs are written under
+            ``"ref_log_prob"`` too, as torchrl up to 0.10 does.
+        log_prob_key: key of the policy's log-probs in nats, ``[T]`` for each sample. If the policy
+            wrote only those of its answer, under ``"response"`` instead of ``"full"``, the tokens
+            of the prompt have KL 0.
+        device: where the model is moved to and computes.
+        add_to_reward: whether the penalised reward is written.
+        tokenizer: what the property ``tokenizer`` returns; by default the model's.
+        assistant_only: keep the tokens of ``("masks", "all_assistant_mask")``, or those after
+            ``("tokens", "prompt")`` if there is no such mask.
+        padding_side: without effect, because rows stay as they are; torchrl's signature has it.
         use_ray_service: torchrl's old spelling of ``service_backend="ray"``, which builds a
-            :class:`fusedrl.RayKLRewardTransform`; ``actor_name`` names its actor, if there is one.
+            :class:`fusedrl.RayKLRewardTransform`; ``actor_name`` then names its actor.
         detach: compute without a gradient graph.
 
     Raises:
-        TypeError: an unknown argument, or ``coef`` and ``coeff``, another name of it, at a time.
-        ValueError: a model that is missing, given twice, generates, or reads no tokens; keys that
-            are not one reward in and one or three out; columns that do not fit, which are then
-            unchanged.
-        RuntimeError: a step without tokens.
+        TypeError: an unknown argument, or both ``coef`` and ``coeff``, which is its other name.
+        ValueError: the model is missing, given twice, generates, or does not read tokens; there is
+            not one key of a reward, or not one or three output keys; columns do not fit each
+            other, and are then unchanged.
+        RuntimeError: a step has no tokens.
 
     Example:
         >>> import torch
@@ -120,17 +123,21 @@ class KLRewardTransform(_KLRewardTransform):
         detach: bool = True,
         **unknown: Any,
     ) -> None:
-        unknown.pop("actor_name", None)  # without Ray there is none to name
+        unknown.pop("actor_name", None)  # without Ray there is no actor to name
         refuse(unknown)
         if (ref_model is None) == (ref_model_factory is None):
             given = "neither" if ref_model is None else "both"
-            raise ValueError(f"ref_model: expected a wrapper or ref_model_factory, got {given}")
+            raise ValueError(
+                f"ref_model: expected a wrapper or ref_model_factory, got {given}; pass one of them"
+            )
         read, written = _checked_keys(in_keys, out_keys)
         model: Any = ref_model if ref_model_factory is None else ref_model_factory()
         _check_model(model)
         coef = torch.as_tensor(coef)
         if coef.numel() != 1:
-            raise ValueError(f"coef: expected one element, got shape {tuple(coef.shape)}")
+            raise ValueError(
+                f"coef: expected one element, got shape {tuple(coef.shape)}; pass a float"
+            )
         super().__init__(
             model,
             coef=coef if coef.is_floating_point() else coef.float(),  # pyright: ignore[reportArgumentType]
@@ -147,28 +154,29 @@ class KLRewardTransform(_KLRewardTransform):
         self._named_before = [_NAMED_BEFORE] if len(written) == 1 else []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of torchrl's class, where a patch has put this one in its place."""
+        """Take the state of torchrl's class too, which was pickled before a patch replaced it."""
         super().__setstate__({"detach": True, "_named_before": [], **state})
 
     @property
     def action_key(self) -> NestedKey:
-        """The full conversation, in the input mode of the environment; tokens without one."""
+        """The key of the full conversation in the environment's input mode; tokens without one."""
         parent: Any = self.parent
         mode = "tokens" if parent is None else parent.base_env.input_mode
         if mode not in ("history", "text", "tokens"):
             raise ValueError(
                 f"input_mode: expected 'history', 'text' or 'tokens' of the environment, got {mode}"
+                "; make the environment with one of these"
             )
         return (mode, "full")
 
     @property
     def columns_written(self) -> list[NestedKey]:
-        """The columns that are written: the out keys, and a former name of the last."""
+        """The keys that are written: the output keys, and a former name of the last one."""
         return [*self.out_keys, *self._named_before]
 
     @property
     def columns_read(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """The columns that are read from the root, and those that are read from ``"next"``."""
+        """The keys that are read from the root, and those that are read from ``"next"``."""
         reward, *inputs = self.in_keys
         log_probs = [self.log_prob_full_key, answer_key(self.log_prob_full_key)]
         return [
@@ -180,14 +188,14 @@ class KLRewardTransform(_KLRewardTransform):
         ], [reward]
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        # torchrl assigns the action key here, a property that the parent has to answer.
+        # torchrl assigns the action key here, which is a property: it depends on the parent.
         Transform.set_container(self, container)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         return transitions.run(self, self._step, tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        """A whole transition, that a replay buffer is given and runs this on (``invert=True``)."""
+        """Transform a whole transition, as a replay buffer asks for with ``invert=True``."""
         return self.forward(next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -217,19 +225,19 @@ class KLRewardTransform(_KLRewardTransform):
         return td
 
     def _score(self, td: TensorDictBase, key: NestedKey, tokens: Column) -> Column:
-        """The reference's log-probs of ``tokens``, in their form."""
+        """The reference's log-probs of ``tokens``, in the form of the tokens."""
         if not is_dense(tokens) and (self.pad_output or isinstance(tokens, Tensor)):
             td = readable(tokens, columns.columns_of(td).get(ATTENTION), key, self.pad_output)
         device = getattr(self, "_io_device", None)
         td = td if device is None else td.to(device)
-        # Made here: as a part of this transform it would have the model in the state dict twice.
+        # Made for each call: as a submodule it would put the model into the state dict twice.
         scorer = RetrieveLogProb(self.ref_model, assistant_only=False, detach=self.detach)
         scored = scorer._step(td, td.empty())
         log_probs = columns.columns_of(scored).get(scorer.log_probs_full_key)
         assert log_probs is not None
         if is_dense(log_probs) and is_dense(tokens):
             return log_probs.to(tokens.device)
-        # A model that pads answers rows of one length, padded on the left.
+        # A model that pads gives rows of one length, which are padded on the left.
         pairs = zip(column_rows(log_probs), column_rows(tokens), strict=True)
         return [row[row.shape[-1] - len(ids) :].to(ids.device) for row, ids in pairs]
 
@@ -278,7 +286,7 @@ class KLRewardTransform(_KLRewardTransform):
     def _named(
         self, kl: Tensor, penalised: Sequence[Tensor], ref_log_probs: Tensor, mask: Tensor | None
     ) -> dict[NestedKey, Tensor]:
-        """What is written, dense ``[B, T]`` or packed ``[N]``, all of it before any is stored."""
+        """All results by key, dense ``[B, T]`` or packed ``[N]``, before any of them is stored."""
         results: dict[NestedKey, Tensor] = {}
         for values in penalised:
             results[self.out_keys[0]] = values
@@ -311,11 +319,13 @@ def _checked_keys(
     read = list(KLRewardTransform.DEFAULT_IN_KEYS if in_keys is None else in_keys)
     written = list(read if out_keys is None else out_keys)
     if len(read) != 1:
-        raise ValueError(f"in_keys: expected one key, the reward's, got {read}")
+        raise ValueError(
+            f"in_keys: expected one key, the reward's, got {read}; pass ['reward'], for example"
+        )
     if len(written) not in (1, 3):
         raise ValueError(
             f"out_keys: expected one key, the reward's, or three, those of reward, KL and the "
-            f"reference's log-probs, got {written}"
+            f"reference's log-probs, got {written}; leave out_keys out to replace the reward"
         )
     return read, written
 

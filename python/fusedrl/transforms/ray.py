@@ -16,33 +16,34 @@ from fusedrl.transforms.ray_service import RayKL
 class RayRetrieveKL(RayKL, _RayRetrieveKL):
     """:class:`fusedrl.RetrieveKL` in a Ray actor, whose models several environments share.
 
-    A drop-in for :class:`torchrl.envs.llm.transforms.RayRetrieveKL`. A column crosses to the actor
-    only if it is read there, and back only if it was written. An actor ends with the last transform
-    that uses it; one with a name stays until ``ray.kill``, for others in the same Ray namespace,
-    which then need no models.
+    A drop-in for :class:`torchrl.envs.llm.transforms.RayRetrieveKL`. A column is sent to
+    the actor only if it is read there, and comes back only if it was written. The actor ends with
+    the last transform that uses it. An actor with a name stays until ``ray.kill``. Other transforms
+    in the same Ray namespace can use it by that name, and need no models then.
 
     Args:
-        gen_model: the policy as a log-prob wrapper; it is copied to the actor. Not
-            ``"from_collector"``: a copy would keep the weights that the policy has now.
+        gen_model: the policy as a log-prob wrapper, which is copied to the actor.
+            ``"from_collector"`` is refused, because the copy would keep its present weights.
         ref_model: the reference as a log-prob wrapper, copied to the actor.
-        gen_model_factory: makes ``gen_model`` in the actor, from where it must be importable.
-        ref_model_factory: makes ``ref_model`` there.
+        gen_model_factory: a function that makes ``gen_model`` in the actor, which must be able to
+            import it.
+        ref_model_factory: the same for ``ref_model``.
         num_cpus: CPUs that Ray reserves for the actor, 1 by default.
         num_gpus: GPUs that Ray reserves for it.
-        device: where the models are put and compute, in the actor. Results are where the data are.
-        actor_name: use the actor of this name, or start it. One that runs keeps its own arguments:
-            others are refused, and those that are left out are the actor's.
-        **kwargs: arguments of :class:`fusedrl.RetrieveKL`; and ``ray_actor_options``, further
-            options of a Ray actor, such as ``namespace``; ``transform_class``, a subclass to run in
-            the actor, which may change ``_step``, ``_reset``, ``forward``, ``_call`` and the specs
-            of outputs.
+        device: where the models compute in the actor. Results are on the device of the data.
+        actor_name: use the actor of this name, or start it. An actor that runs keeps its
+            arguments: different ones are refused, and those that you leave out are the actor's.
+        **kwargs: arguments of :class:`fusedrl.RetrieveKL`, and two more. ``ray_actor_options`` has
+            further options of a Ray actor, such as ``namespace``. ``transform_class`` is a subclass
+            to run in the actor; it may change ``_step``, ``_reset``, ``forward``, ``_call`` and the
+            specs of outputs.
 
     Raises:
-        ImportError: without Ray.
-        ValueError: a model given twice or not at all, ``detach=False``, a name that is another
-            actor's, arguments that are not those of the actor that has it; and what the transform
-            in the actor raises.
-        RuntimeError: the cluster has no place for the actor within five minutes.
+        ImportError: Ray is not installed.
+        ValueError: a model is given twice or not at all, ``detach`` is ``False``, another kind of
+            actor has the name, or the actor of that name has other arguments; also what the
+            transform in the actor raises.
+        RuntimeError: the cluster has no room for the actor within five minutes.
 
     Example:
         >>> from fusedrl import RayRetrieveKL
@@ -84,25 +85,26 @@ class RayKLRewardTransform(RayKL, _RayKLRewardTransform):
     """:class:`fusedrl.KLRewardTransform` in a Ray actor, whose model several environments share.
 
     A drop-in for :class:`torchrl.envs.llm.transforms.RayKLRewardTransform`, which fails in an
-    environment. See :class:`fusedrl.RayRetrieveKL` for what crosses and when the actor ends.
+    environment. See :class:`fusedrl.RayRetrieveKL` for what is sent and when the actor ends.
 
     Args:
         ref_model: the reference as a log-prob wrapper, copied to the actor.
-        ref_model_factory: makes ``ref_model`` in the actor, from where it must be importable.
+        ref_model_factory: a function that makes ``ref_model`` in the actor, which must be able to
+            import it.
         num_cpus: CPUs that Ray reserves for the actor, 1 by default.
         num_gpus: GPUs that Ray reserves for it.
-        device: where the model is put and computes, in the actor. Results are where the data are.
-        actor_name: use the actor of this name, or start it. One that runs keeps its own arguments:
-            others are refused, and those that are left out are the actor's.
-        **kwargs: arguments of :class:`fusedrl.KLRewardTransform`; and ``ray_actor_options`` and
-            ``transform_class`` as there.
+        device: where the model computes in the actor. Results are on the device of the data.
+        actor_name: use the actor of this name, or start it. An actor that runs keeps its
+            arguments: different ones are refused, and those that you leave out are the actor's.
+        **kwargs: arguments of :class:`fusedrl.KLRewardTransform`, and ``ray_actor_options`` and
+            ``transform_class`` as for :class:`fusedrl.RayRetrieveKL`.
 
     Raises:
-        ImportError: without Ray.
-        ValueError: a model given twice or not at all, ``detach=False``, a name that is another
-            actor's, arguments that are not those of the actor that has it; and what the transform
-            in the actor raises.
-        RuntimeError: the cluster has no place for the actor within five minutes.
+        ImportError: Ray is not installed.
+        ValueError: a model is given twice or not at all, ``detach`` is ``False``, another kind of
+            actor has the name, or the actor of that name has other arguments; also what the
+            transform in the actor raises.
+        RuntimeError: the cluster has no room for the actor within five minutes.
 
     Example:
         >>> from fusedrl import RayKLRewardTransform

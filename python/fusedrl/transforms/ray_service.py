@@ -19,20 +19,20 @@ SECONDS_TO_START = 300  # an autoscaler may have to add a machine first
 
 
 class RayService:
-    """The Ray class of a transform class, for torchrl's ``service_backend="ray"``.
+    """A class attribute with the Ray class of a transform, for ``service_backend="ray"``.
 
-    A subclass of the transform has it too, with the subclass in the actor.
+    A subclass of the transform inherits it, and then the subclass runs in the actor.
     """
 
     def __init__(self, ray_class: type[RayKL]) -> None:
         self._ray_class = ray_class
 
     def __set_name__(self, owner: type[Transform], name: str) -> None:
-        """Learn which class has this attribute first: the one that the Ray class runs."""
+        """Remember the class that defines this attribute: the Ray class runs it."""
         self._ray_class._service_cls = self._owner = owner
 
     def __get__(self, instance: Any, owner: type[Transform]) -> Callable[..., Transform]:
-        """The Ray class, told of a subclass."""
+        """The Ray class, which runs ``owner``."""
         if owner is self._owner:
             return self._ray_class
         return partial(self._ray_class, transform_class=owner)
@@ -41,14 +41,14 @@ class RayService:
 class RayKL(RayTransform):
     """The local side of a transform in a Ray actor.
 
-    Environment, keys and missing tolerance stay here. Steps, resets, calls on data and specs go to
-    the actor: the columns that it reads on the way there, those that it writes on the way back.
+    The environment, the keys and the missing tolerance stay here. Steps, resets, calls on data and
+    specs go to the actor: it is sent the columns that it reads, and returns those that it wrote.
     """
 
-    _service_cls: type[Transform]  # torchrl's name, by which isinstance holds for this class too
+    _service_cls: type[Transform]  # torchrl's name: isinstance counts this class as that one, too
     _description: Description
 
-    # torchrl sends each of these to the actor, where there is nothing to do.
+    # torchrl would send each of these to the actor, which has nothing to do for them.
     __setattr__ = Transform.__setattr__
     in_keys: Any = Transform.in_keys
     out_keys: Any = Transform.out_keys
@@ -105,7 +105,7 @@ class RayKL(RayTransform):
         self._device = self._actor = None
         options = {"num_cpus": self._num_cpus, "num_gpus": num_gpus, **(ray_actor_options or {})}
         if actor_name is not None:
-            # Detached, or it would end with this transform under all others that use it.
+            # Detached: otherwise it would end with this transform although others use it.
             options = {"lifetime": "detached", "get_if_exists": True, **options, "name": actor_name}
             self._actor = self._find(actor_name, options.get("namespace"))
         if self._actor is None:
@@ -115,7 +115,7 @@ class RayKL(RayTransform):
                 self._wait_for_a_place()
                 self._description = self._get(self._actor.describe.remote())
             except BaseException:
-                self._ray.kill(self._actor)  # it has no transform, nor ever will
+                self._ray.kill(self._actor)  # its transform could not be made
                 raise
         else:
             self._description = self._get(self._actor.describe.remote())
@@ -161,7 +161,7 @@ class RayKL(RayTransform):
         return remote.options(**kwargs["options"]).remote(self._service_cls, kwargs["arguments"])
 
     def _wait_for_a_place(self) -> None:
-        """Refuse an actor that Ray has nowhere to start; its models may take as long as they do."""
+        """Refuse an actor for which Ray finds no room; its models may take any time to load."""
         started: Any = self._actor.__ray_ready__.remote()  # pyright: ignore[reportOptionalMemberAccess]
         if not self._ray.wait([started], timeout=SECONDS_TO_START)[0]:
             raise RuntimeError(
@@ -172,7 +172,7 @@ class RayKL(RayTransform):
             )
 
     def _get(self, reference: Any) -> Any:
-        """The actor's answer, or its own exception."""
+        """The actor's answer; an exception of the actor is raised here."""
         try:
             return self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:  # pyright: ignore[reportAttributeAccessIssue]
@@ -183,15 +183,18 @@ class RayKL(RayTransform):
     @property
     def _running(self) -> Any:
         if self._actor is None:
-            raise RuntimeError(f"{type(self).__name__}: expected a running actor, got a closed one")
+            raise RuntimeError(
+                f"{type(self).__name__}: expected a running actor, got a closed one; "
+                "make the transform again"
+            )
         return self._actor
 
     def close(self) -> None:
-        """Let go of the actor, which ends with its last transform, or stays if it has a name."""
+        """Give up the actor, which ends with its last transform, or stays if it has a name."""
         self._actor = None
 
     def __repr__(self) -> str:
-        """As the transform in the actor, which is not asked again."""
+        """The text of the transform in the actor, which was sent when it was found."""
         if self.__dict__.get("_actor") is None:
             return f"{type(self).__name__}(actor=None)"
         return f"{type(self).__name__}({self._description.text})"
@@ -200,7 +203,7 @@ class RayKL(RayTransform):
         return transitions.run(self, partial(self._run, "forward"), tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        """A whole transition, that a replay buffer is given and runs this on (``invert=True``)."""
+        """Transform a whole transition, as a replay buffer asks for with ``invert=True``."""
         return transitions.run(self, partial(self._run, "_call"), next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -212,14 +215,14 @@ class RayKL(RayTransform):
         return self._run("_reset", tensordict, tensordict_reset)
 
     def _run(self, method: str, root: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
-        """Send the columns that are read, and store in ``target`` those that were written."""
+        """Send the columns that the actor reads, and store in ``target`` those that it wrote."""
         *_, read, read_next = self._description
         if target is root:
             sent = root.select(*read, *read_next, strict=False)
             following = sent
         else:
             sent = root.select(*read, strict=False)
-            # A reset reads what was reset; a step reads "next" for what is penalised alone.
+            # A reset reads what was reset. A step reads from "next" only what it penalises.
             own = [*read, *read_next] if method == "_reset" else read_next
             following = target.select(*own, strict=False)
         if method not in CALLS:
@@ -250,7 +253,7 @@ class RayKL(RayTransform):
 
 
 def _check_runs_remotely(transform_class: type[Transform], base: type[Transform]) -> None:
-    """Refuse a subclass that changes what this side does without asking the actor."""
+    """Refuse a subclass that overrides a method which runs on this side, not in the actor."""
     if not (isinstance(transform_class, type) and issubclass(transform_class, base)):
         raise ValueError(
             f"transform_class: expected a subclass of {full_name(base)}, got {transform_class!r}"
@@ -265,10 +268,13 @@ def _check_runs_remotely(transform_class: type[Transform], base: type[Transform]
 
 
 def _arguments_of(models: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """The arguments of the transform in the actor, for each model one of the pair."""
+    """The arguments of the transform in the actor: for each model, the model or its factory."""
     for name, (model, factory) in models.items():
         if model is None and factory is None:
-            raise ValueError(f"{name}: expected a log-prob wrapper or {name}_factory, got neither")
+            raise ValueError(
+                f"{name}: expected a log-prob wrapper or {name}_factory, got neither; "
+                "pass one of them"
+            )
         if isinstance(model, str):
             raise ValueError(
                 f"{name}: expected a log-prob wrapper or {name}_factory, got {model!r}; an actor "

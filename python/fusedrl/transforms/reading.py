@@ -21,18 +21,19 @@ from fusedrl.transforms.rollout_columns import ATTENTION
 
 @dataclass(frozen=True)
 class Reading:
-    """What a wrapper makes tokens of, and how; equal readings give equal tokens and masks.
+    """What a wrapper makes tokens from, and how. Equal readings give equal tokens and masks.
 
     Args:
         input_mode: ``"history"``, ``"text"`` or ``"tokens"``.
         input_key: where the input is.
         tokenizer: the wrapper's tokenizer.
-        template: the wrapper's chat template arguments.
-        tokenizer_kwargs: the wrapper's arguments of the tokenizer for text.
-        attention_mask_key: where the mask of tokens is, beside ``("masks", "all_attention_mask")``.
-        assistant_only: whether tokens of others than the assistant are dropped.
-        marker: another tokenizer that marks the assistant's tokens.
-        marker_kwargs: other arguments of the chat template that marks them.
+        template: the wrapper's arguments of the chat template.
+        tokenizer_kwargs: the wrapper's arguments of the tokenizer, for text.
+        attention_mask_key: a second key under which the attention mask of tokens may be, after
+            ``("masks", "all_attention_mask")``.
+        assistant_only: whether only the assistant's tokens are kept.
+        marker: another tokenizer, which marks the assistant's tokens.
+        marker_kwargs: other arguments of the chat template, which mark them.
     """
 
     input_mode: str
@@ -46,7 +47,7 @@ class Reading:
     marker_kwargs: Mapping[str, Any] | None = None
 
     def same_as(self, other: Reading) -> bool:
-        """Whether both make the same tokens and masks of the same data."""
+        """Whether both make the same tokens and masks from the same data."""
         mine, theirs = dict(vars(self)), dict(vars(other))
         for name in ("tokenizer", "marker"):
             if not _same_tokenizer(mine.pop(name), theirs.pop(name)):
@@ -63,7 +64,8 @@ class TokenBatch:
         tokens: token ids ``[N]``.
         lengths: tokens of each sample.
         mask: bool ``[N]``, the tokens to score; ``None`` for all.
-        attended: bool ``[B, T]``, where they stood in the padded batch they came in, if any.
+        attended: bool ``[B, T]``, the places of the tokens in the padded batch that they came from;
+            ``None`` if they came without padding.
     """
 
     reading: Reading
@@ -73,7 +75,7 @@ class TokenBatch:
     attended: Tensor | None = field(default=None, repr=False)
 
     def rows(self, values: Tensor) -> list[Tensor]:
-        """Packed values as one row a sample, views of one buffer."""
+        """Packed values as one row for each sample; the rows are views of one buffer."""
         return list(values.split(self.lengths))
 
     def padded(self, values: Tensor, side: str) -> Tensor:
@@ -87,10 +89,10 @@ class TokenBatch:
 
 
 def can_read(wrapper: Any) -> TypeGuard[TransformersWrapper]:
-    """Whether ``wrapper`` reads and scores in the way that this module and ``models`` do.
+    """Whether this module and ``models`` can read and score in place of ``wrapper``.
 
-    Not so for subclasses, which may do it differently, and for wrappers that batch the calls of
-    several threads.
+    They cannot for subclasses, which may do it differently, nor for wrappers that batch the calls
+    of several threads.
     """
     return type(wrapper) is TransformersWrapper and not wrapper.batching
 
@@ -98,7 +100,7 @@ def can_read(wrapper: Any) -> TypeGuard[TransformersWrapper]:
 def reading_of(
     wrapper: TransformersWrapper, assistant_only: bool, marker: Any, marker_kwargs: Any
 ) -> Reading:
-    """How ``wrapper`` reads; ``marker`` and its arguments may mark other tokens as kept."""
+    """How ``wrapper`` reads; ``marker`` and ``marker_kwargs`` say who marks the kept tokens."""
     return Reading(
         wrapper.input_mode,
         wrapper.input_key,
@@ -116,11 +118,11 @@ def read(reading: Reading, td: TensorDictBase) -> TokenBatch:
     """The tokens of ``td``.
 
     Raises:
-        ValueError: there is no input, another tokenizer marks other tokens, or tokens without a
-            mask do not tell where their padding is.
-        TypeError: the input is of another kind than the mode says.
+        ValueError: there is no input, the marking tokenizer makes other tokens than the model's,
+            or it is unclear which tokens are padding because there is no mask.
+        TypeError: the input is not of the kind that the input mode names.
     """
-    # A history is read as one object, which alone can apply a template.
+    # A history is read as one object, because only that can apply a template.
     as_list = {} if reading.input_mode == "history" else {"as_list": True}
     column = td.get(reading.input_key, **as_list)
     if column is None:
@@ -217,7 +219,8 @@ def _read_tokens(reading: Reading, td: TensorDictBase, column: Any) -> TokenBatc
             if row.shape != mask.shape:
                 raise ValueError(
                     f"masks: sample {i}: expected an attention mask of the tokens' shape "
-                    f"{tuple(row.shape)}, got {tuple(mask.shape)}"
+                    f"{tuple(row.shape)}, got {tuple(mask.shape)}; pass the "
+                    "mask that was made with these tokens"
                 )
     elif reading.tokenizer is None or len({len(row) for row in rows}) > 1:  # not padded
         attended = [torch.ones_like(row, dtype=torch.bool) for row in rows]
@@ -230,13 +233,13 @@ def _read_tokens(reading: Reading, td: TensorDictBase, column: Any) -> TokenBatc
 
 
 def _told_by_padding(rows: Sequence[Tensor], tokenizer: Any) -> list[Tensor]:
-    """Which tokens are no padding where no mask says so: all but a run of it at either end.
+    """Which tokens are not padding, without a mask: all but a run of padding at one end of a row.
 
-    Where the padding token also ends a sequence, the first of a run on the right is that end, and
-    all that is left of a row with nothing else.
+    If the padding token also ends sequences, the first one of a run on the right is the end of the
+    sequence, and the only token of a row that has nothing else.
 
     Raises:
-        ValueError: a padding token at the start of a row may be padding or the sequence's own.
+        ValueError: a padding token at the start of a row may be padding or a part of the sequence.
     """
     pad = tokenizer.pad_token_id
     if pad is None:
@@ -259,7 +262,7 @@ def _told_by_padding(rows: Sequence[Tensor], tokenizer: Any) -> list[Tensor]:
 
 
 class _Span(NamedTuple):
-    """Where the content of a row starts and stops, and how many places are behind it."""
+    """Where the content of a row starts and stops, and how many places follow it."""
 
     first: int
     stop: int
@@ -279,7 +282,7 @@ class _Span(NamedTuple):
 
 
 def _begins(tokenizer: Any) -> bool:
-    """Whether a tokenizer puts its bos token before a text."""
+    """Whether a tokenizer begins a text with its bos token."""
     return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
@@ -307,14 +310,14 @@ def _same_tokenizer(one: Any, other: Any) -> bool:
     if _settings(one) != _settings(other):
         return False
     known = _same_models.setdefault(one, WeakKeyDictionary())
-    if other not in known:  # a vocabulary of 150,000 tokens takes long to write out
+    if other not in known:  # writing out a vocabulary of 150,000 tokens takes long
         states = [x.backend_tokenizer.model.__getstate__() for x in (one, other)]
         known[other] = states[0] == states[1]
     return known[other]
 
 
 def _settings(tokenizer: Any) -> list[Any]:
-    """What of a tokenizer may be set at any time; padding and truncation are by each call."""
+    """The settings of a tokenizer that may change; padding and truncation are set by each call."""
     backend = tokenizer.backend_tokenizer
     parts = (backend.normalizer, backend.pre_tokenizer, backend.post_processor)
     return [

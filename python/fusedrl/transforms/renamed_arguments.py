@@ -1,4 +1,4 @@
-"""Arguments under the names of older releases, and those that never existed."""
+"""Arguments under names of older releases of torchrl, and unknown arguments."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _warned: set[str] = set()
 
 
 def accept_renamed(names: dict[str, str] = RENAMED) -> Callable[[Init], Init]:
-    """Let ``__init__`` take arguments under other ``names`` too, each with the one it has here.
+    """Let ``__init__`` take arguments under other names too: ``names`` maps these to its own.
 
-    A process is warned of each other name once. Both names at a time are a ``TypeError``.
+    Each other name gives one ``DeprecationWarning`` in a process. Both names together are a
+    ``TypeError``.
     """
 
     def decorate(init: Init) -> Init:
@@ -43,7 +44,7 @@ def accept_renamed(names: dict[str, str] = RENAMED) -> Callable[[Init], Init]:
 
 
 def _warn(message: str) -> None:
-    """Warn the caller of a wrapped ``__init__``, past the calls of torchrl's metaclass."""
+    """Warn, and name the line that called the constructor, not torchrl's metaclass."""
     frame: Any = sys._getframe(2)
     level = 3
     while frame.f_globals.get("__name__", "").startswith("torchrl."):
@@ -52,7 +53,7 @@ def _warn(message: str) -> None:
 
 
 def refuse(unknown: dict[str, Any]) -> None:
-    """Raise ``TypeError`` for an argument that does not exist, naming the one that was meant."""
+    """Raise ``TypeError`` for an unknown argument, naming the one that was probably meant."""
     for name in unknown:
         remedy = f"; the argument is called {RENAMED[name]}" if name in RENAMED else ""
         raise TypeError(f"{name}: expected a known argument, got an unknown one{remedy}")

@@ -1,4 +1,4 @@
-"""The KL between two models: their log-probs, and the penalty, in one transform."""
+"""The KL between two models in one transform: the log-probs of both, the KL and the reward."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class RetrieveKL(_RetrieveKL):
     """Score a conversation under a policy and a reference, and write their per-token KL.
 
     A drop-in for :class:`torchrl.envs.llm.transforms.RetrieveKL`: a ``Compose`` of two
-    :class:`fusedrl.RetrieveLogProb` and a :class:`fusedrl.KLComputation`. Models that read the
-    data alike share its tokens: the chat template is applied once a conversation. With
-    ``"from_collector"`` the policy is taken from the collector at the first step.
+    :class:`fusedrl.RetrieveLogProb` and a :class:`fusedrl.KLComputation`. If both models read the
+    data in the same way, the chat template is applied once to each conversation, and both use the
+    tokens. With ``"from_collector"`` the policy is taken from the collector at the first step.
 
     Args:
         gen_model: the policy as a log-prob wrapper, or ``"from_collector"``.
-        ref_model: the reference as a log-prob wrapper. ``None`` for a policy with peft adapters:
-            the same model with its adapters disabled, without a second copy of the weights.
-        gen_model_factory: makes ``gen_model``.
-        ref_model_factory: makes ``ref_model``.
-        assistant_only: KL 0 for every token that is not the assistant's; needs
-            ``input_mode="history"``.
-        history_key: where the conversation is; the models must read it there.
+        ref_model: the reference as a log-prob wrapper. ``None`` takes the policy with its peft
+            adapters disabled, which needs no second copy of the weights.
+        gen_model_factory: a function that makes ``gen_model``, instead of it.
+        ref_model_factory: a function that makes ``ref_model``, instead of it.
+        assistant_only: give every token that is not the assistant's the KL 0; the models must have
+            ``input_mode="history"`` then.
+        history_key: where the conversation is; the models must read it from there.
         tokenizer_kwargs: see :class:`fusedrl.RetrieveLogProb`.
         detach: compute without a gradient graph.
-        device: where the models are put and compute.
+        device: where the models are moved to and compute.
         tokenizer: the tokenizer of the assistant mask; by default each model's own.
         padding_side: where the padding of ``[B, T]`` log-probs is.
         gen_log_probs_full_key: where the policy's log-probs go, a tuple that ends in ``"full"``.
@@ -54,16 +54,16 @@ class RetrieveKL(_RetrieveKL):
         coeff: weight of the KL, a float or a 0-dim tensor.
         max_tokens_per_forward: see :class:`fusedrl.RetrieveLogProb`.
         use_ray_service: torchrl's old spelling of ``service_backend="ray"``, which builds a
-            :class:`fusedrl.RayRetrieveKL`; ``actor_name`` names its actor, if there is one.
+            :class:`fusedrl.RayRetrieveKL`; ``actor_name`` then names its actor.
 
     Attributes:
-        takes_policy: whether the policy is that of a collector. It then scores with the version of
-            the turn that is stepped, also in an ``AsyncEnvPool`` of threads.
+        takes_policy: whether the policy is that of a collector. It then scores each turn with the
+            version of the weights that made the turn, also in an ``AsyncEnvPool`` of threads.
 
     Raises:
-        TypeError: an unknown argument; the message names the one that was meant.
-        ValueError: a model that is missing, given twice, generates or gives no log-probs; two
-            models that pad differently or share their ``log_probs_key``.
+        TypeError: an unknown argument; the message names the one that was probably meant.
+        ValueError: a model is missing, given twice, generates, or gives no log-probs; the two
+            models pad differently or have the same ``log_probs_key``.
 
     Example:
         >>> import torch
@@ -119,7 +119,7 @@ class RetrieveKL(_RetrieveKL):
         max_tokens_per_forward: int | None = None,
         **unknown: Any,
     ) -> None:
-        unknown.pop("actor_name", None)  # without Ray there is none to name
+        unknown.pop("actor_name", None)  # without Ray there is no actor to name
         refuse(unknown)
         if gen_model == "from_collector" and gen_model_factory is not None:
             gen_model = None
@@ -127,7 +127,7 @@ class RetrieveKL(_RetrieveKL):
         reference = _one_of("ref_model", ref_model, ref_model_factory)
         if policy is None:
             raise ValueError(
-                "gen_model: expected a log-prob wrapper or gen_model_factory, got neither"
+                "gen_model: expected a log-prob wrapper or gen_model_factory, got neither; pass one"
             )
         self._scoring = {
             "assistant_only": assistant_only,
@@ -140,7 +140,7 @@ class RetrieveKL(_RetrieveKL):
         }
         self._keys = (gen_log_probs_full_key, ref_log_probs_full_key)
         self._history_key = history_key
-        # torchrl's own deferral resolves the collector while specs are read, before there is one.
+        # torchrl would look for the collector when specs are read, which is before there is one.
         self._initialized = True
         self._pending = self.takes_policy = policy == "from_collector"
         if self._pending:
@@ -163,7 +163,7 @@ class RetrieveKL(_RetrieveKL):
         return RetrieveLogProb(model, log_probs_full_key=self._keys[which], **self._scoring)
 
     def _init_deferred(self) -> None:
-        """Build the scorers that need the collector's policy; they share its weights."""
+        """Build the scorers that need the collector's policy, and share its weights."""
         container = self.container
         if container is None:
             raise ValueError(
@@ -206,13 +206,13 @@ class RetrieveKL(_RetrieveKL):
             return self._score(tensordict, next_tensordict)
 
     def _held(self) -> AbstractContextManager[Any]:
-        """Within it the collector's policy has the version of the turn that is stepped."""
+        """A block in which the collector's policy has the version of the turn that is scored."""
         container = self.container if self.takes_policy else None
         scoring = getattr(getattr(container, "collector", None), "scoring", None)
         return nullcontext() if scoring is None else scoring()
 
     def _score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # All is read before anything is written; a subclass that steps in its own way reads there.
+        # All is read before anything is written, but for subclasses with a _step of their own.
         batch: TokenBatch | None = None
         steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
         transforms: Any = self.transforms
@@ -231,11 +231,11 @@ class RetrieveKL(_RetrieveKL):
         return transitions.run(self, self._step, tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        """A whole transition, that a replay buffer is given and runs this on (``invert=True``)."""
+        """Transform a whole transition, as a replay buffer asks for with ``invert=True``."""
         return self.forward(next_tensordict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of torchrl's class, where a patch has put this one in its place."""
+        """Take the state of torchrl's class too, which was pickled before a patch replaced it."""
         super().__setstate__(state)
         if "_pending" in state:
             return
@@ -251,8 +251,8 @@ class RetrieveKL(_RetrieveKL):
     def clone(self) -> RetrieveKL:
         """A copy that shares the models and is in no environment yet.
 
-        An environment clones its transforms where it is wrapped; torchrl's class becomes a plain
-        ``Compose`` there, which has forgotten that it waits for a collector.
+        An environment that is wrapped clones its transforms. torchrl's class becomes a plain
+        ``Compose`` then, which no longer takes its policy from a collector.
         """
         copied = Transform.clone(self)
         transforms = [transform.clone() for transform in self]
@@ -283,7 +283,7 @@ def _one_of(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
 
 
 def _without_adapters(policy: Any, key: NestedKey) -> Any:
-    """A wrapper of the policy's base model, as the reference of a policy with adapters."""
+    """The reference of a policy with adapters: a wrapper of its base model."""
     model: Any = getattr(policy, "model", None)
     if not is_peft_model(model):
         raise ValueError(
@@ -296,8 +296,9 @@ def _without_adapters(policy: Any, key: NestedKey) -> Any:
 def _new_version(wrapper: Any, key: NestedKey, **options: Any) -> Any:
     """A version of ``wrapper`` that writes its log-probs under ``key``.
 
-    With settings of its own: get_new_version would edit the dict that the policy tokenizes with,
-    and a policy that samples several answers would have each conversation scored as often.
+    The settings are set explicitly: ``get_new_version`` would edit the dictionary with which the
+    policy tokenizes, and with the policy's ``num_samples`` each conversation would be scored that
+    many times.
     """
     _check_full("log_probs_full_key", key)
     settings = {"tokenizer_kwargs": {}, "generate_kwargs": {}, "num_samples": None}
@@ -307,7 +308,10 @@ def _new_version(wrapper: Any, key: NestedKey, **options: Any) -> Any:
 
 def _check_full(name: str, key: NestedKey) -> None:
     if not isinstance(key, tuple) or key[-1] != "full":
-        raise ValueError(f"{name}: expected a tuple that ends in 'full', got {key!r}")
+        raise ValueError(
+            f"{name}: expected a tuple that ends in 'full', got {key!r}; "
+            "pass ('log_probs', 'full'), for example"
+        )
 
 
 def _check_history_key(model: Any, history_key: str) -> None:
@@ -323,7 +327,7 @@ def _check_pair(gen_model: Any, ref_model: Any) -> None:
     if gen_model.pad_output != ref_model.pad_output:
         raise ValueError(
             f"gen_model: pad_output mismatch: expected {ref_model.pad_output} as in ref_model, "
-            f"got {gen_model.pad_output}; both must pad alike"
+            f"got {gen_model.pad_output}; build both with the same pad_output"
         )
     if gen_model.log_probs_key == ref_model.log_probs_key:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Log-probs of a conversation under a model, written where the KL is computed from."""
+"""Log-probs of conversations under a model, written where ``KLComputation`` reads them."""
 
 from __future__ import annotations
 
@@ -30,31 +30,33 @@ class RetrieveLogProb(_RetrieveLogProb):
     """Score every token of a conversation under ``model`` and keep the assistant's.
 
     A drop-in for :class:`torchrl.envs.llm.transforms.RetrieveLogProb`. It reads the full
-    conversation of the root and writes to ``"next"`` where there is one. Under a
-    ``TransformersWrapper`` the log-probs come from :func:`fusedrl.models.causal_log_probs`, in
-    float32: sequences are packed where the model allows it, whatever ``pad_model_input`` says, and
-    only kept tokens reach the head. Any other wrapper is asked for its own log-probs.
+    conversation of the root, and writes to ``"next"`` if there is one and to the root otherwise.
+    The log-probs of a ``TransformersWrapper`` come from :func:`fusedrl.models.causal_log_probs` and
+    are float32. Sequences are packed if the model allows it, whatever ``pad_model_input`` says, and
+    only kept tokens reach the head. Any other wrapper computes its own log-probs.
 
     Args:
         model: a wrapper with ``generate=False`` and ``return_log_probs=True``.
-        log_probs_full_key: where the log-probs go, in nats, a row ``[T]`` a sample; by default
-            ``(model.log_probs_key, "full")``. A wrapper with ``pad_output=True`` gives ``[B, T]``.
-        assistant_only: 0 for every token that is not the assistant's; needs
-            ``input_mode="history"``.
+        log_probs_full_key: where the log-probs go, in nats, a row ``[T]`` for each sample; by
+            default ``(model.log_probs_key, "full")``. A wrapper with ``pad_output=True`` gives one
+            tensor ``[B, T]``.
+        assistant_only: give every token that is not the assistant's the log-prob 0; the model must
+            have ``input_mode="history"`` then.
         tokenizer_kwargs: arguments of ``History.apply_chat_template`` for the assistant mask, such
-            as a ``chat_template`` that marks other tokens. The tokens must stay the model's.
+            as a ``chat_template`` that marks other tokens. It must give the tokens of the model.
         detach: compute without a gradient graph. ``False`` lets gradients reach the model.
-        device: where the model is put and computes.
+        device: where the model is moved to and computes.
         tokenizer: the tokenizer of the assistant mask; by default the model's.
         padding_side: where the padding of ``[B, T]`` log-probs is.
         max_tokens_per_forward: bounds the tokens of one forward pass of the model; see
             :func:`fusedrl.models.causal_log_probs`.
 
     Raises:
-        ValueError: a model that generates, gives no log-probs, or has another input mode than
-            ``assistant_only`` needs; a mask over other tokens than the model's; a batch of no
-            sample; tokens without a mask whose padding is also the token that starts a sequence, or
-            ends it where rows are padded at both ends.
+        ValueError: the model generates, gives no log-probs, or has not the input mode that
+            ``assistant_only`` needs; the assistant mask is over other tokens than the model's; the
+            batch has no sample; or there is no attention mask, and padding cannot be told from the
+            sequences because the padding token also starts them, or ends them in rows that are
+            padded at both ends.
 
     Example:
         >>> from tensordict import TensorDict, set_list_to_stack
@@ -95,7 +97,7 @@ class RetrieveLogProb(_RetrieveLogProb):
         if padding_side not in ("left", "right"):
             raise ValueError(f"padding_side: expected 'left' or 'right', got {padding_side!r}")
         check_limit(max_tokens_per_forward)
-        # The caller's own, before torchrl adds its defaults: they say who marks the assistant.
+        # Kept before torchrl adds its defaults: what the caller gave says who marks the assistant.
         self.marker_kwargs = None if tokenizer_kwargs is None else dict(tokenizer_kwargs)
         self.marks_itself = tokenizer_kwargs is not None or (
             tokenizer is not None and tokenizer is not getattr(model, "tokenizer", None)
@@ -118,7 +120,7 @@ class RetrieveLogProb(_RetrieveLogProb):
         return transitions.run(self, self._step, tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        """A whole transition, that a replay buffer is given and runs this on (``invert=True``)."""
+        """Transform a whole transition, as a replay buffer asks for with ``invert=True``."""
         return self.forward(next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -129,9 +131,9 @@ class RetrieveLogProb(_RetrieveLogProb):
     def read(
         self, tensordict: TensorDictBase, shared: TokenBatch | None = None
     ) -> TokenBatch | None:
-        """The tokens of ``tensordict``; ``shared`` if it was read in the same way.
+        """The tokens of ``tensordict``, or ``shared`` if it was read in the same way.
 
-        ``None`` where the model reads and scores by itself.
+        ``None`` if the model has to read and score by itself.
         """
         if tensordict.batch_dims != 1:
             raise ValueError(
@@ -153,7 +155,7 @@ class RetrieveLogProb(_RetrieveLogProb):
     def score(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, batch: TokenBatch | None
     ) -> TensorDictBase:
-        """Write the log-probs of what was read from ``tensordict``."""
+        """Write the log-probs of ``batch``, which was read from ``tensordict``."""
         device, original_device = getattr(self, "_io_device", None), tensordict.device
         if device is not None:
             next_tensordict = next_tensordict.to(device)
@@ -186,7 +188,7 @@ class RetrieveLogProb(_RetrieveLogProb):
     def _store(self, td: TensorDictBase, rows: list[Tensor]) -> None:
         key, own, padded = self.log_probs_full_key, self._own_key, self.model.pad_output
         if padded and not isinstance(td, LazyStackedTensorDict):
-            # Dense, where the model's own answer is a stack of rows of one length.
+            # Dense; the model's own answer would be a stack of rows of one length.
             column = TensorDict({key: torch.stack(rows)}, batch_size=td.batch_size)
         elif key == own:
             column = TensorDict(batch_size=td.batch_size).to_lazystack(0)
@@ -201,7 +203,7 @@ class RetrieveLogProb(_RetrieveLogProb):
         td.update(column, keys_to_update=(key,))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of torchrl's class, where a patch has put this one in its place."""
+        """Take the state of torchrl's class too, which was pickled before a patch replaced it."""
         super().__setstate__(state)
         if "_own_key" not in state:
             self.marker_kwargs = self.max_tokens_per_forward = None

@@ -16,7 +16,7 @@ ASSISTANT, ATTENTION = ("masks", "all_assistant_mask"), ("masks", "all_attention
 
 
 def readable(tokens: Column, attended: Column | None, key: NestedKey, pad: bool) -> TensorDictBase:
-    """Ragged tokens as wrappers read them: rows, or dense if they pad their output."""
+    """Ragged tokens in the form that a wrapper reads: rows, or dense if it pads its output."""
     ids = column_rows(tokens)
     masks = [torch.ones_like(row) for row in ids] if attended is None else column_rows(attended)
     given = {key: ids, ATTENTION: [mask.bool() for mask in masks]}
@@ -31,7 +31,7 @@ def readable(tokens: Column, attended: Column | None, key: NestedKey, pad: bool)
 
 
 def answer_key(key: NestedKey) -> NestedKey:
-    """Where a policy that generates keeps the answer's part of a full column."""
+    """The key under which a policy that generates writes the answer's part of a full column."""
     return (*key[:-1], "response") if isinstance(key, tuple) else key
 
 
@@ -48,7 +48,7 @@ def dense_reward(reward: Any, log_probs: Any) -> Tensor | None:
 
 
 def policy_log_probs(data: SampleColumns | Columns, key: NestedKey, tokens: Column) -> Column:
-    """The policy's log-probs of ``tokens``; those before an answer scored alone are missing."""
+    """The policy's log-probs of ``tokens``, NaN before the answer if it was scored alone."""
     log_probs = data.get(key)
     if log_probs is not None:
         return log_probs
@@ -65,7 +65,7 @@ def policy_log_probs(data: SampleColumns | Columns, key: NestedKey, tokens: Colu
 
 
 def assistant_mask(data: SampleColumns | Columns, tokens: Column) -> Column:
-    """The assistant's tokens, or without a mask of them all behind the prompt."""
+    """The mask of the assistant's tokens, or else of all attended tokens after the prompt."""
     mask = data.get(ASSISTANT)
     if mask is not None:
         return mask
@@ -86,18 +86,18 @@ def assistant_mask(data: SampleColumns | Columns, tokens: Column) -> Column:
 
 
 def _behind_prompt(answer: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probs of an answer, missing for the tokens before it."""
+    """Log-probs of an answer, with NaN for the tokens before it."""
     before = tokens.shape[-1] - answer.shape[-1]
     if before < 0:
         raise ValueError(
             f"tensordict: expected at most {tokens.shape[-1]} log-probs of an answer, as many as "
-            f"tokens, got {answer.shape[-1]}; they must be of the same conversation"
+            f"tokens, got {answer.shape[-1]}; take both from the same conversation"
         )
     return torch.nn.functional.pad(answer, (before, 0), value=float("nan"))
 
 
 def _after(attended: Tensor, prompt: Tensor) -> Tensor:
-    """The attended tokens behind as many as the prompt has."""
+    """The attended tokens, without as many at the start as the prompt has."""
     answer = attended.bool().clone()
     answer[..., : prompt.shape[-1]] = False
     return answer

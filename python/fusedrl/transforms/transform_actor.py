@@ -1,4 +1,4 @@
-"""What runs in a Ray actor: a transform, and the columns that it needs and gives."""
+"""The Ray actor of a transform, which says which columns it reads and writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALLS = ("forward", "_call")  # methods that are given one tensordict, with its 
 
 
 class Description(NamedTuple):
-    """What the local side knows of the transform in an actor."""
+    """What the local side has to know about the transform in an actor."""
 
     transform_class: str
     text: str
@@ -34,27 +34,27 @@ class Description(NamedTuple):
 
 
 class TransformActor:
-    """A transform, run on the columns that it is sent."""
+    """A transform that runs on the columns that are sent to it."""
 
     def __init__(self, transform_class: Any, arguments: dict[str, Any]) -> None:
         self._class, self._arguments = transform_class, arguments
 
     @cached_property
     def _transform(self) -> Transform:
-        # Not in the constructor: what is raised there is a dead actor's error, of another type.
+        # Not in the constructor: an error there would kill the actor, and get another type.
         return self._class(**self._arguments, service_backend="direct")
 
     def describe(self) -> Description:
-        """What the local side has to know; raises what the transform's constructor raises."""
+        """The description of the transform; raises what the transform's constructor raises."""
         transform = self._transform
         name, text = full_name(type(transform)), repr(transform)
         keys = list(transform.in_keys), list(transform.out_keys)
         return Description(name, text, *keys, *_columns_read(transform))
 
     def differences(self, given: dict[str, Any]) -> list[str]:
-        """Which arguments of another caller are not those of this transform, in words.
+        """Say which arguments of another caller differ from those of this transform.
 
-        Models are not compared, and factories by their name.
+        Models are not compared, and factories are compared by their names.
         """
         known = inspect.signature(self._class.__init__).parameters
         own, told = _compared(self._arguments, known), []
@@ -66,11 +66,11 @@ class TransformActor:
         return told
 
     def spec(self, method: str, spec: Composite) -> Composite:
-        """A spec as the transform changes it."""
+        """The spec that the transform makes from another one."""
         return getattr(self._transform, method)(spec)
 
     def run(self, method: str, serialized: Serialized, missing_tolerance: bool) -> Serialized:
-        """Call a method on packed tensordicts, and serialize what it wrote."""
+        """Call a method with packed tensordicts, and serialize what it wrote."""
         self._transform.set_missing_tolerance(missing_tolerance)
         result: TensorDictBase = getattr(self._transform, method)(*deserialize(serialized))
         if method in CALLS:
@@ -78,7 +78,7 @@ class TransformActor:
         return serialize(result.exclude(*self._unchanged()))
 
     def _unchanged(self) -> set[NestedKey]:
-        """The columns that are read only, or all of their parent where nothing in it is written."""
+        """The columns that are read and not written; a whole parent if nothing in it is written."""
         written = {key for leaf in _leaves(self._transform) for key in _columns_written(leaf)}
         parents = {key[0] for key in written if isinstance(key, tuple)}
         read = {key for columns in _columns_read(self._transform) for key in columns} - written
@@ -86,7 +86,7 @@ class TransformActor:
 
 
 def _compared(arguments: dict[str, Any], known: Container[str]) -> dict[str, Any]:
-    """The arguments that can be compared, under the names that the transform knows them by."""
+    """The arguments that can be compared, under the names that the transform has for them."""
     other = RENAMED | {new: old for old, new in RENAMED.items()}
     return {
         name if name in known else other.get(name, name): value
@@ -100,7 +100,7 @@ def _same(given: Any, mine: Any) -> bool:
     if isinstance(given, torch.device) or isinstance(mine, torch.device):
         return str(given) == str(mine)
     given, mine = (x.tolist() if isinstance(x, Tensor) else x for x in (given, mine))
-    # Functions of two processes are the same where they have the same name.
+    # Functions of two processes count as the same if they have the same name.
     return given == mine or (callable(given) and _shown(given) == _shown(mine))
 
 
@@ -112,7 +112,7 @@ def _shown(value: Any) -> str:
 
 
 def full_name(cls: type) -> str:
-    """The name by which one process tells another of a class."""
+    """The full name of a class, which means the same in every process."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -129,7 +129,7 @@ def _columns_written(leaf: Transform) -> list[NestedKey]:
 
 
 def _columns_read(transform: Transform) -> tuple[list[NestedKey], list[NestedKey]]:
-    """The columns that a transform reads from the root, and those that it reads from ``"next"``."""
+    """The keys that a transform reads from the root, and those that it reads from ``"next"``."""
     root: list[NestedKey] = []
     following: list[NestedKey] = []
     written: set[NestedKey] = set()
@@ -140,10 +140,12 @@ def _columns_read(transform: Transform) -> tuple[list[NestedKey], list[NestedKey
             following += own[1]
         elif isinstance(leaf, RetrieveLogProb):
             root += leaf.in_keys
-            if leaf.model.input_mode == "tokens":  # read as well, and in no wrapper's keys
+            if (
+                leaf.model.input_mode == "tokens"
+            ):  # it is read too, although no wrapper lists it among its keys
                 root += [ATTENTION, leaf.model.attention_mask_key]
         else:
-            # In "next" a penalty reads what was written there; any other transform may read both.
+            # A penalty reads from "next" what was written there. Any other transform may read both.
             following += [key for key in leaf.in_keys if key not in written]
             root += [] if isinstance(leaf, KLComputation) else leaf.in_keys
         written.update(_columns_written(leaf))

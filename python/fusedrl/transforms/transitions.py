@@ -1,4 +1,4 @@
-"""What a transform is called on: data outside of an environment, such as a replay buffer's."""
+"""Transforms that are called on data outside of an environment, such as a replay buffer's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Step = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
 
 
 def writable(transform: Transform, tensordict: TensorDictBase) -> TensorDictBase:
-    """What a call of ``transform`` may write to: the data, or a copy that shares its tensors.
+    """The tensordict that ``transform`` may write to: the data, or a copy that shares its tensors.
 
-    The data itself where the transform is called by its name. In a ``Compose`` it may be that of a
-    replay buffer, whose storage of tensordicts hands out what it stores: a reward that is penalised
-    there would be penalised once more whenever it is sampled.
+    A transform that is called by itself writes into the data. One in a ``Compose`` may be that of a
+    replay buffer, and a storage of tensordicts hands out what it stores: a reward that is penalised
+    in place would be penalised again each time it is sampled. So it gets a copy.
     """
     if vars(transform)["_container"] is None:
         return tensordict
@@ -23,7 +23,7 @@ def writable(transform: Transform, tensordict: TensorDictBase) -> TensorDictBase
 
 
 def run(transform: Transform, step: Step, tensordict: TensorDictBase) -> TensorDictBase:
-    """Let ``step`` write into ``"next"``, or into the root where there is none."""
+    """Let ``step`` write into ``"next"``, or into the root if there is no ``"next"``."""
     data = writable(transform, tensordict)
     following = data.get("next", None)
     return step(data, data) if following is None else data.set("next", step(data, following))

@@ -1,4 +1,4 @@
-"""Log-probs of wrappers that read and score in their own way."""
+"""Log-probs of wrappers that have to read and score by themselves."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def score_by_itself(transform: RetrieveLogProb, td: TensorDictBase) -> list[Tensor]:
-    """The log-probs that ``transform.model`` computes, masked and padded as asked for."""
+    """The log-probs that ``transform.model`` computes, masked and padded as ``transform`` asks."""
     model: Any = transform.model
-    # Before the model runs: a mask over other tokens is refused first.
+    # Before the model runs, so that a mask over other tokens is refused first.
     marked = _marked(transform, td) if transform.assistant_only else None
     scored = model(td.copy())
     rows = _column(scored, (model.log_probs_key, "full"))
@@ -35,11 +35,11 @@ def score_by_itself(transform: RetrieveLogProb, td: TensorDictBase) -> list[Tens
 
 
 def _marked(transform: RetrieveLogProb, td: TensorDictBase) -> TensorDictBase | None:
-    """The conversation as the transform's own tokenizer or template marks it, if it has any."""
+    """The conversation, marked by the transform's own tokenizer or template; ``None`` without."""
     model: Any = transform.model
     history = td.get(model.input_key)
     if not transform.marks_itself or not isinstance(history, History):
-        return None  # the model says what is wrong with another input
+        return None  # the model itself refuses another input
     template = {
         name: getattr(model, name, None) for name in ("chat_template", "chat_template_name")
     }
@@ -50,7 +50,7 @@ def _marked(transform: RetrieveLogProb, td: TensorDictBase) -> TensorDictBase | 
 def _assistant_masks(
     model: Any, scored: TensorDictBase, marked: TensorDictBase | None
 ) -> list[Tensor]:
-    """Masks shaped like the log-probs of a model that gives or implies them."""
+    """Assistant masks with the shapes of the log-probs; the model's output has or implies them."""
     attended = _attention_masks(model, scored)
     if marked is not None:
         tokens = _column(scored, (model.tokens_key, "full")) or []
