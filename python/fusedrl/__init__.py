@@ -1,7 +1,8 @@
 """Compiled kernels and drop-in torchrl classes for LLM post-training.
 
-Every public name is importable from here and loads on first use: ``import fusedrl`` costs next to
-nothing, the ops load torch, the transforms load torchrl.
+Every public name can be imported from here and loads on first use. So ``import fusedrl`` takes
+almost no time, an op loads torch, and a transform loads torchrl. ``fusedrl.models`` and
+``fusedrl.vllm`` have further names.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which tokens of a conversation the assistant had to emit: the only definition in this package.
+"""Find the tokens that the assistant had to emit: the only definition in this package.
 
-They are those that the model produces when it is given the conversation up to a turn and the
-generation prompt. A chat template with ``{% generation %}`` markers says itself which text that is.
-For any other template it follows from rendering the conversation turn by turn, and is the content
-of a turn and the special token that ends it (``<|im_end|>``, ``<|eot_id|>``, ...), without the line
-break that a template puts after that.
+They are the tokens that the model produces when it is given the conversation up to a turn and the
+generation prompt. If the chat template has ``{% generation %}`` markers, these enclose the text.
+For any other template, the conversation is rendered turn by turn. The assistant's text is then the
+content of its turn and the special token that ends it (``<|im_end|>``, ``<|eot_id|>``, ...), but
+not the line break that a template puts after that.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Renderer:
-    """Makes text of conversations.
+    """Renders conversations as text.
 
     Args:
         tokenizer: a tokenizer of transformers.
         template: a Jinja chat template; ``None`` for the tokenizer's own.
-        variables: what the template sees beside the messages, such as ``tools``.
+        variables: what the template gets beside the messages, such as ``tools``.
     """
 
     tokenizer: Any
@@ -56,7 +56,7 @@ class Renderer:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """The text of ``messages``, with or without a generation prompt behind them.
+        """The text of ``messages``, with or without a generation prompt after them.
 
         Raises:
             Refused: the template raised an error.
@@ -69,7 +69,7 @@ class Renderer:
                 add_generation_prompt=prompt,
                 **self.variables,
             )
-        except Exception as error:  # a template is a program: it raises what it likes
+        except Exception as error:  # a template is a program, and may raise any error
             raise Refused(len(messages), error) from error
 
     def marks(self) -> bool:
@@ -77,7 +77,7 @@ class Renderer:
         return _MARKER.search(self._source()) is not None
 
     def marked(self, messages: Sequence[Message]) -> list[Span]:
-        """What the markers of the template enclose, block by block.
+        """The text that the markers of the template enclose, block by block.
 
         Raises:
             Refused: the template raised an error.
@@ -107,15 +107,15 @@ def assistant_spans(
     """The assistant's characters in the rendered ``messages``.
 
     Args:
-        renderer: makes text of them.
+        renderer: renders them.
         messages: the conversation.
-        text: what the renderer makes of them, where it is known.
+        text: the rendered messages, if they are known already.
 
     Returns:
-        The marked blocks; without markers, a span for each message of the assistant.
+        A span for each marked block or, without markers, for each message of the assistant.
 
     Raises:
-        Unknown: a template without markers renders the turns so that they cannot be told apart.
+        Unknown: the template has no markers, and the assistant's turns cannot be told apart.
         Refused: the template raised an error for the first messages of the conversation.
     """
     if renderer.marks():
@@ -129,14 +129,14 @@ def assistant_spans(
 
 
 def tokens_in(spans: Sequence[Span], offsets: Tensor) -> Tensor:
-    """For each token the number of the span that it spells a part of, -1 where there is none.
+    """The index of the span that each token spells a part of, or -1.
 
-    A character that several tokens spell is of all of them. The first token of a conversation is of
-    no span: nothing comes before it that could predict it.
+    A character that several tokens spell belongs to all of them. The first token of a conversation
+    has -1, because nothing comes before it that could predict it.
 
     Args:
         spans: characters of a text.
-        offsets: int ``[T, 2]``, the characters of each token, as a fast tokenizer tells them.
+        offsets: int ``[T, 2]``, the characters of each token, as a fast tokenizer returns them.
 
     Returns:
         int64 ``[T]``.
@@ -151,14 +151,14 @@ def tokens_in(spans: Sequence[Span], offsets: Tensor) -> Tensor:
 
 
 def covering(offsets: Tensor) -> Tensor:
-    """Offsets ``[T, 2]`` without gaps: some tokenizers leave a token's leading white space out."""
+    """Offsets ``[T, 2]`` without gaps, because some tokenizers leave out leading white space."""
     last = offsets[:, 1].cummax(0).values
     reached = torch.cat((last.new_zeros(1), last))[:-1]
     return torch.stack((torch.minimum(offsets[:, 0], reached), last), 1)
 
 
 def _derived(renderer: Renderer, messages: Sequence[Message], turn: int, text: str) -> Span:
-    """Where message ``turn`` stands in ``text``, from what it adds to the messages before it."""
+    """Where message ``turn`` is in ``text``, found by what it adds to the messages before it."""
     where = f"messages[{turn}]"
     if turn == 0:
         raise Unknown(f"{where}: no message prompts the first turn")
@@ -176,7 +176,7 @@ def _derived(renderer: Renderer, messages: Sequence[Message], turn: int, text: s
     closing = max((said.rfind(s) + len(s) for s in specials if s in said), default=len(said))
     if not said[closing:].strip():
         said = said[:closing]
-    # Behind a generation prompt, a special token is the first that the model has to emit.
+    # After a generation prompt, a special token is the first one that the model has to emit.
     opens = any(said != s and said.startswith(s) for s in specials)
     if opens and prompt == renderer.text(before):
         raise Unknown(
@@ -187,10 +187,10 @@ def _derived(renderer: Renderer, messages: Sequence[Message], turn: int, text: s
 
 
 def _said(prompt: str, turn: str, text: str, content: str) -> str | None:
-    """What ``turn`` adds to ``prompt``, as far as the whole ``text`` still has it there.
+    """The text that ``turn`` adds to ``prompt``, if the whole ``text`` has it at that place.
 
-    Some templates open only the last turn with an empty reasoning block; what was said is then the
-    turn without it. ``None`` where more than that differs.
+    Some templates put an empty reasoning block before the last turn only. What was said is then the
+    turn without that block. ``None`` if anything else differs.
     """
     if not (turn.startswith(prompt) and text.startswith(prompt)):
         return None

@@ -1,4 +1,4 @@
-"""A reference that learns the bundled chats and a policy that is tuned a little further."""
+"""Make two tiny models: a reference that learns the bundled chats, and a policy tuned from it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_models(
         reference: the same for the reference.
         pretrain_steps: optimiser steps of the reference, of 8 chats each.
         tune_steps: further steps of the policy.
-        seed: of the initial weights and the order of the chats.
+        seed: seeds the initial weights and the order of the chats.
     """
     conversations = [parse_chat(record) for record in read_records(CHATS)]
     texts = [message["content"] for chat in conversations for message in chat.messages]
@@ -110,7 +110,7 @@ def _train(
 ) -> None:
     """Maximise the log-probs of the assistant tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    # Ten steps up, then down to 0: a fresh optimiser at full rate would throw the policy about.
+    # The rate rises for ten steps and then falls to 0: a new optimiser at full rate is unstable.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / steps)
     )

@@ -1,1 +1,1 @@
-"""Other libraries made to run on the fused ops: a file a library, loaded when it is asked for."""
+"""Patches that let other libraries use the fused ops; a library's file is loaded on demand."""

@@ -27,7 +27,7 @@ def chunked_divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, sum of entropies and number of tokens of a batch; only what counts is multiplied.
+    """Loss, sum of entropies and number of tokens; only tokens that count are multiplied.
 
     Hidden states are ``[B, K, H]``, and the mask ``[B, K]``. The loss is the sum of the divergences
     over ``num_items_in_batch``, or over the tokens that count.

@@ -1,4 +1,4 @@
-"""The divergence of two heads, as TRL's distillation trainer takes it, over the fused op."""
+"""The divergence of TRL's distillation trainer from two heads, over the fused op."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Side(NamedTuple):
     softcap: float | None
 
     def in_dtype(self, dtype: torch.dtype) -> Side:
-        """Rounded to the dtype of the products, then converted to the one of both sides."""
+        """Round to the dtype of the products, then convert to the common dtype of both sides."""
         own = self.product_dtype
         return self._replace(
             hidden=self.hidden.to(own).to(dtype),
@@ -47,7 +47,7 @@ class Side(NamedTuple):
 
 
 class ChunkedDivergenceFunction:
-    """Stands where TRL's autograd function of that name stands: it is only ever applied."""
+    """Takes the place of TRL's autograd function of that name, of which only ``apply`` is used."""
 
     @staticmethod
     def apply(
@@ -82,8 +82,8 @@ class ChunkedDivergenceFunction:
             teacher_final_logit_softcapping: see ``student_final_logit_softcapping``.
 
         Returns:
-            Divergence and entropy; the entropy has no gradient. Whatever this op does not compute,
-            TRL's own function does.
+            Divergence and entropy; the entropy has no gradient. TRL's own function computes what
+            this op cannot.
         """
         student = Side(
             *(student_hidden, student_weight, student_bias),
@@ -127,7 +127,7 @@ def head_divergence(
 
 
 def not_ours(student: Side, teacher: Side, beta: float, temperature: float) -> str | None:
-    """Why TRL's own function has to run, if it has to."""
+    """The reason why TRL's own function has to run, or ``None``."""
     if share_of(beta) is None:
         return f"a beta of {beta}"
     if temperature <= 0:

@@ -27,14 +27,14 @@ def _generalized_jsd_loss(
     """The generalised Jensen-Shannon divergence, reduced as TRL's trainer reduces it.
 
     Args:
-        student_logits: ``[B, T, V]``, which keep their strides.
-        teacher_logits: in the same shape.
+        student_logits: ``[B, T, V]``, read with the strides that they have.
+        teacher_logits: the same shape.
         labels: ``[B, T]``, -100 where a token does not count; logits there are not read.
         beta: 0 for the forward KL(teacher || student), 1 for the reverse KL.
         temperature: positive divisor of both logits.
-        reduction: ``"batchmean"``, ``"sum"`` and ``"mean"`` over tokens and classes; of others, one
-            value a class, TRL's own function computes them.
-        num_items_in_batch: what the sum is divided by instead.
+        reduction: ``"batchmean"``, ``"sum"`` or ``"mean"`` over tokens and classes. TRL's own
+            function computes others, which have one value for each class.
+        num_items_in_batch: divides the sum instead.
     """
     reason = _not_ours(student_logits, teacher_logits, labels, beta, temperature, reduction)
     if reason is not None:
@@ -72,7 +72,7 @@ def _not_ours(
     temperature: float,
     reduction: str,
 ) -> str | None:
-    """Why TRL's own function has to run, if it has to."""
+    """The reason why TRL's own function has to run, or ``None``."""
     if reduction not in ("batchmean", "sum", "mean"):
         return f"reduction {reduction!r}, one value a class"
     if share_of(beta) is None:

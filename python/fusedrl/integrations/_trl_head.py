@@ -16,14 +16,18 @@ from fusedrl.ops import _dispatch, _head
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
-_CHOICES = ("entropy", "mean_logits", "is_top1")  # what is computed here beside the log-probs
+_CHOICES = (
+    "entropy",
+    "mean_logits",
+    "is_top1",
+)  # the results that can be computed here beside the log-probs
 _ROUNDING = 1e-3  # nats; far more than log-probs and entropies err by
-_TILE = 2**22  # logits at a time where classes are compared
+_TILE = 2**22  # so many logits at a time when classes are compared
 _theirs = (chunked_logprob.ChunkedLogProbFunction,)
 
 
 class ChunkedLogProbFunction:
-    """Stands where TRL's autograd function of that name stands: it is only ever applied."""
+    """Takes the place of TRL's autograd function of that name, of which only ``apply`` is used."""
 
     @staticmethod
     def apply(
@@ -48,12 +52,12 @@ class ChunkedLogProbFunction:
             chunk_size: without effect.
             final_logit_softcapping: bound of the logits.
             logit_scale: factor of the logits.
-            outputs: which of the results that are not always there to compute.
+            outputs: which of the optional results to compute.
 
         Returns:
             Log-probs, entropy, ``log(sum p^2)``, mean logit, and whether the target is the most
-            likely class, each ``[N]``; ``None`` where it was not asked for. The first two
-            differentiate. Whatever this op does not compute, TRL's own function does.
+            likely class, each ``[N]``, or ``None`` if ``outputs`` does not name it. The first two
+            have gradients. TRL's own function computes what this op cannot.
         """
         reason = _not_ours(hidden, weight, final_logit_softcapping, logit_scale, outputs)
         if reason is not None:
@@ -101,7 +105,7 @@ def _not_ours(
     scale: float,
     outputs: tuple[str, ...],
 ) -> str | None:
-    """Why TRL's own function has to run, if it has to."""
+    """The reason why TRL's own function has to run, or ``None``."""
     others = [name for name in outputs if name not in (*_CHOICES, "log_probs")]
     if others:
         return f"{', '.join(others)} asked for"
@@ -128,7 +132,7 @@ def _for_planned_loss(
     temperature: float,
     outputs: tuple[str, ...],
 ) -> tuple[Tensor, Tensor] | None:
-    """Log-probs and entropies, and gradients with them, where a trainer has told its loss."""
+    """Log-probs and entropies, with gradients computed ahead if the trainer planned its loss."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     if set(outputs) - {"log_probs"} != {"entropy"}:
@@ -142,7 +146,7 @@ def _for_planned_loss(
 
 @torch.no_grad()
 def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The mean over classes, which is what the mean row of the weight gives."""
+    """The mean of the logits over classes: the product with the mean row of the weight."""
     mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
     return mean if bias is None else mean + bias.mean(dtype=torch.float32)
 
@@ -153,9 +157,9 @@ def _is_top1(
 ) -> Tensor:
     """Whether no class is more likely than the target, nor as likely and before it.
 
-    A class with more than half of the probability is the most likely. The entropy is the mean of
-    ``-log p``, so the most likely class has a log-prob of ``-entropy`` at least. Only rows whose
-    target lies between the two are multiplied again.
+    A class with more than half of the probability is the most likely one. The entropy is the mean
+    of ``-log p``, so that the most likely class has at least the log-prob ``-entropy``. Only rows
+    whose target is between these two bounds are multiplied again.
     """
     log_probs, entropy = results
     certain = log_probs > math.log(0.5) + _ROUNDING

@@ -1,4 +1,4 @@
-"""What the functions in TRL's place say of themselves, each once."""
+"""Warnings of the functions that replace TRL's, each logged once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _said: set[str] = set()
 
 
 def log_once(message: str) -> None:
-    """Warn of something that holds for every step that follows, the first time."""
+    """Log a warning the first time that it is given, because it holds for all later steps."""
     if not torch.compiler.is_compiling() and message not in _said:
         _said.add(message)
         logger.warning(message)

@@ -1,8 +1,9 @@
-"""What a GRPO or RLOO trainer of TRL is about to do with log-probs, told before they are made.
+"""Tell the fused head what a GRPO or RLOO trainer of TRL is about to do with the log-probs.
 
 TRL computes the loss and all metrics itself, from the log-probs and entropies of the fused head. A
-head that knows the loss beforehand makes its gradients with the log-probs. The trainer says which
-loss it is: :func:`planned` wraps its method, and the head takes the plan.
+head that knows the loss beforehand computes its gradients together with the log-probs. The options
+of the trainer say which loss it is: :func:`planned` wraps its method and makes a plan of them for
+the head.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from fusedrl.integrations._trl_log import log_once
 from fusedrl.ops.linear_policy_loss.autograd import REINFORCE
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
 
-MOST_MISSES = 3  # steps in a row whose gradients are not the planned ones, before none is planned
+MOST_MISSES = 3  # so many steps in a row with other gradients than planned, and no more are planned
 
 
 class NotPlanned(Exception):
-    """Why a loss cannot be told beforehand."""
+    """A loss cannot be planned; the message says why."""
 
 
 @dataclass
@@ -45,12 +46,12 @@ class Plan:
         scored: bool, the tokens whose log-probs are asked for.
         kept: bool, the tokens that count in the loss.
         before: how many positions of each sequence predict tokens of the prompt.
-        batch: what is known of each token.
-        weights: how much of each term of each token the loss takes.
+        batch: advantages, old log-probs and reference log-probs of the tokens.
+        weights: how much each token counts in each term of the loss.
         surrogate: the term of the advantages, and the estimator of the KL.
-        level: of the ratio.
+        level: whether a ratio is that of a token or of a sequence.
         trainer: the name of the trainer's class.
-        record: of the trainer.
+        record: counts how often the plan of this trainer was wrong.
     """
 
     tokens: Tensor
@@ -71,20 +72,20 @@ _made: WeakSet[Callable[..., Tensor]] = WeakSet()
 
 
 def take_plan() -> Plan | None:
-    """The plan of the loss that is being computed; each is taken once."""
+    """The plan of the loss that is being computed, or ``None``; each plan is taken once."""
     plan = _plan.get()
     _plan.set(None)
     return plan
 
 
 def log_not_fused(trainer: str, why: str) -> None:
-    """Say, once, that a trainer's gradients are not made with the log-probs."""
+    """Log, once, that a trainer's gradients are not computed together with its log-probs."""
     log_once(f"trl: {trainer}: {why}; its loss is not fused")
 
 
 @contextmanager
 def expecting(plan: Plan | None) -> Iterator[None]:
-    """Have the head take this plan inside of the block."""
+    """Let the head take this plan inside of the block."""
     token = _plan.set(plan)
     try:
         yield
@@ -95,7 +96,7 @@ def expecting(plan: Plan | None) -> Iterator[None]:
 
 
 def planned(theirs: Callable[..., Tensor], trainer: str) -> Callable[..., Tensor]:
-    """TRL's ``_compute_loss``, which tells the head its loss before it asks for log-probs."""
+    """Wrap TRL's ``_compute_loss``, so that the head knows the loss when it computes log-probs."""
     plan_of = _PLANS[trainer]
 
     def compute_planned_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -122,7 +123,10 @@ def _plan_or_none(
         return plan_of(trainer, inputs)
     except NotPlanned as reason:
         why = str(reason)
-    except (AttributeError, KeyError) as error:  # another TRL, or a subclass with other batches
+    except (
+        AttributeError,
+        KeyError,
+    ) as error:  # another version of TRL, or a subclass with other batches
         why = f"expected it as TRL 1.16 has it, got {type(error).__name__}: {error}"
     log_not_fused(type(trainer).__name__, why)
     return None
@@ -133,7 +137,7 @@ def _record_of(trainer: Any) -> PlanMisses:
 
 
 def _check_surroundings(trainer: Any, model: Any) -> None:
-    """Refuse what lies between the trainer and the head and has not been tried."""
+    """Refuse what lies between trainer and head if it was never tested."""
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise NotPlanned("the model is sharded by FSDP or DeepSpeed")
     if trainer.args.torch_compile or "_orig_mod" in model._modules:
@@ -170,8 +174,8 @@ def _grpo_plan(trainer: Any, inputs: dict[str, Any]) -> Plan:
 def _grpo_surrogate(trainer: Any, on_policy: bool, even: bool) -> tuple[Surrogate, str]:
     """The surrogate of a GRPO trainer, and the level of its ratio.
 
-    On policy every ratio is 1. A ratio of sequences then spreads the gradient of its tokens evenly
-    among them: where they have the same weight, what each gets is what it gave. And a k3 estimate
+    On policy every ratio is 1. A ratio of sequences then spreads the gradients of its tokens evenly
+    over them, which changes nothing if all tokens have the same weight. And a k3 estimate
     times the ratio has the gradient of k2 there: with ``d = ref - p``, the derivative of
     ``r (e^d - d - 1)`` by ``p`` is ``(e^d - d - 1) + (1 - e^d) = -d``.
     """
@@ -203,7 +207,9 @@ def _grpo_share(trainer: Any, inputs: dict[str, Any], kept: Tensor) -> Tensor:
         return _share_of_sequences(kept) / steps
     if loss in ("cispo", "dapo"):
         normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
-        if trainer.model.training:  # it counts the tokens of all steps of a generation
+        if (
+            trainer.model.training
+        ):  # in training it counts the tokens of all steps of one generation
             normalizer = normalizer * steps / trainer.args.steps_per_generation
     elif loss == "bnpo":
         normalizer = kept.sum().clamp(min=1) * steps
@@ -215,7 +221,7 @@ def _grpo_share(trainer: Any, inputs: dict[str, Any], kept: Tensor) -> Tensor:
 
 
 def _entropy_weight(trainer: Any, kept: Tensor) -> Tensor | None:
-    """How much each token's entropy counts: the bonus is of its mean, whatever the loss."""
+    """How much each token's entropy counts; the bonus is of the mean entropy in every loss."""
     if not trainer._entropy_bonus_enabled:
         return None
     if trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target:
@@ -226,7 +232,7 @@ def _entropy_weight(trainer: Any, kept: Tensor) -> Tensor | None:
 
 def _rloo_plan(trainer: Any, inputs: dict[str, Any]) -> Plan:
     kept = inputs["completion_mask"].bool()
-    # The ratio is of sums over sequences: only the sum of the old log-probs counts.
+    # The ratio is that of sums over sequences, so that only the sum of the old log-probs counts.
     old = (inputs["old_logps"] / kept.sum(1).clamp(min=1))[:, None] * kept
     low, high = 1 - trainer.epsilon_low, 1 + trainer.epsilon_high
     surrogate = Surrogate("clip", low, high, math.inf, "k3")

@@ -1,9 +1,9 @@
-"""Log-probs whose gradients are made with them, for a loss that is expected of the caller.
+"""Log-probs whose gradients are computed ahead, for the loss that the caller is expected to take.
 
-What the caller does with the log-probs is seen in the backward pass: the derivative of its loss by
-each of them. Where that is the expected one, up to one factor, the gradients that were made ahead
-are scaled by it. Where it is another, they are left out and made anew, so that a wrong expectation
-costs time and never a wrong gradient.
+The backward pass shows what the caller did with the log-probs, because it gets the derivative of
+the loss by each of them. If these are the expected ones, up to one factor, the gradients that were
+computed ahead are scaled by it. If they differ, the gradients are computed again, so that a wrong
+expectation costs time but never gives a wrong gradient.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def log_probs_with_gradients(
 ) -> tuple[Tensor, Tensor] | None:
     """Log-probs and entropies ``[N]``, 0 where the plan asks for none.
 
-    ``None`` where the rows are not those of the plan, the loss has no finite gradient, or there is
-    no compiled op.
+    ``None`` if the rows are not those of the plan, the loss has no finite gradient, or there is no
+    compiled op.
     """
     device = head.hidden.device
     chosen = _dispatch.choose("auto", "linear_policy_loss", device, head.hidden.dtype)
@@ -68,7 +68,7 @@ def log_probs_with_gradients(
     else:
         terms = two_pass.from_sequence_ratios(task, plan.level, sequences, None)
     expected, tolerance = _expected(task, plan.level, sequences, terms)
-    if not expected.isfinite().all():  # a gradient that is left out is still multiplied by 0
+    if not expected.isfinite().all():  # a gradient that does not count is still multiplied by 0
         return None
     return _Ahead.apply(
         *(terms.values.sum(), terms.log_probs, terms.entropy, expected, tolerance),
@@ -77,7 +77,7 @@ def log_probs_with_gradients(
 
 
 def _placed(plan: Plan, targets: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor] | None:
-    """What brings ``[B, K]`` into the order of the head's rows, and where sequences start there.
+    """A function that puts ``[B, K]`` into the order of the head's rows, and the sequence starts.
 
     TRL's head takes every position that predicts another or, on a GPU, the scored ones.
     """
@@ -103,7 +103,7 @@ def _placed(plan: Plan, targets: Tensor) -> tuple[Callable[[Tensor], Tensor], Te
 
 @torch.no_grad()
 def _expected(task: Task, level: str, sequences: Sequences, terms: Terms) -> tuple[Tensor, Tensor]:
-    """The derivatives of the loss by log-probs and entropies ``[2, N]``, and how far rounding goes.
+    """The derivatives of the loss by log-probs and entropies ``[2, N]``, and their tolerance.
 
     A ratio is the exponential of a difference of log-probs, or of sums of them, and errs by as much
     as these do. A KL is a difference of terms that are larger than itself.
@@ -162,7 +162,7 @@ class _Ahead(torch.autograd.Function):
         if factor is not None:
             ctx.record.misses = 0
             return factor, *nothing, None, None, None
-        if found.isfinite().all():  # what overflowed does not tell which loss it is of
+        if found.isfinite().all():  # after an overflow, nothing says which loss it was
             ctx.record.misses += 1
             log_once(
                 f"trl: {ctx.trainer}: the gradient of its loss is not the one of its options, so "
@@ -173,14 +173,14 @@ class _Ahead(torch.autograd.Function):
 
 
 def _common_factor(found: Tensor, expected: Tensor, tolerance: Tensor) -> Tensor | None:
-    """The number that ``expected`` has to be multiplied by to be ``found``, if there is one."""
+    """The number by which ``expected`` has to be multiplied to give ``found``, or ``None``."""
     exact, wanted = found.double(), expected.double()
     if not exact.any():
         return found.new_zeros(())
     factor = (exact * wanted).sum() / wanted.square().sum()
     if not ((exact - factor * wanted).abs() <= factor.abs() * tolerance).all():
         return None
-    # Rounding apart it is 1 wherever nothing scales the loss, and then nothing has to be scaled.
+    # Up to rounding it is 1 if nothing scales the loss, and then the gradients stay as they are.
     return torch.where((factor - 1).abs() < 16 * _EPS, 1, factor).to(found.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Which trainers of the installed TRL call a function, as its sources say without running them."""
+"""Find the trainers of the installed TRL that call a function, by reading TRL's sources."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# What a trainer may compute a loss with; a reason names those that it does.
+# What a trainer may compute its own loss with; the reason names those that it uses.
 _OF_ITS_OWN = ("ChunkedDivergenceFunction", "kl_div", "log_softmax", "logsumexp")
 _LOSS = "compute_loss"
 
 
 @dataclass
 class _Definition:
-    """A function or a class of a module, and every name that stands in it."""
+    """A function or a class of a module, and every name that occurs in it."""
 
     name: str
     is_class: bool
@@ -27,7 +27,7 @@ class _Definition:
 
 @dataclass
 class _Module:
-    """A module by its definitions; ``names`` are all that stand in it, ``renamed`` its ``as``."""
+    """The definitions and all names of a module; ``renamed`` has its imports with ``as``."""
 
     name: str
     definitions: list[_Definition]
@@ -38,9 +38,9 @@ class _Module:
 def without(functions: Iterable[str]) -> dict[str, str]:
     """The trainers of the installed TRL that call none of ``functions``, each with the reason.
 
-    A trainer calls one where its class, or a function of TRL that stands in it, names it, where one
-    is a method of it, and where it leaves its loss to a trainer that does. TRL without sources
-    gives no answer, an empty one.
+    A trainer calls one if its class names it, or names a function of TRL that calls it, if one is a
+    method of the class, or if the trainer inherits its loss from a trainer that calls one. The
+    result is empty if TRL has no sources.
     """
     trainers, served = _trainers(functions)
     return {
@@ -51,12 +51,12 @@ def without(functions: Iterable[str]) -> dict[str, str]:
 
 
 def in_part(functions: Iterable[str], fused: Mapping[str, str]) -> dict[str, str]:
-    """The trainers that call one of ``functions``, each with what becomes of its loss.
+    """The trainers that call one of ``functions``, each with how its loss is computed.
 
     Args:
         functions: as in :func:`without`.
-        fused: trainers whose ``_compute_loss`` is replaced, each with the conditions. They hold for
-            those that inherit it.
+        fused: trainers whose ``_compute_loss`` is replaced, each with the conditions, which also
+            hold for trainers that inherit the method.
     """
     trainers, served = _trainers(functions)
     losses = dict(fused)
@@ -107,7 +107,7 @@ def _reason(module: _Module) -> str:
 
 
 def _functions_that_call(functions: set[str], modules: Sequence[_Module]) -> set[str]:
-    """The functions, other names of them, and TRL's functions that call them at any distance."""
+    """The functions, their other names, and TRL's functions that call them, also indirectly."""
     calling = set(functions)
     while True:
         found = {other for module in modules for name, other in module.renamed if name in calling}
@@ -163,7 +163,7 @@ def _defined(node: ast.FunctionDef | ast.ClassDef) -> _Definition:
 
 
 def _names(tree: ast.AST) -> set[str]:
-    """The names and attributes that stand in a piece of source."""
+    """The names and attributes that occur in a piece of source."""
     return {
         node.id if isinstance(node, ast.Name) else node.attr
         for node in ast.walk(tree)

@@ -1,4 +1,4 @@
-"""torchrl's own names, replaced by the fused classes in a whole program."""
+"""The patch that replaces torchrl's classes by the fused ones in a whole program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusedrl.patching import Replacement, Report, replace
 
 _KL = "torchrl.envs.llm.transforms.kl"
 
-# Public name -> the torchrl module that defines it.
+# public name -> the torchrl module that defines it
 HOMES = {
     "KLComputation": _KL,
     "RetrieveLogProb": _KL,
@@ -41,25 +41,26 @@ FORMER = {
 def patch_torchrl(names: Iterable[str] | None = None) -> Report:
     """Put the fused classes in the place of torchrl's own, wherever torchrl's modules hold them.
 
-    Code that names a class through torchrl gets ours from then on, be it yours, torchrl's own or a
-    configuration that names it by its path. Modules of torchrl that are imported later take ours
-    from the patched ones. Names that torchrl no longer has are added again.
+    From then on, code that takes a class from torchrl gets the fused one. This holds for your code,
+    for torchrl's own, and for a configuration that names a class by its path. It also holds for
+    modules of torchrl that are imported later. Names that torchrl had in an earlier release are
+    added again.
 
-    Not reached: names that your modules imported before (``report.held`` lists them), instances
-    that exist already, and classes that derive from torchrl's. Worker processes that are started
-    afresh patch for themselves. Patching is safe to repeat: a name is replaced once, and only the
-    report that replaced it puts it back.
+    The patch does not reach names that your modules imported before (``report.held`` lists them),
+    instances that exist already, and classes that derive from torchrl's. A worker process that
+    starts a new interpreter has to patch by itself. Patching twice is safe: a name is replaced
+    once, and only the report that replaced it puts it back.
 
     Args:
-        names: classes to replace; by default all that are known.
+        names: the classes to replace; by default all that are known.
 
     Returns:
-        What was replaced, and where: iterable, printable, with ``revert()``. As a context manager
-        it reverts at the end of the block.
+        A report of what was replaced, and where. It can be printed and iterated, and ``revert()``
+        undoes the patch. As a context manager it reverts at the end of the block.
 
     Raises:
-        TypeError: a single string.
-        ValueError: an unknown name. Nothing is changed then.
+        TypeError: ``names`` is a single string.
+        ValueError: a name is unknown. Nothing is changed then.
 
     Example:
         >>> import fusedrl, torchrl.envs.llm
@@ -76,7 +77,7 @@ def patch_torchrl(names: Iterable[str] | None = None) -> Report:
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise ValueError(f"names: expected some of {', '.join(known)}; got {', '.join(unknown)}")
-    # Every class of ours is defined before the first of torchrl's gives way: it derives from it.
+    # All fused classes are imported before torchrl's are replaced, because they derive from those.
     ours = {name: getattr(fusedrl, name) for name in known}
     return replace(
         "torchrl",

@@ -1,4 +1,4 @@
-"""TRL's log-prob functions over the fused ops, and a patch that puts them in place of TRL's."""
+"""TRL's log-prob functions over the fused ops, and the patch that replaces TRL's by them."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def selective_log_softmax(
 ) -> Tensor:
     """Log-probs of chosen classes, as ``trl.trainer.utils.selective_log_softmax`` takes them.
 
-    Computes in float32 whatever the dtype of the logits, and makes no ``log_softmax``. Prefer
-    :func:`selective_log_softmax_and_entropy` to a second call for the entropy.
+    It computes in float32 whatever the dtype of the logits, and stores no ``log_softmax``. If you
+    need the entropy too, :func:`selective_log_softmax_and_entropy` reads the logits only once.
 
     Args:
         logits: ``[..., V]``; float32, bfloat16 or float16 (float64 runs through the reference).
-        index: integer classes, ``[...]`` for one a row or ``[..., K]`` for K a row.
+        index: integer classes, ``[...]`` for one class in each row or ``[..., K]`` for K classes.
         temperature: positive divisor of the logits.
-        row_mask: shaped like ``index``; where it is 0 the log-prob is exactly 0. With one class a
-            row, neither the logits nor the class are read there.
+        row_mask: the shape of ``index``; where it is 0 the log-prob is exactly 0. With one class in
+            each row, neither the logits nor the class are read there.
         dtype: of the result. ``None`` is TRL's: that of the logits on the CPU, float32 on a GPU.
             A bfloat16 result is the float32 one rounded once, to 3 digits; ``torch.float32`` keeps
             the 7 that were computed.
@@ -55,9 +55,9 @@ def selective_log_softmax(
         Log-probs in nats, shaped like ``index``. Gradients reach ``logits`` in its own dtype.
 
     Raises:
-        TypeError: logits that are not floating point, an index that is not integer.
-        ValueError: shapes that do not fit, a temperature out of range.
-        RuntimeError: a class outside ``[0, V)``.
+        TypeError: the logits are not floating point, or the index is not integer.
+        ValueError: the shapes do not fit, or the temperature is out of range.
+        RuntimeError: a class is outside ``[0, V)``.
 
     Example:
         >>> import torch
@@ -73,7 +73,9 @@ def selective_log_softmax(
     if index.dim() != logits.dim():
         log_probs = _rowwise(logits, index, temperature, row_mask, entropy=False)
         assert isinstance(log_probs, Tensor)
-        return log_probs.to(dtype, copy=True)  # trainers write zeros into it; the op keeps its own
+        return log_probs.to(
+            dtype, copy=True
+        )  # trainers write zeros into the result, and the op needs its own
     if index.shape[:-1] != logits.shape[:-1]:
         raise ValueError(
             f"index: expected shape {tuple(logits.shape[:-1])}, with or without a last dimension "
@@ -107,8 +109,8 @@ def entropy_from_logits(
         Entropies in nats, ``[...]``, with gradient.
 
     Raises:
-        TypeError: logits that are not floating point.
-        ValueError: logits without a class.
+        TypeError: the logits are not floating point.
+        ValueError: the logits have no class.
 
     Example:
         >>> import torch
@@ -131,22 +133,22 @@ def selective_log_softmax_and_entropy(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of one class a row and the row's entropy, from one reading of the logits.
+    """Log-prob of one class and the entropy of each row, from one pass over the logits.
 
-    Takes what TRL's function of that name takes.
+    It takes the arguments of TRL's function of that name.
 
     Args:
         logits: ``[..., V]``, as in :func:`selective_log_softmax`.
         index: integer class of each row, ``[...]``.
         entropy_requires_grad: whether a gradient flows through the entropy.
         temperature: positive divisor of the logits; the entropy is that of the divided ones.
-        row_mask: shaped like ``index``; where it is 0 both are exactly 0, and nothing is read.
+        row_mask: the shape of ``index``; where it is 0 both are exactly 0, and nothing is read.
         dtype: of both, as in :func:`selective_log_softmax`.
 
     Raises:
-        TypeError: logits that are not floating point, an index that is not integer.
-        ValueError: shapes that do not fit, a temperature out of range.
-        RuntimeError: a class outside ``[0, V)``.
+        TypeError: the logits are not floating point, or the index is not integer.
+        ValueError: the shapes do not fit, or the temperature is out of range.
+        RuntimeError: a class is outside ``[0, V)``.
 
     Example:
         >>> import torch
@@ -180,7 +182,7 @@ def _rowwise(
                 f"{name}: expected shape {tuple(logits.shape[:-1])} for logits of shape "
                 f"{tuple(logits.shape)}, got {tuple(rows.shape)}"
             )
-    if logits.dim() in (2, 3):  # taken as they lie: a slice of a batch is not copied
+    if logits.dim() in (2, 3):  # taken with their strides, so that a slice of a batch is not copied
         return token_log_probs(logits, index, mask, temperature=temperature, entropy=entropy)
     results = token_log_probs(
         logits.reshape(-1, logits.shape[-1]),
@@ -195,7 +197,7 @@ def _rowwise(
 
 
 class _ManyClasses(torch.autograd.Function):
-    """Log-probs of several classes a row, from the row's normalizers."""
+    """Log-probs of several classes in each row, from the normalizers of the rows."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, index: Tensor, temperature: float) -> Tensor:
@@ -222,7 +224,7 @@ _DIVERGENCE = "ChunkedDivergenceFunction"
 _DIVERGENCE_LOSS = "_chunked_divergence_loss"
 _GKD_LOSS = "GKDTrainer.generalized_jsd_loss"
 
-# Name in TRL -> the module that defines it.
+# name in TRL -> the module that defines it
 _HOMES = {
     "selective_log_softmax": "trl.trainer.utils",
     "entropy_from_logits": "trl.trainer.utils",
@@ -235,10 +237,10 @@ _HOMES = {
     _GKD_LOSS: "trl.experimental.gkd.gkd_trainer",
 }
 
-# What only some trainers need, which may not load where they are not used.
+# Modules that only some trainers need, and that may fail to load where they are not used.
 _OF_TRAINERS = (_DIVERGENCE, _DIVERGENCE_LOSS, _GKD_LOSS)
 
-# Trainer -> what of it is fused, and where it is not.
+# trainer -> what of it is fused, and when it is not
 _NOT_TRIED = "FSDP, DeepSpeed and torch_compile"
 _FUSED_LOSSES = {
     "GRPOTrainer": "log-probs; the loss too, but for loss_type sapo and vespo, "
@@ -247,7 +249,7 @@ _FUSED_LOSSES = {
     "RLOOTrainer": f"log-probs; the loss too, but for {_NOT_TRIED}",
 }
 
-# Trainer -> the replacement that serves it, and what of it is fused.
+# trainer -> the replacement that it uses, and what of it is fused
 _FUSED_DIVERGENCES = {
     "DistillationTrainer": (
         _DIVERGENCE,
@@ -267,21 +269,21 @@ logger = logging.getLogger("fusedrl")
 def patch_trl(names: Iterable[str] | None = None) -> Report:
     """Put the fused functions in the place of TRL's own, wherever TRL's modules hold them.
 
-    ``ChunkedLogProbFunction`` is the fused LM head of the GRPO, RLOO, DPO, KTO and SFT trainers;
-    the functions over logits are what the experimental ones call, and every trainer of a TRL
-    without that head. The two ``_compute_loss`` stay TRL's, but tell the head which loss it works
-    for: it makes the gradients together with the log-probs, with one product less. In the backward
-    pass they are compared with what the trainer did with the log-probs, and made anew where they
-    differ. Where a configuration says too little, only the log-probs are fused, and the reason is
-    logged once.
+    ``ChunkedLogProbFunction`` is the LM head of the GRPO, RLOO, DPO, KTO and SFT trainers. The
+    experimental trainers call the functions over logits, and so does every trainer of a TRL that
+    has no such head. The two ``_compute_loss`` methods stay TRL's, but tell the head which loss
+    they compute. The head then computes the gradients together with the log-probs, with one matrix
+    product less. The backward pass compares them with what the trainer did with the log-probs, and
+    computes them again if they differ. If the configuration does not say enough, only the log-probs
+    are fused, and the reason is logged once.
 
     ``ChunkedDivergenceFunction`` and ``_chunked_divergence_loss`` are the divergence of the
-    distillation trainer, which multiplies only the tokens that count, and
+    distillation trainer, which then multiplies only the tokens that count, and
     ``GKDTrainer.generalized_jsd_loss`` is that of GKD.
 
-    Trainers that exist already run on ours too, and modules of TRL that are imported later take
-    ours from the patched ones. Modules of yours that imported a function before keep it:
-    ``report.held`` lists them.
+    Trainers that exist already use the fused functions too, and so do modules of TRL that are
+    imported later. Modules of yours that imported a function before keep TRL's: ``report.held``
+    lists them.
 
     Args:
         names: what to replace, of ``selective_log_softmax``, ``entropy_from_logits``,
@@ -289,18 +291,18 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
             ``GRPOTrainer._compute_loss``, ``RLOOTrainer._compute_loss``,
             ``ChunkedDivergenceFunction``, ``_chunked_divergence_loss`` and
             ``GKDTrainer.generalized_jsd_loss``. By default all of them that the installed TRL has;
-            those it has not are logged.
+            a name that it does not have is logged.
 
     Returns:
-        What was replaced, and where: iterable, printable, with ``revert()``. ``report.untouched``
-        are the trainers of the installed TRL that call none of it, each with the reason, and
-        ``report.in_part`` the others, each with what becomes of its loss. As a context manager it
-        reverts at the end of the block.
+        A report of what was replaced, and where. It can be printed and iterated, and ``revert()``
+        undoes the patch. As a context manager it reverts at the end of the block.
+        ``report.untouched`` maps the trainers of the installed TRL that call none of the functions
+        to the reason, and ``report.in_part`` maps the others to how their loss is computed.
 
     Raises:
-        ImportError: without TRL.
-        TypeError: a single string.
-        ValueError: an unknown name, or one that the installed TRL has not, or has with other
+        ImportError: TRL is not installed.
+        TypeError: ``names`` is a single string.
+        ValueError: a name is unknown, or the installed TRL does not have it, or has it with other
             arguments. Nothing is changed then.
 
     Example:
@@ -319,7 +321,7 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
     if unknown:
         raise ValueError(f"names: expected some of {', '.join(_HOMES)}; got {', '.join(unknown)}")
     replacements = []
-    for name in _HOMES:  # the head before the losses that speak to it
+    for name in _HOMES:  # the head comes before the losses that tell it their plans
         if name not in wanted:
             continue
         if name.endswith(_LOSS) and _HEAD not in {r.name for r in replacements}:
@@ -344,26 +346,28 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
 
 
 def _ours(name: str) -> tuple[Any, str | None]:
-    """What replaces a name of TRL, or why nothing can: it is missing, or takes other arguments."""
+    """The replacement of a name of TRL, or why there is none: it is missing or differs."""
     if importlib.util.find_spec("trl") is None:
         raise ImportError('trl: expected it to be installed; pip install "fusedrl[trl]"')
     try:
         with warnings.catch_warnings():
-            if ".experimental." in _HOMES[name]:  # who uses it imports it, and is told then
+            if (
+                ".experimental." in _HOMES[name]
+            ):  # whoever uses it imports it, and gets the error then
                 warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")
             theirs = attrgetter(name)(importlib.import_module(_HOMES[name]))
     except Exception as error:
         module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         if isinstance(error, AttributeError) or module.startswith("trl."):
             return None, f"this TRL has no {_HOMES[name]}.{name}"
-        # What these trainers alone need, as a vLLM that does not load.
+        # Only these trainers need it, such as a vLLM that does not load.
         if name.endswith(_LOSS) or name in _OF_TRAINERS:
             return None, f"{_HOMES[name]} cannot be imported: {type(error).__name__}: {error}"
-        raise  # something that TRL itself needs
+        raise  # TRL itself needs it
     if name.endswith(_LOSS):
         return _planned_loss(name, theirs)
     if name == _HEAD:
-        # Its module derives what it falls back on from TRL's, so it is loaded before TRL's is gone.
+        # Its module keeps TRL's own function for what it cannot do, so it is loaded before the patch.
         from fusedrl.integrations._trl_head import ChunkedLogProbFunction as ours
 
         same = theirs is ours or _arguments(theirs.forward)[1:] == _arguments(ours.apply)

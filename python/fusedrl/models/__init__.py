@@ -1,4 +1,4 @@
-"""Causal language models of transformers: their log-probs at the cost of the decoder's forward."""
+"""Log-probs under causal language models of transformers, without logits of all tokens."""
 
 from fusedrl.models.log_probs import causal_log_probs
 from fusedrl.models.without_adapters import WithoutAdapters

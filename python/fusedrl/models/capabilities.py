@@ -1,9 +1,9 @@
 """What a model allows, found out once for each model by running it on a few tokens.
 
-The decoder and the head that a model names may not be all of it, it may mix several sequences of
-one row, and padding or a longer call may change its numbers. Each of these would give plausible,
-wrong log-probs. So each is probed, and where a model does not allow one, its log-probs are computed
-in a slower way that is right.
+The decoder and the head that a model names may not be the whole model. It may mix the sequences
+that share a row, and padding or a longer call may change its numbers. Each of these would give
+log-probs that look plausible and are wrong. So each is probed, and if a model does not allow one,
+its log-probs are computed in a slower way that is right.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusedrl.models.split import CannotSplit, Parts, device_of, split, uncompile
 
 logger = logging.getLogger("fusedrl")
 
-# Decoders whose attention is the only thing that mixes tokens, each tested in tests/models with
+# Types of decoders in which attention alone mixes tokens, each tested in tests/models with
 # sequences longer than its windows. A probe is too short to show what a window does.
 PACKABLE = frozenset(
     (
@@ -56,8 +56,8 @@ class Capabilities(NamedTuple):
         parts: decoder and head; ``None`` if the model is asked for its own logits.
         packs: whether several sequences share a row.
         pads: whether several sequences share a padded batch.
-        below: sequences share a forward if they are shorter than that, where it is not ``None``.
-            Longer ones change what others in the same forward get.
+        below: sequences share a forward pass only if they are shorter than this; longer ones would
+            change the results of others in it. ``None`` for no such limit.
     """
 
     parts: Parts | None
@@ -73,17 +73,17 @@ _warned: set[tuple[type, str]] = set()
 def capabilities_of(
     model: Any, known_ids: int = 1, kwargs: Mapping[str, Any] | None = None
 ) -> Capabilities:
-    """What a model allows while its log-probs stay its own; what it does not allow is logged once.
+    """Find what a model allows without a change of its log-probs; log what it does not, once.
 
     A finding holds while the :func:`fusedrl.models.signature.signature` of the model is the same.
 
     Args:
         model: the model, or a module around it.
-        known_ids: ids in ``[0, known_ids)`` are tried on a model that tells no vocabulary.
-        kwargs: more arguments of the model's forward where its logits are needed.
+        known_ids: ids in ``[0, known_ids)`` are tried if the model does not say its vocabulary.
+        kwargs: further arguments of the model's forward pass, used when its logits are needed.
 
     Raises:
-        TypeError: a model of encoders, whose tokens see later ones.
+        TypeError: the model is an encoder, whose tokens see later ones.
     """
     modules = modules_of(model)
     below = shared_below(modules)
@@ -107,7 +107,7 @@ def capabilities_of(
 
 
 def _check_decoder(model: Any) -> None:
-    """Refuse a model whose tokens see later ones because it is no decoder."""
+    """Refuse an encoder, whose tokens see later ones."""
     if getattr(getattr(model, "config", None), "is_decoder", None) is False:
         raise TypeError(
             f"model: expected a causal language model, got {type(model).__name__}, whose logits "
@@ -125,7 +125,9 @@ def _parts_finding(modules: list[Any], parts: Parts, below: int | None) -> Probe
     if finding is None:
         try:
             finding = _keep(model, key, probe_parts(uncompiled(model), parts, packable, below))
-        except Exception as error:  # a forward that is not called as those of transformers are
+        except (
+            Exception
+        ) as error:  # the forward does not take the arguments of those of transformers
             _warn(
                 model, f"trying it raised {error!r}; its log-probs are computed from all its logits"
             )
@@ -144,7 +146,7 @@ def _whole_finding(modules: list[Any], known_ids: int, kwargs: Mapping[str, Any]
     try:
         vocabulary = vocabulary_of(model) or known_ids
         return _keep(model, key, probe_whole(model, device_of(model), vocabulary, kwargs))
-    except Exception:  # whatever it is, the caller sees it when the model is asked in earnest
+    except Exception:  # the caller sees the error again when the model really runs
         return ProbeResult(False)
 
 
@@ -153,7 +155,7 @@ def _kept(model: nn.Module, key: Any) -> ProbeResult | None:
 
 
 def _keep(model: nn.Module, key: Any, finding: ProbeResult) -> ProbeResult:
-    """Remember what a probe told, unless it saw only zeros, such as those of a new head."""
+    """Remember a finding, unless the probe saw only zeros, such as those of a new head."""
     if finding.telling:
         _findings[model] = [(key, finding), *_findings.get(model, ())][:KEPT]
     return finding

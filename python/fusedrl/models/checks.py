@@ -128,7 +128,7 @@ def check_vocabulary(tokens: Tensor, size: int | None, places: Tensor | None = N
 def context_checked(model: Any, lengths: Sequence[int]) -> Iterator[None]:
     """Refuse a sequence with more tokens than the model has positions for, where it has a bound.
 
-    A table of positions is looked for; where there is none, the model runs, and says so itself.
+    Only a table of positions is a bound. Without one the model runs, and may raise an error itself.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config

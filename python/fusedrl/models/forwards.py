@@ -8,7 +8,7 @@ import torch
 
 
 def tokens_per_forward(device: torch.device, attention: str | None) -> int:
-    """How many tokens a forward takes where the caller sets no bound.
+    """How many tokens a forward pass takes if the caller sets no bound.
 
     A packed row costs attention over its whole square unless a flash kernel knows the sequences.
     On a CPU, matrix products gain nothing beyond a few hundred rows, so that short sequences share
@@ -20,7 +20,7 @@ def tokens_per_forward(device: torch.device, attention: str | None) -> int:
 
 
 def check_limit(max_tokens_per_forward: int | None) -> None:
-    """Refuse a bound that no token fits in."""
+    """Refuse a bound below 1."""
     if max_tokens_per_forward is not None and max_tokens_per_forward < 1:
         raise ValueError(
             f"max_tokens_per_forward: expected a positive number or None, got "
@@ -29,9 +29,9 @@ def check_limit(max_tokens_per_forward: int | None) -> None:
 
 
 def packed(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Sequences by number, packed into rows of at most ``limit`` tokens; a longer one goes alone.
+    """Indices of sequences, packed into rows of at most ``limit`` tokens; a longer one is alone.
 
-    Longest first, each into the fullest row that has room (best fit decreasing).
+    The longest come first, each into the fullest row that has room (best fit decreasing).
     """
     rows: list[list[int]] = []
     room: list[int] = []
@@ -49,9 +49,9 @@ def packed(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def padded(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Sequences by number, in batches of at most ``limit`` tokens with the padding counted.
+    """Indices of sequences, in batches of at most ``limit`` tokens, padding included.
 
-    Longest first, neighbours in length together; a sequence beyond the limit goes alone.
+    Sequences of similar lengths share a batch, the longest first. One beyond the limit is alone.
     """
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

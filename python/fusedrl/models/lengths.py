@@ -1,4 +1,4 @@
-"""What the length of a call changes in a model, and how long a call may be."""
+"""Models whose results depend on the length of a call, and how long a call may be."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import nn
 
-# Rotary embeddings whose frequencies follow the longest position of the call.
+# Rotary embeddings whose frequencies depend on the longest position of the call.
 _FOLLOWING = ("dynamic", "longrope", "su")
 _CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
-# Learned positions may stand behind an offset, as those of OPT and BART do.
+# Learned positions may begin at an offset, as those of OPT and BART do.
 _OFFSET = 8
 
 
 def shared_below(modules: Sequence[nn.Module]) -> int | None:
-    """The length that every sequence of a call must stay below for the calls to be alike.
+    """Sequences that are shorter than this get the same results whatever else is in the call.
 
-    ``modules`` are the model and what it consists of. ``None``: no rotary embedding of the model
-    says that it follows the length of the call.
+    ``modules`` are the model and all modules in it. ``None`` if no rotary embedding of the model
+    says that it depends on the length of the call.
     """
     bounds = []
     config = getattr(modules[0], "config", None)
@@ -34,21 +34,21 @@ def shared_below(modules: Sequence[nn.Module]) -> int | None:
 
 
 def _may_have(module: nn.Module, name: str) -> bool:
-    """Whether it is worth asking: ``nn.Module.__getattr__`` is slow where there is nothing."""
+    """Whether a lookup is worth it: ``nn.Module.__getattr__`` is slow for a missing name."""
     kind: Any = type(module)
     own = kind.__getattr__ is not nn.Module.__getattr__
     return own or name in vars(module) or hasattr(kind, name)
 
 
 def follows_length(rope_type: Any) -> bool:
-    """Whether a type of rotary embedding, or one by layer type, follows the length of the call."""
+    """Whether a rotary type, or one of those by layer type, depends on the length of the call."""
     if isinstance(rope_type, Mapping):
         return any(map(follows_length, rope_type.values()))
     return isinstance(rope_type, str) and any(name in rope_type for name in _FOLLOWING)
 
 
 def _bound(*holders: Any) -> int:
-    """The smallest length at which frequencies may change; 0 where none is told."""
+    """The smallest length at which frequencies may change; 0 if it is not known."""
     names = ("original_max_position_embeddings", "max_position_embeddings")
     told = []
     for holder in holders:
@@ -58,7 +58,7 @@ def _bound(*holders: Any) -> int:
 
 
 def _rope_settings(config: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Each mapping in a configuration and those nested in it, with the one that it stands in."""
+    """Each mapping in a configuration and in those nested in it, with its parent."""
     pending = [config]
     while pending:
         owner = pending.pop()
@@ -73,7 +73,7 @@ def _rope_settings(config: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
 
 
 def context_of(config: Any) -> int | None:
-    """The number of positions that a configuration tells, if it does."""
+    """The number of positions that a configuration names, or ``None``."""
     told = (getattr(config, name, None) for name in _CONTEXTS)
     return next((value for value in told if isinstance(value, int)), None)
 
@@ -81,8 +81,8 @@ def context_of(config: Any) -> int | None:
 def positions_held(model: Any, context: int) -> bool:
     """Whether a model holds a table of as many positions as its context has, and no more.
 
-    Learned positions are one, and so are sines and causal masks that are made once. Rotary
-    embeddings, ALiBi and recurrent states need none and run beyond the context.
+    Such a table may be learned positions, or sines or a causal mask that are computed once. Rotary
+    embeddings, ALiBi and recurrent states have none, and run beyond the context.
     """
     inputs = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     for module in model.modules():

@@ -100,12 +100,12 @@ def causal_log_probs(
 def _from_logits(
     request: Request, capabilities: Capabilities, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | TokenLogProbs]:
-    """Places of the kept tokens, and their log-probs from the model's own logits."""
+    """Places and log-probs of the kept tokens, computed from the model's own logits."""
     model, tokens, work, limit = request.model, request.tokens, request.work, request.limit
     device = device_of(model)
     if limit is None and _ranks() > 1:
         capabilities, work = _alike_on_each_rank(capabilities, work, tokens, device)
-        limit = len(tokens) * len(work)  # one forward takes all that may share one
+        limit = len(tokens) * len(work)  # one forward pass takes all sequences that may share one
     else:
         work = [row for row in work if len(row.kept)]
     limit = limit or forwards.tokens_per_forward(device, None)
@@ -128,7 +128,7 @@ def _from_logits(
 
 
 def _nothing(model: nn.Module, length: int, entropy: bool) -> Tensor | TokenLogProbs:
-    """The answer where no token is kept, for which no model is needed."""
+    """The result if no token is kept, which needs no model."""
     double = any(weight.dtype == torch.float64 for weight in model.parameters())
     dtype = torch.float64 if double else torch.float32
     zeros = torch.zeros(length, dtype=dtype, device=device_of(model))
@@ -136,7 +136,7 @@ def _nothing(model: nn.Module, length: int, entropy: bool) -> Tensor | TokenLogP
 
 
 def _ranks() -> int:
-    """Processes that may hold parts of a model."""
+    """The number of processes that may each have a part of the model."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if distributed else 1
 
@@ -144,10 +144,10 @@ def _ranks() -> int:
 def _alike_on_each_rank(
     capabilities: Capabilities, work: list[Scored], tokens: Tensor, device: torch.device
 ) -> tuple[Capabilities, list[Scored]]:
-    """Capabilities and sequences that take as many forwards as those of the other ranks.
+    """Capabilities and sequences with which every rank makes the same number of forward passes.
 
-    The ranks of a sharded model meet in every forward. One takes all sequences, unless they are
-    computed alone: then each rank does as many as the one that has most.
+    The ranks of a sharded model wait for each other in every forward pass. One pass takes all
+    sequences, unless they run alone: then every rank makes as many as the rank with the most.
     """
     if capabilities.pads and capabilities.below is None:
         return capabilities, work or [nothing_of(tokens)]

@@ -35,21 +35,21 @@ def causal_policy_terms(
 ) -> Terms:
     """Objective, two KLs and entropy of packed sequences under a transformers causal LM.
 
-    The decoder's hidden states go to :func:`fusedrl.linear_policy_loss`, which makes the gradients
-    in the forward pass. A model that is asked for its logits, see :func:`causal_log_probs`, and one
-    of a dtype without a kernel give log-probs, and the terms are computed from those.
+    The decoder's hidden states go to :func:`fusedrl.linear_policy_loss`, which computes gradients
+    in the forward pass. If the model has to compute its own logits (see :func:`causal_log_probs`),
+    or there is no kernel for its dtype, the terms are computed from log-probs.
 
     Args:
         model: as in :func:`causal_log_probs`, and so are ``tokens``, ``lengths``, ``mask``,
             ``max_tokens_per_forward`` and ``model_kwargs``.
-        batch: advantages and log-probs of other policies, one a token, ``[N]``.
-        weights: how much each token counts in each term, ``[N]``; 0 for one that is not scored.
+        batch: advantages and log-probs of other policies, ``[N]``, one for each token.
+        weights: how much each token counts in each term, ``[N]``; 0 for a token that is not scored.
         surrogate: the term of the advantages.
         entropy: also compute the entropy of each kept token's distribution.
 
     Returns:
-        :class:`Terms`: four values that differentiate, each with an upstream gradient of its own;
-        log-probs and entropies ``[N]`` without gradient.
+        :class:`Terms`: four differentiable values, each of which may get another upstream gradient,
+        and log-probs and entropies ``[N]`` without gradient.
 
     Raises:
         TypeError, ValueError: as :func:`causal_log_probs`.
@@ -101,7 +101,7 @@ def _task(
     surrogate: Surrogate,
     entropy: bool,
 ) -> Task:
-    """What the op computes: its rows are the kept tokens."""
+    """The task of the op, whose rows are the kept tokens."""
     head = _head.prepare("", states.hidden, parts.weight, parts.bias, parts.scale, parts.softcap)
     device, places = states.hidden.device, states.places
     dtype = _dispatch.result_dtype(states.hidden)

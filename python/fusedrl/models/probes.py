@@ -1,4 +1,4 @@
-"""What running a model on a few tokens tells about it."""
+"""Run a model on a few tokens to find out what it does with padding, packing and its head."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fusedrl.models.split import Parts
 from fusedrl.ops._head import scaled_and_capped
 
 SHORT, LONG = 5, 8  # tokens of the two sequences
-FAR = 1 << 20  # a position behind those that rotary embeddings are made for
+FAR = 1 << 20  # a position beyond those that rotary embeddings are made for
 PEAK = 128.0  # the logits of an amplified run: a cap that does not bend those bends none
 
 Ask = Callable[..., Tensor]  # the logits [B, T, V] of inputs by name
 
 
 class ProbeResult(NamedTuple):
-    """What the runs told.
+    """The findings of the runs.
 
     Args:
         splits: the head's product with the decoder's states gives the model's logits.
         packs: sequences stay apart in one row in which positions start again.
         pads: sequences stay apart in a right-padded batch.
-        steady: logits depend on nothing behind their token, the length of the call included.
+        steady: logits depend on nothing after their token, and not on the length of the call.
         ahead: logits depend on later tokens.
-        telling: there were logits to compare, not only zeros or infinities.
+        telling: the logits could be compared: they were not only zeros or infinities.
     """
 
     splits: bool
@@ -57,7 +57,7 @@ class Whole(NamedTuple):
 def probe_parts(model: nn.Module, parts: Parts, packable: bool, below: int | None) -> ProbeResult:
     """Compare the parts with the whole, and sequences that share a forward with each alone.
 
-    A model that follows the length of its calls does so from the length ``below`` on, as it says.
+    ``below`` is the length from which on the model says that its calls depend on their length.
     """
     device = parts.embeddings.device
     rows = _rows(min(len(parts.weight), len(parts.embeddings)), device)
@@ -67,7 +67,7 @@ def probe_parts(model: nn.Module, parts: Parts, packable: bool, below: int | Non
         logits = [_logits(parts, states) for states in hidden]
         if not all(0 < _peak(values) < math.inf for values in (plain.logits, *logits)):
             return ProbeResult(False, telling=False)
-        # Amplified by a power of two, which rounds nothing: near 0 a cap looks like none.
+        # Amplified, because a cap changes nothing near 0; by a power of two, which rounds nothing.
         gained = _AtHead.run(model, parts, rows[1], _gain(parts, hidden[0]))
         if not (_is_head(parts, plain, hidden[0]) and _is_head(parts, gained, hidden[1])):
             return ProbeResult(False)
@@ -106,14 +106,14 @@ def probe_whole(
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype whose rounding a model's logits have: the narrowest that it computes in."""
+    """The narrowest dtype that a model computes in, whose rounding its logits have."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     halves = [dtype for dtype in dtypes if torch.finfo(dtype).bits == 16]
     return halves[0] if halves else torch.float32
 
 
 class _AtHead(TorchFunctionMode):
-    """What enters the product with a weight, multiplied by a gain, in this thread."""
+    """Records, and multiplies by a gain, what this thread multiplies with a weight."""
 
     def __init__(self, weight: Tensor, gain: float) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def _pads(ask: Ask, whole: Whole) -> bool:
     mask[0, SHORT:] = 0
     try:
         padded = ask(input_ids=ids, attention_mask=mask)
-    except Exception:  # of a model that takes no batch, or no mask
+    except Exception:  # the model takes no batch, or no mask
         return False
     return whole.is_like(padded[:1, :SHORT], padded[1:])
 
@@ -182,14 +182,14 @@ def _steady(ask: Ask, whole: Whole) -> bool:
 
 
 def _ahead(ask: Ask, whole: Whole) -> bool:
-    """Whether other tokens behind change the logits in a call of the same length."""
+    """Whether later tokens change the logits, in calls of the same length."""
     ids = whole.rows[1].clone()
     ids[:, SHORT:] = whole.rows[0][:, : LONG - SHORT]
     return not _agree(ask(input_ids=ids)[:, :SHORT], whole.logits[1][:, :SHORT], whole.dtype)
 
 
 def _steady_ahead(ask: Ask, whole: Whole, position: int) -> bool:
-    """Whether a token at a position far ahead changes nothing for those before it."""
+    """Whether a token at a far position changes nothing for the tokens before it."""
     positions = torch.arange(SHORT, device=whole.rows[0].device)
     positions[-1] = position
     logits = ask(input_ids=whole.rows[0], position_ids=positions[None])
@@ -198,7 +198,7 @@ def _steady_ahead(ask: Ask, whole: Whole, position: int) -> bool:
 
 @contextmanager
 def _forgotten(decoder: nn.Module) -> Iterator[None]:
-    """What rotary modules remember of the positions they saw is as it was afterwards."""
+    """Restore, after the block, what rotary modules remember of the positions of calls."""
     saved = []
     for module in decoder.modules():
         if hasattr(module, "inv_freq") or hasattr(module, "rope_type"):
@@ -232,7 +232,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Dropout is skipped in this thread, without a change to the modules that ask for it."""
+    """Skips dropout in this thread, without a change to the modules that call it."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -253,7 +253,7 @@ def _logits(parts: Parts, hidden: Tensor) -> Tensor:
 
 
 def _peak(values: Tensor) -> float:
-    """The largest finite value; infinite where there is a NaN, 0 where there is nothing."""
+    """The largest finite value; infinity if there is a NaN, and 0 for an empty tensor."""
     if bool(values.isnan().any()):
         return math.inf
     finite = values[values.isfinite()].float()
@@ -261,15 +261,15 @@ def _peak(values: Tensor) -> float:
 
 
 def _agree(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
-    """Equal to what the rounding of whole layers does, seen against the largest value."""
+    """Whether two differ by no more than the rounding of whole layers, beside the largest value."""
     tolerance = 5e-2 if torch.finfo(dtype).bits == 16 else 2e-4
     return _within(ours, theirs, relative=0.0, absolute=tolerance, drift=tolerance / 10)
 
 
 def _same_function(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
-    """Equal to the few roundings of what is done with one and the same product.
+    """Whether two differ by no more than a few roundings of the same product.
 
-    Each logit is seen against itself: what is allowed of the largest one could hide a cap.
+    Each logit is compared with itself, because a tolerance for the largest one could hide a cap.
     """
     eps = max(torch.finfo(dtype).eps, 1e-4)
     return _within(ours, theirs, relative=2 * eps, absolute=eps / 50, drift=eps / 4)

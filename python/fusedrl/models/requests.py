@@ -1,4 +1,4 @@
-"""Sequences that a model is asked about, checked, and the hidden states that predict them."""
+"""Checked sequences for a model, and the hidden states that predict their tokens."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from fusedrl.models.split import Parts, unwrapped, vocabulary_of
 
 
 class Request(NamedTuple):
-    """Tokens of which a model is asked something, as :func:`causal_log_probs` takes them.
+    """The checked arguments of :func:`causal_log_probs` and its like.
 
     Args:
         model: the model to call, in ``context``.
-        context: what its adapters have to be.
-        tokens: packed, on the CPU.
+        context: a block in which its adapters are as they have to be.
+        tokens: packed token ids ``[N]``, on the CPU.
         lengths: tokens of each sequence.
         work: each sequence with its kept tokens.
-        limit: bounds the tokens of a forward.
-        kwargs: more arguments of the model's forward where its logits are needed.
+        limit: the largest number of tokens in a forward pass.
+        kwargs: further arguments of the model's forward pass, used when its logits are needed.
     """
 
     model: Any
@@ -45,18 +45,18 @@ class Request(NamedTuple):
 
     @property
     def keeps_some(self) -> bool:
-        """Whether there is a kept token that another precedes."""
+        """Whether any kept token has a token before it."""
         return any(len(row.kept) for row in self.work)
 
     @contextmanager
     def opened(self) -> Iterator[Capabilities]:
-        """How the model computes it, which has one version of its weights in the block."""
+        """What the model allows, in a block in which its weights have one version."""
         with self.context, context_checked(self.model, self.lengths), one_version(self.model):
             known_ids = int(self.tokens.max()) + 1 if len(self.tokens) else 1
             yield capabilities_of(self.model, known_ids, self.kwargs)
 
     def placed(self, values: Tensor, places: Tensor) -> Tensor:
-        """Values of the tokens at ``places`` as a column of all tokens, 0 elsewhere."""
+        """A column ``[N]`` with ``values`` at ``places`` and 0 elsewhere."""
         return values.new_zeros(len(self.tokens)).index_copy(0, places.to(values.device), values)
 
 
@@ -68,7 +68,7 @@ def request_of(
     max_tokens_per_forward: int | None,
     model_kwargs: Mapping[str, Any] | None,
 ) -> Request:
-    """The request that these arguments make; refuses what does not fit."""
+    """Check the arguments and make a request of them."""
     lengths = check_sequences(tokens, lengths, mask, max_tokens_per_forward)
     target, context = unwrapped(model)
     check_model(target)
@@ -88,7 +88,7 @@ class KeptStates(NamedTuple):
 
 
 def kept_states(request: Request, capabilities: Capabilities, parts: Parts) -> KeptStates:
-    """What the decoder makes of a request, in a block in which it is opened."""
+    """The decoder's hidden states for a request, in a block that ``opened`` began."""
     work = [row for row in request.work if len(row.kept)]
     device = parts.embeddings.device
     attention = getattr(parts.config, "_attn_implementation", None)

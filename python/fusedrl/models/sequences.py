@@ -42,7 +42,7 @@ class Pass(NamedTuple):
 
 
 def scored_sequences(tokens: Tensor, lengths: Sequence[int], mask: Tensor | None) -> list[Scored]:
-    """The sequences and what to score in them: not the first token, which nothing is before."""
+    """The sequences and the tokens to score in them; nothing predicts the first one of each."""
     masks = [None] * len(lengths) if mask is None else mask.cpu().split(list(lengths))
     work = []
     starts = accumulate(lengths, initial=0)
@@ -72,7 +72,7 @@ def passes_of(
         short = capabilities.below is None or len(row.tokens) < capabilities.below
         (together if short and (capabilities.packs or capabilities.pads) else alone).append(row)
     if capabilities.packs:
-        # A token is predicted by those before it: the last kept one and all behind it are not read.
+        # Tokens before it predict a token, so the last kept one and all after it are not read.
         together = [
             row._replace(tokens=row.tokens[: int(row.kept[-1])]) if len(row.kept) else row
             for row in together
@@ -83,14 +83,16 @@ def passes_of(
     )
     build = _packed if capabilities.packs else _padded
     passes = [build([together[i] for i in group], device) for group in grouped]
-    if alone and capabilities.below is not None:  # makes it forget the longest call so far
+    if (
+        alone and capabilities.below is not None
+    ):  # a call with one token makes the model forget its longest call
         alone.append(nothing_of(alone[0].tokens))
     alone.sort(key=lambda row: len(row.tokens))
     return passes + [_padded([row], device) for row in alone]
 
 
 def _packed(rows: list[Scored], device: torch.device) -> Pass:
-    """One row of sequences whose positions start again: that alone keeps them apart."""
+    """One row of sequences, which are kept apart only by positions that start again."""
     lengths = [len(row.tokens) for row in rows]
     ids = torch.cat([row.tokens for row in rows])
     positions = torch.cat([torch.arange(n, device="cpu") for n in lengths])
@@ -99,7 +101,7 @@ def _packed(rows: list[Scored], device: torch.device) -> Pass:
 
 
 def _padded(rows: list[Scored], device: torch.device) -> Pass:
-    """A right-padded batch: on the right, because learned positions count from the left edge."""
+    """A batch with padding on the right, because learned positions count from the left edge."""
     ids = pad_sequence([row.tokens for row in rows], batch_first=True)
     width = ids.shape[1]
     lengths = torch.tensor([[len(row.tokens)] for row in rows], device="cpu")

@@ -18,18 +18,20 @@ _SWITCHES = ("_compiled_call_impl", "_disable_adapters", "_active_adapter", "mer
 
 
 def signature(modules: Sequence[nn.Module], ends: Iterable[nn.Module], *settings: Any) -> Any:
-    """A value that changes with whatever decides how a model's log-probs may be computed.
+    """A value that changes when the way in which a model's log-probs may be computed can change.
 
-    That is, for each module: its identity, class and forward (replaced on the class or on the
-    instance), mode, adapters, and the dtypes and devices of its parameters; the configuration; the
-    simple attributes of ``ends``, which are the model, its decoder and its head; and ``settings``.
-    The values of weights are no part of it, nor are functions that a forward calls by name, nor
-    hooks: those inside of the decoder run in every way, and no way passes others by.
+    It has, for each module: identity, class, forward (replaced on the class or on the instance),
+    mode, adapters, and the dtypes and devices of the parameters. It also has the configuration, the
+    simple attributes of ``ends`` (the model, its decoder and its head), and ``settings``.
+
+    It does not have the values of weights, nor functions that a forward calls by name. Hooks are
+    left out too: those inside of the decoder run in every way, and others are looked for at each
+    call.
 
     Args:
-        modules: the model and what it consists of, as :func:`modules_of` has them.
+        modules: the model and all modules in it, from :func:`modules_of`.
         ends: the modules whose attributes count.
-        settings: what else counts.
+        settings: further values that count.
     """
     return (
         _Same(modules),
@@ -44,7 +46,7 @@ def signature(modules: Sequence[nn.Module], ends: Iterable[nn.Module], *settings
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """A model and all modules in it, each once; several times as quick as ``model.modules()``."""
+    """A model and all modules in it, each once, several times as fast as ``model.modules()``."""
     found = {model: None}
     pending = [model]
     while pending:
@@ -56,9 +58,9 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether there are hooks that calling something else than the module would pass by.
+    """Whether the module has hooks, which would not run if a part of it were called instead.
 
-    Those of the backward pass count where one may follow.
+    Hooks of the backward pass count only if a backward pass may follow.
     """
     names = (*_HOOKS, *_BACKWARD_HOOKS) if torch.is_grad_enabled() else _HOOKS
     of_all = any(getattr(every_module, f"_global{name}") for name in names)
@@ -67,13 +69,15 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 class _Same:
-    """Equal for the same objects only, without keeping them alive; addresses are used again."""
+    """Compares objects by identity without keeping them alive; an address may be used again."""
 
     __slots__ = ("_refs",)
 
     def __init__(self, values: Sequence[Any]) -> None:
         try:
-            self._refs: list[Any] = list(map(ref, values))  # one and the same while an object lives
+            self._refs: list[Any] = list(
+                map(ref, values)
+            )  # an object has one weak reference while it lives
         except TypeError:
             self._refs = list(values)
 
@@ -94,7 +98,7 @@ def _kinds(modules: Sequence[nn.Module]) -> Any:
 
 
 def _exceptions(modules: Sequence[nn.Module]) -> Any:
-    """The forwards and switches of modules that have their own, and which these modules are."""
+    """The forwards and switches that modules have on the instance, and which modules these are."""
     found: list[Any] = []
     for place, module in enumerate(modules):
         state = vars(module)
@@ -124,7 +128,7 @@ def _attributes(module: nn.Module) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """A copy of settings to compare with; what is no container and no plain value is itself."""
+    """A copy of settings to compare with; only containers and plain values are copied."""
     if isinstance(value, Mapping):
         return tuple((key, _frozen(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)):

@@ -13,7 +13,7 @@ from fusedrl.models.without_adapters import WithoutAdapters
 
 
 class CannotSplit(Exception):
-    """Why a model's log-probs must come from its own logits."""
+    """A model's log-probs have to come from its own logits; the message says why."""
 
 
 class Parts(NamedTuple):
@@ -59,13 +59,13 @@ def uncompiled(model: Any) -> Any:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model takes its tokens; weights that are offloaded are on no device."""
+    """The device on which a model takes tokens; offloaded weights are on no device."""
     devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
     return next(devices, torch.device("cpu"))
 
 
 def vocabulary_of(model: Any) -> int | None:
-    """How many ids a model embeds; ``None`` where it does not tell."""
+    """How many ids a model embeds; ``None`` if it does not say."""
     try:
         return model.get_input_embeddings().num_embeddings
     except (AttributeError, NotImplementedError):
@@ -73,7 +73,7 @@ def vocabulary_of(model: Any) -> int | None:
 
 
 def classes_of(model: Any) -> int | None:
-    """How many logits a token has; ``None`` where the model does not tell."""
+    """How many logits a token has; ``None`` if the model does not say."""
     try:
         return model.get_output_embeddings().weight.shape[0]
     except (AttributeError, NotImplementedError):
@@ -86,16 +86,19 @@ def split(model: Any) -> Parts:
     """The parts of a transformers causal LM or of a peft model around one.
 
     Raises:
-        CannotSplit: the model has no such parts, or calling its decoder would pass something by:
-            hooks on the model or the head, prompt learning, sharded or quantised heads.
+        CannotSplit: the model has no such parts, or a call of its decoder and head would leave
+            something out: hooks on the model or the head, prompt learning, or the way in which a
+            sharded or quantised head is multiplied.
     """
     base = uncompiled(model)
     if hasattr(base, "peft_config"):
         if any(config.is_prompt_learning for config in base.peft_config.values()):
             raise CannotSplit("it learns prompts, which enter outside of the decoder")
-        if hasattr(base, "get_base_model"):  # else transformers' own adapters, inside of the model
+        if hasattr(
+            base, "get_base_model"
+        ):  # else the adapters are transformers' own, inside of the model
             base = base.get_base_model()
-    # Of the class: FSDP passes attributes on, and would not see the forward.
+    # Asked of the class, because FSDP passes attributes on but would not see this forward.
     if not all(hasattr(type(base), name) for name in ("get_decoder", "get_output_embeddings")):
         raise CannotSplit("it is no transformers model with a decoder and output embeddings")
     decoder, head = base.get_decoder(), base.get_output_embeddings()

@@ -1,8 +1,9 @@
 """Score conversations under a policy and a reference: the job behind ``fusedrl score``.
 
-``chats`` reads and checks the input, ``masks`` finds the assistant tokens, ``models`` loads the two
-models, ``batches`` runs them, ``tables`` and ``report`` write what comes out, ``output`` and
-``signals`` see that it comes whole or not at all, ``job`` ties them.
+``job`` runs the whole. ``chats`` reads and checks the input, ``tokenization`` makes tokens of it
+and finds those of the assistant, ``pretrained`` and ``checkpoint`` load and check the two models,
+and ``batch_scores`` computes the scores. ``tables`` and ``report`` write the results, and
+``output`` and ``signals`` take care that all files appear, or none.
 """
 
 from fusedrl.scoring.errors import ChatError, ScoreError

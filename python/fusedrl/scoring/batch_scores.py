@@ -42,9 +42,9 @@ def score_batch(
     max_tokens_per_forward: int | None = None,
     rollout_bound: float = 2.0,
 ) -> list[ScoredChat]:
-    """Log-probs of both models, the policy's entropy and the KL of every scored token.
+    """Compute both models' log-probs, the policy's entropy and the KL of every scored token.
 
-    Ratios of tokens to the rollout's are truncated at ``rollout_bound``.
+    For chats with rollout log-probs, ratios of tokens are truncated at ``rollout_bound``.
     """
     lengths = [len(chat.token_ids) for chat in batch]
     tokens = torch.tensor([token for chat in batch for token in chat.token_ids])
@@ -72,9 +72,10 @@ def score_batch(
 
 
 def beside_rollout(scored: ScoredChat, bound: float) -> ScoredChat:
-    """A chat with its mismatch, ratios of tokens truncated at ``bound``.
+    """A copy of a chat with its mismatch, for ratios of tokens that are truncated at ``bound``.
 
-    Only what the engine did not report is left out: a policy whose log-probs are NaN shows.
+    Only tokens that the engine did not report are left out. A NaN of the policy makes the mismatch
+    NaN, so that it is seen.
     """
     rollout = torch.tensor(scored.tokenized.rollout, dtype=torch.float32)
     known = ~rollout.isnan()

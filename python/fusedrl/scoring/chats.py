@@ -17,10 +17,10 @@ from fusedrl.scoring.errors import ChatError, ScoreError, printable, reason
 
 _BOM = b"\xef\xbb\xbf"
 _COLUMNS = ("messages", "tools", "rollout_log_probs")
-# How far above 0 the rounding of an engine may take the log-prob of a certain token.
+# A token that is certain may have a log-prob of this much above 0, by the rounding of an engine.
 _ROUNDING = 1e-3
 _LARGEST = 1e30  # stays in float32
-# How files start that are no JSONL in UTF-8, though some of their lines may pass for it.
+# The first bytes of files that are not JSONL in UTF-8, although some of their lines may look so.
 _FOREIGN = {
     b"\xff\xfe": "UTF-16 text; convert it to UTF-8",
     b"\xfe\xff": "UTF-16 text; convert it to UTF-8",
@@ -44,7 +44,7 @@ class Record(NamedTuple):
 class Chat(NamedTuple):
     """A checked conversation: every message has a ``role`` and, where it has content, text.
 
-    ``rollout_log_probs`` are those that the engine reported, NaN where it reported none.
+    ``rollout_log_probs`` are those that the engine reported, with NaN for tokens without one.
     """
 
     where: str
@@ -58,7 +58,7 @@ def count_records(path: Path) -> int:
     """How many records :func:`read_records` yields, without parsing them.
 
     Raises:
-        ScoreError: a file that cannot be read, or is neither JSONL nor Parquet with ``messages``.
+        ScoreError: the file cannot be read, or is neither JSONL nor Parquet with ``messages``.
     """
     with _readable(path):
         if _is_parquet(path):
@@ -68,7 +68,9 @@ def count_records(path: Path) -> int:
             start = file.read(8)
             for magic, what in _FOREIGN.items():
                 if start.startswith(magic):
-                    raise ScoreError(f"{path}: expected JSONL in UTF-8, got {what}")
+                    raise ScoreError(
+                        f"{path}: expected JSONL in UTF-8, got {what}; convert the file"
+                    )
             file.seek(0)
             return sum(1 for line in file if not _blank(line))
 
@@ -77,7 +79,7 @@ def read_records(path: Path) -> Iterator[Record]:
     """The lines of a JSONL file (blank ones left out), or the rows of a ``.parquet`` file.
 
     Raises:
-        ScoreError: a file that cannot be read, a Parquet file without a ``messages`` column.
+        ScoreError: the file cannot be read, or is a Parquet file without a ``messages`` column.
     """
     name = printable(str(path))
     with _readable(path):
@@ -110,7 +112,7 @@ def _rows(path: Path) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
 
 @contextmanager
 def _parquet(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
-    with path.open("rb") as file:  # Opened here, because pyarrow takes no path that is not UTF-8.
+    with path.open("rb") as file:  # opened here, because pyarrow takes no path that is not UTF-8
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
         names = table.schema_arrow.names
         if "messages" not in names:
@@ -132,7 +134,7 @@ def parse_chat(record: Record) -> Chat:
     """Check one record.
 
     Raises:
-        ChatError: anything but ``{"messages": [{"role", "content"}, ...]}`` with an assistant turn.
+        ChatError: it is not ``{"messages": [{"role", "content"}, ...]}`` with an assistant turn.
     """
     row = _parsed(record)
     messages = row.get("messages") if isinstance(row, dict) else None
@@ -161,13 +163,13 @@ def _parsed(record: Record) -> Any:
         return json.loads(record.raw.strip().decode("utf-8-sig"), object_pairs_hook=_object)
     except RecursionError as error:
         raise ChatError(record.where, "unreadable line: nested too deeply") from error
-    # UnicodeDecodeError is a ValueError, and a date out of range an ArithmeticError.
+    # UnicodeDecodeError is a ValueError; a date that is out of range raises an ArithmeticError.
     except (ValueError, ArithmeticError, pyarrow.ArrowException) as error:
         raise ChatError(record.where, f"unreadable line: {reason(error)}") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, in which a key that stands twice would hide what the first one says."""
+    """A JSON object; a key that occurs twice is refused, because it would hide the first value."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -193,7 +195,7 @@ def _message(where: str, index: int, message: Any) -> dict[str, Any]:
             text.encode()
         except UnicodeEncodeError as error:
             raise ChatError(where, f"{name}.{key}: not valid Unicode: {error}") from error
-    # A Parquet struct has every key in every message; templates want the absent ones absent.
+    # A Parquet struct has every key in every message; templates expect absent keys to be absent.
     kept = {key: value for key, value in message.items() if value is not None}
     return kept if content is None else kept | {"content": content}
 

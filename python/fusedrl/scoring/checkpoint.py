@@ -1,8 +1,8 @@
-"""Whether a checkpoint is a whole causal language model.
+"""Refuse checkpoints that are not complete causal language models.
 
-transformers loads much else with a line in its log: weights that are missing are drawn at random,
-those that have no place are left out, and an encoder reads the tokens that it is to predict. The
-log-probs would look like any others.
+transformers loads others too and only logs a line: it draws missing weights at random, leaves out
+weights that have no place, and loads encoders, which read the tokens that they have to predict. The
+log-probs of such a model would look like any others.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _OTHER_HEADS = re.compile(
 
 
 def check_kind(role: str, name: str, config: Any) -> None:
-    """Refuse what says of itself that it is no causal language model.
+    """Refuse a checkpoint whose configuration says that it is not a causal language model.
 
     Raises:
-        ScoreError: an encoder-decoder, or a head that is not for the next token.
+        ScoreError: it is an encoder-decoder, or its head does not predict the next token.
     """
     classes = getattr(config, "architectures", None) or []
     other = [made for made in classes if _OTHER_HEADS.search(made)]
@@ -38,18 +38,18 @@ def check_kind(role: str, name: str, config: Any) -> None:
 
 
 def check_complete(role: str, name: str, model: PreTrainedModel, loading: dict[str, Any]) -> None:
-    """Refuse weights that are not those of the model that ``config.json`` describes.
+    """Refuse weights that do not belong to the model that ``config.json`` describes.
 
     Args:
         role: ``"policy"`` or ``"reference"``.
-        name: where the model is from.
+        name: the directory or hub name of the model.
         model: the model as loaded.
         loading: what ``from_pretrained(output_loading_info=True)`` says of it.
 
     Raises:
-        ScoreError: a weight that is missing, has another shape, or belongs to a further layer or
-            expert, and a quantization that transformers has left out. A weight that has no place at
-            all, such as a value head's, is not used.
+        ScoreError: a weight is missing, has another shape, or belongs to a layer or expert that
+            the model does not have, or transformers left out the quantization. Other weights
+            without a place, such as those of a value head, are ignored.
     """
     own = {_kind(key) for key in model.state_dict()}
     further = sorted(key for key in loading["unexpected_keys"] if _kind(key) in own)
@@ -80,10 +80,10 @@ def _kind(key: str) -> str:
 def check_causal(
     role: str, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> int:
-    """The width of the logits of a model that reads no token before it has predicted it.
+    """The number of logits of a model, after a trial that shows that the model is causal.
 
     Raises:
-        ScoreError: a model that fails on eight tokens, or whose logits depend on later ones.
+        ScoreError: the model fails on eight tokens, or its logits depend on later tokens.
     """
     vocabulary = set(tokenizer.get_vocab().values())
     ids = sorted(vocabulary - set(tokenizer.all_special_ids)) or sorted(vocabulary)
@@ -96,7 +96,7 @@ def check_causal(
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ScoreError(f"{role}: {name!r} computes no logits: {reason(error)}") from error
     before, after = (row[: len(start)].float() for row in logits)
-    # Equal but for the grouping of experts' rows; an encoder without training differs by 0.01.
+    # The grouping of experts' rows makes small differences; an untrained encoder's are 0.01.
     least = max(1e-3, 8 * torch.finfo(logits[0].dtype).eps)
     if (before - after).abs().max() > least * before.std():
         raise ScoreError(

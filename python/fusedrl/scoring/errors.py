@@ -1,4 +1,4 @@
-"""What a scoring job refuses, in words that every terminal and file can hold."""
+"""The errors of a scoring job, whose text every terminal and file can show."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 
 
 class ScoreError(ValueError):
-    """Input that the whole job cannot go on with; the message says what to change."""
+    """The job cannot go on with its input; the message says what to change."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
 
 
 class ChatError(ScoreError):
-    """One chat that cannot be scored; the message starts with ``file:line``."""
+    """A chat cannot be scored; the message starts with ``file:line``."""
 
     def __init__(self, where: str, problem: str) -> None:
         """``where`` is ``file:line``."""
@@ -23,7 +23,7 @@ class ChatError(ScoreError):
 def printable(text: str) -> str:
     """``text`` on one line, with lone surrogates and control characters written as escapes.
 
-    A path that is not UTF-8 has surrogates, as any text from JSON may, and no file takes them.
+    Paths that are not UTF-8 and texts from JSON may have surrogates, which no file can store.
     """
     return re.sub(
         r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]",
@@ -33,7 +33,7 @@ def printable(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What an exception of another library says, on one line of bounded length."""
+    """The text of another library's exception, on one line of bounded length."""
     text = " ".join(str(error).split())
     if not isinstance(error, OSError | ValueError) or not text:
         text = f"{type(error).__name__}: {text}".removesuffix(": ")

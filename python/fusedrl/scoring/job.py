@@ -1,4 +1,4 @@
-"""The scoring job: chats and two models in, two tables and a report out."""
+"""The scoring job: it reads chats, runs two models, and writes two tables and a report."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fusedrl.scoring.tokenization import TokenizedChat, tokenize_chat
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-TEMPERATURES = (1e-30, 1e30)  # what the ops take
+TEMPERATURES = (1e-30, 1e30)  # the range that the ops take
 
-# Chats scored at a time, which share forward passes.
+# So many chats are scored together and share forward passes.
 BATCH = 32
 
 
@@ -48,8 +48,8 @@ class Settings:
             results.
         strict: stop at the first chat that cannot be scored, instead of skipping it.
         report_chats: how many of the most drifted chats the report shows.
-        rollout_bound: bound of the ratios between the policy and the engine, for chats with rollout
-            log-probs.
+        rollout_bound: where the ratios of the policy's probabilities to the engine's are truncated,
+            for chats with rollout log-probs.
 
     Raises:
         ScoreError: a value is out of its range.
@@ -67,7 +67,7 @@ class Settings:
     rollout_bound: float = 2.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant, before anything is loaded."""
+        """Refuse values that make no sense, before anything is loaded."""
         for name, known in (("estimator", ESTIMATORS), ("dtype", DTYPES)):
             if getattr(self, name) not in known:
                 raise ScoreError(
@@ -92,7 +92,7 @@ class Settings:
 class Summary:
     """What a job did: a row for each chat, as in ``chats.parquet``, and the skipped chats.
 
-    ``mismatch`` is that of all tokens with a rollout log-prob together, or ``None`` without any.
+    ``mismatch`` is over all tokens with a rollout log-prob, or ``None`` if there is no such token.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -210,7 +210,7 @@ def _template(path: Path | None) -> str | None:
         return None
     _check_file("chat_template", path)
     try:
-        # A byte order mark would be rendered at the start of every chat.
+        # A byte order mark would be rendered at the start of every chat, so it is dropped.
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ScoreError(f"chat_template: cannot read {path}: {reason(error)}") from error
@@ -251,7 +251,7 @@ def _scored(
     settings: Settings,
     skip: Callable[[ChatError], None],
 ) -> Iterator[ScoredChat]:
-    """The chats of a batch, without those that a model refuses."""
+    """The scored chats of a batch, without those that a model refuses."""
     estimators = sorted({"k1", "k3", settings.estimator})
     try:
         yield from score_batch(

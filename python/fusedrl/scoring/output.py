@@ -19,16 +19,16 @@ _PREFIX = ".unfinished-"
 
 @contextmanager
 def unfinished(out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
-    """A directory inside ``out`` for the files of one job, which is gone after the block.
+    """A directory inside ``out`` for the files of one job, which is removed after the block.
 
-    Its lock says that the job is alive. What jobs that were killed have left is removed first.
+    Its lock shows that the job is alive. Directories that killed jobs left are removed first.
 
     Args:
         out: the output directory, made if absent; removed again if it stays empty.
-        inputs: files that the job reads, which its own must not replace.
+        inputs: the files that the job reads, which its output must not replace.
 
     Raises:
-        ScoreError: a directory that cannot be made, a file that must not or cannot be replaced.
+        ScoreError: the directory cannot be made, or a file cannot or must not be replaced.
     """
     with explain_write_errors(out):
         _check_replaceable(out, inputs)
@@ -39,7 +39,7 @@ def unfinished(out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
         with explain_write_errors(out), _locked(out), held():
             _remove_abandoned(out)
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=out))
-            with suppress(OSError):  # Without locks, nobody removes what is not theirs.
+            with suppress(OSError):  # without locks, nobody removes the directories of others
                 lock = _lock(folder)
         yield folder
     finally:
@@ -54,10 +54,10 @@ def unfinished(out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
 
 
 def publish(folder: Path, out: Path) -> None:
-    """Move the files of a job to their place; those of two jobs never mix.
+    """Move the files of a job to their place; files of two jobs never mix.
 
     Raises:
-        ScoreError: a file that cannot be moved.
+        ScoreError: a file cannot be moved.
     """
     with explain_write_errors(out), _locked(out), held():
         for name in FILES:
@@ -66,7 +66,7 @@ def publish(folder: Path, out: Path) -> None:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """An error of the operating system in the block is one of ``out``, with the remedy."""
+    """Turn an ``OSError`` in the block into a ``ScoreError`` that names the path and a remedy."""
     try:
         yield
     except OSError as error:
@@ -79,10 +79,14 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 def _check_replaceable(out: Path, inputs: Sequence[Path]) -> None:
     if out.exists() and not out.is_dir():
-        raise ScoreError(f"out: expected a directory or a new name, got the file {out}")
+        raise ScoreError(
+            f"out: expected a directory or a new name, got the file {out}; name another directory"
+        )
     for target in (out / name for name in FILES):
         if target.is_dir():
-            raise ScoreError(f"out: expected to write the file {target}, got a directory there")
+            raise ScoreError(
+                f"out: expected to write the file {target}, got a directory there; name another one"
+            )
         for path in inputs:
             if target.exists() and target.samefile(path):
                 raise ScoreError(f"out: {target} would replace the input; choose another directory")
@@ -92,7 +96,7 @@ def _remove_abandoned(out: Path) -> None:
     for folder in out.glob(f"{_PREFIX}*"):
         if folder.is_symlink() or not folder.is_dir():
             continue
-        with suppress(OSError):  # Locked by a live job, or on a file system without locks.
+        with suppress(OSError):  # a job that runs has locked it, or the file system has no locks
             lock = _lock(folder)
             try:
                 _remove(folder)
@@ -101,7 +105,7 @@ def _remove_abandoned(out: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a job's directory, and nothing that a job does not write."""
+    """Remove a job's directory, but no file that a job does not write."""
     with suppress(OSError):
         for name in FILES:
             (folder / name).unlink(missing_ok=True)
@@ -109,7 +113,7 @@ def _remove(folder: Path) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """A descriptor that holds a directory's lock until it is closed; refused if another has it."""
+    """Lock a directory until the descriptor is closed; fails if another process has the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,7 +125,7 @@ def _lock(folder: Path) -> int:
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """One job at a time makes its directory, removes others', or moves its files."""
+    """A block in which no other job makes or removes a directory, or moves its files."""
     descriptor = os.open(out, os.O_RDONLY)
     try:
         with suppress(OSError):

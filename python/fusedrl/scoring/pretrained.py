@@ -1,4 +1,4 @@
-"""The policy and its reference: loaded, and checked to be whole and to read the same tokens."""
+"""Load the policy and its reference, and check that they are complete and share a vocabulary."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def load_pair(
         template: a chat template that replaces the tokenizer's own.
 
     Raises:
-        ScoreError: a model that does not load, whose weights are not those that its configuration
-            describes, or that is no causal one; two vocabularies, no chat template, no device.
+        ScoreError: a model does not load, is not causal, or has other weights than its
+            configuration describes; the vocabularies differ; there is no chat template; or the
+            device cannot be used.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,8 +73,8 @@ def load_pair(
 
 def _check_device(device: str) -> None:
     try:
-        torch.ones(1, device=device).item()  # Memory that cannot be read, as meta's, does not do.
-    except Exception as error:  # Each kind of device has its own.
+        torch.ones(1, device=device).item()  # the memory must be readable, as that of meta is not
+    except Exception as error:  # each kind of device raises errors of its own
         raise ScoreError(f"device: cannot compute on {device!r}: {reason(error)}") from error
 
 
@@ -92,21 +93,21 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, policy: str, template: s
             f"{name} is no Jinja template: line {error.lineno}: {reason(error)}"
         ) from error
     except Exception:
-        pass  # It compiles, and whether it takes a conversation is for each of them to show.
+        pass  # it compiles; whether it can render a conversation depends on the conversation
 
 
 def _model(
     role: str, name: str, device: str, dtype: str, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
     check_kind(role, name, _load(AutoConfig, role, name))
-    # What is missing or misshapen would be drawn at random; it is listed instead, and refused.
+    # Missing or misshapen weights would be drawn at random. They are listed instead, and refused.
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loading = _load(AutoModelForCausalLM, role, name, dtype=dtype, **options)
     check_complete(role, name, model, loading)
     try:
         model = model.eval().to(device)
         width = check_causal(role, name, model, tokenizer)
-    except RuntimeError as error:  # No memory, or a kernel that the device does not have.
+    except RuntimeError as error:  # no memory, or no kernel for the device
         raise ScoreError(f"{role}: {name!r} cannot compute on {device}: {reason(error)}") from error
     size = 1 + max(tokenizer.get_vocab().values())
     if width < size:
@@ -120,7 +121,7 @@ def _model(
 def _load(kind: Any, role: str, name: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
-    except Exception as error:  # The parsers of weights and tokenizers raise what they like.
+    except Exception as error:  # the parsers of weights and tokenizers raise many types
         what = {AutoTokenizer: "tokenizer", AutoConfig: "configuration"}.get(kind, "model")
         absent = "" if Path(name).is_dir() else " (there is no such directory)"
         raise ScoreError(

@@ -19,7 +19,7 @@ from fusedrl.scoring.errors import ChatError
 from fusedrl.scoring.output import explain_write_errors
 from fusedrl.scoring.tables import chat_row, mismatch_row
 
-# Token cells on the page, some 250 bytes each; browsers stay quick up to a few tens of thousands.
+# Each cell of a token takes about 250 bytes; browsers are slow beyond some ten thousands of them.
 MAX_TOKENS = 30_000
 
 
@@ -43,7 +43,7 @@ class HtmlReport:
             facts: the job's settings, by name.
             estimator: the KL estimator that ranks chats and colours tokens at first.
             chats: how many chats to show.
-            rollout_bound: where ratios to the rollout are truncated.
+            rollout_bound: where the ratios of policy and engine are truncated.
         """
         self._facts = facts
         self._estimator = estimator
@@ -54,7 +54,7 @@ class HtmlReport:
         self._log_ratios: list[numpy.ndarray] = []
 
     def add(self, scored: ScoredChat) -> None:
-        """Take note of one chat."""
+        """Add one chat."""
         self._kl.append(scored.kl[self._estimator])
         if scored.rollout is not None:
             self._log_ratios.append(_log_ratios(scored))
@@ -113,7 +113,7 @@ class HtmlReport:
             plots=self._plots(kl, rows),
         )
         with explain_write_errors(path):
-            # Only what no model reads, such as a key that a template leaves out, is not Unicode.
+            # Text that no model reads may be invalid, such as a key that the template ignores.
             path.write_text(html, encoding="utf-8", errors="backslashreplace")
 
     def _plots(self, kl: numpy.ndarray, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ def _plain(value: Any) -> Any:
 
 
 def drift(row: dict[str, Any]) -> float:
-    """Sort key of a chat: its mean KL; one that is not a number comes first, to be looked at."""
+    """Sort key of a chat: its mean KL; NaN sorts first, because someone should look at it."""
     return math.inf if math.isnan(row["kl_mean"]) else abs(row["kl_mean"])
 
 
@@ -162,19 +162,19 @@ def _saturation(values: numpy.ndarray) -> float:
 
 
 def _log_ratios(scored: ScoredChat) -> numpy.ndarray:
-    """Of each scored token between the policy and the rollout, NaN where it is not known."""
+    """Log ratio of policy and engine for each scored token, NaN if the engine reported none."""
     assert scored.rollout is not None
     return scored.policy - scored.rollout
 
 
 def _values(scored: ScoredChat) -> dict[str, numpy.ndarray]:
-    """What may colour the tokens of a chat."""
+    """The values by which the tokens of a chat can be coloured."""
     values = {**scored.kl, "entropy": scored.entropy}
     return values if scored.rollout is None else values | {"rollout": _log_ratios(scored)}
 
 
 def _conversation(scored: ScoredChat, views: Sequence[View], budget: int) -> dict[str, Any]:
-    """The chat's messages in order, a scored one as cells and any other as text."""
+    """The messages of a chat in order: scored ones as cells of tokens, others as text."""
     cells: dict[int, list[dict[str, Any]]] = {}
     tokenized = scored.tokenized
     known = _values(scored)
@@ -239,7 +239,7 @@ def histogram(values: numpy.ndarray, label: str, unit: str, bins: int = 48) -> d
     """
     finite = values[numpy.isfinite(values)].astype(numpy.float64)
     low, high = numpy.quantile(finite, [0.01, 0.99]) if finite.size else (0.0, 1.0)
-    least = 1e-9 * max(1.0, abs(low), abs(high))  # what all bars together are wide, at least
+    least = 1e-9 * max(1.0, abs(low), abs(high))  # the least width of all bars together
     if high - low < least:
         low, high = low - 5e5 * least, high + 5e5 * least
     counts, edges = numpy.histogram(numpy.clip(finite, low, high), bins=bins, range=(low, high))

@@ -1,4 +1,4 @@
-"""Signals that end a process, turned into exceptions so that what is unfinished is removed."""
+"""Signals that end a process become exceptions, so that unfinished files are removed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP arrived, as :class:`KeyboardInterrupt` says of SIGINT."""
+    """SIGTERM or SIGHUP arrived; for SIGINT, Python raises :class:`KeyboardInterrupt`."""
 
     def __init__(self, number: int) -> None:
-        """``number`` is the signal's."""
+        """``number`` is that of the signal."""
         super().__init__(number)
         self.signal = signal.Signals(number)
 
@@ -25,7 +25,7 @@ class Terminated(BaseException):
 def raised() -> Iterator[None]:
     """SIGTERM and SIGHUP raise :class:`Terminated` in the main thread while the block runs.
 
-    A signal that is ignored (``nohup``) or that has a handler keeps its way.
+    A signal that is ignored (as by ``nohup``) or has a handler of its own is left alone.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -37,7 +37,7 @@ def raised() -> Iterator[None]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """A signal that ends the process waits until the block, which should be short, is done."""
+    """Delay signals that end the process until the end of the block, which should be short."""
     waiting: list[int] = []
     try:
         with _handled(lambda number, frame: waiting.append(number), _would_end):
@@ -48,14 +48,16 @@ def held() -> Iterator[None]:
 
 
 def _would_end(handler: Any) -> bool:
-    return handler == signal.SIG_DFL or callable(handler)  # not ignored, not another language's
+    return handler == signal.SIG_DFL or callable(
+        handler
+    )  # neither ignored nor handled outside of Python
 
 
 @contextmanager
 def _handled(
     handler: Callable[[int, FrameType | None], None], replaces: Callable[[Any], bool]
 ) -> Iterator[None]:
-    """``handler`` in place of those that ``replaces`` agrees to; only the main thread may do so."""
+    """Install ``handler`` for signals whose handler ``replaces`` accepts, in the main thread."""
     before = {number: signal.getsignal(number) for number in _ENDING}
     mine = [number for number, old in before.items() if replaces(old)]
     if threading.current_thread() is not threading.main_thread():

@@ -26,7 +26,7 @@ _TOKENS = [
     ("kl_k1", pyarrow.float32()),
     ("kl_k3", pyarrow.float32()),
     ("entropy", pyarrow.float32()),
-    ("rollout_log_prob", pyarrow.float32()),  # null where it is not known
+    ("rollout_log_prob", pyarrow.float32()),  # null if it is not known
 ]
 _CHATS = [
     ("chat", pyarrow.int64()),
@@ -40,7 +40,7 @@ _CHATS = [
     ("kl_k1_mean", pyarrow.float64()),
     ("kl_k3_mean", pyarrow.float64()),
     ("entropy_mean", pyarrow.float64()),
-    ("rollout_tokens", pyarrow.int32()),  # these are null without rollout log-probs
+    ("rollout_tokens", pyarrow.int32()),  # this and those below are null without rollout log-probs
     ("rollout_k1", pyarrow.float64()),
     ("rollout_k3", pyarrow.float64()),
     ("rollout_ess", pyarrow.float64()),
@@ -51,7 +51,7 @@ _MISMATCH = ("tokens", "k1", "k3", "ess", "max_ratio", "clipped")
 
 
 class Tables:
-    """Writes ``tokens.parquet`` as the chats come, and ``chats.parquet`` when its block ends."""
+    """Writes ``tokens.parquet`` chat by chat, and ``chats.parquet`` at the end of its block."""
 
     def __init__(self, folder: Path, estimator: str, facts: dict[str, str]) -> None:
         """Open the first table.
@@ -62,7 +62,8 @@ class Tables:
             facts: the job's settings, kept in the metadata of both files.
 
         Raises:
-            ScoreError: here, in :meth:`write` or at the end of the block: no space, no permission.
+            ScoreError: there is no space or no permission; also raised by :meth:`write` and at the
+                end of the block.
         """
         self._folder = folder
         self._estimator = estimator
@@ -76,16 +77,16 @@ class Tables:
         )
 
     def __enter__(self) -> Tables:
-        """The tables; what is written before the block ends is no readable file."""
+        """The tables; the files are readable only after the block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Finish both files, unless the block has failed."""
+        """Finish both files, unless the block raised an error."""
         try:
             if kind is None:
                 self._finish()
         finally:
-            # A writer that cannot finish would try again, and complain, when it is collected.
+            # A writer that could not finish would try again, and fail again, when it is collected.
             with suppress(Exception):
                 self._tokens.close()
             with suppress(OSError):
@@ -134,7 +135,7 @@ def _or_nulls(values: numpy.ndarray | None, count: int) -> pyarrow.Array:
 
 
 def mismatch_row(mismatch: Mismatch | None) -> dict[str, float | None]:
-    """The figures of one mismatch by name, all ``None`` without one."""
+    """The figures of a mismatch by name; all are ``None`` if there is no mismatch."""
     if mismatch is None:
         return dict.fromkeys(_MISMATCH)
     return {name: getattr(mismatch, name).item() for name in _MISMATCH}

@@ -1,6 +1,6 @@
-"""Turns a conversation into tokens, each with the turn that it is scored for.
+"""Turn a conversation into tokens, each with the turn for which it is scored.
 
-Which tokens are the assistant's, :mod:`fusedrl.assistant_tokens` says.
+:mod:`fusedrl.assistant_tokens` says which tokens are the assistant's.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ REMEDY = "pass --chat-template FILE, a copy of the template with {% generation %
 class TokenizedChat(NamedTuple):
     """A chat as the models read it.
 
-    ``texts[i]`` is what token *i* adds to the rendered conversation: a character that several
-    tokens spell belongs to the first, the others have ``""``, so the texts join to the whole.
-    ``turns[i]`` is the index of the message that token *i* is scored for, -1 where it is not.
-    ``rollout`` has the engine's log-prob of each scored token, NaN where it is not known, or is
-    ``None``.
+    ``texts[i]`` is what token *i* adds to the rendered conversation. If several tokens spell a
+    character, it belongs to the first, and the others have ``""``: the joined texts are the whole
+    conversation. ``turns[i]`` is the index of the message for which token *i* is scored, or -1.
+    ``rollout`` has the engine's log-prob of each scored token, NaN if it is not known; it is
+    ``None`` for a chat without rollout log-probs.
     """
 
     chat: Chat
@@ -58,8 +58,8 @@ def tokenize_chat(
         context: the most tokens that a chat may have; ``None`` for any number.
 
     Raises:
-        ChatError: a chat that is too long, that the template or the tokenizer refuses, whose
-            assistant turns cannot be told apart, or that has other tokens than rollout log-probs.
+        ChatError: the chat is too long, the template or the tokenizer refuses it, its assistant
+            turns cannot be told from the rest, or its rollout log-probs are of other tokens.
     """
     try:
         return _tokenized(chat, Renderer(tokenizer, template, {"tools": chat.tools}), context)
@@ -96,7 +96,7 @@ def _tokenized(chat: Chat, renderer: Renderer, context: int | None) -> Tokenized
 
 
 def _rollout(chat: Chat, turn_of: list[int]) -> list[float] | None:
-    """The rollout log-probs of the scored tokens, whether they were given alone or with all."""
+    """The rollout log-probs of the scored tokens, given for these or for all tokens."""
     given = chat.rollout_log_probs
     scored = [i for i, turn in enumerate(turn_of) if turn >= 0]
     if given is None or len(given) == len(scored):
@@ -134,9 +134,9 @@ def _turns(chat: Chat, renderer: Renderer, spans: list[Span]) -> list[int]:
 
 def _encoded(chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
     try:
-        text.encode()  # What a template adds, such as names and tool calls, is text of the input.
+        text.encode()  # a template adds text of the input, such as names and tool calls
         return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     except UnicodeEncodeError as error:
         raise ChatError(chat.where, f"the rendered chat is not valid Unicode: {error}") from error
-    except Exception as error:  # Tokenizers raise Exception itself.
+    except Exception as error:  # tokenizers raise Exception itself
         raise ChatError(chat.where, f"the tokenizer refuses the chat: {reason(error)}") from error

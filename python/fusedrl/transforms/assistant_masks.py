@@ -85,8 +85,8 @@ class MarkingTokenizer:
         for name in _UNMASKED:
             if options.pop(name, False):
                 raise ValueError(
-                    f"tokenizer_kwargs: expected {name} not to be set, got it; it goes with no assistant "
-                    "mask: leave it out, or pass assistant_only=False"
+                    f"tokenizer_kwargs: expected {name} not to be set, got it; it goes with no "
+                    "assistant mask: leave it out, or pass assistant_only=False"
                 )
         offsets = {"return_offsets_mapping": True}
         answer = apply(conversation, **template, tokenizer_kwargs=kwargs | offsets, **options)
