@@ -367,7 +367,7 @@ def _ours(name: str) -> tuple[Any, str | None]:
     if name.endswith(_LOSS):
         return _planned_loss(name, theirs)
     if name == _HEAD:
-        # Its module keeps TRL's own function for what it cannot do, so it is loaded before the patch.
+        # Its module keeps TRL's own function to fall back on, so it is loaded before the patch.
         from fusedrl.integrations._trl_head import ChunkedLogProbFunction as ours
 
         same = theirs is ours or _arguments(theirs.forward)[1:] == _arguments(ours.apply)

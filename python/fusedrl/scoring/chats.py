@@ -116,7 +116,10 @@ def _parquet(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
         names = table.schema_arrow.names
         if "messages" not in names:
-            raise ScoreError(f"{path}: expected a column 'messages', got {', '.join(names)}")
+            raise ScoreError(
+                f"{path}: expected a column 'messages', got {', '.join(names)}; rename the "
+                "column of the conversations"
+            )
         yield table
 
 
