@@ -1,10 +1,10 @@
 """Find the tokens that the assistant had to emit: the only definition in this package.
 
 They are the tokens that the model produces when it is given the conversation up to a turn and the
-generation prompt. If the chat template has ``{% generation %}`` markers, these enclose the text.
-For any other template, the conversation is rendered turn by turn. The assistant's text is then the
-content of its turn and the special token that ends it (``<|im_end|>``, ``<|eot_id|>``, ...), but
-not the line break that a template puts after that.
+generation prompt. A chat template with ``{% generation %}`` markers says which text that is. For
+any other template, rendering the conversation turn by turn shows it: the content of a turn and the
+special token that ends it (``<|im_end|>``, ``<|eot_id|>``, ...), without the line break that a
+template puts after that.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ def assistant_spans(
     """The assistant's characters in the rendered ``messages``.
 
     Args:
-        renderer: renders them.
+        renderer: renders the messages.
         messages: the conversation.
-        text: the rendered messages, if they are known already.
+        text: the rendered conversation, where it is known already.
 
     Returns:
-        A span for each marked block or, without markers, for each message of the assistant.
+        The blocks that the template marks; without markers, a span for each turn of the assistant.
 
     Raises:
         Unknown: the template has no markers, and the assistant's turns cannot be told apart.
@@ -129,10 +129,10 @@ def assistant_spans(
 
 
 def tokens_in(spans: Sequence[Span], offsets: Tensor) -> Tensor:
-    """The index of the span that each token spells a part of, or -1.
+    """The number of the span that each token spells a part of, -1 where there is none.
 
-    A character that several tokens spell belongs to all of them. The first token of a conversation
-    has -1, because nothing comes before it that could predict it.
+    Where several tokens spell one character, each of them spells a part of its span. The first
+    token of a conversation belongs to no span, as nothing before it could predict it.
 
     Args:
         spans: characters of a text.

@@ -91,8 +91,8 @@ class Result(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     rows = parser.add_mutually_exclusive_group()
-    rows.add_argument("-v", "--verbose", action="store_true", help="a row for each case and dtype")
-    rows.add_argument("--failed", action="store_true", help="list only what failed")
+    rows.add_argument("-v", "--verbose", action="store_true", help="print a row for each case")
+    rows.add_argument("--failed", action="store_true", help="print only the cases that failed")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -69,7 +69,8 @@ def count_records(path: Path) -> int:
             for magic, what in _FOREIGN.items():
                 if start.startswith(magic):
                     raise ScoreError(
-                        f"{path}: expected JSONL in UTF-8, got {what}; convert the file"
+                        f"{path}: expected JSONL in UTF-8, got {what}; convert it, or name a "
+                        "Parquet file .parquet"
                     )
             file.seek(0)
             return sum(1 for line in file if not _blank(line))
@@ -117,8 +118,8 @@ def _parquet(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
         names = table.schema_arrow.names
         if "messages" not in names:
             raise ScoreError(
-                f"{path}: expected a column 'messages', got {', '.join(names)}; rename the "
-                "column of the conversations"
+                f"{path}: expected a column 'messages', got {', '.join(names)}; rename the one "
+                "that has the chats"
             )
         yield table
 

@@ -73,9 +73,11 @@ def load_pair(
 
 def _check_device(device: str) -> None:
     try:
-        torch.ones(1, device=device).item()  # the memory must be readable, as that of meta is not
-    except Exception as error:  # each kind of device raises errors of its own
-        raise ScoreError(f"device: cannot compute on {device!r}: {reason(error)}") from error
+        torch.ones(1, device=device).item()  # Memory that cannot be read, as meta's, does not do.
+    except Exception as error:  # Each kind of device has its own.
+        raise ScoreError(
+            f"device: cannot compute on {device!r}: {reason(error)}; 'cpu' is always there"
+        ) from error
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, policy: str, template: str | None) -> None:
@@ -107,8 +109,11 @@ def _model(
     try:
         model = model.eval().to(device)
         width = check_causal(role, name, model, tokenizer)
-    except RuntimeError as error:  # no memory, or no kernel for the device
-        raise ScoreError(f"{role}: {name!r} cannot compute on {device}: {reason(error)}") from error
+    except RuntimeError as error:  # No memory, or a kernel that the device does not have.
+        raise ScoreError(
+            f"{role}: {name!r} cannot compute on {device}: {reason(error)}; "
+            "try another --device or --dtype"
+        ) from error
     size = 1 + max(tokenizer.get_vocab().values())
     if width < size:
         raise ScoreError(

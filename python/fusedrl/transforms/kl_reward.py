@@ -136,7 +136,7 @@ class KLRewardTransform(_KLRewardTransform):
         coef = torch.as_tensor(coef)
         if coef.numel() != 1:
             raise ValueError(
-                f"coef: expected one element, got shape {tuple(coef.shape)}; pass a float"
+                f"coef: expected one element, got shape {tuple(coef.shape)}; pass one number"
             )
         super().__init__(
             model,
@@ -164,8 +164,8 @@ class KLRewardTransform(_KLRewardTransform):
         mode = "tokens" if parent is None else parent.base_env.input_mode
         if mode not in ("history", "text", "tokens"):
             raise ValueError(
-                f"input_mode: expected 'history', 'text' or 'tokens' of the environment, got {mode}"
-                "; make the environment with one of these"
+                f"input_mode: expected 'history', 'text' or 'tokens' of the environment, got "
+                f"{mode}; make the environment with one of them"
             )
         return (mode, "full")
 
@@ -320,12 +320,12 @@ def _checked_keys(
     written = list(read if out_keys is None else out_keys)
     if len(read) != 1:
         raise ValueError(
-            f"in_keys: expected one key, the reward's, got {read}; pass ['reward'], for example"
+            f"in_keys: expected one key, the reward's, got {read}; leave it out for 'reward'"
         )
     if len(written) not in (1, 3):
         raise ValueError(
             f"out_keys: expected one key, the reward's, or three, those of reward, KL and the "
-            f"reference's log-probs, got {written}; leave out_keys out to replace the reward"
+            f"reference's log-probs, got {written}; leave it out for the reward alone"
         )
     return read, written
 

@@ -185,7 +185,7 @@ class RayKL(RayTransform):
         if self._actor is None:
             raise RuntimeError(
                 f"{type(self).__name__}: expected a running actor, got a closed one; "
-                "make the transform again"
+                "make another transform"
             )
         return self._actor
 
@@ -272,8 +272,7 @@ def _arguments_of(models: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     for name, (model, factory) in models.items():
         if model is None and factory is None:
             raise ValueError(
-                f"{name}: expected a log-prob wrapper or {name}_factory, got neither; "
-                "pass one of them"
+                f"{name}: expected a log-prob wrapper or {name}_factory, got neither; pass one"
             )
         if isinstance(model, str):
             raise ValueError(

@@ -127,7 +127,8 @@ class RetrieveKL(_RetrieveKL):
         reference = _one_of("ref_model", ref_model, ref_model_factory)
         if policy is None:
             raise ValueError(
-                "gen_model: expected a log-prob wrapper or gen_model_factory, got neither; pass one"
+                "gen_model: expected a log-prob wrapper or gen_model_factory, got neither; pass "
+                "one, or 'from_collector'"
             )
         self._scoring = {
             "assistant_only": assistant_only,
@@ -309,8 +310,7 @@ def _new_version(wrapper: Any, key: NestedKey, **options: Any) -> Any:
 def _check_full(name: str, key: NestedKey) -> None:
     if not isinstance(key, tuple) or key[-1] != "full":
         raise ValueError(
-            f"{name}: expected a tuple that ends in 'full', got {key!r}; "
-            "pass ('log_probs', 'full'), for example"
+            f"{name}: expected a tuple that ends in 'full', got {key!r}; pass (key, 'full')"
         )
 
 
