@@ -20,15 +20,15 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 LINKED = ("examples/*.py", "benchmarks/results/*/*")
+TWO_SCHEMES = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
+    r'\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
+)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 FUNCTION = re.compile(r"(<m[io]>(?:log|exp|min|max|tanh)</m[io]>)")
 ROLE = re.compile(r":(?:class|func|meth|attr|mod):`~?([^`]+)`")
 ROWS = re.compile(r"<!-- rows: (\S+) -->")
 MESSAGES = re.compile(r"<!-- every error message -->")
-TWO_SCHEMES = re.compile(
-    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
-    r'\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
-)
 PICTURE = re.compile(r'<p><img alt="([^"]*)" src="[^"]*pictures/([a-z-]+\.svg)" ?/?></p>')
 
 
