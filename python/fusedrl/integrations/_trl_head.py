@@ -16,11 +16,7 @@ from fusedrl.ops import _dispatch, _head
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
-_CHOICES = (
-    "entropy",
-    "mean_logits",
-    "is_top1",
-)  # the results that can be computed here beside the log-probs
+_CHOICES = ("entropy", "mean_logits", "is_top1")  # computed here beside the log-probs
 _ROUNDING = 1e-3  # nats; far more than log-probs and entropies err by
 _TILE = 2**22  # so many logits at a time when classes are compared
 _theirs = (chunked_logprob.ChunkedLogProbFunction,)

@@ -123,10 +123,7 @@ def _plan_or_none(
         return plan_of(trainer, inputs)
     except NotPlanned as reason:
         why = str(reason)
-    except (
-        AttributeError,
-        KeyError,
-    ) as error:  # another version of TRL, or a subclass with other batches
+    except (AttributeError, KeyError) as error:  # another TRL, or a subclass with other batches
         why = f"expected it as TRL 1.16 has it, got {type(error).__name__}: {error}"
     log_not_fused(type(trainer).__name__, why)
     return None
@@ -207,9 +204,7 @@ def _grpo_share(trainer: Any, inputs: dict[str, Any], kept: Tensor) -> Tensor:
         return _share_of_sequences(kept) / steps
     if loss in ("cispo", "dapo"):
         normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
-        if (
-            trainer.model.training
-        ):  # in training it counts the tokens of all steps of one generation
+        if trainer.model.training:  # it counts the tokens of all steps of one generation
             normalizer = normalizer * steps / trainer.args.steps_per_generation
     elif loss == "bnpo":
         normalizer = kept.sum().clamp(min=1) * steps

@@ -73,9 +73,7 @@ def selective_log_softmax(
     if index.dim() != logits.dim():
         log_probs = _rowwise(logits, index, temperature, row_mask, entropy=False)
         assert isinstance(log_probs, Tensor)
-        return log_probs.to(
-            dtype, copy=True
-        )  # trainers write zeros into the result, and the op needs its own
+        return log_probs.to(dtype, copy=True)  # trainers write zeros into it; the op needs its own
     if index.shape[:-1] != logits.shape[:-1]:
         raise ValueError(
             f"index: expected shape {tuple(logits.shape[:-1])}, with or without a last dimension "
@@ -351,9 +349,7 @@ def _ours(name: str) -> tuple[Any, str | None]:
         raise ImportError('trl: expected it to be installed; pip install "fusedrl[trl]"')
     try:
         with warnings.catch_warnings():
-            if (
-                ".experimental." in _HOMES[name]
-            ):  # whoever uses it imports it, and gets the error then
+            if ".experimental." in _HOMES[name]:  # who uses it imports it, and gets the error then
                 warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")
             theirs = attrgetter(name)(importlib.import_module(_HOMES[name]))
     except Exception as error:

@@ -125,9 +125,7 @@ def _parts_finding(modules: list[Any], parts: Parts, below: int | None) -> Probe
     if finding is None:
         try:
             finding = _keep(model, key, probe_parts(uncompiled(model), parts, packable, below))
-        except (
-            Exception
-        ) as error:  # the forward does not take the arguments of those of transformers
+        except Exception as error:  # its forward takes other arguments than those of transformers
             _warn(
                 model, f"trying it raised {error!r}; its log-probs are computed from all its logits"
             )

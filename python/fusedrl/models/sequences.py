@@ -83,9 +83,7 @@ def passes_of(
     )
     build = _packed if capabilities.packs else _padded
     passes = [build([together[i] for i in group], device) for group in grouped]
-    if (
-        alone and capabilities.below is not None
-    ):  # a call with one token makes the model forget its longest call
+    if alone and capabilities.below is not None:  # makes the model forget its longest call
         alone.append(nothing_of(alone[0].tokens))
     alone.sort(key=lambda row: len(row.tokens))
     return passes + [_padded([row], device) for row in alone]

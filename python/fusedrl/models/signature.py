@@ -75,9 +75,7 @@ class _Same:
 
     def __init__(self, values: Sequence[Any]) -> None:
         try:
-            self._refs: list[Any] = list(
-                map(ref, values)
-            )  # an object has one weak reference while it lives
+            self._refs: list[Any] = list(map(ref, values))  # an object has one while it lives
         except TypeError:
             self._refs = list(values)
 

@@ -94,9 +94,7 @@ def split(model: Any) -> Parts:
     if hasattr(base, "peft_config"):
         if any(config.is_prompt_learning for config in base.peft_config.values()):
             raise CannotSplit("it learns prompts, which enter outside of the decoder")
-        if hasattr(
-            base, "get_base_model"
-        ):  # else the adapters are transformers' own, inside of the model
+        if hasattr(base, "get_base_model"):  # else they are transformers' own, inside of the model
             base = base.get_base_model()
     # Asked of the class, because FSDP passes attributes on but would not see this forward.
     if not all(hasattr(type(base), name) for name in ("get_decoder", "get_output_embeddings")):

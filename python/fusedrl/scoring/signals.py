@@ -48,9 +48,8 @@ def held() -> Iterator[None]:
 
 
 def _would_end(handler: Any) -> bool:
-    return handler == signal.SIG_DFL or callable(
-        handler
-    )  # neither ignored nor handled outside of Python
+    # An ignored signal and a handler that is not Python's own are neither.
+    return handler == signal.SIG_DFL or callable(handler)
 
 
 @contextmanager

@@ -140,9 +140,7 @@ def _columns_read(transform: Transform) -> tuple[list[NestedKey], list[NestedKey
             following += own[1]
         elif isinstance(leaf, RetrieveLogProb):
             root += leaf.in_keys
-            if (
-                leaf.model.input_mode == "tokens"
-            ):  # it is read too, although no wrapper lists it among its keys
+            if leaf.model.input_mode == "tokens":  # read too, though no wrapper lists it
                 root += [ATTENTION, leaf.model.attention_mask_key]
         else:
             # A penalty reads from "next" what was written there. Any other transform may read both.
