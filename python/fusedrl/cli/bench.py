@@ -52,10 +52,10 @@ NOT_QUICK = ("grpo_step", "async_collector", "vllm")  # they start processes, or
 
 EXAMPLES = """\
 examples:
-  fusedrl bench --quick                  # one setting of each op, in two minutes
-  fusedrl bench --op token_kl            # all settings of one op
-  fusedrl bench --op token_kl --plots plots        # the same, with plots
-  fusedrl bench --plots plots --from bench-out/bench.json    # plots alone
+  fusedrl bench --quick                # one setting of each op, in two minutes
+  fusedrl bench --op token_kl          # all settings of one op
+  fusedrl bench --op token_kl --plots plots                 # and plots of them
+  fusedrl bench --plots plots --from bench-out/bench.json   # plots alone
 
 exit codes:
   0    all answers of fusedrl are right
