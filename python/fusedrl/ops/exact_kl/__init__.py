@@ -147,8 +147,7 @@ def exact_kl(
 
 def chosen_divergence(direction: str, beta: float | None) -> Divergence:
     """What is computed for a direction and a beta; refuses what neither exists nor fits."""
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction: expected one of {', '.join(DIRECTIONS)}, got {direction!r}")
+    _dispatch.check_choice("direction", direction, DIRECTIONS)
     if direction != "jensen_shannon":
         if beta is not None:
             raise ValueError(
@@ -158,7 +157,10 @@ def chosen_divergence(direction: str, beta: float | None) -> Divergence:
         return Divergence(1.0, direction == "forward")
     share = share_of(0.5 if beta is None else beta)
     if share is None:
-        raise ValueError(f"beta: expected 0, 1 or a number between, from 1e-30 on, got {beta!r}")
+        raise ValueError(
+            f"beta: expected 0, 1 or a number between, from 1e-30 on, got {beta!r}; "
+            "leave it out for 0.5"
+        )
     return Divergence(1.0, True) if share == 0 else Divergence(share, False)
 
 
@@ -184,14 +186,18 @@ def _check(
     shift: bool,
 ) -> None:
     _rows.check_rows("logits", logits, offsets, shift)
-    _dispatch.check_tensor("ref_logits", ref_logits, like=" like the logits")
-    _dispatch.check_same("ref_logits", ref_logits, logits.shape, logits.device)
+    _dispatch.check_tensor("ref_logits", ref_logits, like=" like logits")
+    _dispatch.check_same(
+        *("ref_logits", ref_logits, logits.shape, logits.device),
+        *(" like logits", "score the same tokens over the same vocabulary"),
+    )
     if ref_logits.dtype != logits.dtype:
         raise ValueError(
-            f"ref_logits: expected {logits.dtype} like the logits, got {ref_logits.dtype}; "
+            f"ref_logits: expected {logits.dtype} like logits, got {ref_logits.dtype}; "
             f"convert it with .to({logits.dtype})"
         )
-    _dispatch.check_mask(mask, logits.shape[:-1], logits.device)
+    of_rows = _rows.of_rows("logits", logits)
+    _dispatch.check_mask(mask, logits.shape[:-1], logits.device, of_rows)
 
 
 class _Autograd(torch.autograd.Function):

@@ -162,12 +162,9 @@ def importance_weights(
 
 
 def _check_options(level: str, mode: str, nan: str) -> None:
-    if level not in LEVELS:
-        raise ValueError(f"level: expected one of {', '.join(LEVELS)}, got {level!r}")
-    if mode not in MODES:
-        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-    if nan not in ("propagate", "missing"):
-        raise ValueError(f"nan: expected 'propagate' or 'missing', got {nan!r}")
+    _dispatch.check_choice("level", level, LEVELS)
+    _dispatch.check_choice("mode", mode, MODES)
+    _dispatch.check_choice("nan", nan, _dispatch.NANS)
 
 
 def _list(
@@ -178,7 +175,10 @@ def _list(
     options: dict[str, Any],
 ) -> ImportanceWeights:
     if offsets is not None:
-        raise ValueError("offsets: expected None with a list, whose samples carry their lengths")
+        raise ValueError(
+            f"offsets: expected None with a list, whose samples have lengths, got "
+            f"{_dispatch.kind(offsets)}; leave it out"
+        )
     companions = {"rollout_log_probs": rollout_log_probs}
     companions |= {} if mask is None else {"mask": mask}
     check_lists(**companions)
@@ -243,10 +243,12 @@ def _check(
         _dispatch.check_floating(name, value)
     if log_probs.dim() not in (1, 2):
         raise ValueError(
-            f"log_probs: expected [N] packed or [B, T] padded, got shape {tuple(log_probs.shape)}"
+            f"log_probs: expected [N] packed or [B, T] padded, got shape "
+            f"{tuple(log_probs.shape)}; give each sequence a row, or flatten all and pass offsets"
         )
-    _dispatch.check_same("rollout_log_probs", rollout_log_probs, log_probs.shape, log_probs.device)
-    _dispatch.check_mask(mask, log_probs.shape, log_probs.device)
+    shape, device, like = log_probs.shape, log_probs.device, " like log_probs"
+    _dispatch.check_same("rollout_log_probs", rollout_log_probs, shape, device, like)
+    _dispatch.check_mask(mask, shape, device, like)
     if log_probs.dim() == 2 and offsets is not None:
         raise ValueError(
             "offsets: expected None with padded [B, T] log_probs (one sequence a row), "
@@ -269,7 +271,9 @@ def _bounds(
     def bound(name: str, value: float | Tensor | None, none: float) -> Tensor:
         if value is None:
             return torch.full((), none, dtype=torch.float64, device="cpu")
-        return _dispatch.scalar_tensor(name, value, device, 0.0, _dispatch.LARGEST)
+        return _dispatch.scalar_tensor(
+            *(name, value, device, 0.0, _dispatch.LARGEST), remedy="None sets no bound"
+        )
 
     least, most = bound("low", low, 0.0), bound("high", high, torch.inf)
     if low is not None and high is not None:

@@ -111,10 +111,7 @@ def linear_exact_kl(
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
     p, q = (ref_head, head) if divergence.swapped else (head, ref_head)
     if chosen == "reference":
-        if batch_invariant:
-            raise ValueError(
-                "batch_invariant: expected False with the reference implementation, got True"
-            )
+        _dispatch.check_without_kernel("batch_invariant", batch_invariant, False)
         kl, entropies = reference.linear_exact_kl(
             p, q, mask, offsets, shift, divisor, divergence.beta, entropy
         )
@@ -154,10 +151,11 @@ def _check_tokens(
     rows, ref_rows = hidden.shape[:-1], ref_hidden.shape[:-1]
     if rows != ref_rows:
         raise ValueError(
-            f"ref_hidden: expected the tokens {tuple(rows)} of hidden, got {tuple(ref_rows)}"
+            f"ref_hidden: expected as many rows {tuple(rows)} as hidden, got {tuple(ref_rows)}; "
+            "pass those of the same tokens"
         )
     _dispatch.check_device("ref_hidden", ref_hidden, hidden.device)
-    _dispatch.check_mask(mask, rows, hidden.device)
+    _dispatch.check_mask(mask, rows, hidden.device, _rows.of_rows("hidden", hidden))
 
 
 def _check_heads(head: _head.Head, ref_head: _head.Head) -> None:
@@ -165,7 +163,7 @@ def _check_heads(head: _head.Head, ref_head: _head.Head) -> None:
     if len(ref_head.weight) != len(head.weight):
         raise ValueError(
             f"ref_weight: expected the {len(head.weight)} classes of weight, "
-            f"got {len(ref_head.weight)}"
+            f"got {len(ref_head.weight)}; pass heads over the same vocabulary"
         )
 
 

@@ -221,12 +221,13 @@ def linear_policy_loss(
     )
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     _rows.check_rows("hidden", head.hidden, offsets, shift)
-    _rows.check_tokens(tokens, head.hidden, "hidden states")
+    _rows.check_tokens(tokens, "hidden", head.hidden)
     _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
     if (vocab_offset is None) != (group is None):
         raise ValueError(
             "vocab_offset, group: expected both for a sharded vocabulary, or none, got "
-            f"{vocab_offset!r} and {group!r}"
+            f"{vocab_offset!r} and {group!r}; pass the first class of this rank's shard and the "
+            "group of all shards"
         )
     _check_coefficients(kl_coeff, entropy_coeff, ref_log_probs, aggregation, normalizer)
     _check_main_grad(main_grad, head.weight, group)
@@ -251,7 +252,10 @@ def linear_policy_loss(
         low = 1 / _dispatch.LARGEST
         if isinstance(normalizer, Tensor) and normalizer.dtype in _COUNTS:
             normalizer = normalizer.double()
-        normalizer = _dispatch.scalar_tensor("normalizer", normalizer, head.hidden.device, low)
+        normalizer = _dispatch.scalar_tensor(
+            *("normalizer", normalizer, head.hidden.device, low),
+            remedy="pass how many tokens or sequences there are",
+        )
     share = losses.shares(sequences, aggregation, normalizer).to(dtype).view(tokens.shape)
     weights = losses.TermWeights(
         share if factors is None else torch.where(share > 0, share * factors, 0),
@@ -305,13 +309,18 @@ def _check_coefficients(
     for name, value in (("kl_coeff", kl_coeff), ("entropy_coeff", entropy_coeff)):
         number = _dispatch.real_number(value)
         if number is None or not math.isfinite(number):
-            raise ValueError(f"{name}: expected a finite number, got {value!r}")
+            raise ValueError(
+                f"{name}: expected a finite number, got {value!r}; 0.0 leaves the term out"
+            )
     if kl_coeff and ref_log_probs is None:
-        raise ValueError(f"ref_log_probs: expected a tensor with kl_coeff={kl_coeff}, got None")
+        raise ValueError(
+            f"ref_log_probs: expected a tensor with kl_coeff={kl_coeff}, got None; pass the "
+            "reference policy's log-probs of the tokens, or kl_coeff=0"
+        )
     if aggregation == "constant" and normalizer is None:
         raise ValueError(
-            "normalizer: expected a number with aggregation='constant', such as the number of "
-            "sequences times the longest length that may be generated, got None"
+            "normalizer: expected a number with aggregation='constant', got None; pass the number "
+            "of sequences times the longest length that may be generated, for example"
         )
 
 
@@ -323,19 +332,23 @@ def _check_importance(
     if not isinstance(importance, Mapping):
         raise TypeError(
             "importance: expected a mapping of options of importance_weights, got "
-            f"{_dispatch.kind(importance)}; pass {{'level': 'sequence'}}, say"
+            f"{_dispatch.kind(importance)}; pass a dict such as {{'level': 'sequence'}}"
         )
     for name in importance:
         if name not in IMPORTANCE_OPTIONS:
             raise TypeError(
-                f"importance: expected options among {', '.join(IMPORTANCE_OPTIONS)}, got {name!r}"
+                f"importance: expected options among {', '.join(IMPORTANCE_OPTIONS)}, got "
+                f"{name!r}; leave it out"
             )
     if importance and rollout_log_probs is None:
-        raise ValueError("rollout_log_probs: expected a tensor with importance, got None")
+        raise ValueError(
+            "rollout_log_probs: expected a tensor with importance, got None; pass the log-probs of "
+            "the engine that generated, or leave out importance"
+        )
     if sequence_group is not None and importance.get("level", "token") != "token":
         raise ValueError(
             "importance: expected level='token' with sequence_group, as other ratios are of whole "
-            f"sequences, got {importance['level']!r}"
+            f"sequences, got {importance['level']!r}; leave out the level"
         )
 
 
@@ -346,8 +359,14 @@ def _check_main_grad(main_grad: Tensor | None, weight: Tensor, group: object) ->
     if group is not None:
         raise ValueError("main_grad: expected None with group, got a tensor; use weight.grad")
     if main_grad.dtype != torch.float32:
-        raise ValueError(f"main_grad: expected torch.float32, got {main_grad.dtype}")
-    _dispatch.check_same("main_grad", main_grad, weight.shape, weight.device)
+        raise ValueError(
+            f"main_grad: expected torch.float32, got {main_grad.dtype}; make it with "
+            "torch.zeros_like(weight, dtype=torch.float32)"
+        )
+    _dispatch.check_same(
+        *("main_grad", main_grad, weight.shape, weight.device, " like weight"),
+        "make it with torch.zeros_like(weight, dtype=torch.float32)",
+    )
 
 
 def _constant(name: str, value: Tensor | None, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -355,7 +374,7 @@ def _constant(name: str, value: Tensor | None, tokens: Tensor, dtype: torch.dtyp
     if value is None:
         return None
     _check_constant(name, value)
-    _dispatch.check_same(name, value, tokens.shape, tokens.device)
+    _dispatch.check_same(name, value, tokens.shape, tokens.device, " like tokens")
     return value.to(dtype).contiguous()
 
 
@@ -368,10 +387,11 @@ def _advantages(
     elif value.shape == (sequences.count,):
         spread = value[sequences.index.to(value.device)].view(tokens.shape)
     else:
+        flat = value.numel() == sequences.count
         raise ValueError(
             f"advantages: expected shape {tuple(tokens.shape)}, one a token, or "
-            f"({sequences.count},), one a sequence, got {tuple(value.shape)}"
-            + ("; flatten it with .flatten()" if value.numel() == sequences.count else "")
+            f"({sequences.count},), one a sequence, got {tuple(value.shape)}; "
+            + ("flatten it with .flatten()" if flat else _dispatch.ONE_A_TOKEN)
         )
     _dispatch.check_device("advantages", spread, tokens.device)
     return spread.to(dtype).contiguous()

@@ -108,28 +108,21 @@ def linear_token_log_probs(
     _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     _rows.check_rows("hidden", head.hidden, offsets, shift)
-    _rows.check_tokens(tokens, head.hidden, "hidden states")
+    _rows.check_tokens(tokens, "hidden", head.hidden)
     _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
     _check_shard(vocab_offset, group)
     if sequence_group is not None and vocab_offset is not None and group is None:
         raise ValueError(
             "group: expected the process group of the shards beside a sequence_group, as a "
-            "VocabPart is of one rank's rows, got None"
+            "VocabPart is of one rank's rows, got None; pass it, or leave out sequence_group"
         )
     chosen = _dispatch.choose(
         impl, "linear_token_log_probs", head.hidden.device, head.hidden.dtype, triton=True
     )
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
     if chosen == "reference":
-        for name, value, default in (
-            ("vocab_offset", vocab_offset, None),
-            ("batch_invariant", batch_invariant, False),
-        ):
-            if value != default:
-                raise ValueError(
-                    f"{name}: expected {default} with the reference implementation, got {value}; "
-                    "a compiled kernel takes float32, bfloat16 or float16 on the CPU or CUDA"
-                )
+        _dispatch.check_without_kernel("vocab_offset", vocab_offset, None)
+        _dispatch.check_without_kernel("batch_invariant", batch_invariant, False)
         log_probs, row_entropy = reference.linear_token_log_probs(
             head, tokens, mask, offsets, shift, divisor, entropy
         )
@@ -161,7 +154,11 @@ def _check_shard(vocab_offset: int | None, group: ProcessGroup | None) -> None:
     if vocab_offset is None:
         if group is not None:
             raise ValueError(
-                "vocab_offset: expected the first class of this rank's shard, got None"
+                "vocab_offset: expected the first class of this rank's shard with group, got None; "
+                "pass how many classes the shards before it have"
             )
     elif not isinstance(vocab_offset, int) or vocab_offset < 0:
-        raise ValueError(f"vocab_offset: expected an integer >= 0, got {vocab_offset!r}")
+        raise ValueError(
+            f"vocab_offset: expected an integer >= 0, got {vocab_offset!r}; "
+            "pass how many classes the shards before this one have"
+        )

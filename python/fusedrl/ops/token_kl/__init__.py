@@ -109,7 +109,10 @@ def _list(
     options: dict[str, Any],
 ) -> Any:
     if offsets is not None:
-        raise ValueError("offsets: expected None with a list, whose samples carry their lengths")
+        raise ValueError(
+            f"offsets: expected None with a list, whose samples have lengths, got "
+            f"{_dispatch.kind(offsets)}; leave it out"
+        )
     lists = {"ref_log_probs": ref_log_probs}
     lists |= {} if mask is None else {"mask": mask}
     lists |= {} if reward is None or isinstance(reward, Tensor) else {"reward": reward}
@@ -258,18 +261,17 @@ def _broadcast_reward(reward: Tensor, log_probs: Tensor, offsets: Tensor | None)
         return reward
     if log_probs.dim() == 2 and reward.shape == log_probs.shape[:1]:
         return reward[:, None].expand(log_probs.shape)
-    sequences = "" if offsets is None else f" or [{len(offsets) - 1}], one a sequence"
+    sequences = "" if offsets is None else f", or ({len(offsets) - 1},), one a sequence"
+    to_broadcast = "" if offsets is not None else ", or offsets beside one for each sequence"
     raise ValueError(
-        f"reward: expected shape {tuple(log_probs.shape)}{sequences}, got {tuple(reward.shape)}"
-        + ("; pass offsets to broadcast one reward a sequence" if offsets is None else "")
+        f"reward: expected shape {tuple(log_probs.shape)} like log_probs{sequences}, got "
+        f"{tuple(reward.shape)}; {_dispatch.ONE_A_TOKEN}{to_broadcast}"
     )
 
 
 def _check_options(estimator: str, nan: str) -> None:
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"estimator: expected one of {', '.join(ESTIMATORS)}, got {estimator!r}")
-    if nan not in ("propagate", "missing"):
-        raise ValueError(f"nan: expected 'propagate' or 'missing', got {nan!r}")
+    _dispatch.check_choice("estimator", estimator, ESTIMATORS)
+    _dispatch.check_choice("nan", nan, _dispatch.NANS)
 
 
 def _check(
@@ -278,11 +280,13 @@ def _check(
     for name, value in (("log_probs", log_probs), ("ref_log_probs", ref_log_probs)):
         _dispatch.check_tensor(name, value, like="" if value is log_probs else " like log_probs")
         _dispatch.check_floating(name, value)
-    _dispatch.check_same("ref_log_probs", ref_log_probs, log_probs.shape, log_probs.device)
-    _dispatch.check_mask(mask, log_probs.shape, log_probs.device)
+    shape, device, like = log_probs.shape, log_probs.device, " like log_probs"
+    _dispatch.check_same("ref_log_probs", ref_log_probs, shape, device, like)
+    _dispatch.check_mask(mask, shape, device, like)
     if offsets is not None and log_probs.dim() != 1:
         raise ValueError(
-            f"offsets: expected packed 1-D log_probs beside them, got {tuple(log_probs.shape)}"
+            f"offsets: expected packed log_probs [N] beside it, got {tuple(log_probs.shape)}; "
+            "leave it out, or flatten what has no padding"
         )
     _dispatch.check_offsets(offsets, log_probs.numel(), log_probs.device)
 

@@ -93,7 +93,7 @@ def token_log_probs(
     """
     _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
     _rows.check_rows("logits", logits, offsets, shift)
-    _rows.check_tokens(tokens, logits, "logits")
+    _rows.check_tokens(tokens, "logits", logits)
     _dispatch.check_mask(mask, tokens.shape, logits.device)
     chosen = _dispatch.choose(
         impl, "token_log_probs", logits.device, logits.dtype, _dispatch.KERNEL_DTYPES
