@@ -38,7 +38,9 @@ def offsets_of(lengths: Sequence[int] | Tensor, device: torch.device | None = No
 def from_list(tensors: Sequence[Tensor]) -> Ragged:
     """Pack a list of ``[T_i, ...]`` tensors; copies once."""
     if len(tensors) == 0:
-        raise ValueError("tensors: expected at least one tensor, got an empty list")
+        raise ValueError(
+            "tensors: expected at least one tensor, got an empty list; pass one for each sequence"
+        )
     return Ragged(
         torch.cat(tuple(tensors)), offsets_of([len(t) for t in tensors], tensors[0].device)
     )
@@ -100,7 +102,8 @@ def from_padded(padded: Tensor, mask: Tensor) -> Ragged:
     """Pack the ``True`` positions of ``padded [B, T, ...]``; copies once."""
     if mask.dtype != torch.bool or mask.shape != padded.shape[: mask.dim()] or mask.dim() != 2:
         raise ValueError(
-            f"mask: expected bool {tuple(padded.shape[:2])}, got {mask.dtype} {tuple(mask.shape)}"
+            f"mask: expected bool {tuple(padded.shape[:2])}, got {mask.dtype} "
+            f"{tuple(mask.shape)}; give one bool for each position"
         )
     return Ragged(padded[mask], offsets_of(mask.sum(1)))
 

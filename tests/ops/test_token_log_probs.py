@@ -347,7 +347,7 @@ GOOD = {"logits": torch.zeros(4, 5), "tokens": torch.zeros(4, dtype=torch.int64)
         ({"tokens": torch.tensor([0, 1, 5, 2])}, RuntimeError, r"got 5 at token 2"),
         ({"tokens": torch.tensor([0, -100, 1, 2])}, RuntimeError, r"got -100 at token 1"),
         ({"impl": "cuda"}, ValueError, "expected tensors on cuda"),
-        ({"impl": "triton"}, ValueError, "no Triton kernel"),
+        ({"impl": "triton"}, ValueError, "impl: expected .* for token_log_probs, got 'triton'"),
         ({"impl": "fast"}, ValueError, "impl: expected one of"),
         ({"logits": [[0.0]]}, TypeError, "logits: expected a dense tensor .* got list"),
         ({"tokens": [0, 1]}, TypeError, "tokens: expected a dense tensor .* got list"),

@@ -68,7 +68,10 @@ def count_records(path: Path) -> int:
             start = file.read(8)
             for magic, what in _FOREIGN.items():
                 if start.startswith(magic):
-                    raise ScoreError(f"{path}: expected JSONL in UTF-8, got {what}")
+                    raise ScoreError(
+                        f"{path}: expected JSONL in UTF-8, got {what}; convert it, or name a "
+                        "Parquet file .parquet"
+                    )
             file.seek(0)
             return sum(1 for line in file if not _blank(line))
 
@@ -114,7 +117,10 @@ def _parquet(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
         names = table.schema_arrow.names
         if "messages" not in names:
-            raise ScoreError(f"{path}: expected a column 'messages', got {', '.join(names)}")
+            raise ScoreError(
+                f"{path}: expected a column 'messages', got {', '.join(names)}; rename the one "
+                "that has the chats"
+            )
         yield table
 
 
@@ -125,7 +131,9 @@ def _readable(path: Path) -> Iterator[None]:
     except (OSError, pyarrow.ArrowException) as error:
         # pyarrow raises OSError for a damaged page, too.
         what = "Parquet file" if _is_parquet(path) else "file"
-        raise ScoreError(f"{path}: not a readable {what}: {reason(error)}") from error
+        raise ScoreError(
+            f"{path}: not a readable {what}: {reason(error)}; write it again"
+        ) from error
 
 
 def parse_chat(record: Record) -> Chat:

@@ -79,10 +79,15 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 def _check_replaceable(out: Path, inputs: Sequence[Path]) -> None:
     if out.exists() and not out.is_dir():
-        raise ScoreError(f"out: expected a directory or a new name, got the file {out}")
+        raise ScoreError(
+            f"out: expected a directory or a new name, got the file {out}; choose another name"
+        )
     for target in (out / name for name in FILES):
         if target.is_dir():
-            raise ScoreError(f"out: expected to write the file {target}, got a directory there")
+            raise ScoreError(
+                f"out: expected to write the file {target}, got a directory there; remove it, or "
+                "choose another directory"
+            )
         for path in inputs:
             if target.exists() and target.samefile(path):
                 raise ScoreError(f"out: {target} would replace the input; choose another directory")

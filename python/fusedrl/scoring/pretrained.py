@@ -74,7 +74,9 @@ def _check_device(device: str) -> None:
     try:
         torch.ones(1, device=device).item()  # Memory that cannot be read, as meta's, does not do.
     except Exception as error:  # Each kind of device has its own.
-        raise ScoreError(f"device: cannot compute on {device!r}: {reason(error)}") from error
+        raise ScoreError(
+            f"device: cannot compute on {device!r}: {reason(error)}; 'cpu' is always there"
+        ) from error
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, policy: str, template: str | None) -> None:
@@ -89,7 +91,7 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, policy: str, template: s
     except TemplateSyntaxError as error:
         name = "policy: the chat template" if template is None else "chat_template: the file"
         raise ScoreError(
-            f"{name} is no Jinja template: line {error.lineno}: {reason(error)}"
+            f"{name} is no Jinja template: line {error.lineno}: {reason(error)}; correct that line"
         ) from error
     except Exception:
         pass  # It compiles, and whether it takes a conversation is for each of them to show.
@@ -107,7 +109,10 @@ def _model(
         model = model.eval().to(device)
         width = check_causal(role, name, model, tokenizer)
     except RuntimeError as error:  # No memory, or a kernel that the device does not have.
-        raise ScoreError(f"{role}: {name!r} cannot compute on {device}: {reason(error)}") from error
+        raise ScoreError(
+            f"{role}: {name!r} cannot compute on {device}: {reason(error)}; "
+            "try another --device or --dtype"
+        ) from error
     size = 1 + max(tokenizer.get_vocab().values())
     if width < size:
         raise ScoreError(
@@ -124,7 +129,8 @@ def _load(kind: Any, role: str, name: str, **options: Any) -> Any:
         what = {AutoTokenizer: "tokenizer", AutoConfig: "configuration"}.get(kind, "model")
         absent = "" if Path(name).is_dir() else " (there is no such directory)"
         raise ScoreError(
-            f"{role}: cannot load a {what} from {name!r}{absent}: {reason(error)}"
+            f"{role}: cannot load a {what} from {name!r}{absent}: {reason(error)}; "
+            "pass a directory that save_pretrained wrote, or a name on the hub"
         ) from error
 
 

@@ -81,7 +81,8 @@ class KLComputation(_KLComputation):
         if unravel_key(gen_log_probs_full_key) == unravel_key(ref_log_probs_full_key):
             raise ValueError(
                 f"ref_log_probs_full_key: expected another key than gen_log_probs_full_key's "
-                f"{gen_log_probs_full_key!r}, got the same, of which every KL is 0"
+                f"{gen_log_probs_full_key!r}, got the same, of which every KL is 0; name the key "
+                "of the reference's log-probs"
             )
         super().__init__(
             gen_log_probs_full_key,
@@ -198,7 +199,10 @@ class KLComputation(_KLComputation):
     ) -> None:
         """Rows of several dimensions and rewards of several columns, one sample after the other."""
         if len(rows) != len(ref_rows):
-            raise ValueError(f"ref_log_probs: expected {len(rows)} samples, got {len(ref_rows)}")
+            raise ValueError(
+                f"ref_log_probs: expected {len(rows)} samples, got {len(ref_rows)}; "
+                "score the same batch with both models"
+            )
         kl = [token_kl(x, y, nan="missing") for x, y in zip(rows, ref_rows, strict=True)]
         if rewards is not None:
             rewards = [

@@ -124,13 +124,17 @@ class KLRewardTransform(_KLRewardTransform):
         refuse(unknown)
         if (ref_model is None) == (ref_model_factory is None):
             given = "neither" if ref_model is None else "both"
-            raise ValueError(f"ref_model: expected a wrapper or ref_model_factory, got {given}")
+            raise ValueError(
+                f"ref_model: expected a wrapper or ref_model_factory, got {given}; pass one of them"
+            )
         read, written = _checked_keys(in_keys, out_keys)
         model: Any = ref_model if ref_model_factory is None else ref_model_factory()
         _check_model(model)
         coef = torch.as_tensor(coef)
         if coef.numel() != 1:
-            raise ValueError(f"coef: expected one element, got shape {tuple(coef.shape)}")
+            raise ValueError(
+                f"coef: expected one element, got shape {tuple(coef.shape)}; pass one number"
+            )
         super().__init__(
             model,
             coef=coef if coef.is_floating_point() else coef.float(),  # pyright: ignore[reportArgumentType]
@@ -157,7 +161,8 @@ class KLRewardTransform(_KLRewardTransform):
         mode = "tokens" if parent is None else parent.base_env.input_mode
         if mode not in ("history", "text", "tokens"):
             raise ValueError(
-                f"input_mode: expected 'history', 'text' or 'tokens' of the environment, got {mode}"
+                f"input_mode: expected 'history', 'text' or 'tokens' of the environment, got "
+                f"{mode}; make the environment with one of them"
             )
         return (mode, "full")
 
@@ -311,11 +316,13 @@ def _checked_keys(
     read = list(KLRewardTransform.DEFAULT_IN_KEYS if in_keys is None else in_keys)
     written = list(read if out_keys is None else out_keys)
     if len(read) != 1:
-        raise ValueError(f"in_keys: expected one key, the reward's, got {read}")
+        raise ValueError(
+            f"in_keys: expected one key, the reward's, got {read}; leave it out for 'reward'"
+        )
     if len(written) not in (1, 3):
         raise ValueError(
             f"out_keys: expected one key, the reward's, or three, those of reward, KL and the "
-            f"reference's log-probs, got {written}"
+            f"reference's log-probs, got {written}; leave it out for the reward alone"
         )
     return read, written
 

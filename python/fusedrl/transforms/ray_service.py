@@ -183,7 +183,10 @@ class RayKL(RayTransform):
     @property
     def _running(self) -> Any:
         if self._actor is None:
-            raise RuntimeError(f"{type(self).__name__}: expected a running actor, got a closed one")
+            raise RuntimeError(
+                f"{type(self).__name__}: expected a running actor, got a closed one; "
+                "make another transform"
+            )
         return self._actor
 
     def close(self) -> None:
@@ -253,7 +256,8 @@ def _check_runs_remotely(transform_class: type[Transform], base: type[Transform]
     """Refuse a subclass that changes what this side does without asking the actor."""
     if not (isinstance(transform_class, type) and issubclass(transform_class, base)):
         raise ValueError(
-            f"transform_class: expected a subclass of {full_name(base)}, got {transform_class!r}"
+            f"transform_class: expected a subclass of {full_name(base)}, got {transform_class!r}; "
+            "leave it out for that class itself"
         )
     for name, method in vars(RayKL).items():
         here = method is getattr(Transform, name, None)
@@ -268,7 +272,9 @@ def _arguments_of(models: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     """The arguments of the transform in the actor, for each model one of the pair."""
     for name, (model, factory) in models.items():
         if model is None and factory is None:
-            raise ValueError(f"{name}: expected a log-prob wrapper or {name}_factory, got neither")
+            raise ValueError(
+                f"{name}: expected a log-prob wrapper or {name}_factory, got neither; pass one"
+            )
         if isinstance(model, str):
             raise ValueError(
                 f"{name}: expected a log-prob wrapper or {name}_factory, got {model!r}; an actor "

@@ -217,7 +217,8 @@ def _read_tokens(reading: Reading, td: TensorDictBase, column: Any) -> TokenBatc
             if row.shape != mask.shape:
                 raise ValueError(
                     f"masks: sample {i}: expected an attention mask of the tokens' shape "
-                    f"{tuple(row.shape)}, got {tuple(mask.shape)}"
+                    f"{tuple(row.shape)}, got {tuple(mask.shape)}; let the tokenizer that made the "
+                    "tokens make the mask"
                 )
     elif reading.tokenizer is None or len({len(row) for row in rows}) > 1:  # not padded
         attended = [torch.ones_like(row, dtype=torch.bool) for row in rows]

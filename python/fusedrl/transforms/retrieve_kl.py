@@ -127,7 +127,8 @@ class RetrieveKL(_RetrieveKL):
         reference = _one_of("ref_model", ref_model, ref_model_factory)
         if policy is None:
             raise ValueError(
-                "gen_model: expected a log-prob wrapper or gen_model_factory, got neither"
+                "gen_model: expected a log-prob wrapper or gen_model_factory, got neither; pass "
+                "one, or 'from_collector'"
             )
         self._scoring = {
             "assistant_only": assistant_only,
@@ -307,7 +308,9 @@ def _new_version(wrapper: Any, key: NestedKey, **options: Any) -> Any:
 
 def _check_full(name: str, key: NestedKey) -> None:
     if not isinstance(key, tuple) or key[-1] != "full":
-        raise ValueError(f"{name}: expected a tuple that ends in 'full', got {key!r}")
+        raise ValueError(
+            f"{name}: expected a tuple that ends in 'full', got {key!r}; pass (key, 'full')"
+        )
 
 
 def _check_history_key(model: Any, history_key: str) -> None:

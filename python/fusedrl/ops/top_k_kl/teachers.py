@@ -15,6 +15,8 @@ from fusedrl.ops.token_log_probs.reference import place_of, rows_of_tokens
 TAILS = ("bucket", "renormalize")
 LEAST_REST = 1e-6  # float32 log-probs do not tell a smaller one from none
 MOST_PROBABILITY = 1.05  # what log-probs rounded to bfloat16 may sum to
+AT_MOST_ONE = "teacher_log_probs: expected log-probs whose probabilities sum to at most 1 a token"
+NORMALISE = "apply log_softmax over the whole vocabulary, and pass no class twice"
 
 
 class Teacher(NamedTuple):
@@ -66,21 +68,17 @@ def prepare(
 
 def _check_total(total: Tensor) -> None:
     """Refuse too much probability; the host does not wait for a device to say how much."""
-    expected = (
-        "teacher_log_probs: expected log-probs whose probabilities sum to at most 1 for a token"
-    )
-    remedy = "apply log_softmax over the whole vocabulary, and pass no class twice"
     if total.is_cpu and _dispatch.has_values(total):
         outside = (total.flatten() > MOST_PROBABILITY).nonzero()
         if len(outside):
             first = int(outside[0])
             raise RuntimeError(
-                f"{expected}, got {total.flatten()[first]:.3g} at "
-                f"{place_of(first, total.shape)}; {remedy}"
+                f"{AT_MOST_ONE}, got {total.flatten()[first]:.3g} at "
+                f"{place_of(first, total.shape)}; {NORMALISE}"
             )
         return
     torch.ops.aten._assert_async.msg(
-        ~(total > MOST_PROBABILITY).any(), f"{expected}, got more; {remedy}"
+        ~(total > MOST_PROBABILITY).any(), f"{AT_MOST_ONE}, got more; {NORMALISE}"
     )
 
 
