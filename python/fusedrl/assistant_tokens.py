@@ -1,10 +1,10 @@
 """Which tokens of a conversation the assistant had to emit: the only definition in this package.
 
-They are those that the model produces when it is given the conversation up to a turn and the
-generation prompt. A chat template with ``{% generation %}`` markers says itself which text that is.
-For any other template it follows from rendering the conversation turn by turn, and is the content
-of a turn and the special token that ends it (``<|im_end|>``, ``<|eot_id|>``, ...), without the line
-break that a template puts after that.
+They are the tokens that the model produces when it is given the conversation up to a turn and the
+generation prompt. A chat template with ``{% generation %}`` markers says which text that is. For
+any other template, rendering the conversation turn by turn shows it: the content of a turn and the
+special token that ends it (``<|im_end|>``, ``<|eot_id|>``, ...), without the line break that a
+template puts after that.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ def assistant_spans(
     """The assistant's characters in the rendered ``messages``.
 
     Args:
-        renderer: makes text of them.
+        renderer: renders the messages.
         messages: the conversation.
-        text: what the renderer makes of them, where it is known.
+        text: the rendered conversation, where it is known already.
 
     Returns:
-        The marked blocks; without markers, a span for each message of the assistant.
+        The blocks that the template marks; without markers, a span for each turn of the assistant.
 
     Raises:
         Unknown: a template without markers renders the turns so that they cannot be told apart.
@@ -129,10 +129,10 @@ def assistant_spans(
 
 
 def tokens_in(spans: Sequence[Span], offsets: Tensor) -> Tensor:
-    """For each token the number of the span that it spells a part of, -1 where there is none.
+    """The number of the span that each token spells a part of, -1 where there is none.
 
-    A character that several tokens spell is of all of them. The first token of a conversation is of
-    no span: nothing comes before it that could predict it.
+    Where several tokens spell one character, each of them spells a part of its span. The first
+    token of a conversation belongs to no span, as nothing before it could predict it.
 
     Args:
         spans: characters of a text.
@@ -140,6 +140,12 @@ def tokens_in(spans: Sequence[Span], offsets: Tensor) -> Tensor:
 
     Returns:
         int64 ``[T]``.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl.assistant_tokens import Span, tokens_in
+        >>> tokens_in([Span(6, 9)], torch.tensor([[0, 4], [4, 6], [6, 8], [8, 9]]))
+        tensor([-1, -1,  0,  0])
     """
     first, last = covering(offsets).unbind(1)
     found = torch.full_like(last, -1)

@@ -1,7 +1,7 @@
 """Sequences that are split over ranks (context parallelism): one wrapper for every op over rows.
 
-With a shift, the last row of a rank predicts the first token of the next one. Rows are wide and
-tokens are not: what is known of that token goes to the rank that has its row, the op runs there
+With a shift, the last row of a rank predicts the first token of the next one. A row is much larger
+than what is known of a token. Hence the token goes to the rank that has its row, the op runs there
 without a shift, and the value comes back. Gradients take the same way in reverse.
 """
 

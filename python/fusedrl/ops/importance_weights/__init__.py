@@ -21,10 +21,10 @@ MODES = ("truncate", "mask")
 
 
 class Mismatch(NamedTuple):
-    """How far the policy that trains is from the one that generated, a value a sequence.
+    """How far the policy that trains is from the one that generated, a value for each sequence.
 
-    Fields are sums over the kept tokens whose log ratio is known, so that those of two batches add
-    up, but for ``max_ratio``. A sequence without such tokens has 0 in all of them.
+    All fields but ``max_ratio`` are sums over the kept tokens whose log ratio is known, so that
+    fields of two batches can be added. A sequence without such tokens has 0 in every field.
 
     Args:
         tokens: how many there are, int64 ``[B]``.
@@ -74,7 +74,7 @@ class Mismatch(NamedTuple):
 
 
 class ImportanceWeights(NamedTuple):
-    """Weights in the representation of the input, and what is known of each sequence."""
+    """Weights in the representation of the input, and the mismatch of each sequence."""
 
     weights: Any
     mismatch: Mismatch
@@ -94,33 +94,35 @@ def importance_weights(
     nan: str = "propagate",
     impl: str = "auto",
 ) -> ImportanceWeights:
-    r"""Weights that correct for the policy that generated not being the one that trains.
+    r"""Weights of tokens that another policy generated than the one that trains on them.
 
-    With the log ratio ``d = log_probs - rollout_log_probs`` of a token, its ratio at the level of
-    tokens is :math:`e^{\min(d, 20)}`. At the level of sequences all tokens of a sequence have one
-    ratio, with the sum of ``d`` over its kept tokens in the place of ``d``; at the level
-    ``"geometric"``, with their mean. The weight is the ratio, within the bounds.
+    Each token has a log ratio ``d = log_probs - rollout_log_probs``, and its ratio is
+    :math:`e^{\min(x, 20)}`. At the level ``"token"``, x is d. At the level ``"sequence"``, x is the
+    sum of d over the kept tokens of the sequence, and at ``"geometric"`` their mean, so that all
+    tokens of a sequence have one ratio. The weight is the ratio, limited as ``mode`` says.
 
     Weights are constants: no gradient flows through them to the log-probs of either policy.
 
     Args:
         log_probs: float log-probs of the sampled tokens under the policy that trains: padded
             ``[B, T]``, a sequence a row, packed ``[N]`` with offsets, a jagged or strided nested
-            tensor, or a list of 1-D tensors, one a sequence.
+            tensor, or a list of 1-D tensors, one for each sequence.
         rollout_log_probs: those under the policy that generated, in the same form.
         mask: bool in the same form; ``None`` keeps all. A dropped token has weight exactly 0, and
             its log-probs are not read.
         offsets: int64 ``[B + 1]``, where each sequence of packed ``[N]`` values starts and ends. At
-            the level of tokens they may be left out, and all values are one sequence.
+            the level of tokens they may be left out; all values then are one sequence.
         level: ``"token"``, ``"sequence"`` or ``"geometric"``.
         mode: what becomes of a ratio outside ``[low, high]``: ``"truncate"`` puts the bound in its
             place (TIS), ``"mask"`` puts 0 (MIS, IcePop).
-        low: the least ratio, from 0 to 1e30; ``None`` for no such bound. Pass a 0-dim tensor to
-            vary it under ``torch.compile`` without a recompile.
-        high: the largest ratio, from 0 to 1e30, or ``None``, in the same way.
-        nan: ``"propagate"``, or ``"missing"``: a token whose log ratio is NaN has ratio 1 at the
-            level of tokens, adds nothing to its sequence's, and does not count in the mismatch.
-        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+        low: lower bound of the ratio, from 0 to 1e30; ``None`` for no bound. A 0-dim tensor may
+            change under ``torch.compile`` without a recompile.
+        high: upper bound of the ratio, in the same way.
+        nan: ``"propagate"`` a NaN, or take it as ``"missing"``: a token whose log ratio is NaN then
+            has ratio 1 at the level of tokens, adds nothing to the ratio of its sequence, and does
+            not count in the mismatch.
+        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
+            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
         :class:`ImportanceWeights`: the weights in the form of ``log_probs``, float32 (float64 for
@@ -131,7 +133,7 @@ def importance_weights(
             different forms, a sparse tensor, a bound that is no real number.
         ValueError: an unknown option, shapes, devices and offsets that do not fit, packed values
             without offsets where a sequence has one ratio, or bounds out of range or order. Bounds
-            are not looked at in a compiled graph, nor where they are tensors on the GPU.
+            are not checked in a compiled graph, nor where they are tensors on the GPU.
 
     Example:
         >>> import torch

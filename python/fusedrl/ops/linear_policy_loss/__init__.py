@@ -111,10 +111,10 @@ def linear_policy_loss(
     main_grad: Tensor | None = None,
     impl: str = "auto",
 ) -> PolicyLoss:
-    r"""Loss of a policy over the tokens that it generated, from hidden states to gradients.
+    r"""Loss of a policy over generated tokens, and its gradients, from the hidden states.
 
-    With the ratio :math:`r = e^{\log p - \log p_{old}}` of each token and its advantage :math:`A`,
-    a clipped loss takes :math:`-\min(r A, clamp(r, 1 - low, 1 + high) A)`.
+    Each token has a ratio :math:`r = e^{\log p - \log p_{old}}` and an advantage :math:`A`. Its
+    term of a clipped loss is :math:`-\min(r A, clamp(r, 1 - low, 1 + high) A)`.
 
     ============= ================================= =========== =========== ============
     ``loss``      term of a token                   ``ratio``   aggregation ``clip``
@@ -131,10 +131,10 @@ def linear_policy_loss(
     A block of rows is multiplied by the head once, reduced to log-probs, weighed, overwritten by
     the gradient of its logits, and multiplied into both gradients before the next block starts.
     That is three matrix products, where a log-prob op and a loss behind it take four. The logits of
-    one block exist at a time: at most 256 MiB, or one row. Four products are needed for a ratio of
-    whole sequences, which needs their log-probs first, and for a vocabulary that is sharded over
-    ranks. Only kept rows are multiplied. Gradients are made in the forward pass, where any are
-    needed, summed in float32, and scaled in the backward pass.
+    one block exist at a time: at most 256 MiB, or one row. A ratio of whole sequences takes four
+    products, as it needs their log-probs first, and so does a vocabulary that is sharded over
+    ranks. Only kept rows are multiplied. Where gradients are needed, the forward pass makes them
+    and sums them in float32, and the backward pass scales them.
 
     Args:
         hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``; float32, bfloat16
@@ -143,8 +143,8 @@ def linear_policy_loss(
         tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged, as is every other tensor
             of one entry a token.
         mask: bool, shaped like ``tokens``; ``None`` keeps all. Nothing of a dropped token is read.
-        advantages: one a token, shaped like ``tokens``, or one a sequence, ``[B]``. Where packed
-            tokens are as many as sequences, they are of the tokens.
+        advantages: one for each token, shaped like ``tokens``, or one for each sequence, ``[B]``.
+            Where there are as many packed tokens as sequences, they count as those of the tokens.
         old_log_probs: log-probs of the policy that generated, shaped like ``tokens``. With ``None``
             those of the policy itself are taken, so that every ratio is 1.
         ref_log_probs: log-probs of the reference policy, which ``kl_coeff`` needs. Where that is 0
@@ -162,20 +162,20 @@ def linear_policy_loss(
             sequence has no row. Packed hidden states then need ``offsets``.
         sequence_group: the process group over whose ranks sequences are split into contiguous
             parts, in the order of the ranks (context parallelism). With ``shift`` the first token
-            of a part reads the last row of the rank before. Every rank calls, and differentiates.
-            ``offsets`` and advantages of sequences are those of all ranks; nested input is
-            refused. A rank's loss is the part of the whole that its rows make: all parts add up to
-            it, and to its gradients. ``ratio`` is of the rank's own rows.
+            of a part reads the last row of the rank before. Every rank has to call the op, and to
+            differentiate its result. ``offsets`` and advantages of sequences are those of all
+            ranks. Nested input is refused. A rank's loss is the share of its rows: the losses of
+            all ranks add up to the loss of the batch, and so do their gradients. The result's
+            ``ratio`` is of the rank's own rows.
         loss: a row of the table, which ``ratio``, ``clip`` and ``aggregation`` change.
         ratio: ``"token"``, ``"sequence"`` (the product over the kept tokens of a sequence) or
             ``"geometric"`` (its geometric mean).
         clip: ``low`` and ``high``, the distances of the bounds from 1, or one number for both: the
             ratio is clamped to ``[1 - low, 1 + high]``. Without effect on ``reinforce``.
-        dual_clip: a larger ratio counts as this one where the advantage is negative. It affects
-            clipped losses only.
+        dual_clip: upper bound of the ratio where the advantage is negative, for clipped losses.
         aggregation: ``"token"``, the mean over kept tokens; ``"sequence"``, the mean over sequences
             of the mean over their kept tokens, 0 where there is none; ``"constant"``, the sum over
-            ``normalizer``. KL and entropy are aggregated alike.
+            ``normalizer``. KL and entropy are aggregated in the same way.
         normalizer: replaces the number of tokens (``"token"``) or sequences (``"sequence"``), to
             count those of other ranks or micro-batches too: a number, or a tensor of one element.
         kl_coeff: factor of the KL to the reference policy in the loss.
@@ -185,12 +185,13 @@ def linear_policy_loss(
         bias: ``[V]`` of the dtype of ``weight``.
         softcap: positive bound of the logits, see :func:`linear_token_log_probs`.
         scale: positive factor of the logits.
-        temperature: positive divisor of the logits. No gradient flows to it.
-        vocab_offset: ``weight`` is the shard of a larger vocabulary that starts at this class.
+        temperature: divisor of the logits, from 1e-30 to 1e30. No gradient flows to it.
+        vocab_offset: the first class of ``weight``, where that is a shard of a larger vocabulary.
         group: the process group whose ranks hold the other shards.
         main_grad: float32 ``[V, H]``; the backward pass adds the weight's gradient to it, not
             rounded, in place of ``weight.grad``. Not with ``group``.
-        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
+            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
         :class:`PolicyLoss`.

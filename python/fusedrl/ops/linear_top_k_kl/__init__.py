@@ -64,7 +64,8 @@ def linear_top_k_kl(
         temperature: positive divisor of the logits. No gradient flows to it.
         batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
             depend on the batch around it.
-        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
+            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
         float32 ``[N]``, ``[B, T]`` or jagged like the hidden states.

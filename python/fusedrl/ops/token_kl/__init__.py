@@ -48,22 +48,26 @@ def token_kl(
     Given ``reward``, the same pass computes ``reward - coeff * kl``.
 
     Args:
-        log_probs: float log-probs of the policy, of any one shape (``[N]``, ``[B, T]``), a jagged
-            or strided nested tensor, or a list of 1-D tensors, one a sample.
+        log_probs: float log-probs of the policy in nats: a tensor of any shape, such as ``[N]`` or
+            ``[B, T]``, a jagged or strided nested tensor, or a list of 1-D tensors, one for each
+            sample.
         ref_log_probs: the reference's, in the same form.
         mask: bool in the same form; ``None`` keeps all. A dropped token has KL exactly 0, keeps its
             reward, and its log-probs are not read.
-        offsets: int64 ``[B + 1]`` of packed ``[N]`` values, needed to broadcast a ``[B]`` reward.
+        offsets: int64 ``[B + 1]``, where each sequence of packed ``[N]`` values starts and ends;
+            needed to broadcast a ``[B]`` reward.
         estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``.
         reward: shaped like the log-probs, or ``[B]``, one value broadcast over each sequence. For a
             list also a list of ``[T]``, ``[T, 1]``, ``[1]`` or ``[1, 1]`` tensors. Where B equals
-            N, ``[B]`` is one reward a token of packed ``[N]`` values, and one a sequence of nested
-            tensors and lists.
+            N, a ``[B]`` reward has one value for each token of packed ``[N]`` values, but one for
+            each sequence of nested tensors and lists.
         coeff: weight of the KL in the reward, from -1e30 to 1e30. Pass a 0-dim tensor, on the CPU
             or beside the log-probs, to vary it under ``torch.compile`` without a recompile. No
             gradient flows to it.
-        nan: ``"propagate"``, or ``"missing"``: where either log-prob is NaN, KL is 0.
-        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+        nan: ``"propagate"`` a NaN, or take it as ``"missing"``: the KL then is 0 where either
+            log-prob is NaN.
+        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
+            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
         The KL in the form of ``log_probs`` and in its dtype; with ``reward``, :class:`TokenKL`.
@@ -73,8 +77,8 @@ def token_kl(
         TypeError: a mask that is not bool, values that are not floating point, arguments of
             different forms, a sparse tensor, a coeff that is no real number.
         ValueError: an unknown estimator, shapes, devices and offsets that do not fit, or a coeff
-            out of range (in a compiled graph and from the GPU it is not looked at).
-        NotImplementedError: a forward-mode tangent, which the reference alone carries.
+            out of range, which is not checked in a compiled graph, nor on the GPU.
+        NotImplementedError: a forward-mode tangent, which only ``impl="reference"`` takes.
 
     Example:
         >>> import torch
