@@ -289,10 +289,15 @@ def check_same(
     shape: torch.Size,
     device: torch.device,
     like: str,
+    rows: Tensor | None = None,
     remedy: str = ONE_A_TOKEN,
 ) -> None:
-    """Refuse a companion tensor of another shape, which ``like`` gives a reason for, or device."""
+    """Refuse a companion tensor of another shape, for which ``like`` is the reason, or device.
+
+    The reason ends with the shape of ``rows``, where the companion has a value for each of them.
+    """
     if tensor.shape != shape:
+        like += "" if rows is None else f" of shape {tuple(rows.shape)}"
         raise ValueError(
             f"{name}: expected shape {tuple(shape)}{like}, got {tuple(tensor.shape)}; {remedy}"
         )
@@ -300,15 +305,19 @@ def check_same(
 
 
 def check_mask(
-    mask: Tensor | None, shape: torch.Size, device: torch.device, like: str = " like tokens"
+    mask: Tensor | None,
+    shape: torch.Size,
+    device: torch.device,
+    like: str = " like tokens",
+    rows: Tensor | None = None,
 ) -> None:
-    """Refuse a mask that is no bool tensor of ``shape``."""
+    """Refuse a mask that is no bool tensor of ``shape``; see :func:`check_same` for the reason."""
     if mask is None:
         return
     check_tensor("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask: expected torch.bool, got {mask.dtype}; convert it with .bool()")
-    check_same("mask", mask, shape, device, like)
+    check_same("mask", mask, shape, device, like, rows)
 
 
 def check_offsets(offsets: Tensor | None, count: int, device: torch.device) -> None:

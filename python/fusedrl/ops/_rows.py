@@ -37,11 +37,6 @@ def check_rows(name: str, rows: Tensor, offsets: Tensor | None, shift: bool) -> 
     _dispatch.check_offsets(offsets, rows.shape[:-1].numel(), rows.device)
 
 
-def of_rows(name: str, rows: Tensor) -> str:
-    """Why an argument of a value a token has to have its shape, for an error about it."""
-    return f" for {name} of shape {tuple(rows.shape)}"
-
-
 def check_tokens(tokens: Tensor, name: str, rows: Tensor) -> None:
     """Refuse tokens that are no integers, one for each of the rows of the argument ``name``."""
     _dispatch.check_tensor("tokens", tokens, like=f" like {name}")
@@ -52,7 +47,7 @@ def check_tokens(tokens: Tensor, name: str, rows: Tensor) -> None:
         )
     _dispatch.check_same(
         *("tokens", tokens, rows.shape[:-1], rows.device),
-        *(of_rows(name, rows), "give one class for each row"),
+        *(f" for {name}", rows, "give one class for each row"),
     )
 
 

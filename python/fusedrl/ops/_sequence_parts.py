@@ -138,8 +138,8 @@ def _columns(
 ) -> dict[str, Tensor]:
     """Those that are there and have an entry a token, and a mask; what has others is refused."""
     shape, device = rows.shape[:-1], rows.device
-    mask, of_rows = given.get("mask"), _rows.of_rows(next(iter(given)), rows)
-    _dispatch.check_mask(mask, shape, device, of_rows)
+    mask, like = given.get("mask"), f" for {next(iter(given))}"
+    _dispatch.check_mask(mask, shape, device, like, rows)
     moving = {"mask": torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask}
     for name in columns:
         value = given.get(name)
@@ -150,7 +150,7 @@ def _columns(
             _dispatch.check_device(name, value, device)
             moving[name] = value
         elif name != per_sequence:
-            _dispatch.check_same(name, value, shape, device, of_rows)
+            _dispatch.check_same(name, value, shape, device, like, rows)
     return moving
 
 

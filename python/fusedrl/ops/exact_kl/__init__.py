@@ -192,15 +192,14 @@ def _check(
     _dispatch.check_tensor("ref_logits", ref_logits, like=" like logits")
     _dispatch.check_same(
         *("ref_logits", ref_logits, logits.shape, logits.device),
-        *(" like logits", "score the same tokens over the same vocabulary"),
+        *(" like logits", None, "score the same tokens over the same vocabulary"),
     )
     if ref_logits.dtype != logits.dtype:
         raise ValueError(
             f"ref_logits: expected {logits.dtype} like logits, got {ref_logits.dtype}; "
             f"convert it with .to({logits.dtype})"
         )
-    of_rows = _rows.of_rows("logits", logits)
-    _dispatch.check_mask(mask, logits.shape[:-1], logits.device, of_rows)
+    _dispatch.check_mask(mask, logits.shape[:-1], logits.device, " for logits", logits)
 
 
 class _Autograd(torch.autograd.Function):

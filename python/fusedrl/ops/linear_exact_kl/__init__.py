@@ -158,7 +158,7 @@ def _check_tokens(
             "pass those of the same tokens"
         )
     _dispatch.check_device("ref_hidden", ref_hidden, hidden.device)
-    _dispatch.check_mask(mask, rows, hidden.device, _rows.of_rows("hidden", hidden))
+    _dispatch.check_mask(mask, rows, hidden.device, " for hidden", hidden)
 
 
 def _check_heads(head: _head.Head, ref_head: _head.Head) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["PolicyLoss", "RatioStatistics", "linear_policy_loss"]
 
 _COUNTS = (torch.int64, torch.int32)  # of tokens or sequences, as sums over masks and ranks are
+MAIN_GRAD = "make it with torch.zeros_like(weight, dtype=torch.float32)"
 IMPORTANCE_OPTIONS = ("level", "mode", "low", "high", "nan", "impl")
 
 
@@ -360,14 +361,9 @@ def _check_main_grad(main_grad: Tensor | None, weight: Tensor, group: object) ->
     if group is not None:
         raise ValueError("main_grad: expected None with group, got a tensor; use weight.grad")
     if main_grad.dtype != torch.float32:
-        raise ValueError(
-            f"main_grad: expected torch.float32, got {main_grad.dtype}; make it with "
-            "torch.zeros_like(weight, dtype=torch.float32)"
-        )
-    _dispatch.check_same(
-        *("main_grad", main_grad, weight.shape, weight.device, " like weight"),
-        "make it with torch.zeros_like(weight, dtype=torch.float32)",
-    )
+        raise ValueError(f"main_grad: expected torch.float32, got {main_grad.dtype}; {MAIN_GRAD}")
+    like = (weight.shape, weight.device, " like weight", None)
+    _dispatch.check_same("main_grad", main_grad, *like, MAIN_GRAD)
 
 
 def _constant(name: str, value: Tensor | None, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:

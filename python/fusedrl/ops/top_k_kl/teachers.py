@@ -50,9 +50,9 @@ def prepare(
     _dispatch.check_floating("teacher_log_probs", log_probs)
     _dispatch.check_same(
         *("teacher_log_probs", log_probs, ids.shape, rows.device),
-        *(" like ids", "give one log-prob for each id"),
+        *(" like ids", None, "give one log-prob for each id"),
     )
-    _dispatch.check_mask(mask, rows.shape[:-1], rows.device, _rows.of_rows(like, rows))
+    _dispatch.check_mask(mask, rows.shape[:-1], rows.device, f" for {like}", rows)
     _, present = rows_of_tokens(rows[..., 0], offsets, shift)
     keep = present.view(rows.shape[:-1])
     if mask is not None:
@@ -92,8 +92,8 @@ def _check_ids(ids: Tensor, rows: Tensor, like: str) -> None:
     if ids.dim() != rows.dim() or ids.shape[:-1] != expected or ids.shape[-1] == 0:
         sizes = ", ".join(map(str, (*expected, "k")))
         raise ValueError(
-            f"ids: expected shape ({sizes}) with k of at least 1{_rows.of_rows(like, rows)}, got "
-            f"{tuple(ids.shape)}; give k classes for each row"
+            f"ids: expected shape ({sizes}) with k of at least 1 for {like} of shape "
+            f"{tuple(rows.shape)}, got {tuple(ids.shape)}; give k classes for each row"
         )
     _dispatch.check_device("ids", ids, rows.device)
 
