@@ -14,7 +14,7 @@ from typing import Any
 
 import griffe
 from latex2mathml.converter import convert
-from messages import REASONS, Message, messages_of
+from messages import REASONS, Message, compiled_messages, messages_of
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +82,7 @@ def _messages() -> str:
         home = message.path.relative_to(package).with_suffix("").parts[0]
         home = f"fusedrl.{home}".removesuffix(".__init__")
         rows.setdefault(home, []).append(_message_row(message))
+    rows["compiled code"] = [_message_row(message) for message in compiled_messages(ROOT / "csrc")]
     head = ["", "| message | what to do |", "|---|---|"]
     return "\n\n".join(
         "\n    ".join([f'??? note "{home}"', *head, *dict.fromkeys(found)])

@@ -19,6 +19,15 @@ REASONS = {
 }
 
 
+# What makes an error in C++, and a string literal there.
+MADE = re.compile(
+    r"\b(?:check|FUSEDRL_DEVICE_CHECK|std::\w+_error|std::invalid_argument|Damaged)\("
+)
+LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
+CONDITION = re.compile(r"^\{\w+\}(?=\w)")  # before the message of a check
+ANOTHER = re.compile(r"\{\.\.\.\}(?=[\w ]+: expected )")  # the other one of two
+
+
 class Message(NamedTuple):
     """What is said, with ``{...}`` for a value that is filled in.
 
@@ -45,6 +54,38 @@ def messages_of(package: Path) -> list[Message]:
         for path, tree in sorted(trees.items())
         for message in _messages_in(path, tree, shared | dict(_constants(tree)))
     ]
+
+
+def compiled_messages(sources: Path) -> list[Message]:
+    """The whole messages of errors in C++ and CUDA, each with a remedy."""
+    found: list[Message] = []
+    for path in sorted(sources.rglob("*")):
+        if path.suffix in (".h", ".cpp", ".cu"):
+            code = path.read_text(encoding="utf-8")
+            for made in MADE.finditer(code):
+                line = code.count("\n", 0, made.start()) + 1
+                for text in ANOTHER.split(_joined(code[made.end() :])):
+                    message = Message(path, line, "", CONDITION.sub("", text))
+                    if ": expected " in text and message.has_remedy:
+                        found.append(message)
+    return found
+
+
+def _joined(code: str) -> str:
+    """The string literals of a call's arguments, and what stands between them as values."""
+    pieces, end, depth = [], 0, 1
+    for found in re.finditer(rf"{LITERAL.pattern}|[()]", code):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if found[1] is not None:
+            between = code[end : found.start()].strip(" \n,+<")
+            named = re.search(r"(?:^|,)\s*(\w+)$", between)
+            if between and (pieces or named):
+                pieces.append("{" + (named[1] if named else "...") + "}")
+            pieces.append(found[1].replace('\\"', '"'))
+            end = found.end()
+        if depth == 0:
+            break
+    return "".join(pieces)
 
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, str]]:

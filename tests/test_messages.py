@@ -20,7 +20,13 @@ def load(path):
 
 sources = load(ROOT / "docs" / "messages.py")
 # Read the description of a channel; whoever calls them says what to do with one that is damaged.
-OF_DESCRIPTIONS = {"entries.py", "layout.py", "manifest.py", "memory.py", "peft_models.py"}
+OF_DESCRIPTIONS = {
+    "layout_entries.py",
+    "layout.py",
+    "manifest.py",
+    "memory.py",
+    "peft_models.py",
+}
 
 
 def test_every_error_says_what_to_do():
@@ -34,6 +40,7 @@ def test_every_error_says_what_to_do():
         and not (m.path.name in OF_DESCRIPTIONS and "expected " in m.text)
     ]
     # Python's own sentence, and a key that makes a line unreadable, which the next error names.
+    assert len(sources.compiled_messages(ROOT / "csrc")) > 20
     allowed = ("module 'fusedrl' has no attribute", "the key {twice} stands twice")
     assert [line for line in without if not any(text in line for text in allowed)] == []
 
@@ -72,3 +79,23 @@ def test_messages_are_found_wherever_they_stand(tmp_path):
         ("NotPlanned", "it is compiled", False),
         ("OSError", "z: expected 1, got {i}; make it again", True),
     }
+
+
+COMPILED = """
+  check(valid, "offsets: expected values from 0 to ", tokens, ", got others; "
+        "pass others");
+  check(fits(a, b), name, ": expected \\"x\\", got ", got(s), "; pass x");
+  check(error == 0, what, ": ", text(error));
+  throw std::runtime_error(closed ? "a: expected one, got none; make one"
+                                  : "b: expected 1, got " + std::to_string(n) + "; pass 1");
+"""
+
+
+def test_messages_of_compiled_code_are_found(tmp_path):
+    (tmp_path / "code.cpp").write_text(COMPILED)
+    assert [(m.line, m.text) for m in sources.compiled_messages(tmp_path)] == [
+        (2, "offsets: expected values from 0 to {tokens}, got others; pass others"),
+        (4, '{name}: expected "x", got {...}; pass x'),
+        (6, "a: expected one, got none; make one"),
+        (6, "b: expected 1, got {...}; pass 1"),
+    ]
