@@ -18,7 +18,6 @@ REASONS = {
     "Unknown": "pass a chat template with generation markers",
 }
 
-
 # What makes an error in C++, and a string literal there.
 MADE = re.compile(
     r"\b(?:check|FUSEDRL_DEVICE_CHECK|std::\w+_error|std::invalid_argument|Damaged)\("

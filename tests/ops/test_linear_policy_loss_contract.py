@@ -188,7 +188,11 @@ def test_refused_options(options, message):
 @pytest.mark.parametrize(
     ("advantages", "error", "message"),
     [
-        (torch.zeros(4), ValueError, r"advantages: expected shape \(9,\), one a token, or \(1,\)"),
+        (
+            torch.zeros(4),
+            ValueError,
+            r"advantages: expected shape \(9,\), one for each token, or \(1,\)",
+        ),
         (torch.zeros(1, 1), ValueError, r"advantages: .* got \(1, 1\); .*\.flatten\(\)"),
         (torch.zeros(9).long(), TypeError, r"advantages: expected a floating-point .*\.float\(\)"),
         ([0.0] * 9, TypeError, "advantages: expected a dense tensor, got list; .*as_tensor"),

@@ -275,7 +275,7 @@ GOOD = {"log_probs": torch.zeros(4), "ref_log_probs": torch.zeros(4)}
         (
             {"reward": torch.zeros(3), "offsets": torch.tensor([0, 1, 4])},
             ValueError,
-            r"reward: expected shape \(4,\) like log_probs, or \(2,\), one a sequence, got \(3,\)",
+            r"reward: expected shape \(4,\) like log_probs, or \(2,\), one for each sequence, got",
         ),
         ({"reward": torch.zeros(4).long()}, TypeError, "reward: expected a floating"),
         ({"offsets": torch.tensor([1, 4])}, ValueError, "from 0 to 4"),

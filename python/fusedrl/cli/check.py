@@ -43,7 +43,7 @@ ERROR_COLUMNS = ("value\nerror", "allowed", "gradient\nerror", "allowed")
 LEGEND = (
     "An error is the largest difference from float64, relative to 1 + |value|.\n"
     f"Allowed is the error of plain torch in the same dtype plus {TOLERANCE:.1e}.\n"
-    "- stands where there is nothing to compare."
+    "- stands where a kernel did not run, or has no gradient."
 )
 
 EXAMPLES = """\
@@ -176,7 +176,7 @@ def _table(title: str, results: list[Result]) -> Table:
 
 
 def _shown(errors: Errors | None) -> tuple[str, str]:
-    """The kernel's error and what is allowed, where there is something to compare."""
+    """The kernel's error and what is allowed, where a kernel ran and has such a result."""
     return (f"{errors.kernel:.1e}", f"{errors.allowed:.1e}") if errors else ("-", "-")
 
 

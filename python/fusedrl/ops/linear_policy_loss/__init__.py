@@ -386,8 +386,8 @@ def _advantages(
     else:
         flat = value.numel() == sequences.count
         raise ValueError(
-            f"advantages: expected shape {tuple(tokens.shape)}, one a token, or "
-            f"({sequences.count},), one a sequence, got {tuple(value.shape)}; "
+            f"advantages: expected shape {tuple(tokens.shape)}, one for each token, or "
+            f"({sequences.count},), one for each sequence, got {tuple(value.shape)}; "
             + ("flatten it with .flatten()" if flat else _dispatch.ONE_A_TOKEN)
         )
     _dispatch.check_device("advantages", spread, tokens.device)

@@ -265,7 +265,7 @@ def _broadcast_reward(reward: Tensor, log_probs: Tensor, offsets: Tensor | None)
         return reward
     if log_probs.dim() == 2 and reward.shape == log_probs.shape[:1]:
         return reward[:, None].expand(log_probs.shape)
-    sequences = "" if offsets is None else f", or ({len(offsets) - 1},), one a sequence"
+    sequences = "" if offsets is None else f", or ({len(offsets) - 1},), one for each sequence"
     to_broadcast = "" if offsets is not None else ", or offsets beside one for each sequence"
     raise ValueError(
         f"reward: expected shape {tuple(log_probs.shape)} like log_probs{sequences}, got "
