@@ -237,7 +237,7 @@ def test_modules_and_their_outputs_in_place_of_tensors():
         ((output, weight), r"hidden: .* got SimpleNamespace; pass its \.last_hidden_state"),
         (({"logits": hidden}, weight), "hidden: expected .* got dict; pass the tensor in it"),
         ((hidden, torch.nn.Linear(6, 20)), r"weight: .* got Linear; pass its \.weight"),
-        ((hidden, torch.nn.Sequential()), "weight: .* got Sequential$"),
+        ((hidden, torch.nn.Sequential()), "weight: .* got Sequential; pass"),
     )
     for given, message in cases:
         with pytest.raises(TypeError, match=message):

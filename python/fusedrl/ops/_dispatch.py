@@ -288,7 +288,7 @@ def check_same(
     tensor: Tensor,
     shape: torch.Size,
     device: torch.device,
-    like: str,
+    like: str = "",
     rows: Tensor | None = None,
     remedy: str = ONE_A_TOKEN,
 ) -> None:
