@@ -6,16 +6,15 @@ their page, where they take its colours. Files of the repository that pages link
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import griffe
 from latex2mathml.converter import convert
+from messages import REASONS, Message, compiled_messages, messages_of
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
@@ -29,6 +28,7 @@ FUNCTION = re.compile(r"(<m[io]>(?:log|exp|min|max|tanh)</m[io]>)")
 ROLE = re.compile(r":(?:class|func|meth|attr|mod):`~?([^`]+)`")
 ROWS = re.compile(r"<!-- rows: (\S+) -->")
 MESSAGES = re.compile(r"<!-- every error message -->")
+FILLED_IN = re.compile(r"\{([\w. ]+)\}")
 PICTURE = re.compile(r'<p><img alt="([^"]*)" src="[^"]*pictures/([a-z-]+\.svg)" ?/?></p>')
 
 
@@ -83,47 +83,28 @@ def _rows(found: re.Match[str]) -> str:
 
 def _messages() -> str:
     """What every error says and, behind its semicolon, what to do, by the package."""
-    found: dict[str, list[str]] = {}
+    rows: dict[str, list[str]] = {}
     package = ROOT / "python" / "fusedrl"
-    for path in sorted(package.rglob("*.py")):
-        home = path.relative_to(package).with_suffix("").parts[0]
-        found.setdefault(f"fusedrl.{home}", []).extend(_raised(path))
-    parts = []
-    for home, messages in found.items():
-        rows = [_message_row(message) for message in dict.fromkeys(messages)]
-        table = [f'??? note "{home}"', "", "| message | what to do |", "|---|---|", *rows]
-        parts += ["\n    ".join(table)] if rows else []
-    return "\n\n".join(parts)
+    for message in messages_of(package):
+        home = message.path.relative_to(package).with_suffix("").parts[0]
+        home = f"fusedrl.{home}".removesuffix(".__init__")
+        rows.setdefault(home, []).append(_message_row(message))
+    rows["compiled code"] = [_message_row(message) for message in compiled_messages(ROOT / "csrc")]
+    head = ["", "| message | what to do |", "|---|---|"]
+    return "\n\n".join(
+        "\n    ".join([f'??? note "{home}"', *head, *dict.fromkeys(found)])
+        for home, found in rows.items()
+    )
 
 
-def _message_row(message: str) -> str:
-    text, _, remedy = message.replace("|", "\\|").partition("; ")
-    return f"| {text} | {remedy[:1].upper() + remedy[1:]} |"
-
-
-def _raised(path: Path) -> Iterator[str]:
-    """What the errors of a module say; a value that is filled in stands in italics."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            for said in node.exc.args[-1:]:
-                if isinstance(said, ast.Constant) and isinstance(said.value, str):
-                    yield _literal(said.value)
-                elif isinstance(said, ast.JoinedStr):
-                    yield "".join(map(_piece, said.values))
-
-
-def _piece(node: ast.expr) -> str:
-    if isinstance(node, ast.Constant):
-        return _literal(str(node.value))
-    value = getattr(node, "value", node)
-    named = [x.id for x in ast.walk(value) if isinstance(x, ast.Name)]
-    named += [x.attr for x in ast.walk(value) if isinstance(x, ast.Attribute)]
-    return f"*{named[-1].strip('_').replace('_', ' ') if named else '...'}*"
-
-
-def _literal(text: str) -> str:
-    """Characters that Markdown would read stand for themselves."""
-    return re.sub(r"([*_<>\[\]{}`])", r"\\\1", text)
+def _message_row(message: Message) -> str:
+    """A message and its remedy, as Markdown; a value that is filled in stands in italics."""
+    said = re.sub(r"([*_<>|\[\]`])", r"\\\1", " ".join(message.text.split()))
+    text, _, remedy = said.partition("; ")
+    if FILLED_IN.fullmatch(remedy):
+        remedy = "the message says it"
+    remedy = remedy or REASONS.get(message.error, "the message around it says it")
+    return FILLED_IN.sub(r"<em>\1</em>", f"| {text} | {remedy} |")
 
 
 def _formula(found: re.Match[str]) -> str:

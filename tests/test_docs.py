@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib
 import json
 import re
 from operator import attrgetter
@@ -55,17 +56,28 @@ ONLY_DEFINE = {
 }  # a cluster takes seconds to start
 
 
+def examples_run(documented, name):
+    """Those of its methods and functions, too."""
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for test in doctest.DocTestFinder().find(documented, name, globs={}):
+        runner.run(test)
+    found = runner.summarize(verbose=False)
+    assert found.failed == 0
+    return found.attempted
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_docstring_examples(name):
-    """Those of methods, too."""
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     public = attrgetter(name)(fusedrl)
     assert public.__doc__
-    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
-    for test in doctest.DocTestFinder().find(public, name, globs={}):
-        runner.run(test)
-    assert runner.summarize(verbose=False).failed == 0
+    examples_run(public, name)
+
+
+@pytest.mark.parametrize("name", ["ragged", "assistant_tokens"])
+def test_examples_of_modules_that_others_are_made_of(name):
+    assert examples_run(importlib.import_module(f"fusedrl.{name}"), name) > 0
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - NO_EXAMPLE - ONLY_DEFINE))

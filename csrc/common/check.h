@@ -1,8 +1,10 @@
 // Errors of ops. Python sees the message as it stands here, without a place in these sources.
 #pragma once
 
+#include <cstdint>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 
 namespace fusedrl {
 
@@ -13,6 +15,12 @@ void check(bool holds, const Parts&... parts) {
   std::ostringstream message;
   (message << ... << parts);
   throw std::runtime_error(message.str());
+}
+
+// Where a token is: in its row of `columns` tokens, or among packed ones where that is 0.
+inline std::string place_of(int64_t token, int64_t columns) {
+  if (columns == 0) return "token " + std::to_string(token);
+  return "row " + std::to_string(token / columns) + ", column " + std::to_string(token % columns);
 }
 
 }  // namespace fusedrl

@@ -22,8 +22,8 @@ inline CpuLevel cpu_level() {
 
 inline float inverse_temperature(const Tensor& temperature) {
   const double value = *data<double>(temperature);
-  check(value > 0 && std::isfinite(value), "temperature: expected a finite number > 0, got ",
-        value);
+  check(value > 0 && std::isfinite(value), "temperature: expected a finite number > 0, got ", value,
+        "; 1.0 leaves the logits as they are");
   return static_cast<float>(1.0 / value);
 }
 

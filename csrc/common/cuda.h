@@ -57,7 +57,7 @@ inline Scalar scalar_argument(const char* name, const Tensor& tensor, const Tens
   if (tensor.is_cpu()) return {*data<double>(tensor), nullptr};
   check(tensor.is_cuda() && tensor.get_device_index() == like.get_device_index(), name,
         ": expected a tensor on the CPU or on cuda:", like.get_device_index(),
-        "; move it with .to()");
+        ", got another device; move it with .to()");
   return {0, data<double>(tensor)};
 }
 

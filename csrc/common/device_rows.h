@@ -35,7 +35,7 @@ struct KeptRows {
   __device__ float inverse_temperature() const {
     const double value = temperature.get();
     FUSEDRL_DEVICE_CHECK(value > 0 && value < INFINITY,
-                         "temperature: expected a finite number > 0");
+                         "temperature: expected a finite number > 0; 1.0 leaves the logits alone");
     return static_cast<float>(1.0 / value);
   }
 };

@@ -51,7 +51,8 @@ inline void check_offsets(const std::optional<Tensor>& offsets, int64_t tokens) 
   const int64_t count = offsets->numel();
   bool valid = count > 0 && bounds[0] == 0 && bounds[count - 1] == tokens;
   for (int64_t i = 1; valid && i < count; ++i) valid = bounds[i - 1] <= bounds[i];
-  check(valid, "offsets: expected non-decreasing values from 0 to ", tokens);
+  check(valid, "offsets: expected non-decreasing values from 0 to ", tokens,
+        ", got others; pass 0 and the running sum of the sequence lengths");
 }
 
 // Calls f.operator()<T>() with the element type of a floating-point tensor.
@@ -65,7 +66,8 @@ void dispatch_half_or_float(const Tensor& tensor, const char* name, F&& f) {
     case ScalarType::Half:
       return f.template operator()<Half>();
     default:
-      check(false, name, ": expected dtype float32, bfloat16 or float16");
+      check(false, name,
+            ": expected dtype float32, bfloat16 or float16, got another; convert it with .float()");
   }
 }
 

@@ -46,7 +46,8 @@ __global__ void weigh_sequences(TokenRatios<T> ratios, SequenceBounds bounds, We
       level, nan_missing, {static_cast<float>(low.get()), static_cast<float>(high.get()), masks}};
   for (int64_t b = blockIdx.x; b < bounds.sequences; b += gridDim.x) {
     FUSEDRL_DEVICE_CHECK(bounds.in_order(b),
-                         "offsets: expected non-decreasing values from 0 to the tokens");
+                         "offsets: expected non-decreasing values from 0 to the tokens; pass 0 and "
+                         "the running sum of the sequence lengths");
     const int64_t begin = bounds.begin(b), end = bounds.end(b);
     Mismatch part;
     for (int64_t n = begin + threadIdx.x; n < end; n += blockDim.x) {

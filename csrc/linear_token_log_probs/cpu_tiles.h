@@ -18,10 +18,12 @@ namespace fusedrl {
 struct KeptTokens {
   RowMap map;
   std::vector<int64_t> tokens, targets;
+  int64_t columns;  // of padded tokens; 0 of packed ones
 
   KeptTokens(const Tensor& hidden, const Tensor& all_tokens, const std::optional<Tensor>& mask,
              const std::optional<Tensor>& offsets, bool shift, std::optional<int64_t> vocab_offset)
-      : map(row_map(hidden, offsets, shift)) {
+      : map(row_map(hidden, offsets, shift)),
+        columns(all_tokens.dim() == 2 ? all_tokens.size(1) : 0) {
     check_offsets(offsets, map.tokens);
     tokens = kept_tokens(map, data<bool>(mask));
     for (const int64_t n : tokens) {
@@ -31,8 +33,9 @@ struct KeptTokens {
 
   void check_targets(int64_t classes) const {
     for (size_t i = 0; i < targets.size(); ++i) {
-      check(targets[i] >= 0 && targets[i] < classes, "tokens: expected values in [0, ", classes,
-            "), got ", targets[i], " at token ", tokens[i], "; leave it out with mask");
+      if (targets[i] >= 0 && targets[i] < classes) continue;
+      check(false, "tokens: expected values in [0, ", classes, "), got ", targets[i], " at ",
+            place_of(tokens[i], columns), "; leave it out with mask");
     }
   }
 };

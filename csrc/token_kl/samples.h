@@ -47,12 +47,12 @@ inline void check_sample(const char* name, size_t s, const Tensor& sample, const
                               : sample.dim() == 1 && got == tokens;
   check(fits, name, ": sample ", s, ": expected shape [", tokens, "]",
         is_reward ? ", with a trailing 1 or with one value" : "", ", got ", got, " elements in ",
-        sample.dim(), " dimensions");
+        sample.dim(), " dimensions; give one value for each token");
   check(sample.scalar_type() == dtype, name, ": sample ", s, ": expected ",
         dtype == ScalarType::Bool ? "torch.bool" : "the dtype of log_probs: sample 0",
-        "; convert it with .to()");
+        ", got another; convert it with .to()");
   check(sample.is_contiguous(), name, ": sample ", s,
-        ": expected contiguous memory; copy it with .contiguous()");
+        ": expected contiguous memory, got a view with gaps; copy it with .contiguous()");
 }
 
 // `dtype` is that of the whole column.
@@ -60,13 +60,14 @@ inline void check_column(const char* name, const std::vector<Tensor>& column,
                          const std::vector<Tensor>& log_probs, ScalarType dtype,
                          bool is_reward = false) {
   check(column.size() == log_probs.size(), name, ": expected ", log_probs.size(), " samples, got ",
-        column.size());
+        column.size(), "; give one tensor for each sample");
   const Tensor& first = log_probs[0];
   for (size_t s = 0; s < column.size(); ++s) {
     check_sample(name, s, column[s], log_probs[s], dtype, is_reward);
     check(column[s].is_cpu() == first.is_cpu() &&
               column[s].get_device_index() == first.get_device_index(),
-          name, ": sample ", s, ": expected the device of log_probs: sample 0; move it with .to()");
+          name, ": sample ", s,
+          ": expected the device of log_probs: sample 0, got another; move it with .to()");
   }
 }
 
@@ -74,7 +75,8 @@ inline void check_column(const char* name, const std::vector<Tensor>& column,
 // here without the checks in Python, and kernels index by these lengths.
 inline std::vector<int64_t> checked_starts(const Samples& samples) {
   const std::vector<Tensor>& log_probs = samples.log_probs;
-  check(!log_probs.empty(), "log_probs: expected at least one sample, got none");
+  check(!log_probs.empty(),
+        "log_probs: expected at least one sample, got none; skip empty batches");
   const ScalarType dtype = log_probs[0].scalar_type();
   check_column("log_probs", log_probs, log_probs, dtype);
   check_column("ref_log_probs", samples.ref_log_probs, log_probs, dtype);

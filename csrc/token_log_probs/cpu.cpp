@@ -9,10 +9,13 @@
 namespace fusedrl {
 namespace {
 
-void check_targets(const std::vector<int64_t>& kept, const int64_t* targets, int64_t classes) {
+void check_targets(const std::vector<int64_t>& kept, const Tensor& tokens, int64_t classes) {
+  const int64_t* targets = data<int64_t>(tokens);
+  const int64_t columns = tokens.dim() == 2 ? tokens.size(1) : 0;
   for (const int64_t n : kept) {
-    check(targets[n] >= 0 && targets[n] < classes, "tokens: expected values in [0, ", classes,
-          "), got ", targets[n], " at token ", n, "; leave it out with mask");
+    if (targets[n] >= 0 && targets[n] < classes) continue;
+    check(false, "tokens: expected values in [0, ", classes, "), got ", targets[n], " at ",
+          place_of(n, columns), "; leave it out with mask");
   }
 }
 
@@ -28,7 +31,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor tokens, std::op
   const int64_t* targets = data<int64_t>(tokens);
   const float inv_temperature = inverse_temperature(temperature);
   const std::vector<int64_t> kept = kept_tokens(map, data<bool>(mask));
-  check_targets(kept, targets, classes);
+  check_targets(kept, tokens, classes);
 
   float* out = mutable_data<float>(log_probs);
   float* out_entropy = entropy ? mutable_data<float>(entropies) : nullptr;

@@ -11,9 +11,12 @@ namespace fusedrl {
 // [..., k] integers; those below 0 are no classes.
 struct Ids {
   const int64_t* all;
-  int64_t k;
+  int64_t k, columns;  // ids of a token; tokens of a padded row, 0 of packed ones
 
-  explicit Ids(const Tensor& ids) : all(data<int64_t>(ids)), k(ids.size(ids.dim() - 1)) {}
+  explicit Ids(const Tensor& ids)
+      : all(data<int64_t>(ids)),
+        k(ids.size(ids.dim() - 1)),
+        columns(ids.dim() == 3 ? ids.size(1) : 0) {}
 
   const int64_t* of(int64_t token) const { return all + token * k; }
 
@@ -33,10 +36,14 @@ struct Ids {
       const int64_t* ids = of(n);
       for (int64_t j = 0; j < k; ++j) {
         if (ids[j] < 0) continue;
-        check(ids[j] < classes, "ids: expected values below ", classes, ", got ", ids[j],
-              " at token ", n, "; mask the token, or set the id to -1");
-        check(!seen[ids[j]], "ids: expected every class at most once a token, got ", ids[j],
-              " twice at token ", n, "; set one of them to -1");
+        if (ids[j] >= classes) {
+          check(false, "ids: expected values below ", classes, ", got ", ids[j], " at ",
+                place_of(n, columns), "; mask the token, or set the id to -1");
+        }
+        if (seen[ids[j]]) {
+          check(false, "ids: expected every class at most once a token, got ", ids[j], " twice at ",
+                place_of(n, columns), "; set one of them to -1");
+        }
         seen[ids[j]] = true;
       }
       for_each_in(n, 0, classes, [&](int64_t, int64_t v) { seen[v] = false; });

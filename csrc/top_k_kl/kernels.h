@@ -45,7 +45,8 @@ __device__ SoftmaxPart<float> rest_part(const T* row, int64_t first_class, int64
     ids.for_each_in(token, first_class + first, count, [&](int64_t, int64_t place) {
       const uint32_t bit = 1u << place % 32;
       const bool twice = (atomicOr(taken + place / 32, bit) & bit) != 0;
-      FUSEDRL_DEVICE_CHECK(!twice, "ids: expected every class at most once a token");
+      FUSEDRL_DEVICE_CHECK(!twice,
+                           "ids: expected every class at most once a token; set one of them to -1");
     });
     __syncthreads();
     const auto of_rest = [&](T element, int64_t v) {

@@ -140,6 +140,12 @@ def tokens_in(spans: Sequence[Span], offsets: Tensor) -> Tensor:
 
     Returns:
         int64 ``[T]``.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl.assistant_tokens import Span, tokens_in
+        >>> tokens_in([Span(6, 9)], torch.tensor([[0, 4], [4, 6], [6, 8], [8, 9]]))
+        tensor([-1, -1,  0,  0])
     """
     first, last = covering(offsets).unbind(1)
     found = torch.full_like(last, -1)

@@ -1,8 +1,8 @@
 """Find, load and explain the compiled libraries.
 
-``_C`` holds the CPU ops, ``_C_cuda`` the CUDA ones (loaded only under a CUDA build of torch),
-``_host`` the torch-free Python bindings. A library that does not load never fails silently: the
-reason is kept, logged, and raised by the first call that needs it.
+``_C`` holds the CPU ops, ``_C_cuda`` the CUDA ops, which are loaded only under a CUDA build of
+torch, and ``_host`` the Python bindings that do not need torch. A library that does not load never
+fails silently: the reason is kept, logged, and raised by the first call that needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REMEDY = "reinstall it, `pip install --force-reinstall --no-deps` with its wheel
 
 
 class NativeLibraryError(ImportError):
-    """A compiled library is missing or does not load; the message says why and what mends it."""
+    """A compiled library is missing or does not load; the message says why, and what to do."""
 
 
 def find(name: str) -> Path | None:

@@ -106,15 +106,15 @@ class Report:
     def untouched(self) -> Mapping[str, str]:
         """Parts of the package that run as before, by name, each with the reason.
 
-        It is looked for when it is first asked for, which may take a second.
+        They are looked for when they are first asked for, which may take a second.
         """
         return self._find_untouched()
 
     @cached_property
     def in_part(self) -> Mapping[str, str]:
-        """Parts of the package that use ours partly or on a condition, by name, each with which.
+        """Parts of the package that use ours only partly or on a condition, by name, each with how.
 
-        It is looked for when it is first asked for, as :attr:`untouched` is.
+        They are looked for when they are first asked for, as :attr:`untouched` is.
         """
         return self._find_in_part()
 
@@ -181,21 +181,24 @@ def replace(
 ) -> Report:
     """Replace objects wherever loaded modules of ``package`` hold them as globals.
 
-    Modules that are imported later take the new object from the patched ones. Not reached are
-    references other than globals (base classes, default arguments, attributes of classes, closures)
-    and every module outside the package; the report names those.
+    Modules that are imported later take the new object from the patched ones. The patch does not
+    reach references other than globals (base classes, default arguments, attributes of classes,
+    closures), nor modules outside of the package, which the report names.
 
     Instances of a replaced class still pickle, copy and load as what they are.
 
     Args:
         package: name of the package, such as ``"torchrl"``.
-        replacements: what to replace. Each ``new`` must hold its original by reference, if it needs
-            it, before this call.
-        untouched: finds what of the package the patch leaves as it was, and why, for the report.
-        in_part: finds what of the package runs on ours in part, and in which, for the report.
+        replacements: what to replace. A ``new`` that needs its original has to hold a reference to
+            it before this call.
+        untouched: finds, for the report, the parts of the package that run as before, with reasons.
+        in_part: finds, for the report, the parts that use ours only partly, and how.
+
+    Returns:
+        The report of what was replaced, which puts it back with :meth:`Report.revert`.
 
     Raises:
-        ValueError: a module without the name, and no ``add_to``. Nothing is changed then.
+        ValueError: a module does not have the name, and there is no ``add_to``. Nothing is changed.
     """
     wanted = list(replacements)
     for r in wanted:

@@ -25,7 +25,8 @@ class Ragged(NamedTuple):
 def offsets_of(lengths: Sequence[int] | Tensor, device: torch.device | None = None) -> Tensor:
     """Offsets ``[B + 1]`` of sequences with these lengths.
 
-    On ``device``, or where the lengths are: a list's on the CPU, whatever torch's default device.
+    They are on ``device``, or where the lengths are. Those of a list are on the CPU, whatever
+    torch's default device is.
     """
     if not isinstance(lengths, Tensor):
         lengths = torch.tensor(lengths, dtype=torch.int64, device=device or "cpu")
@@ -36,9 +37,24 @@ def offsets_of(lengths: Sequence[int] | Tensor, device: torch.device | None = No
 
 
 def from_list(tensors: Sequence[Tensor]) -> Ragged:
-    """Pack a list of ``[T_i, ...]`` tensors; copies once."""
+    """Pack a list of ``[T_i, ...]`` tensors; copies once.
+
+    Raises ``ValueError`` for an empty list, which has no dtype and no device.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import ragged
+        >>> packed = ragged.from_list([torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
+        >>> packed.values, packed.offsets
+        (tensor([1., 2., 3.]), tensor([0, 2, 3]))
+        >>> ragged.to_padded(packed, padding_value=-1.0)
+        tensor([[ 1.,  2.],
+                [ 3., -1.]])
+    """
     if len(tensors) == 0:
-        raise ValueError("tensors: expected at least one tensor, got an empty list")
+        raise ValueError(
+            "tensors: expected at least one tensor, got an empty list; pass one for each sequence"
+        )
     return Ragged(
         torch.cat(tuple(tensors)), offsets_of([len(t) for t in tensors], tensors[0].device)
     )
@@ -47,8 +63,8 @@ def from_list(tensors: Sequence[Tensor]) -> Ragged:
 def from_nested(nested: Tensor, name: str = "nested") -> Ragged:
     """Pack a nested tensor of either layout, ragged in dimension 1; errors call it ``name``.
 
-    Shares memory with a contiguous one; a view with holes (``narrow``) or of another order is
-    copied.
+    The values share memory with a contiguous tensor. A view with holes (``narrow``) or of another
+    order is copied. Raises ``ValueError`` for a tensor that is ragged elsewhere or has no sequence.
     """
     if isinstance(nested, NestedTensor):
         values, offsets = jagged_parts(nested, name)
@@ -72,7 +88,7 @@ def from_nested(nested: Tensor, name: str = "nested") -> Ragged:
 
 
 def jagged_parts(nested: Tensor, name: str = "nested") -> tuple[Tensor, Tensor]:
-    """Values and offsets of a jagged tensor, as it stores them where it has no holes; traceable."""
+    """Values and offsets of a jagged tensor, without a copy where it has no holes; traceable."""
     assert isinstance(nested, NestedTensor)
     if nested._ragged_idx != 1:
         raise ValueError(
@@ -97,10 +113,14 @@ def _has_graph(tensor: Tensor) -> bool:
 
 
 def from_padded(padded: Tensor, mask: Tensor) -> Ragged:
-    """Pack the ``True`` positions of ``padded [B, T, ...]``; copies once."""
+    """Pack the ``True`` positions of ``padded [B, T, ...]``; copies once.
+
+    Raises ``ValueError`` for a mask that is not bool ``[B, T]``.
+    """
     if mask.dtype != torch.bool or mask.shape != padded.shape[: mask.dim()] or mask.dim() != 2:
         raise ValueError(
-            f"mask: expected bool {tuple(padded.shape[:2])}, got {mask.dtype} {tuple(mask.shape)}"
+            f"mask: expected bool {tuple(padded.shape[:2])}, got {mask.dtype} "
+            f"{tuple(mask.shape)}; give one bool for each position"
         )
     return Ragged(padded[mask], offsets_of(mask.sum(1)))
 
@@ -120,7 +140,8 @@ def to_jagged(ragged: Ragged) -> Tensor:
 def to_strided(ragged: Ragged, lengths: Sequence[int] | None = None) -> Tensor:
     """A strided nested tensor over the same memory.
 
-    ``lengths`` (the sequence lengths as host integers) saves reading the offsets back.
+    ``lengths``, the sequence lengths as integers of the host, save reading the offsets back. Raises
+    ``ValueError`` where there is no sequence, which this layout cannot hold.
     """
     values = ragged.values.contiguous()
     trailing = list(values.shape[1:])

@@ -319,7 +319,25 @@ def test_check_prints_a_row_an_op_and_a_summary(two_ops, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert [line[0] for line in lines if line[-1] == "pass"] == list(TWO)
     assert [line[1:4] for line in lines if line[0] == "token_kl"] == [["24", "of", "24"]]
-    assert ["33", "passed,", "0", "failed;"] in [line[1:5] for line in lines]
+    assert ["cpu:", "33", "passed,", "0", "failed"] in lines
+
+
+def test_check_shows_each_error_beside_the_one_that_is_allowed(monkeypatch, two_ops, capsys):
+    def slightly_wrong(*args, impl, **options):
+        kl = token_kl(*args, impl=impl, **options)
+        return kl if impl == "reference" or "reward" in options else kl + 0.1
+
+    monkeypatch.setattr(check, "token_kl", slightly_wrong)
+    main(["check", "-v"])
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if line.rstrip().endswith(("pass", "FAIL"))]
+    assert len(rows) == 33
+    for *_, error, allowed, gradient_error, gradient_allowed, verdict in rows:
+        pairs = [(error, allowed), (gradient_error, gradient_allowed)]
+        within = [float(x) <= float(most) for x, most in pairs if x != "-"]
+        assert verdict == ("pass" if all(within) else "FAIL")
+    assert "allowed" in out and f"plus {check.TOLERANCE:.1e}" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_check_lists_the_cases_that_failed_below_their_op(monkeypatch, two_ops, capsys):

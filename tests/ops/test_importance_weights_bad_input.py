@@ -23,7 +23,7 @@ GOOD = {"log_probs": torch.zeros(4), "rollout_log_probs": torch.zeros(4)}
         ({"mask": torch.ones(4)}, TypeError, "mask: expected torch.bool, got torch.float32; conv"),
         ({"level": "batch"}, ValueError, "level: expected one of token, sequence, geometric, got"),
         ({"mode": "clip"}, ValueError, "mode: expected one of truncate, mask, got 'clip'"),
-        ({"nan": "zero"}, ValueError, "nan: expected 'propagate' or 'missing', got 'zero'"),
+        ({"nan": "zero"}, ValueError, "nan: expected one of propagate, missing, got 'zero'"),
         ({"low": -0.1}, ValueError, "low: expected a number from 0 to 1e[+]30, got -0.1"),
         ({"high": NAN}, ValueError, "high: expected a number from 0 to 1e[+]30, got nan"),
         ({"high": "2"}, TypeError, "high: expected a real number or a floating-point tensor"),
@@ -32,7 +32,7 @@ GOOD = {"log_probs": torch.zeros(4), "rollout_log_probs": torch.zeros(4)}
         ({"high": torch.ones(2)}, ValueError, "high: expected a float or a .* of one element"),
         ({"level": "sequence"}, ValueError, r"offsets: expected .* pass offsets=torch.tensor"),
         ({"offsets": torch.tensor([0, 3])}, ValueError, "from 0 to 4"),
-        ({"impl": "triton"}, ValueError, "importance_weights has no Triton kernel"),
+        ({"impl": "triton"}, ValueError, "impl: expected .* for importance_weights, got 'triton'"),
         (
             {key: torch.zeros(2, 2) for key in GOOD} | {"offsets": torch.tensor([0, 4])},
             ValueError,

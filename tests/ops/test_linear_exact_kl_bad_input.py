@@ -29,12 +29,12 @@ REFUSALS = [
     (
         {"hidden": torch.zeros(4, 0), "weight": torch.zeros(5, 0)},
         ValueError,
-        "^hidden: expected at least one feature",
+        "^hidden: expected H of at least 1",
     ),
     (
         {"ref_hidden": torch.zeros(4, 0), "ref_weight": torch.zeros(5, 0)},
         ValueError,
-        "^ref_hidden: expected at least one feature",
+        "^ref_hidden: expected H of at least 1",
     ),
     ({"weight": None}, TypeError, "^weight: expected a dense tensor, got NoneType"),
     ({"weight": torch.zeros(5, 4)}, ValueError, r"^weight: expected \[V, 3\].* got \(5, 4\)"),
@@ -48,7 +48,7 @@ REFUSALS = [
     ({"ref_hidden": None}, TypeError, "^ref_hidden: expected a dense .* got NoneType"),
     ({"ref_hidden": torch.zeros(2).long()}, TypeError, "^ref_hidden: expected a floating-point"),
     ({"ref_hidden": torch.zeros(2)}, ValueError, r"^ref_hidden: .* \[B, T, H\] .*shape \(2,\)"),
-    ({"ref_hidden": torch.zeros(3, 2)}, ValueError, r"^ref_hidden: .* \(4,\) of hidden, got \(3,"),
+    ({"ref_hidden": torch.zeros(3, 2)}, ValueError, r"^ref_hidden: .* \(4,\) as hidden, got \(3,"),
     ({"ref_hidden": torch.zeros(2, 2, 2)}, ValueError, r"^ref_hidden: .* \(4,\) .* got \(2, 2\)"),
     (
         {"ref_hidden": torch.zeros(4, 2).half(), "ref_weight": torch.zeros(5, 2).half()},
@@ -96,13 +96,13 @@ REFUSALS = [
     ({"temperature": torch.ones((), requires_grad=True)}, ValueError, "^temperature: .*detach"),
     ({"temperature": "1"}, TypeError, "^temperature: expected a real number"),
     ({"batch_invariant": True, "impl": "reference"}, ValueError, "^batch_invariant: expected Fal"),
-    ({"impl": "cuda"}, ValueError, "^impl: 'cuda' needs tensors on cuda"),
-    ({"impl": "triton"}, ValueError, "^impl: linear_exact_kl has no Triton kernel"),
+    ({"impl": "cuda"}, ValueError, "^impl: expected tensors on cuda with 'cuda'"),
+    ({"impl": "triton"}, ValueError, "^impl: expected .* for linear_exact_kl, got 'triton'"),
     ({"impl": "fast"}, ValueError, "^impl: expected one of"),
     (
         {"impl": "cpu", **{name: x.double() for name, x in GOOD.items()}},
         ValueError,
-        "^impl: 'cpu' expects dtype float32, bfloat16, float16",
+        "^impl: expected float32, bfloat16, float16 with 'cpu'",
     ),
 ]
 

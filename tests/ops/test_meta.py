@@ -209,7 +209,9 @@ def test_other_implementations_are_refused_on_meta():
     logits = torch.empty(4, 5, device="meta")
     tokens = torch.empty(4, dtype=torch.int64, device="meta")
     for impl in ("cpu", "cuda"):
-        with pytest.raises(ValueError, match=f"impl: '{impl}' needs tensors on {impl}, got meta"):
+        with pytest.raises(
+            ValueError, match=f"impl: expected tensors on {impl} with '{impl}', got meta"
+        ):
             token_log_probs(logits, tokens, impl=impl)
 
 

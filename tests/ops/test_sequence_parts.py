@@ -188,18 +188,28 @@ def test_layouts_have_every_kind_of_boundary():
     assert kinds == set(itertools.product((True, False), repeat=2))
 
 
-def test_every_rank_refuses_parts_that_do_not_fit(ranks_found):
-    expected = [
+def said_on(rank):
+    """What a rank says where its part does not fit that of the other one."""
+    other = 1 - rank
+    ends, forms = (3, 6), ("packed rows with 2 offsets up to 6", "2 padded sequences")
+    with_a_value = ("tokens, mask", "tokens, mask, advantages")
+    parts = "sequence_group: expected parts of the same sequences on all its ranks, got "
+    return [
         "offsets: expected those of the 6 tokens of all ranks, the same on each, got 3 as the last",
-        "sequence_group: expected every rank to pass the same arguments",
-        "sequence_group: expected every rank to pass the same arguments",
-        "sequence_group: expected at least one token a rank, got none on rank 0 of the group",
-        "sequence_group: expected every rank to pass the same arguments",
-        "sequence_group: expected every rank to pass the same arguments",
-        "sequence_group: expected every rank to pass the same arguments",
+        f"{parts}packed rows with 2 offsets up to {ends[rank]} on rank {rank} and packed rows with "
+        f"2 offsets up to {ends[other]} on rank {other}; pass the whole batch's offsets",
+        f"offsets: expected the same on all ranks of sequence_group, got others on rank {other}",
+        "sequence_group: expected at least one token on each rank, got none on rank 0; split",
+        f"{parts}{rank + 1} padded sequences on rank {rank} and {other + 1} padded",
+        f"{parts}{forms[rank]} on rank {rank} and {forms[other]} on rank {other}; pass the whole",
+        "sequence_group: expected a value a token for the same arguments on all its ranks, got it "
+        f"for {with_a_value[rank]} on rank {rank} and {with_a_value[other]} on rank {other}; pass",
     ]
-    for found in ranks_found[2]:
-        for said, start in zip(found["refusals"], expected, strict=True):
+
+
+def test_every_rank_refuses_parts_that_do_not_fit(ranks_found):
+    for rank, found in enumerate(ranks_found[2]):
+        for said, start in zip(found["refusals"], said_on(rank), strict=True):
             assert said.startswith(start)
 
 

@@ -216,7 +216,7 @@ def test_samples_inside_vmap_are_packed(way):
         ({"reward": zeros(2, 2)}, ValueError, "reward: sample 1: expected shape"),
         ({"log_probs": [torch.zeros(2), 1.0]}, TypeError, "log_probs: sample 1: expected a dense"),
         ({"coeff": "1"}, TypeError, "coeff: expected a real number"),
-        ({"impl": "cuda"}, ValueError, "needs tensors on cuda"),
+        ({"impl": "cuda"}, ValueError, "expected tensors on cuda"),
     ],
 )
 def test_errors_are_those_of_packing(way, change, error, match):

@@ -321,7 +321,7 @@ GOOD = {"logits": torch.zeros(4, 5), "tokens": torch.zeros(4, dtype=torch.int64)
     ("change", "error", "match"),
     [
         ({"logits": torch.zeros(4)}, ValueError, "logits: expected"),
-        ({"logits": torch.zeros(4, 0)}, ValueError, "at least one class"),
+        ({"logits": torch.zeros(4, 0)}, ValueError, "V of at least 1"),
         (
             {"logits": torch.zeros(4, 5, dtype=torch.int64)},
             TypeError,
@@ -346,8 +346,8 @@ GOOD = {"logits": torch.zeros(4, 5), "tokens": torch.zeros(4, dtype=torch.int64)
         ({"temperature": torch.ones((), requires_grad=True)}, ValueError, "detach"),
         ({"tokens": torch.tensor([0, 1, 5, 2])}, RuntimeError, r"got 5 at token 2"),
         ({"tokens": torch.tensor([0, -100, 1, 2])}, RuntimeError, r"got -100 at token 1"),
-        ({"impl": "cuda"}, ValueError, "needs tensors on cuda"),
-        ({"impl": "triton"}, ValueError, "no Triton kernel"),
+        ({"impl": "cuda"}, ValueError, "expected tensors on cuda"),
+        ({"impl": "triton"}, ValueError, "impl: expected .* for token_log_probs, got 'triton'"),
         ({"impl": "fast"}, ValueError, "impl: expected one of"),
         ({"logits": [[0.0]]}, TypeError, "logits: expected a dense tensor .* got list"),
         ({"tokens": [0, 1]}, TypeError, "tokens: expected a dense tensor .* got list"),

@@ -76,7 +76,10 @@ def broadcast(
     ranks: Any = group or dist.group.WORLD
     members = dist.get_process_group_ranks(ranks)
     if src not in members:
-        raise ValueError(f"src: expected a rank of the group, one of {members}, got {src!r}")
+        raise ValueError(
+            f"src: expected a rank of the group, one of {members}, got {src!r}; "
+            "pass the global rank that has the weights"
+        )
     is_source = dist.get_rank() == src
     found: list[Place] = []
     error: Exception | None = None

@@ -152,7 +152,10 @@ class WeightChannel:
         """
         count("slots", slots, 2, 64)
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}")
+            raise TypeError(
+                f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}; "
+                "leave it out for those of the weights"
+            )
         count("max_readers", max_readers, 1, 4096)
         timeout = seconds("timeout", timeout)
         layout = Layout.of(weights, dtype=dtype, adapters=adapters)
@@ -230,7 +233,9 @@ class WeightChannel:
             TimeoutError: readers hold all slots; the message names their process ids.
         """
         if on_full not in ("block", "skip"):
-            raise ValueError(f"on_full: expected 'block' or 'skip', got {on_full!r}")
+            raise ValueError(
+                f"on_full: expected 'block' or 'skip', got {on_full!r}; leave it out for 'block'"
+            )
         found = self._find(self._template if weights is None else weights)
         try:
             with self.writing(version, timeout=0 if on_full == "skip" else timeout) as writing:

@@ -15,7 +15,9 @@ def seconds(name: str, value: float) -> float:
         ValueError: it is negative or not finite.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number of seconds, got {type(value).__name__}")
+        raise TypeError(
+            f"{name}: expected a number of seconds, got {type(value).__name__}; pass a float"
+        )
     if not 0 <= value < float("inf"):
         raise ValueError(
             f"{name}: expected a finite number of seconds, 0 or more, got {value!r}; every wait "
@@ -31,7 +33,11 @@ def count(name: str, value: int, low: int, high: int) -> int:
         TypeError, ValueError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        raise TypeError(
+            f"{name}: expected an int, got {type(value).__name__}; convert it with int()"
+        )
     if not low <= value <= high:
-        raise ValueError(f"{name}: expected {low} to {high}, got {value}")
+        raise ValueError(
+            f"{name}: expected {low} to {high}, got {value}; pass a number in that range"
+        )
     return value

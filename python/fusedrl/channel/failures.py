@@ -27,7 +27,11 @@ def no_channel(error: OSError, nbytes: int, remedy: str) -> RuntimeError:
             f"weights: expected room for {nbytes} bytes of shared memory, got '{error.strerror}'; "
             f"{remedy}"
         )
-    return RuntimeError(told or f"channel: expected shared memory, got '{error.strerror}'")
+    return RuntimeError(
+        told
+        or f"channel: expected shared memory, got '{error.strerror}'; allow memfd_create and mmap "
+        "in this process, which a sandbox may forbid"
+    )
 
 
 def no_reader(error: OSError, pid: int) -> RuntimeError:

@@ -150,7 +150,10 @@ class Follower:
         keeps: bool = False,
     ) -> None:
         if mode not in ("alias", "copy"):
-            raise ValueError(f"mode: expected 'alias' or 'copy', got {mode!r}")
+            raise ValueError(
+                f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
+                "keeps the addresses of the parameters"
+            )
         self.reader = reader
         self.module = module
         self.version: int | None = None

@@ -57,7 +57,10 @@ class Target:
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"module: expected a module, got {type(module).__name__}")
+            raise TypeError(
+                f"module: expected a module, got {type(module).__name__}; pass the torch.nn.Module "
+                "that computes with the weights"
+            )
         self._module = weakref.ref(module)
         self.layout = layout
         self._plan()

@@ -275,9 +275,15 @@ class WeightReader:
             TimeoutError, RuntimeError: as for :meth:`lease`.
         """
         if mode not in ("alias", "copy"):
-            raise ValueError(f"mode: expected 'alias' or 'copy', got {mode!r}")
+            raise ValueError(
+                f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
+                "keeps the addresses of the parameters"
+            )
         if not isinstance(module, nn.Module):
-            raise TypeError(f"module: expected a module, got {type(module).__name__}")
+            raise TypeError(
+                f"module: expected a module, got {type(module).__name__}; pass the torch.nn.Module "
+                "that computes with the weights"
+            )
         target = self._targets.get(module)
         if target is None:
             target = self._targets[module] = Target(module, self.layout)

@@ -134,7 +134,9 @@ def places_of(weights: Any, adapters: str | None = None) -> dict[str, Place]:
         adapters: as for :func:`named_tensors`.
     """
     if adapters not in ADAPTERS:
-        raise ValueError(f"adapters: expected one of {ADAPTERS}, got {adapters!r}")
+        raise ValueError(
+            f"adapters: expected one of {ADAPTERS}, got {adapters!r}; leave it out for all weights"
+        )
     # TensorDictParams are a module too.
     if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
         places = module_places(weights, merged=adapters == "merged")

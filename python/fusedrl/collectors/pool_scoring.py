@@ -132,7 +132,8 @@ class PoolScoring:
         if held is None:
             raise RuntimeError(
                 "env: expected a transform that takes the policy from its collector to score in "
-                "the thread of its environment's step, got another thread"
+                "the thread of its environment's step, got another thread; call the model in the "
+                "transform's own _step"
             )
         with self._model.computing_with(held):
             yield

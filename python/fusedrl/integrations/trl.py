@@ -77,7 +77,7 @@ def selective_log_softmax(
     if index.shape[:-1] != logits.shape[:-1]:
         raise ValueError(
             f"index: expected shape {tuple(logits.shape[:-1])}, with or without a last dimension "
-            f"of classes a row, got {tuple(index.shape)}"
+            f"of classes a row, got {tuple(index.shape)}; give one class for each row of logits"
         )
     if index.shape[-1] == 1:
         row_mask = None if row_mask is None else row_mask.squeeze(-1)
@@ -178,7 +178,7 @@ def _rowwise(
         if rows is not None and rows.shape != logits.shape[:-1]:
             raise ValueError(
                 f"{name}: expected shape {tuple(logits.shape[:-1])} for logits of shape "
-                f"{tuple(logits.shape)}, got {tuple(rows.shape)}"
+                f"{tuple(logits.shape)}, got {tuple(rows.shape)}; give one value for each row"
             )
     if logits.dim() in (2, 3):  # taken with their strides, so that a slice of a batch is not copied
         return token_log_probs(logits, index, mask, temperature=temperature, entropy=entropy)

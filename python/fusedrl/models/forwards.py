@@ -24,7 +24,7 @@ def check_limit(max_tokens_per_forward: int | None) -> None:
     if max_tokens_per_forward is not None and max_tokens_per_forward < 1:
         raise ValueError(
             f"max_tokens_per_forward: expected a positive number or None, got "
-            f"{max_tokens_per_forward}"
+            f"{max_tokens_per_forward}; None computes all sequences in one forward pass"
         )
 
 

@@ -13,9 +13,10 @@ from torch.autograd import forward_ad
 
 
 def needs_grad(**inputs: Tensor | None) -> bool:
-    """Whether a gradient has to be recorded; refuses one that no kernel has, and names its input.
+    """Whether a gradient has to be recorded.
 
-    That is a forward-mode one, and one that a transform of ``torch.func`` asks for.
+    Raises ``NotImplementedError``, with the name of the input, for gradients that no kernel has:
+    those of forward mode, and those that a transform of ``torch.func`` asks for.
     """
     if forward_ad._current_level >= 0:
         for name, tensor in inputs.items():
@@ -62,10 +63,10 @@ def first_derivative_only(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Mark the ``backward`` of an autograd function that no second derivative goes through.
 
-    What kernels compute has no history: differentiated again, it would give zeros. Wherever
-    autograd records the pass (``create_graph=True``) it therefore raises ``RuntimeError``, as it
-    cannot know whether the result is differentiated later. A compiled graph records no pass, and
-    torch refuses to differentiate its gradients.
+    What kernels compute has no history, so that a second derivative would come out as zeros. The
+    pass cannot know whether its result is differentiated later. It therefore raises
+    ``RuntimeError`` wherever autograd records it (``create_graph=True``). A compiled graph records
+    no pass, and torch refuses to differentiate its gradients.
     """
 
     def mark(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import numbers
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,12 @@ logger = logging.getLogger("fusedrl")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DENSE, NESTED = "a dense tensor", "a nested tensor"
 IMPLS = ("auto", "cpu", "cuda", "triton", "reference")
+NANS = ("propagate", "missing")
 LARGEST = 1e30  # a scalar argument; it, its reciprocal and products with either stay in float32
 LIBRARY = {"cpu": "_C", "cuda": "_C_cuda"}
+# What several errors tell to do.
+ONE_A_TOKEN = "give one value for each token"
+RUNNING_SUM = "pass 0 and the running sum of the sequence lengths"
 for _library in LIBRARY.values():
     native.load_error(_library)  # before any tracing starts
 
@@ -51,8 +55,7 @@ def choose(
     answer for it and for the reference. An explicit ``impl`` that cannot run raises ``ValueError``
     or :class:`fusedrl.native.NativeLibraryError`.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"impl: expected one of {', '.join(IMPLS)}, got {impl!r}")
+    check_choice("impl", impl, IMPLS)
     if device.type == "meta" and impl in ("auto", "reference"):
         native.require("_C")
         return "meta"
@@ -60,14 +63,20 @@ def choose(
         return impl
     if impl == "triton":
         if not triton:
-            raise ValueError(f"impl: {op} has no Triton kernel; use 'auto', 'cpu' or 'cuda'")
+            raise ValueError(
+                f"impl: expected 'auto', 'cpu', 'cuda' or 'reference' for {op}, got 'triton'; "
+                "leave it out for 'auto'"
+            )
         _require_triton(device)
     elif impl != "auto" and impl != device.type:
-        raise ValueError(f"impl: {impl!r} needs tensors on {impl}, got {device}")
+        raise ValueError(
+            f"impl: expected tensors on {impl} with {impl!r}, got {device}; use 'auto', or move "
+            f"them with .to({impl!r})"
+        )
     if impl != "auto":
         if dtype not in dtypes:
             raise ValueError(
-                f"impl: {impl!r} expects dtype {_names(dtypes)}, got {dtype}; use 'auto'"
+                f"impl: expected {_names(dtypes)} with {impl!r}, got {dtype}; use 'auto'"
             )
         native.require(LIBRARY[device.type])
         return impl
@@ -83,12 +92,12 @@ def choose(
 
 def _require_triton(device: torch.device) -> None:
     if importlib.util.find_spec("triton") is None:
-        raise ValueError("impl: 'triton' expects the triton package, found none; install it")
+        raise ValueError("impl: expected the triton package with 'triton', got none; install it")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not (interpreted and device.type == "cpu"):
         raise ValueError(
-            f"impl: 'triton' needs tensors on cuda, got {device}; use 'auto' (or, to debug, "
-            "TRITON_INTERPRET=1 on the CPU)"
+            f"impl: expected tensors on cuda with 'triton', got {device}; use 'auto' (or, to "
+            "debug, TRITON_INTERPRET=1 on the CPU)"
         )
 
 
@@ -103,6 +112,17 @@ def _fall_back(why: str) -> str:
     return "reference"
 
 
+def check_choice(
+    name: str, value: object, choices: Iterable[str], remedy: str | None = None
+) -> str:
+    """``value``, which has to be one of ``choices``, the default first."""
+    names = tuple(choices)
+    if not isinstance(value, str) or value not in names:
+        remedy = remedy or f"leave it out for {names[0]!r}"
+        raise ValueError(f"{name}: expected one of {', '.join(names)}, got {value!r}; {remedy}")
+    return value
+
+
 def scalar_tensor(
     name: str,
     value: float | Tensor,
@@ -110,6 +130,7 @@ def scalar_tensor(
     low: float = -LARGEST,
     high: float = LARGEST,
     wait: bool = False,
+    remedy: str = "pass a number in that range",
 ) -> Tensor:
     """``value`` as a 0-dim float64 tensor, so that a compiled graph does not specialise on it.
 
@@ -117,14 +138,14 @@ def scalar_tensor(
     with ``wait`` on any device; in a traced graph it is not.
     """
     if not isinstance(value, Tensor):
-        number = _number(name, value, low, high)
+        number = _number(name, value, low, high, remedy)
         return torch.full((), number, dtype=torch.float64, device="cpu")
     check_tensor(name, value)
     if value.numel() != 1 or not value.dtype.is_floating_point:
-        remedy = "; convert it with .double()" if value.numel() == 1 else ""
+        repair = "convert it with .double()" if value.numel() == 1 else "pass one number"
         raise ValueError(
             f"{name}: expected a float or a floating-point tensor of one element, "
-            f"got {value.dtype} {tuple(value.shape)}{remedy}"
+            f"got {value.dtype} {tuple(value.shape)}; {repair}"
         )
     if value.device.type != "cpu" and value.device != device:
         raise ValueError(
@@ -138,7 +159,7 @@ def scalar_tensor(
         )
     scalar = value.reshape(()).to(torch.float64)
     if (wait or scalar.is_cpu) and has_values(scalar):
-        _check_range(name, scalar.item(), low, high)
+        _check_range(name, scalar.item(), low, high, remedy)
     return scalar
 
 
@@ -146,17 +167,17 @@ def scalar_on_host(name: str, value: float | Tensor) -> float:
     """A scalar argument beside data on the CPU, which kernels there may take as a number."""
     if isinstance(value, Tensor):
         return scalar_tensor(name, value, torch.device("cpu")).item()
-    return _number(name, value, -LARGEST, LARGEST)
+    return _number(name, value, -LARGEST, LARGEST, "pass a number in that range")
 
 
-def _number(name: str, value: object, low: float, high: float) -> float:
+def _number(name: str, value: object, low: float, high: float, remedy: str) -> float:
     number = real_number(value)
     if number is None:
         raise TypeError(
             f"{name}: expected a real number or a floating-point tensor of one element, "
-            f"got {kind(value)}"
+            f"got {kind(value)}; convert it with float()"
         )
-    _check_range(name, number, low, high)
+    _check_range(name, number, low, high, remedy)
     return float(number)
 
 
@@ -170,12 +191,28 @@ def real_number(value: object) -> Any:
 
 def temperature_tensor(value: float | Tensor, device: torch.device, chosen: str) -> Tensor:
     """``value`` as a kernel takes a temperature; the reference reads one on any device."""
-    return scalar_tensor("temperature", value, device, low=1 / LARGEST, wait=chosen == "reference")
+    return scalar_tensor(
+        *("temperature", value, device),
+        low=1 / LARGEST,
+        wait=chosen == "reference",
+        remedy="1.0 leaves the logits as they are",
+    )
 
 
-def _check_range(name: str, number: float, low: float, high: float) -> None:
+def _check_range(name: str, number: float, low: float, high: float, remedy: str) -> None:
     if not low <= number <= high:
-        raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {number}")
+        raise ValueError(
+            f"{name}: expected a number from {low:g} to {high:g}, got {number}; {remedy}"
+        )
+
+
+def check_without_kernel(name: str, value: object, default: object) -> None:
+    """Refuse an option that only compiled kernels know, where the reference runs."""
+    if value != default:
+        raise ValueError(
+            f"{name}: expected {default} with the reference implementation, got {value}; leave it "
+            "out, or use impl='auto' with float32, bfloat16 or float16"
+        )
 
 
 def result_dtype(values: Tensor) -> torch.dtype:
@@ -208,19 +245,25 @@ def check_tensor(name: str, value: object, *kinds: str, like: str = "") -> None:
     got, kinds = kind(value), kinds or (DENSE,)
     if got in kinds:
         return
-    raise TypeError(f"{name}: expected {' or '.join(kinds)}{like}, got {got}{_remedy(value)}")
+    remedy = _remedy(value, bool(like))
+    raise TypeError(f"{name}: expected {' or '.join(kinds)}{like}, got {got}; {remedy}")
 
 
-def _remedy(value: object) -> str:
-    """What makes a dense tensor of ``value``, where it is clear what does."""
+def _remedy(value: object, has_companion: bool) -> str:
+    """What makes a tensor of the expected kind of ``value``."""
     if isinstance(value, Tensor):
-        return "" if kind(value) in (DENSE, NESTED) else "; convert it with .to_dense()"
+        if kind(value) not in (DENSE, NESTED):
+            return "convert it with .to_dense()"
+        return "pass both nested or both dense" if has_companion else "pass a dense one"
     if isinstance(value, torch.nn.Module):
-        return "; pass its .weight" if hasattr(value, "weight") else ""
+        return "pass its .weight" if hasattr(value, "weight") else "pass what it returns"
     if hasattr(value, "last_hidden_state"):
-        return "; pass its .last_hidden_state"
-    unclear = value is None or isinstance(value, Mapping)
-    return "" if unclear else "; convert it with torch.as_tensor"
+        return "pass its .last_hidden_state"
+    if value is None:
+        return "pass a tensor"
+    if isinstance(value, Mapping):
+        return "pass the tensor in it"
+    return "convert it with torch.as_tensor"
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
@@ -240,21 +283,41 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
         )
 
 
-def check_same(name: str, tensor: Tensor, shape: torch.Size, device: torch.device) -> None:
-    """Refuse a companion tensor of another shape or device."""
+def check_same(
+    name: str,
+    tensor: Tensor,
+    shape: torch.Size,
+    device: torch.device,
+    like: str = "",
+    rows: Tensor | None = None,
+    remedy: str = ONE_A_TOKEN,
+) -> None:
+    """Refuse a companion tensor of another shape, for which ``like`` is the reason, or device.
+
+    The reason ends with the shape of ``rows``, where the companion has a value for each of them.
+    """
     if tensor.shape != shape:
-        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
+        like += "" if rows is None else f" of shape {tuple(rows.shape)}"
+        raise ValueError(
+            f"{name}: expected shape {tuple(shape)}{like}, got {tuple(tensor.shape)}; {remedy}"
+        )
     check_device(name, tensor, device)
 
 
-def check_mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> None:
-    """Refuse a mask that is no bool tensor of ``shape``."""
+def check_mask(
+    mask: Tensor | None,
+    shape: torch.Size,
+    device: torch.device,
+    like: str = " like tokens",
+    rows: Tensor | None = None,
+) -> None:
+    """Refuse a mask that is no bool tensor of ``shape``; see :func:`check_same` for the reason."""
     if mask is None:
         return
     check_tensor("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask: expected torch.bool, got {mask.dtype}; convert it with .bool()")
-    check_same("mask", mask, shape, device)
+    check_same("mask", mask, shape, device, like, rows)
 
 
 def check_offsets(offsets: Tensor | None, count: int, device: torch.device) -> None:
@@ -267,9 +330,17 @@ def check_offsets(offsets: Tensor | None, count: int, device: torch.device) -> N
     bounds = offsets.tolist()
     if bounds[0] != 0 or bounds[-1] != count or bounds != sorted(bounds):
         raise ValueError(
-            f"offsets: expected non-decreasing values from 0 to {count}, got {bounds[:8]}"
-            f"{' ...' if len(bounds) > 8 else ''}"
+            f"offsets: expected non-decreasing values from 0 to {count}, got {_shown(bounds)}; "
+            f"{RUNNING_SUM}"
         )
+
+
+def _shown(bounds: list[int]) -> str:
+    """Offsets in a line: the ends of many."""
+    if len(bounds) <= 8:
+        return str(bounds)
+    first, last = (", ".join(map(str, part)) for part in (bounds[:4], bounds[-2:]))
+    return f"[{first}, ..., {last}]"
 
 
 def check_offsets_kind(offsets: Tensor, device: torch.device) -> None:
@@ -278,6 +349,6 @@ def check_offsets_kind(offsets: Tensor, device: torch.device) -> None:
     if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or len(offsets) < 1:
         raise ValueError(
             f"offsets: expected a 1-D int64 tensor of B + 1 elements, "
-            f"got {offsets.dtype} {tuple(offsets.shape)}"
+            f"got {offsets.dtype} {tuple(offsets.shape)}; {RUNNING_SUM}"
         )
     check_device("offsets", offsets, device)

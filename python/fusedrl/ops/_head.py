@@ -42,12 +42,17 @@ def prepare(
     bias = None if bias is None else _autocast(bias)
     if weight.dim() != 2 or weight.shape[1:] != hidden.shape[-1:] or len(weight) == 0:
         width = hidden.shape[-1] if hidden.dim() else "H"
+        transposed = weight.dim() == 2 and weight.shape[0] == width
         raise ValueError(
             f"{prefix}weight: expected [V, {width}] for {prefix}hidden of shape "
-            f"{tuple(hidden.shape)}, got {tuple(weight.shape)}"
+            f"{tuple(hidden.shape)}, got {tuple(weight.shape)}; "
+            + ("transpose it with .T" if transposed else "pass the weight of the same model's head")
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{prefix}bias: expected shape ({len(weight)},), got {tuple(bias.shape)}")
+        raise ValueError(
+            f"{prefix}bias: expected shape ({len(weight)},), got {tuple(bias.shape)}; "
+            f"give one value for each class of {prefix}weight"
+        )
     for name, tensor in ((f"{prefix}weight", weight), (f"{prefix}bias", bias)):
         if tensor is not None:
             _dispatch.check_device(name, tensor, hidden.device)
@@ -105,5 +110,8 @@ def _positive(name: str, value: float | None, default: float) -> float:
     low, high = 1 / _dispatch.LARGEST, _dispatch.LARGEST
     number = _dispatch.real_number(value)
     if number is None or not low <= number <= high:
-        raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {value!r}")
+        raise ValueError(
+            f"{name}: expected a number from {low:g} to {high:g}, got {value!r}; "
+            "leave it out for none"
+        )
     return float(number)

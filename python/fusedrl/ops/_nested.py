@@ -84,10 +84,16 @@ def accepts_nested(
 
 def _pack(name: str, nested: Tensor, offsets: Tensor | None, form: str) -> Ragged:
     if offsets is not None:
-        raise ValueError(f"offsets: expected None with nested {name}, which carry their own")
+        raise ValueError(
+            f"offsets: expected None with nested {name}, which has its own, got "
+            f"{_dispatch.kind(offsets)}; leave it out"
+        )
     packed = ragged.from_nested(nested, name)
     if nested.dim() != form.count(",") + 1:
-        raise ValueError(f"{name}: expected a nested {form}, got one of {nested.dim()} dimensions")
+        raise ValueError(
+            f"{name}: expected a nested {form}, got one of {nested.dim()} dimensions; "
+            f"nest a tensor {form.replace('B, j', 'T')} for each sequence"
+        )
     return packed
 
 
@@ -101,7 +107,11 @@ def _companion(name: str, value: Any, like: str, offsets: Tensor) -> Tensor:
     if own.is_meta:
         return values
     if not torch.equal(own, offsets):
-        raise ValueError(f"{name}: expected the sequence lengths of {like}, got others")
+        expected, got = (x.diff()[:8].tolist() for x in (offsets, own))
+        raise ValueError(
+            f"{name}: expected the sequence lengths of {like}, {expected}, got {got}; "
+            "nest both with the same lengths"
+        )
     return values
 
 

@@ -13,14 +13,17 @@ TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def check_rows(name: str, rows: Tensor, offsets: Tensor | None, shift: bool) -> None:
     """Refuse what is no batch of rows, packed with offsets where a shift needs them, or padded."""
     _dispatch.check_floating(name, rows)
-    width, column = ("V", "class") if "logits" in name else ("H", "feature")
+    width = "V" if "logits" in name else "H"
     if rows.dim() not in (2, 3):
         raise ValueError(
             f"{name}: expected [N, {width}] packed or [B, T, {width}] padded, "
-            f"got shape {tuple(rows.shape)}"
+            f"got shape {tuple(rows.shape)}; give each token one row"
         )
     if rows.shape[-1] == 0:
-        raise ValueError(f"{name}: expected at least one {column}, got shape {tuple(rows.shape)}")
+        raise ValueError(
+            f"{name}: expected {width} of at least 1, got shape {tuple(rows.shape)}; "
+            "pass the whole rows"
+        )
     if rows.dim() == 3 and offsets is not None:
         raise ValueError(
             f"offsets: expected None with padded [B, T, {width}] {name} (one sequence a row), "
@@ -34,15 +37,18 @@ def check_rows(name: str, rows: Tensor, offsets: Tensor | None, shift: bool) -> 
     _dispatch.check_offsets(offsets, rows.shape[:-1].numel(), rows.device)
 
 
-def check_tokens(tokens: Tensor, rows: Tensor, like: str) -> None:
-    """Refuse tokens that are no integers, one for each of the rows called ``like``."""
-    _dispatch.check_tensor("tokens", tokens, like=f" like the {like}")
+def check_tokens(tokens: Tensor, name: str, rows: Tensor) -> None:
+    """Refuse tokens that are no integers, one for each of the rows of the argument ``name``."""
+    _dispatch.check_tensor("tokens", tokens, like=f" like {name}")
     if tokens.dtype not in TOKEN_DTYPES:
         raise TypeError(
             f"tokens: expected an integer dtype up to int64, got {tokens.dtype}; "
             "convert it with .long()"
         )
-    _dispatch.check_same("tokens", tokens, rows.shape[:-1], rows.device)
+    _dispatch.check_same(
+        *("tokens", tokens, rows.shape[:-1], rows.device),
+        *(f" for {name}", rows, "give one class for each row"),
+    )
 
 
 def with_unit_stride(rows: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fusedrl.ops._dispatch import check_device, check_tensor, kind
+from fusedrl.ops._dispatch import ONE_A_TOKEN, check_device, check_tensor, kind
 
 COLUMNS = (torch.Size(()), torch.Size((1,)))  # trailing dimensions of one value a row
+ONE_A_SAMPLE = "give one tensor for each sample"
 _FAST_CAT = 32767
 
 
@@ -33,12 +34,18 @@ def pack_columns(
     is no tensor.
     """
     if len(log_probs) == 0:
-        raise ValueError("log_probs: expected at least one sample, got an empty list")
+        raise ValueError(
+            "log_probs: expected at least one sample, got an empty list; give all lists one tensor "
+            "for each sample"
+        )
     # Hundreds of short samples spend their time in loops over them, hence few and in C.
     lengths = sizes_of("log_probs", log_probs)
     packed = concatenated("log_probs", log_probs, lengths)
     if packed.dim() != 1:
-        raise ValueError(f"log_probs: expected 1-D samples, got {tuple(log_probs[0].shape)}")
+        raise ValueError(
+            f"log_probs: expected 1-D samples, got {tuple(log_probs[0].shape)}; "
+            "flatten each with .flatten()"
+        )
     columns = [_packed_like(log_probs, lengths, *column) for column in companions.items()]
     return PackedColumns([packed, *columns], lengths)
 
@@ -47,7 +54,9 @@ def check_lists(**companions: Any) -> None:
     """Refuse companions of listed log-probs that are no lists."""
     for name, value in companions.items():
         if not isinstance(value, (list, tuple)):
-            raise TypeError(f"{name}: expected a list like log_probs, got {kind(value)}")
+            raise TypeError(
+                f"{name}: expected a list like log_probs, got {kind(value)}; {ONE_A_SAMPLE}"
+            )
 
 
 def sizes_of(name: str, column: Sequence[Tensor]) -> list[int]:
@@ -64,7 +73,9 @@ def _packed_like(
     log_probs: Sequence[Tensor], lengths: list[int], name: str, column: Sequence[Tensor]
 ) -> Tensor:
     if len(column) != len(lengths):
-        raise ValueError(f"{name}: expected {len(lengths)} samples, got {len(column)}")
+        raise ValueError(
+            f"{name}: expected {len(lengths)} samples, got {len(column)}; {ONE_A_SAMPLE}"
+        )
     if sizes_of(name, column) == lengths:
         packed = concatenated(name, column, lengths)
         if packed.dim() == 1:
@@ -75,7 +86,8 @@ def _packed_like(
         if x.shape != y.shape
     )
     raise ValueError(
-        f"{name}: sample {i}: expected shape {tuple(x.shape)} as in log_probs, got {tuple(y.shape)}"
+        f"{name}: sample {i}: expected shape {tuple(x.shape)} as in log_probs, got "
+        f"{tuple(y.shape)}; {ONE_A_TOKEN}"
     )
 
 
@@ -87,7 +99,10 @@ def concatenated(name: str, column: Sequence[Tensor], lengths: list[int]) -> Ten
         return torch.cat(tuple(column))
     except RuntimeError as error:
         _explain(name, column)
-        raise ValueError(f"{name}: expected samples to concatenate: {error}") from error
+        raise ValueError(
+            f"{name}: expected samples that torch.cat takes, got some of which it says: {error}; "
+            "give all the same dtype and layout"
+        ) from error
 
 
 def _explain(name: str, column: Sequence[Tensor]) -> None:
@@ -104,7 +119,7 @@ def _explain(name: str, column: Sequence[Tensor]) -> None:
         if sample.shape[1:] != first.shape[1:]:
             raise ValueError(
                 f"{name}: sample {i}: expected trailing dimensions {tuple(first.shape[1:])} as in "
-                f"sample 0, got shape {tuple(sample.shape)}"
+                f"sample 0, got shape {tuple(sample.shape)}; {ONE_A_TOKEN}"
             )
 
 

@@ -1,7 +1,7 @@
 """Sequences that are split over ranks (context parallelism): one wrapper for every op over rows.
 
-With a shift, the last row of a rank predicts the first token of the next one. Rows are wide and
-tokens are not: what is known of that token goes to the rank that has its row, the op runs there
+With a shift, the last row of a rank predicts the first token of the next one. A row is much larger
+than what is known of a token. Hence the token goes to the rank that has its row, the op runs there
 without a shift, and the value comes back. Gradients take the same way in reverse.
 """
 
@@ -54,8 +54,7 @@ def accepts_parts(
             rows, offsets = given[name], given.get("offsets")
             _check_rows(name, rows, offsets, shift)
             moving = _columns(given, columns, rows, per_sequence)
-            present = sum(1 << i for i, column in enumerate(columns) if column in moving)
-            part = _part_of(given["sequence_group"], rows, offsets, present)
+            part = _part_of(given["sequence_group"], rows, offsets, columns, moving)
             if not shift:
                 return op(**(given | {"offsets": part.offsets}))  # pyright: ignore[reportCallIssue]
             given |= part.of_rows(moving) | {"offsets": part.offsets, "shift": False}
@@ -139,8 +138,8 @@ def _columns(
 ) -> dict[str, Tensor]:
     """Those that are there and have an entry a token, and a mask; what has others is refused."""
     shape, device = rows.shape[:-1], rows.device
-    mask = given.get("mask")
-    _dispatch.check_mask(mask, shape, device)
+    mask, like = given.get("mask"), f" for {next(iter(given))}"
+    _dispatch.check_mask(mask, shape, device, like, rows)
     moving = {"mask": torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask}
     for name in columns:
         value = given.get(name)
@@ -151,7 +150,7 @@ def _columns(
             _dispatch.check_device(name, value, device)
             moving[name] = value
         elif name != per_sequence:
-            _dispatch.check_same(name, value, shape, device)
+            _dispatch.check_same(name, value, shape, device, like, rows)
     return moving
 
 
@@ -165,14 +164,34 @@ class _Layout(NamedTuple):
     columns: int  # a bit each
     tokens: int  # in this part of each sequence, or of all packed ones
 
+    @property
+    def form(self) -> str:
+        """Which sequences a rank has a part of, for an error that compares ranks."""
+        if self.dimensions == 3:
+            return f"{self.sequences} padded sequences"
+        if self.sequences == 0:
+            return "packed rows without offsets"
+        return f"packed rows with {self.sequences} offsets up to {self.offsets_end}"
 
-def _part_of(group: Any, rows: Tensor, offsets: Tensor | None, columns: int) -> Part:
+    def of_tokens(self, columns: Sequence[str]) -> str:
+        """Which of the columns have a value a token."""
+        return ", ".join(name for i, name in enumerate(columns) if self.columns >> i & 1)
+
+
+def _part_of(
+    group: Any,
+    rows: Tensor,
+    offsets: Tensor | None,
+    columns: Sequence[str],
+    moving: dict[str, Tensor],
+) -> Part:
+    present = sum(1 << i for i, column in enumerate(columns) if column in moving)
     sequences = len(rows) if rows.dim() == 3 else 0 if offsets is None else len(offsets)
     end, of_offsets = (-1, 0) if offsets is None else _end_and_sum(offsets)
-    mine = _Layout(rows.dim(), sequences, end, of_offsets, columns, rows.shape[-2])
+    mine = _Layout(rows.dim(), sequences, end, of_offsets, present, rows.shape[-2])
     layouts = _layouts(group, mine, rows.device)
     rank = dist.get_rank(group)
-    _check_layouts(layouts, rank)
+    _check_layouts(layouts, rank, columns)
     start = sum(layout.tokens for layout in layouts[:rank])
     total = sum(layout.tokens for layout in layouts)
     goes_on = torch.ones(rows.shape[:-1], dtype=torch.bool, device=rows.device)
@@ -198,31 +217,47 @@ def _end_and_sum(offsets: Tensor) -> list[int]:
 
 def _layouts(group: Any, mine: _Layout, device: torch.device) -> list[_Layout]:
     if not isinstance(group, dist.ProcessGroup):
+        kind = repr(group) if isinstance(group, str) else type(group).__name__
         raise TypeError(
-            f"sequence_group: expected a torch.distributed.ProcessGroup, got {type(group).__name__}"
+            f"sequence_group: expected a torch.distributed.ProcessGroup, got {kind}; pass "
+            "torch.distributed.group.WORLD, or what torch.distributed.new_group returns"
         )
     if dist.get_rank(group) < 0:
-        raise ValueError("sequence_group: expected a group that this rank is in, got another")
+        raise ValueError(
+            "sequence_group: expected a group that this rank is in, got another; call on the ranks "
+            "of the group alone"
+        )
     own = torch.tensor(mine, device=device)
     every = own.new_empty((dist.get_world_size(group), len(own)))
     dist.all_gather(list(every.unbind()), own, group=group)
     return [_Layout(*numbers) for numbers in every.tolist()]
 
 
-def _check_layouts(layouts: list[_Layout], rank: int) -> None:
+def _check_layouts(layouts: list[_Layout], rank: int, columns: Sequence[str]) -> None:
     """Refuse parts that do not fit together: every rank does, as all know of all."""
     mine = layouts[rank]
     for other, layout in enumerate(layouts):
-        if layout._replace(tokens=mine.tokens) != mine:
+        if layout.form != mine.form:
             raise ValueError(
-                "sequence_group: expected every rank to pass the same arguments, with the whole "
-                "batch's offsets or as many padded rows, and entries a token in the same ones, got "
-                f"{mine} on rank {rank} and {layout} on rank {other} of the group"
+                f"sequence_group: expected parts of the same sequences on all its ranks, got "
+                f"{mine.form} on rank {rank} and {layout.form} on rank {other}; "
+                "pass the whole batch's offsets, or as many padded sequences, on each"
+            )
+        if layout.offsets_sum != mine.offsets_sum:
+            raise ValueError(
+                f"offsets: expected the same on all ranks of sequence_group, got others on rank "
+                f"{other} than on rank {rank}; pass the whole batch's on each"
+            )
+        if layout.columns != mine.columns:
+            raise ValueError(
+                "sequence_group: expected a value a token for the same arguments on all its ranks, "
+                f"got it for {mine.of_tokens(columns)} on rank {rank} and "
+                f"{layout.of_tokens(columns)} on rank {other}; pass them alike on each"
             )
         if layout.tokens == 0:
             raise ValueError(
-                "sequence_group: expected at least one token a rank, got none on rank "
-                f"{other} of the group"
+                "sequence_group: expected at least one token on each rank, got none on rank "
+                f"{other}; split the sequences so that every rank has some, or use fewer ranks"
             )
 
 

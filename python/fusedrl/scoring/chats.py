@@ -131,7 +131,9 @@ def _readable(path: Path) -> Iterator[None]:
     except (OSError, pyarrow.ArrowException) as error:
         # pyarrow raises OSError for a damaged page, too.
         what = "Parquet file" if _is_parquet(path) else "file"
-        raise ScoreError(f"{path}: not a readable {what}: {reason(error)}") from error
+        raise ScoreError(
+            f"{path}: not a readable {what}: {reason(error)}; write it again"
+        ) from error
 
 
 def parse_chat(record: Record) -> Chat:

@@ -34,7 +34,10 @@ def check_kind(role: str, name: str, config: Any) -> None:
         got = other[0]
     else:
         return
-    raise ScoreError(f"{role}: expected a causal language model, got {got} from {name!r}")
+    raise ScoreError(
+        f"{role}: expected a causal language model, got {got} from {name!r}; "
+        "pass one that AutoModelForCausalLM loads"
+    )
 
 
 def check_complete(role: str, name: str, model: PreTrainedModel, loading: dict[str, Any]) -> None:
@@ -68,7 +71,10 @@ def check_complete(role: str, name: str, model: PreTrainedModel, loading: dict[s
         problem = f"its quantization is not known to transformers: {quantization}"
     else:
         return
-    raise ScoreError(f"{role}: the weights of {name!r} do not fit its config.json: {problem}")
+    raise ScoreError(
+        f"{role}: the weights of {name!r} do not fit its config.json: {problem}; "
+        "save the model again with save_pretrained"
+    )
 
 
 def _kind(key: str) -> str:
@@ -94,13 +100,15 @@ def check_causal(
             for row in (start + end, start + other)
         ]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ScoreError(f"{role}: {name!r} computes no logits: {reason(error)}") from error
+        raise ScoreError(
+            f"{role}: {name!r} computes no logits: {reason(error)}; pass a causal language model"
+        ) from error
     before, after = (row[: len(start)].float() for row in logits)
     # The grouping of experts' rows makes small differences; an untrained encoder's are 0.01.
     least = max(1e-3, 8 * torch.finfo(logits[0].dtype).eps)
     if (before - after).abs().max() > least * before.std():
         raise ScoreError(
             f"{role}: expected a causal language model, got one from {name!r} whose logits depend "
-            "on the tokens that follow, as an encoder's do"
+            "on the tokens that follow, as an encoder's do; pass a decoder"
         )
     return logits[0].shape[-1]

@@ -71,21 +71,26 @@ class Settings:
         for name, known in (("estimator", ESTIMATORS), ("dtype", DTYPES)):
             if getattr(self, name) not in known:
                 raise ScoreError(
-                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
+                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}; "
+                    f"leave it out for {getattr(type(self), name)!r}"
                 )
         low, high = TEMPERATURES
         if not low <= self.temperature <= high:
             raise ScoreError(
-                f"temperature: expected from {low:g} to {high:g}, got {self.temperature!r}"
+                f"temperature: expected from {low:g} to {high:g}, got {self.temperature!r}; "
+                "1.0 leaves the logits as they are"
             )
         if not 0 < self.rollout_bound <= TEMPERATURES[1]:
             raise ScoreError(
-                f"rollout_bound: expected a number above 0, got {self.rollout_bound!r}"
+                f"rollout_bound: expected a number above 0, got {self.rollout_bound!r}; "
+                "2.0 is usual"
             )
         for name in ("max_tokens_per_batch", "context", "report_chats"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ScoreError(f"{name}: expected at least 1, got {value!r}")
+                raise ScoreError(
+                    f"{name}: expected at least 1, got {value!r}; leave it out for the default"
+                )
 
 
 @dataclass
@@ -202,7 +207,7 @@ def _check_file(name: str, path: Path) -> None:
         problem = "found none" if not path.exists() else "found something else"
     except OSError as error:
         problem = reason(error)
-    raise ScoreError(f"{name}: expected a file, {problem} at {path}")
+    raise ScoreError(f"{name}: expected a file, {problem} at {path}; check the path")
 
 
 def _template(path: Path | None) -> str | None:
@@ -213,13 +218,18 @@ def _template(path: Path | None) -> str | None:
         # A byte order mark would be rendered at the start of every chat, so it is dropped.
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ScoreError(f"chat_template: cannot read {path}: {reason(error)}") from error
+        raise ScoreError(
+            f"chat_template: cannot read {path}: {reason(error)}; check its permissions"
+        ) from error
     except UnicodeDecodeError as error:
         raise ScoreError(
             f"chat_template: expected UTF-8 text in {path}: {reason(error)}; convert it to UTF-8"
         ) from error
     if not text.strip():
-        raise ScoreError(f"chat_template: expected a Jinja template, got the empty file {path}")
+        raise ScoreError(
+            f"chat_template: expected a Jinja template, got the empty file {path}; "
+            "leave it out for the policy's own"
+        )
     return text
 
 

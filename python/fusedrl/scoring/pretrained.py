@@ -92,7 +92,7 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, policy: str, template: s
     except TemplateSyntaxError as error:
         name = "policy: the chat template" if template is None else "chat_template: the file"
         raise ScoreError(
-            f"{name} is no Jinja template: line {error.lineno}: {reason(error)}"
+            f"{name} is no Jinja template: line {error.lineno}: {reason(error)}; correct that line"
         ) from error
     except Exception:
         pass  # it compiles; whether it can render a conversation depends on the conversation
@@ -130,7 +130,8 @@ def _load(kind: Any, role: str, name: str, **options: Any) -> Any:
         what = {AutoTokenizer: "tokenizer", AutoConfig: "configuration"}.get(kind, "model")
         absent = "" if Path(name).is_dir() else " (there is no such directory)"
         raise ScoreError(
-            f"{role}: cannot load a {what} from {name!r}{absent}: {reason(error)}"
+            f"{role}: cannot load a {what} from {name!r}{absent}: {reason(error)}; "
+            "pass a directory that save_pretrained wrote, or a name on the hub"
         ) from error
 
 

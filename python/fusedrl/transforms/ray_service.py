@@ -256,7 +256,8 @@ def _check_runs_remotely(transform_class: type[Transform], base: type[Transform]
     """Refuse a subclass that overrides a method which runs on this side, not in the actor."""
     if not (isinstance(transform_class, type) and issubclass(transform_class, base)):
         raise ValueError(
-            f"transform_class: expected a subclass of {full_name(base)}, got {transform_class!r}"
+            f"transform_class: expected a subclass of {full_name(base)}, got {transform_class!r}; "
+            "leave it out for that class itself"
         )
     for name, method in vars(RayKL).items():
         here = method is getattr(Transform, name, None)

@@ -55,5 +55,5 @@ def _warn(message: str) -> None:
 def refuse(unknown: dict[str, Any]) -> None:
     """Raise ``TypeError`` for an unknown argument, naming the one that was probably meant."""
     for name in unknown:
-        remedy = f"; the argument is called {RENAMED[name]}" if name in RENAMED else ""
-        raise TypeError(f"{name}: expected a known argument, got an unknown one{remedy}")
+        remedy = f"the argument is called {RENAMED[name]}" if name in RENAMED else "leave it out"
+        raise TypeError(f"{name}: expected a known argument, got an unknown one; {remedy}")

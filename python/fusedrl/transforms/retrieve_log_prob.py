@@ -95,7 +95,10 @@ class RetrieveLogProb(_RetrieveLogProb):
         max_tokens_per_forward: int | None = None,
     ) -> None:
         if padding_side not in ("left", "right"):
-            raise ValueError(f"padding_side: expected 'left' or 'right', got {padding_side!r}")
+            raise ValueError(
+                f"padding_side: expected 'left' or 'right', got {padding_side!r}; "
+                "leave it out for 'left'"
+            )
         check_limit(max_tokens_per_forward)
         # Kept before torchrl adds its defaults: what the caller gave says who marks the assistant.
         self.marker_kwargs = None if tokenizer_kwargs is None else dict(tokenizer_kwargs)

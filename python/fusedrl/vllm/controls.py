@@ -105,7 +105,8 @@ def control_of(engine: Any, timeout: float) -> Control:
         return InLoop(engine)
     raise TypeError(
         "engine: expected a vllm.LLM, a vllm.v1.engine.async_llm.AsyncLLM or the address of a "
-        f"server, such as 'http://localhost:8000', got {type(engine).__name__}"
+        f"server, such as 'http://localhost:8000', got {type(engine).__name__}; pass the engine "
+        "itself"
     )
 
 
@@ -270,7 +271,8 @@ class Server:
     def __init__(self, address: str, timeout: float) -> None:
         if not address.startswith(("http://", "https://")):
             raise ValueError(
-                f"engine: expected an address such as 'http://localhost:8000', got {address!r}"
+                f"engine: expected an address such as 'http://localhost:8000', got {address!r}; "
+                "begin it with http://"
             )
         self._address = address.rstrip("/")
         self.key: int | str = self._address
@@ -333,7 +335,7 @@ class Server:
         except urllib.error.HTTPError as error:
             raise RuntimeError(
                 f"engine: expected {self._address}/{path.partition('?')[0]} to succeed, got "
-                f"{error.code}: {_reason(error)}"
+                f"{error.code}: {_reason(error)}; the server's log says more"
             ) from error
         except TimeoutError as error:
             raise TimeoutError(

@@ -59,7 +59,8 @@ class EngineFollower:
             self._loads.open()
         except Exception as error:  # that of an engine in another process has no class of its own
             raise ValueError(
-                f"channel: expected one that the policy's engine can read, got: {error}"
+                f"channel: expected one that the policy's engine can read, got: {error}; make the "
+                "channel of the model that the engine runs, on the same machine"
             ) from error
         self._reports = [ReportedVersions(wrapper) for wrapper in wrappers if _can_tell(wrapper)]
         _FOLLOWERS.add(self)

@@ -234,4 +234,6 @@ def _run(calls: Coroutine[Any, Any, Value]) -> Value:
     except StopIteration as done:
         return done.value
     calls.close()
-    raise RuntimeError("engine: expected calls that return, got one for an event loop")
+    raise RuntimeError(
+        "engine: expected calls that return, got one for an event loop; await update_async() there"
+    )

@@ -70,7 +70,10 @@ class EngineWeights:
         timeout: float = 60.0,
     ) -> None:
         if in_flight not in ("recompute", "wait"):
-            raise ValueError(f"in_flight: expected 'recompute' or 'wait', got {in_flight!r}")
+            raise ValueError(
+                f"in_flight: expected 'recompute' or 'wait', got {in_flight!r}; "
+                "leave it out for 'recompute'"
+            )
         self.channel = channel
         timeout = seconds("timeout", timeout)
         self._updating = threading.Lock()

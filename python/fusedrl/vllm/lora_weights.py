@@ -37,7 +37,10 @@ class LoraWeights:
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig, layout: Layout) -> None:
         if layout.adapters != "only":
-            raise ValueError("channel: expected adapters alone, got all weights of a model")
+            raise ValueError(
+                "channel: expected adapters alone, got all weights of a model; create the channel "
+                "with adapters='only'"
+            )
         config = vllm_config.lora_config
         ranks = [e.shape[0] for e in layout.entries if layer_of(e.name)[1] == "lora_A"]
         if config is None:

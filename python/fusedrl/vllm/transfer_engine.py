@@ -152,7 +152,8 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
                 raise RuntimeError("update: expected none that goes on, got one; finish it")
             if wanted.expect == "untouched" and self._touched_by == wanted.attempt:
                 raise RuntimeError(
-                    "update: expected one that has not touched the model, got one that has"
+                    "update: expected one that has not touched the model, got one that has; update "
+                    "the weights again"
                 )
 
         Ranks.of_this_process().all_or_none(check, _nothing)

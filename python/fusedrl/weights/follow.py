@@ -287,7 +287,7 @@ def check_open(reader: WeightReader) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             "channel: expected a reader that stays open until the collector is shut down, got: "
-            f"{error}"
+            f"{error}; pass channel.handle, and let the collector open it"
         ) from error
 
 

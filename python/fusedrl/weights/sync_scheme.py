@@ -97,7 +97,10 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         check_timeout(timeout)
         if mode not in (None, "alias", "copy"):
-            raise ValueError(f"mode: expected 'alias', 'copy' or None, got {mode!r}")
+            raise ValueError(
+                f"mode: expected 'alias', 'copy' or None, got {mode!r}; leave it out to choose by "
+                "the policy's device"
+            )
         super().__init__(strategy)
         self.mode: Literal["alias", "copy"] | None = mode
         self.wait = wait
@@ -343,7 +346,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError("scheme: expected no transports, got a request for one")
+        raise NotImplementedError(
+            "scheme: expected no transports, got a request for one; weights go through its channel"
+        )
 
     def shutdown(self) -> None:
         """Close this end of the channel; may be called again.

@@ -68,7 +68,7 @@ class TrainerEnd:
         told = f"worker_ids: expected living workers, got dead: pid {pids}; the others"
         if self._wait:
             raise RuntimeError(
-                f"{told} have version {version} or are getting it: their own output says why they "
-                "ended, make another collector"
+                f"{told} have version {version} or are getting it; their own output says why they "
+                "ended: make another collector"
             )
         logger.warning("%s get version %d", told, version)

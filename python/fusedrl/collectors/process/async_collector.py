@@ -343,7 +343,9 @@ class AsyncCollector(_AsyncCollector):
         """
         if not self.is_running():
             self._thread.check()
-            raise RuntimeError("pause: expected a collector after start(), got none that runs")
+            raise RuntimeError(
+                "pause: expected a collector after start(), got none that runs; call start() first"
+            )
         with self._batches.storing:
             yield
 

@@ -175,7 +175,9 @@ class AsyncOptions:
         known = inspect.signature(self.collector_class).parameters
         for name in self.of_dialogs:
             if name not in known:
-                raise TypeError(f"{name}: expected an argument of LLMCollector, got an unknown one")
+                raise TypeError(
+                    f"{name}: expected an argument of LLMCollector, got an unknown one; drop it"
+                )
         for name in ONLY_FRAMES:
             value = getattr(self, name)
             if value not in (None, False, getattr(AsyncOptions, name, None)):

@@ -21,9 +21,9 @@ DIRECTIONS = ("reverse", "forward", "jensen_shannon")
 
 
 class ExactKL(NamedTuple):
-    """Per-token divergences and entropies of the policy, in nats, float32, shaped like the tokens.
+    """Divergences and entropies of the policy for each token, in nats and float32.
 
-    ``kl`` is the divergence of whichever direction was asked for.
+    Both are shaped like the tokens; ``kl`` is the divergence in the direction of the call.
     """
 
     kl: Tensor
@@ -65,28 +65,29 @@ def exact_kl(
     ``"jensen_shannon"`` :math:`(1 - \beta) KL(p \| m) + \beta KL(q \| m)`, with
     :math:`\beta = 1/2` at most :math:`\log 2`.
     This is the generalised Jensen-Shannon divergence of on-policy distillation (GKD) with the
-    student as policy and the teacher as reference. As there, ``beta=0`` is the forward KL and
-    ``beta=1`` the reverse KL; they are not the limits, which are 0: near them the divergence is
+    student as policy and the teacher as reference. As there, ``beta=0`` means the forward KL and
+    ``beta=1`` the reverse KL. Neither is a limit: the divergence goes to 0 at both ends, like
     :math:`\beta KL(q \| p)` and :math:`(1 - \beta) KL(p \| q)`.
 
-    Reads every kept row of both once (Jensen-Shannon twice: it needs the normalizers first),
-    accumulates in float32 or better and keeps nothing of the size of the logits. Gradients reach
-    both in their own dtype, each only if it requires one; the backward pass recomputes the softmax.
+    The op reads every kept row of both once, or twice for Jensen-Shannon, which needs the
+    normalizers first. It accumulates in float32 or better and keeps nothing of the size of the
+    logits. Each side gets a gradient in its own dtype if it requires one; the backward pass
+    computes the softmax again.
 
-    A class of probability 0 (a logit of -inf, or underflow) adds 0 where p is the weight, and makes
-    a KL +inf where only q has it. The gradient of a -inf logit is 0; other gradients of an infinite
-    KL are not finite.
+    A class adds 0 where the distribution that weighs it gives it probability 0 (a logit of -inf, or
+    underflow). It makes a KL +inf where only the other distribution does. The gradient of a -inf
+    logit is 0; other gradients of an infinite KL are not finite.
 
     Args:
         logits: the policy's, ``[N, V]`` packed, ``[B, T, V]`` padded, or jagged ``[B, j, V]``;
             float32, bfloat16 or float16 (float64 runs through the reference). Dimension V must have
             stride 1, otherwise it is copied; other strides are free.
-        ref_logits: the reference's, in the same shape and dtype, with strides of their own.
+        ref_logits: the reference's, of the same shape and dtype; their strides may differ.
         mask: bool ``[N]``, ``[B, T]`` or jagged; ``None`` keeps all. A dropped token has divergence
             exactly 0, and its logits are not read.
         direction: ``"reverse"``, ``"forward"`` or ``"jensen_shannon"``.
-        beta: the reference's share of the mixture, for ``"jensen_shannon"`` alone: 0, 1 or from
-            1e-30 to below 1. ``None`` is 1/2.
+        beta: the reference's share of the mixture, for ``"jensen_shannon"`` alone: 0, 1 or a number
+            between that is at least 1e-30. ``None`` means 1/2.
         entropy: also return the policy's entropy :math:`-\sum_v p_v \log p_v` of each kept row,
             with gradient.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
@@ -94,16 +95,18 @@ def exact_kl(
             first token of every sequence has divergence 0. Packed logits then need ``offsets``.
         sequence_group: the process group over whose ranks sequences are split into contiguous
             parts, in the order of the ranks (context parallelism). With ``shift`` the first token
-            of a part reads the last row of the rank before. Every rank calls, and differentiates.
-            ``offsets`` are those of all ranks' tokens; nested input is refused.
-        temperature: positive divisor of both logits. Pass a 0-dim tensor to vary it under
+            of a part reads the last row of the rank before. Every rank has to call the op, and to
+            differentiate its result. ``offsets`` are those of all ranks' tokens. Nested input is
+            refused.
+        temperature: divisor of both logits, from 1e-30 to 1e30. A 0-dim tensor may change under
             ``torch.compile`` without a recompile. No gradient flows to it.
-        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
+            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
         float32 ``[N]``, ``[B, T]`` or jagged like the logits, or :class:`ExactKL` with
-        ``entropy=True``; never negative but for rounding in the reference implementation. A row of
-        -inf only, a NaN or a +inf gives NaN.
+        ``entropy=True``. Rounding in the reference implementation alone makes a value negative. A
+        row that is all -inf, or has a NaN or a +inf, gives NaN.
 
     Raises:
         TypeError: a mask that is not bool, logits that are not floating point.
@@ -147,8 +150,7 @@ def exact_kl(
 
 def chosen_divergence(direction: str, beta: float | None) -> Divergence:
     """What is computed for a direction and a beta; refuses what neither exists nor fits."""
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction: expected one of {', '.join(DIRECTIONS)}, got {direction!r}")
+    _dispatch.check_choice("direction", direction, DIRECTIONS)
     if direction != "jensen_shannon":
         if beta is not None:
             raise ValueError(
@@ -158,7 +160,10 @@ def chosen_divergence(direction: str, beta: float | None) -> Divergence:
         return Divergence(1.0, direction == "forward")
     share = share_of(0.5 if beta is None else beta)
     if share is None:
-        raise ValueError(f"beta: expected 0, 1 or a number between, from 1e-30 on, got {beta!r}")
+        raise ValueError(
+            f"beta: expected 0, 1 or a number between, from 1e-30 on, got {beta!r}; "
+            "leave it out for 0.5"
+        )
     return Divergence(1.0, True) if share == 0 else Divergence(share, False)
 
 
@@ -184,14 +189,17 @@ def _check(
     shift: bool,
 ) -> None:
     _rows.check_rows("logits", logits, offsets, shift)
-    _dispatch.check_tensor("ref_logits", ref_logits, like=" like the logits")
-    _dispatch.check_same("ref_logits", ref_logits, logits.shape, logits.device)
+    _dispatch.check_tensor("ref_logits", ref_logits, like=" like logits")
+    _dispatch.check_same(
+        *("ref_logits", ref_logits, logits.shape, logits.device),
+        *(" like logits", None, "score the same tokens over the same vocabulary"),
+    )
     if ref_logits.dtype != logits.dtype:
         raise ValueError(
-            f"ref_logits: expected {logits.dtype} like the logits, got {ref_logits.dtype}; "
+            f"ref_logits: expected {logits.dtype} like logits, got {ref_logits.dtype}; "
             f"convert it with .to({logits.dtype})"
         )
-    _dispatch.check_mask(mask, logits.shape[:-1], logits.device)
+    _dispatch.check_mask(mask, logits.shape[:-1], logits.device, " for logits", logits)
 
 
 class _Autograd(torch.autograd.Function):

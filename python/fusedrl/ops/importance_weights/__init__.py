@@ -21,10 +21,10 @@ MODES = ("truncate", "mask")
 
 
 class Mismatch(NamedTuple):
-    """How far the policy that trains is from the one that generated, a value a sequence.
+    """How far the policy that trains is from the one that generated, a value for each sequence.
 
-    Fields are sums over the kept tokens whose log ratio is known, so that those of two batches add
-    up, but for ``max_ratio``. A sequence without such tokens has 0 in all of them.
+    All fields but ``max_ratio`` are sums over the kept tokens whose log ratio is known, so that
+    fields of two batches can be added. A sequence without such tokens has 0 in every field.
 
     Args:
         tokens: how many there are, int64 ``[B]``.
@@ -74,7 +74,7 @@ class Mismatch(NamedTuple):
 
 
 class ImportanceWeights(NamedTuple):
-    """Weights in the representation of the input, and what is known of each sequence."""
+    """Weights in the representation of the input, and the mismatch of each sequence."""
 
     weights: Any
     mismatch: Mismatch
@@ -94,33 +94,35 @@ def importance_weights(
     nan: str = "propagate",
     impl: str = "auto",
 ) -> ImportanceWeights:
-    r"""Weights that correct for the policy that generated not being the one that trains.
+    r"""Weights of tokens that another policy generated than the one that trains on them.
 
-    With the log ratio ``d = log_probs - rollout_log_probs`` of a token, its ratio at the level of
-    tokens is :math:`e^{\min(d, 20)}`. At the level of sequences all tokens of a sequence have one
-    ratio, with the sum of ``d`` over its kept tokens in the place of ``d``; at the level
-    ``"geometric"``, with their mean. The weight is the ratio, within the bounds.
+    Each token has a log ratio ``d = log_probs - rollout_log_probs``, and its ratio is
+    :math:`e^{\min(x, 20)}`. At the level ``"token"``, x is d. At the level ``"sequence"``, x is the
+    sum of d over the kept tokens of the sequence, and at ``"geometric"`` their mean, so that all
+    tokens of a sequence have one ratio. The weight is the ratio, limited as ``mode`` says.
 
     Weights are constants: no gradient flows through them to the log-probs of either policy.
 
     Args:
         log_probs: float log-probs of the sampled tokens under the policy that trains: padded
             ``[B, T]``, a sequence a row, packed ``[N]`` with offsets, a jagged or strided nested
-            tensor, or a list of 1-D tensors, one a sequence.
+            tensor, or a list of 1-D tensors, one for each sequence.
         rollout_log_probs: those under the policy that generated, in the same form.
         mask: bool in the same form; ``None`` keeps all. A dropped token has weight exactly 0, and
             its log-probs are not read.
         offsets: int64 ``[B + 1]``, where each sequence of packed ``[N]`` values starts and ends. At
-            the level of tokens they may be left out, and all values are one sequence.
+            the level of tokens they may be left out; all values then are one sequence.
         level: ``"token"``, ``"sequence"`` or ``"geometric"``.
         mode: what becomes of a ratio outside ``[low, high]``: ``"truncate"`` puts the bound in its
             place (TIS), ``"mask"`` puts 0 (MIS, IcePop).
-        low: the least ratio, from 0 to 1e30; ``None`` for no such bound. Pass a 0-dim tensor to
-            vary it under ``torch.compile`` without a recompile.
-        high: the largest ratio, from 0 to 1e30, or ``None``, in the same way.
-        nan: ``"propagate"``, or ``"missing"``: a token whose log ratio is NaN has ratio 1 at the
-            level of tokens, adds nothing to its sequence's, and does not count in the mismatch.
-        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+        low: lower bound of the ratio, from 0 to 1e30; ``None`` for no bound. A 0-dim tensor may
+            change under ``torch.compile`` without a recompile.
+        high: upper bound of the ratio, in the same way.
+        nan: ``"propagate"`` a NaN, or take it as ``"missing"``: a token whose log ratio is NaN then
+            has ratio 1 at the level of tokens, adds nothing to the ratio of its sequence, and does
+            not count in the mismatch.
+        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
+            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
         :class:`ImportanceWeights`: the weights in the form of ``log_probs``, float32 (float64 for
@@ -131,7 +133,7 @@ def importance_weights(
             different forms, a sparse tensor, a bound that is no real number.
         ValueError: an unknown option, shapes, devices and offsets that do not fit, packed values
             without offsets where a sequence has one ratio, or bounds out of range or order. Bounds
-            are not looked at in a compiled graph, nor where they are tensors on the GPU.
+            are not checked in a compiled graph, nor where they are tensors on the GPU.
 
     Example:
         >>> import torch
@@ -162,12 +164,9 @@ def importance_weights(
 
 
 def _check_options(level: str, mode: str, nan: str) -> None:
-    if level not in LEVELS:
-        raise ValueError(f"level: expected one of {', '.join(LEVELS)}, got {level!r}")
-    if mode not in MODES:
-        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-    if nan not in ("propagate", "missing"):
-        raise ValueError(f"nan: expected 'propagate' or 'missing', got {nan!r}")
+    _dispatch.check_choice("level", level, LEVELS)
+    _dispatch.check_choice("mode", mode, MODES)
+    _dispatch.check_choice("nan", nan, _dispatch.NANS)
 
 
 def _list(
@@ -178,7 +177,10 @@ def _list(
     options: dict[str, Any],
 ) -> ImportanceWeights:
     if offsets is not None:
-        raise ValueError("offsets: expected None with a list, whose samples carry their lengths")
+        raise ValueError(
+            f"offsets: expected None with a list, whose samples have lengths, got "
+            f"{_dispatch.kind(offsets)}; leave it out"
+        )
     companions = {"rollout_log_probs": rollout_log_probs}
     companions |= {} if mask is None else {"mask": mask}
     check_lists(**companions)
@@ -243,10 +245,12 @@ def _check(
         _dispatch.check_floating(name, value)
     if log_probs.dim() not in (1, 2):
         raise ValueError(
-            f"log_probs: expected [N] packed or [B, T] padded, got shape {tuple(log_probs.shape)}"
+            f"log_probs: expected [N] packed or [B, T] padded, got shape "
+            f"{tuple(log_probs.shape)}; give each sequence a row, or flatten all and pass offsets"
         )
-    _dispatch.check_same("rollout_log_probs", rollout_log_probs, log_probs.shape, log_probs.device)
-    _dispatch.check_mask(mask, log_probs.shape, log_probs.device)
+    shape, device, like = log_probs.shape, log_probs.device, " like log_probs"
+    _dispatch.check_same("rollout_log_probs", rollout_log_probs, shape, device, like)
+    _dispatch.check_mask(mask, shape, device, like)
     if log_probs.dim() == 2 and offsets is not None:
         raise ValueError(
             "offsets: expected None with padded [B, T] log_probs (one sequence a row), "
@@ -269,7 +273,9 @@ def _bounds(
     def bound(name: str, value: float | Tensor | None, none: float) -> Tensor:
         if value is None:
             return torch.full((), none, dtype=torch.float64, device="cpu")
-        return _dispatch.scalar_tensor(name, value, device, 0.0, _dispatch.LARGEST)
+        return _dispatch.scalar_tensor(
+            *(name, value, device, 0.0, _dispatch.LARGEST), remedy="None sets no bound"
+        )
 
     least, most = bound("low", low, 0.0), bound("high", high, torch.inf)
     if low is not None and high is not None:

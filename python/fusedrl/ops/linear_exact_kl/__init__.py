@@ -44,43 +44,46 @@ def linear_exact_kl(
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> Tensor | ExactKL:
-    r"""Divergence of :func:`exact_kl` between the logits of two linear heads, never materialised.
+    r"""Divergence between the logits of two linear heads, which never exist as a whole.
 
-    The policy's logits are ``scale * (hidden @ weight.T + bias)``, capped to
-    ``softcap * tanh(logits / softcap)`` where a softcap is given; the reference's likewise. Both
-    exist a tile at a time (see :func:`linear_token_log_probs`), and only for the kept rows. The
-    Jensen-Shannon divergence multiplies everything twice: it needs the normalizers first.
-    Gradients reach both sides, each only where it is required.
+    It is the divergence of :func:`exact_kl`. The policy's logits are
+    ``scale * (hidden @ weight.T + bias)``, capped to ``softcap * tanh(logits / softcap)`` where a
+    softcap is given; the reference's are made in the same way. Both exist a tile at a time (see
+    :func:`linear_token_log_probs`), and only for the kept rows. The Jensen-Shannon divergence
+    multiplies everything twice, as it needs the normalizers first. Each side gets gradients only
+    where they are required.
 
     Args:
         hidden: the policy's, ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``;
             float32, bfloat16 or float16 (float64 runs through the reference).
         weight: ``[V, H]`` of the dtype of ``hidden``.
-        ref_hidden: the reference's, the same tokens and dtype, its own width.
-        ref_weight: ``[V, ref_H]``, the same vocabulary.
+        ref_hidden: the reference's, of the same tokens and dtype; its width ``ref_H`` may differ.
+        ref_weight: ``[V, ref_H]``, over the same vocabulary.
         mask: bool ``[N]``, ``[B, T]`` or jagged; ``None`` keeps all. A dropped token has divergence
             exactly 0, and its hidden states are not read.
         direction: ``"reverse"`` KL(policy || reference), ``"forward"`` or ``"jensen_shannon"``.
         beta: the reference's share of the mixture, for ``"jensen_shannon"`` alone, as in
-            :func:`exact_kl`; ``None`` is 1/2.
+            :func:`exact_kl`; ``None`` means 1/2.
         entropy: also return the policy's entropy of each kept row, with gradient.
-        bias: ``[V]``; ``ref_bias`` likewise.
-        ref_bias: see ``bias``.
-        softcap: positive bound of the policy's logits; ``ref_softcap`` likewise.
-        ref_softcap: see ``softcap``.
-        scale: positive factor of the policy's logits; ``ref_scale`` likewise.
-        ref_scale: see ``scale``.
+        bias: ``[V]`` of the policy's head, of the dtype of ``weight``.
+        ref_bias: ``[V]`` of the reference's head.
+        softcap: positive bound of the policy's logits.
+        ref_softcap: positive bound of the reference's logits.
+        scale: positive factor of the policy's logits.
+        ref_scale: positive factor of the reference's logits.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads row *i - 1* of its own sequence; the first token of every sequence
             has divergence 0. Packed hidden states then need ``offsets``.
         sequence_group: the process group over whose ranks sequences are split into contiguous
             parts, in the order of the ranks (context parallelism). With ``shift`` the first token
-            of a part reads the last row of the rank before. Every rank calls, and differentiates.
-            ``offsets`` are those of all ranks' tokens; nested input is refused.
-        temperature: positive divisor of both logits. No gradient flows to it.
+            of a part reads the last row of the rank before. Every rank has to call the op, and to
+            differentiate its result. ``offsets`` are those of all ranks' tokens. Nested input is
+            refused.
+        temperature: divisor of both logits, from 1e-30 to 1e30. No gradient flows to it.
         batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
             depend on the batch around it.
-        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
+            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
         float32 ``[N]``, ``[B, T]`` or jagged like the hidden states, or :class:`ExactKL` with
@@ -111,10 +114,7 @@ def linear_exact_kl(
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
     p, q = (ref_head, head) if divergence.swapped else (head, ref_head)
     if chosen == "reference":
-        if batch_invariant:
-            raise ValueError(
-                "batch_invariant: expected False with the reference implementation, got True"
-            )
+        _dispatch.check_without_kernel("batch_invariant", batch_invariant, False)
         kl, entropies = reference.linear_exact_kl(
             p, q, mask, offsets, shift, divisor, divergence.beta, entropy
         )
@@ -154,10 +154,11 @@ def _check_tokens(
     rows, ref_rows = hidden.shape[:-1], ref_hidden.shape[:-1]
     if rows != ref_rows:
         raise ValueError(
-            f"ref_hidden: expected the tokens {tuple(rows)} of hidden, got {tuple(ref_rows)}"
+            f"ref_hidden: expected as many rows {tuple(rows)} as hidden, got {tuple(ref_rows)}; "
+            "pass those of the same tokens"
         )
     _dispatch.check_device("ref_hidden", ref_hidden, hidden.device)
-    _dispatch.check_mask(mask, rows, hidden.device)
+    _dispatch.check_mask(mask, rows, hidden.device, " for hidden", hidden)
 
 
 def _check_heads(head: _head.Head, ref_head: _head.Head) -> None:
@@ -165,7 +166,7 @@ def _check_heads(head: _head.Head, ref_head: _head.Head) -> None:
     if len(ref_head.weight) != len(head.weight):
         raise ValueError(
             f"ref_weight: expected the {len(head.weight)} classes of weight, "
-            f"got {len(ref_head.weight)}"
+            f"got {len(ref_head.weight)}; pass heads over the same vocabulary"
         )
 
 

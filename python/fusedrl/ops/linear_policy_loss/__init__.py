@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["PolicyLoss", "RatioStatistics", "linear_policy_loss"]
 
 _COUNTS = (torch.int64, torch.int32)  # of tokens or sequences, as sums over masks and ranks are
+MAIN_GRAD = "make it with torch.zeros_like(weight, dtype=torch.float32)"
 IMPORTANCE_OPTIONS = ("level", "mode", "low", "high", "nan", "impl")
 
 
@@ -111,10 +112,10 @@ def linear_policy_loss(
     main_grad: Tensor | None = None,
     impl: str = "auto",
 ) -> PolicyLoss:
-    r"""Loss of a policy over the tokens that it generated, from hidden states to gradients.
+    r"""Loss of a policy over generated tokens, and its gradients, from the hidden states.
 
-    With the ratio :math:`r = e^{\log p - \log p_{old}}` of each token and its advantage :math:`A`,
-    a clipped loss takes :math:`-\min(r A, clamp(r, 1 - low, 1 + high) A)`.
+    Each token has a ratio :math:`r = e^{\log p - \log p_{old}}` and an advantage :math:`A`. Its
+    term of a clipped loss is :math:`-\min(r A, clamp(r, 1 - low, 1 + high) A)`.
 
     ============= ================================= =========== =========== ============
     ``loss``      term of a token                   ``ratio``   aggregation ``clip``
@@ -131,10 +132,10 @@ def linear_policy_loss(
     A block of rows is multiplied by the head once, reduced to log-probs, weighed, overwritten by
     the gradient of its logits, and multiplied into both gradients before the next block starts.
     That is three matrix products, where a log-prob op and a loss behind it take four. The logits of
-    one block exist at a time: at most 256 MiB, or one row. Four products are needed for a ratio of
-    whole sequences, which needs their log-probs first, and for a vocabulary that is sharded over
-    ranks. Only kept rows are multiplied. Gradients are made in the forward pass, where any are
-    needed, summed in float32, and scaled in the backward pass.
+    one block exist at a time: at most 256 MiB, or one row. A ratio of whole sequences takes four
+    products, as it needs their log-probs first, and so does a vocabulary that is sharded over
+    ranks. Only kept rows are multiplied. Where gradients are needed, the forward pass makes them
+    and sums them in float32, and the backward pass scales them.
 
     Args:
         hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``; float32, bfloat16
@@ -143,8 +144,8 @@ def linear_policy_loss(
         tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged, as is every other tensor
             of one entry a token.
         mask: bool, shaped like ``tokens``; ``None`` keeps all. Nothing of a dropped token is read.
-        advantages: one a token, shaped like ``tokens``, or one a sequence, ``[B]``. Where packed
-            tokens are as many as sequences, they are of the tokens.
+        advantages: one for each token, shaped like ``tokens``, or one for each sequence, ``[B]``.
+            Where there are as many packed tokens as sequences, they count as those of the tokens.
         old_log_probs: log-probs of the policy that generated, shaped like ``tokens``. With ``None``
             those of the policy itself are taken, so that every ratio is 1.
         ref_log_probs: log-probs of the reference policy, which ``kl_coeff`` needs. Where that is 0
@@ -162,20 +163,20 @@ def linear_policy_loss(
             sequence has no row. Packed hidden states then need ``offsets``.
         sequence_group: the process group over whose ranks sequences are split into contiguous
             parts, in the order of the ranks (context parallelism). With ``shift`` the first token
-            of a part reads the last row of the rank before. Every rank calls, and differentiates.
-            ``offsets`` and advantages of sequences are those of all ranks; nested input is
-            refused. A rank's loss is the part of the whole that its rows make: all parts add up to
-            it, and to its gradients. ``ratio`` is of the rank's own rows.
+            of a part reads the last row of the rank before. Every rank has to call the op, and to
+            differentiate its result. ``offsets`` and advantages of sequences are those of all
+            ranks. Nested input is refused. A rank's loss is the share of its rows: the losses of
+            all ranks add up to the loss of the batch, and so do their gradients. The result's
+            ``ratio`` is of the rank's own rows.
         loss: a row of the table, which ``ratio``, ``clip`` and ``aggregation`` change.
         ratio: ``"token"``, ``"sequence"`` (the product over the kept tokens of a sequence) or
             ``"geometric"`` (its geometric mean).
         clip: ``low`` and ``high``, the distances of the bounds from 1, or one number for both: the
             ratio is clamped to ``[1 - low, 1 + high]``. Without effect on ``reinforce``.
-        dual_clip: a larger ratio counts as this one where the advantage is negative. It affects
-            clipped losses only.
+        dual_clip: upper bound of the ratio where the advantage is negative, for clipped losses.
         aggregation: ``"token"``, the mean over kept tokens; ``"sequence"``, the mean over sequences
             of the mean over their kept tokens, 0 where there is none; ``"constant"``, the sum over
-            ``normalizer``. KL and entropy are aggregated alike.
+            ``normalizer``. KL and entropy are aggregated in the same way.
         normalizer: replaces the number of tokens (``"token"``) or sequences (``"sequence"``), to
             count those of other ranks or micro-batches too: a number, or a tensor of one element.
         kl_coeff: factor of the KL to the reference policy in the loss.
@@ -185,12 +186,13 @@ def linear_policy_loss(
         bias: ``[V]`` of the dtype of ``weight``.
         softcap: positive bound of the logits, see :func:`linear_token_log_probs`.
         scale: positive factor of the logits.
-        temperature: positive divisor of the logits. No gradient flows to it.
-        vocab_offset: ``weight`` is the shard of a larger vocabulary that starts at this class.
+        temperature: divisor of the logits, from 1e-30 to 1e30. No gradient flows to it.
+        vocab_offset: the first class of ``weight``, where that is a shard of a larger vocabulary.
         group: the process group whose ranks hold the other shards.
         main_grad: float32 ``[V, H]``; the backward pass adds the weight's gradient to it, not
             rounded, in place of ``weight.grad``. Not with ``group``.
-        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
+            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
         :class:`PolicyLoss`.
@@ -221,12 +223,13 @@ def linear_policy_loss(
     )
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     _rows.check_rows("hidden", head.hidden, offsets, shift)
-    _rows.check_tokens(tokens, head.hidden, "hidden states")
+    _rows.check_tokens(tokens, "hidden", head.hidden)
     _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
     if (vocab_offset is None) != (group is None):
         raise ValueError(
             "vocab_offset, group: expected both for a sharded vocabulary, or none, got "
-            f"{vocab_offset!r} and {group!r}"
+            f"{vocab_offset!r} and {group!r}; pass the first class of this rank's shard and the "
+            "group of all shards"
         )
     _check_coefficients(kl_coeff, entropy_coeff, ref_log_probs, aggregation, normalizer)
     _check_main_grad(main_grad, head.weight, group)
@@ -251,7 +254,10 @@ def linear_policy_loss(
         low = 1 / _dispatch.LARGEST
         if isinstance(normalizer, Tensor) and normalizer.dtype in _COUNTS:
             normalizer = normalizer.double()
-        normalizer = _dispatch.scalar_tensor("normalizer", normalizer, head.hidden.device, low)
+        normalizer = _dispatch.scalar_tensor(
+            *("normalizer", normalizer, head.hidden.device, low),
+            remedy="pass how many tokens or sequences there are",
+        )
     share = losses.shares(sequences, aggregation, normalizer).to(dtype).view(tokens.shape)
     weights = losses.TermWeights(
         share if factors is None else torch.where(share > 0, share * factors, 0),
@@ -305,13 +311,18 @@ def _check_coefficients(
     for name, value in (("kl_coeff", kl_coeff), ("entropy_coeff", entropy_coeff)):
         number = _dispatch.real_number(value)
         if number is None or not math.isfinite(number):
-            raise ValueError(f"{name}: expected a finite number, got {value!r}")
+            raise ValueError(
+                f"{name}: expected a finite number, got {value!r}; 0.0 leaves the term out"
+            )
     if kl_coeff and ref_log_probs is None:
-        raise ValueError(f"ref_log_probs: expected a tensor with kl_coeff={kl_coeff}, got None")
+        raise ValueError(
+            f"ref_log_probs: expected a tensor with kl_coeff={kl_coeff}, got None; pass the "
+            "reference policy's log-probs of the tokens, or kl_coeff=0"
+        )
     if aggregation == "constant" and normalizer is None:
         raise ValueError(
-            "normalizer: expected a number with aggregation='constant', such as the number of "
-            "sequences times the longest length that may be generated, got None"
+            "normalizer: expected a number with aggregation='constant', got None; pass the number "
+            "of sequences times the longest length that may be generated, for example"
         )
 
 
@@ -323,19 +334,23 @@ def _check_importance(
     if not isinstance(importance, Mapping):
         raise TypeError(
             "importance: expected a mapping of options of importance_weights, got "
-            f"{_dispatch.kind(importance)}; pass {{'level': 'sequence'}}, say"
+            f"{_dispatch.kind(importance)}; pass a dict such as {{'level': 'sequence'}}"
         )
     for name in importance:
         if name not in IMPORTANCE_OPTIONS:
             raise TypeError(
-                f"importance: expected options among {', '.join(IMPORTANCE_OPTIONS)}, got {name!r}"
+                f"importance: expected options among {', '.join(IMPORTANCE_OPTIONS)}, got "
+                f"{name!r}; leave it out"
             )
     if importance and rollout_log_probs is None:
-        raise ValueError("rollout_log_probs: expected a tensor with importance, got None")
+        raise ValueError(
+            "rollout_log_probs: expected a tensor with importance, got None; pass the log-probs of "
+            "the engine that generated, or leave out importance"
+        )
     if sequence_group is not None and importance.get("level", "token") != "token":
         raise ValueError(
             "importance: expected level='token' with sequence_group, as other ratios are of whole "
-            f"sequences, got {importance['level']!r}"
+            f"sequences, got {importance['level']!r}; leave out the level"
         )
 
 
@@ -346,8 +361,9 @@ def _check_main_grad(main_grad: Tensor | None, weight: Tensor, group: object) ->
     if group is not None:
         raise ValueError("main_grad: expected None with group, got a tensor; use weight.grad")
     if main_grad.dtype != torch.float32:
-        raise ValueError(f"main_grad: expected torch.float32, got {main_grad.dtype}")
-    _dispatch.check_same("main_grad", main_grad, weight.shape, weight.device)
+        raise ValueError(f"main_grad: expected torch.float32, got {main_grad.dtype}; {MAIN_GRAD}")
+    like = (weight.shape, weight.device, " like weight", None)
+    _dispatch.check_same("main_grad", main_grad, *like, MAIN_GRAD)
 
 
 def _constant(name: str, value: Tensor | None, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -355,7 +371,7 @@ def _constant(name: str, value: Tensor | None, tokens: Tensor, dtype: torch.dtyp
     if value is None:
         return None
     _check_constant(name, value)
-    _dispatch.check_same(name, value, tokens.shape, tokens.device)
+    _dispatch.check_same(name, value, tokens.shape, tokens.device, " like tokens")
     return value.to(dtype).contiguous()
 
 
@@ -368,10 +384,11 @@ def _advantages(
     elif value.shape == (sequences.count,):
         spread = value[sequences.index.to(value.device)].view(tokens.shape)
     else:
+        flat = value.numel() == sequences.count
         raise ValueError(
-            f"advantages: expected shape {tuple(tokens.shape)}, one a token, or "
-            f"({sequences.count},), one a sequence, got {tuple(value.shape)}"
-            + ("; flatten it with .flatten()" if value.numel() == sequences.count else "")
+            f"advantages: expected shape {tuple(tokens.shape)}, one for each token, or "
+            f"({sequences.count},), one for each sequence, got {tuple(value.shape)}; "
+            + ("flatten it with .flatten()" if flat else _dispatch.ONE_A_TOKEN)
         )
     _dispatch.check_device("advantages", spread, tokens.device)
     return spread.to(dtype).contiguous()

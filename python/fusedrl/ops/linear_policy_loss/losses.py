@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SURROGATES = ("clip", "clipped_ratio", "cispo", "reinforce")
 RATIOS = LEVELS
 AGGREGATIONS = ("token", "sequence", "constant")
+OF_THE_LOSS = "leave it out for that of the loss"
 
 
 class Recipe(NamedTuple):
@@ -107,46 +108,51 @@ def recipe_of(
     kl_estimator: str,
 ) -> tuple[Surrogate, str, str]:
     """The surrogate, the level of its ratio and the aggregation that these arguments ask for."""
-    recipe = RECIPES[one_of("loss", loss, RECIPES)]
-    ratio = recipe.ratio if ratio is None else one_of("ratio", ratio, RATIOS)
+    recipe = RECIPES[_dispatch.check_choice("loss", loss, RECIPES)]
+    if ratio is None:
+        ratio = recipe.ratio
+    _dispatch.check_choice("ratio", ratio, RATIOS, OF_THE_LOSS)
     if recipe.surrogate != "clip" and ratio != "token":
         raise ValueError(
-            f"ratio: expected 'token' with loss={loss!r}, got {ratio!r}; "
-            "only clipped losses have a ratio of whole sequences"
+            f"ratio: expected 'token' with loss={loss!r}, got {ratio!r}; leave it out, or use a "
+            "clipped loss, which has ratios of whole sequences"
         )
     if aggregation is None:
         aggregation = recipe.aggregation
-    one_of("aggregation", aggregation, AGGREGATIONS)
+    _dispatch.check_choice("aggregation", aggregation, AGGREGATIONS, OF_THE_LOSS)
     low, high = _bounds(recipe.clip if clip is None else clip)
     most = math.inf if dual_clip is None else _number("dual_clip", dual_clip)
     if most < high:
-        raise ValueError(f"dual_clip: expected at least 1 + clip[1] = {high:g}, got {dual_clip}")
-    estimator = one_of("kl_estimator", kl_estimator, ESTIMATORS)
+        raise ValueError(
+            f"dual_clip: expected at least 1 + clip[1] = {high:g}, got {dual_clip}; "
+            "pass a larger one, or leave it out"
+        )
+    remedy = "leave it out for 'k3'"
+    estimator = _dispatch.check_choice("kl_estimator", kl_estimator, ESTIMATORS, remedy)
     return Surrogate(recipe.surrogate, low, high, most, estimator), ratio, aggregation
-
-
-def one_of(name: str, value: object, choices: Iterable[str]) -> str:
-    """``value``, which has to be one of ``choices``."""
-    names = tuple(choices)
-    if not isinstance(value, str) or value not in names:
-        raise ValueError(f"{name}: expected one of {', '.join(names)}, got {value!r}")
-    return value
 
 
 def _bounds(clip: object) -> tuple[float, float]:
     pair = clip if isinstance(clip, (tuple, list)) else (clip, clip)
     if len(pair) != 2:
-        raise ValueError(f"clip: expected a number or a pair (low, high), got {clip!r}")
+        raise ValueError(
+            f"clip: expected a number or a pair (low, high), got {clip!r}; {OF_THE_LOSS}"
+        )
     below, above = (_number("clip", value) for value in pair)
     if not (0 <= below <= 1 and above >= 0):
-        raise ValueError(f"clip: expected a pair in [0, 1] and [0, inf), got {clip!r}")
+        raise ValueError(
+            "clip: expected a low distance from 0 to 1 and a high one of at least 0, got "
+            f"{clip!r}; {OF_THE_LOSS}"
+        )
     return 1 - below, 1 + above
 
 
 def _number(name: str, value: object) -> float:
     number = _dispatch.real_number(value)
     if number is None or math.isnan(number):
-        raise ValueError(f"{name}: expected a number, got {value!r}")
+        raise ValueError(
+            f"{name}: expected a number, got {value!r}; convert it with float(), or leave it out"
+        )
     return float(number)
 
 

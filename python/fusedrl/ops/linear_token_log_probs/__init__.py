@@ -55,12 +55,12 @@ def linear_token_log_probs(
     Args:
         hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``; float32, bfloat16
             or float16 (float64 runs through the reference).
-        weight: ``[V, H]`` of the dtype of ``hidden``. Frozen or tied weights need nothing special:
-            what requires no grad costs no gradient.
+        weight: ``[V, H]`` of the dtype of ``hidden``. A frozen weight costs no gradient, and a tied
+            one needs nothing special.
         tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged; values in ``[0, V)``
             wherever they are read.
         mask: bool, shaped like ``tokens``; ``None`` keeps all. A dropped token has log-prob exactly
-            0, and neither its hidden state nor its value are read.
+            0, and neither its hidden state nor its value is read.
         bias: ``[V]`` of the dtype of ``weight``.
         softcap: positive bound of the logits (Gemma 2's ``final_logit_softcapping``).
         scale: positive factor of the logits (Cohere's ``logit_scale``, 1 over Granite's
@@ -70,20 +70,25 @@ def linear_token_log_probs(
             token of every sequence has log-prob 0. Packed hidden states then need ``offsets``.
         sequence_group: the process group over whose ranks sequences are split into contiguous
             parts, in the order of the ranks (context parallelism). With ``shift`` the first token
-            of a part reads the last row of the rank before. Every rank calls, and differentiates.
-            ``offsets`` are those of all ranks' tokens; nested input is refused.
-        temperature: positive divisor of the logits; a 0-dim tensor varies it under
+            of a part reads the last row of the rank before. Every rank has to call the op, and to
+            differentiate its result. ``offsets`` are those of all ranks' tokens. Nested input is
+            refused.
+        temperature: divisor of the logits, from 1e-30 to 1e30. A 0-dim tensor may change under
             ``torch.compile`` without a recompile. No gradient flows to it.
         entropy: also return the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
             gradient.
-        vocab_offset: ``weight`` and ``bias`` are a shard of a larger vocabulary that starts at this
-            class; ``tokens`` still count in the whole. A token in no shard gets ``-inf``.
-        group: the process group whose ranks hold the other shards; every rank passes the same
-            hidden states and gets the whole answer and the whole gradient of them. Without it, a
-            ``vocab_offset`` answers with a :class:`VocabPart`, which does not differentiate.
+        vocab_offset: the first class of ``weight`` and ``bias``, where these are a shard of a
+            larger vocabulary; ``tokens`` are classes of the whole. A token in no shard gets
+            ``-inf``.
+        group: the process group whose ranks hold the other shards. Every rank passes the same
+            hidden states, and gets the log-probs over all classes and the whole gradient of the
+            hidden states. Without a group, ``vocab_offset`` makes the op return a
+            :class:`VocabPart`, which does not differentiate.
         batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
             depend on the batch around it; slower where blocks are not full.
-        impl: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``.
+        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
+            ``"cpu"``, ``"cuda"`` and ``"triton"`` insist on a kernel, ``"reference"`` on plain
+            torch.
 
     Returns:
         float32 log-probs shaped like ``tokens``, :class:`TokenLogProbs` with ``entropy=True``, or
@@ -91,8 +96,9 @@ def linear_token_log_probs(
 
     Raises:
         TypeError: a mask that is not bool, hidden states that are not floating point.
-        ValueError: shapes, dtypes, devices, offsets or an ``impl`` that do not fit.
-        RuntimeError: a kept token outside ``[0, V)`` (CPU; a device-side assert on CUDA).
+        ValueError: shapes, dtypes, devices, offsets or an ``impl`` that do not fit; a scale, a
+            softcap or a temperature out of range.
+        RuntimeError: a kept token outside ``[0, V)``; on CUDA, a device-side assert.
 
     Example:
         >>> import torch
@@ -108,28 +114,21 @@ def linear_token_log_probs(
     _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     _rows.check_rows("hidden", head.hidden, offsets, shift)
-    _rows.check_tokens(tokens, head.hidden, "hidden states")
+    _rows.check_tokens(tokens, "hidden", head.hidden)
     _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
     _check_shard(vocab_offset, group)
     if sequence_group is not None and vocab_offset is not None and group is None:
         raise ValueError(
             "group: expected the process group of the shards beside a sequence_group, as a "
-            "VocabPart is of one rank's rows, got None"
+            "VocabPart is of one rank's rows, got None; pass it, or leave out sequence_group"
         )
     chosen = _dispatch.choose(
         impl, "linear_token_log_probs", head.hidden.device, head.hidden.dtype, triton=True
     )
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
     if chosen == "reference":
-        for name, value, default in (
-            ("vocab_offset", vocab_offset, None),
-            ("batch_invariant", batch_invariant, False),
-        ):
-            if value != default:
-                raise ValueError(
-                    f"{name}: expected {default} with the reference implementation, got {value}; "
-                    "a compiled kernel takes float32, bfloat16 or float16 on the CPU or CUDA"
-                )
+        _dispatch.check_without_kernel("vocab_offset", vocab_offset, None)
+        _dispatch.check_without_kernel("batch_invariant", batch_invariant, False)
         log_probs, row_entropy = reference.linear_token_log_probs(
             head, tokens, mask, offsets, shift, divisor, entropy
         )
@@ -161,7 +160,11 @@ def _check_shard(vocab_offset: int | None, group: ProcessGroup | None) -> None:
     if vocab_offset is None:
         if group is not None:
             raise ValueError(
-                "vocab_offset: expected the first class of this rank's shard, got None"
+                "vocab_offset: expected the first class of this rank's shard with group, got None; "
+                "pass how many classes the shards before it have"
             )
     elif not isinstance(vocab_offset, int) or vocab_offset < 0:
-        raise ValueError(f"vocab_offset: expected an integer >= 0, got {vocab_offset!r}")
+        raise ValueError(
+            f"vocab_offset: expected an integer >= 0, got {vocab_offset!r}; "
+            "pass how many classes the shards before this one have"
+        )

@@ -154,7 +154,10 @@ def _triton(
     targets = tokens.flatten()[kept] - (vocab_offset or 0)
     outside = (targets < 0) | (targets >= len(weight))
     if vocab_offset is None:
-        torch.ops.aten._assert_async.msg(~outside.any(), "tokens: expected values in [0, V)")
+        torch.ops.aten._assert_async.msg(
+            ~outside.any(),
+            "tokens: expected values in [0, V), got others; leave them out with mask",
+        )
     columns = triton.partials(
         hidden.reshape(-1, hidden.shape[-1])[rows[kept]],
         *(weight, bias, targets),

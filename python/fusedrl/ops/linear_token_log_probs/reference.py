@@ -24,7 +24,7 @@ def linear_token_log_probs(
         keep = keep & mask.flatten()
     kept = keep.nonzero().squeeze(-1)
     targets = tokens.flatten()[kept]
-    reference.check_targets(targets, kept, len(head.weight))
+    reference.check_targets(targets, kept, tokens.shape, len(head.weight))
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[rows[kept]]
     logits = reference_logits(head._replace(hidden=hidden))
     results = reference.token_log_probs(logits, targets, None, None, False, temperature, entropy)

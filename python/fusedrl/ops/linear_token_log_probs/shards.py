@@ -62,14 +62,17 @@ class VocabPart:
         Raises ``ValueError`` for no parts, or parts computed with different options.
         """
         if len(parts) == 0:
-            raise ValueError("parts: expected the part of every shard, got none")
+            raise ValueError(
+                "parts: expected the part of every shard, got none; call "
+                "linear_token_log_probs with each shard's vocab_offset"
+            )
         first = parts[0]
         for i, part in enumerate(parts):
             if part.entropy != first.entropy or part.statistics.shape != first.statistics.shape:
                 raise ValueError(
                     f"parts: expected all of shape {tuple(first.statistics.shape)} with "
                     f"entropy={first.entropy}, got {tuple(part.statistics.shape)} with "
-                    f"entropy={part.entropy} in part {i}"
+                    f"entropy={part.entropy} in part {i}; compute all with the same arguments"
                 )
             _check_temperature(i, part.temperature, first.temperature)
         log_probs, entropy, _ = torch.ops.fusedrl.linear_token_log_probs_finish(

@@ -64,7 +64,8 @@ def linear_top_k_kl(
         temperature: positive divisor of the logits. No gradient flows to it.
         batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
             depend on the batch around it.
-        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
+            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
         float32 ``[N]``, ``[B, T]`` or jagged like the hidden states.
@@ -86,16 +87,13 @@ def linear_top_k_kl(
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     _rows.check_rows("hidden", head.hidden, offsets, shift)
     teacher = teachers.prepare(
-        *(head.hidden, "hidden states", ids, teacher_log_probs, mask, offsets, shift),
+        *(head.hidden, "hidden", ids, teacher_log_probs, mask, offsets, shift),
         *(direction, beta, tail),
     )
     chosen = _dispatch.choose(impl, "linear_top_k_kl", head.hidden.device, head.hidden.dtype)
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
     if chosen == "reference":
-        if batch_invariant:
-            raise ValueError(
-                "batch_invariant: expected False with the reference implementation, got True"
-            )
+        _dispatch.check_without_kernel("batch_invariant", batch_invariant, False)
         log_probs = reference.log_probs(head, ids, mask, offsets, shift, divisor)
     else:
         batch = (

@@ -48,22 +48,26 @@ def token_kl(
     Given ``reward``, the same pass computes ``reward - coeff * kl``.
 
     Args:
-        log_probs: float log-probs of the policy, of any one shape (``[N]``, ``[B, T]``), a jagged
-            or strided nested tensor, or a list of 1-D tensors, one a sample.
+        log_probs: float log-probs of the policy in nats: a tensor of any shape, such as ``[N]`` or
+            ``[B, T]``, a jagged or strided nested tensor, or a list of 1-D tensors, one for each
+            sample.
         ref_log_probs: the reference's, in the same form.
         mask: bool in the same form; ``None`` keeps all. A dropped token has KL exactly 0, keeps its
             reward, and its log-probs are not read.
-        offsets: int64 ``[B + 1]`` of packed ``[N]`` values, needed to broadcast a ``[B]`` reward.
+        offsets: int64 ``[B + 1]``, where each sequence of packed ``[N]`` values starts and ends;
+            needed to broadcast a ``[B]`` reward.
         estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``.
         reward: shaped like the log-probs, or ``[B]``, one value broadcast over each sequence. For a
             list also a list of ``[T]``, ``[T, 1]``, ``[1]`` or ``[1, 1]`` tensors. Where B equals
-            N, ``[B]`` is one reward a token of packed ``[N]`` values, and one a sequence of nested
-            tensors and lists.
+            N, a ``[B]`` reward has one value for each token of packed ``[N]`` values, but one for
+            each sequence of nested tensors and lists.
         coeff: weight of the KL in the reward, from -1e30 to 1e30. Pass a 0-dim tensor, on the CPU
             or beside the log-probs, to vary it under ``torch.compile`` without a recompile. No
             gradient flows to it.
-        nan: ``"propagate"``, or ``"missing"``: where either log-prob is NaN, KL is 0.
-        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+        nan: ``"propagate"`` a NaN, or take it as ``"missing"``: the KL then is 0 where either
+            log-prob is NaN.
+        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
+            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
         The KL in the form of ``log_probs`` and in its dtype; with ``reward``, :class:`TokenKL`.
@@ -73,8 +77,8 @@ def token_kl(
         TypeError: a mask that is not bool, values that are not floating point, arguments of
             different forms, a sparse tensor, a coeff that is no real number.
         ValueError: an unknown estimator, shapes, devices and offsets that do not fit, or a coeff
-            out of range (in a compiled graph and from the GPU it is not looked at).
-        NotImplementedError: a forward-mode tangent, which the reference alone carries.
+            out of range, which is not checked in a compiled graph, nor on the GPU.
+        NotImplementedError: a forward-mode tangent, which only ``impl="reference"`` takes.
 
     Example:
         >>> import torch
@@ -109,7 +113,10 @@ def _list(
     options: dict[str, Any],
 ) -> Any:
     if offsets is not None:
-        raise ValueError("offsets: expected None with a list, whose samples carry their lengths")
+        raise ValueError(
+            f"offsets: expected None with a list, whose samples have lengths, got "
+            f"{_dispatch.kind(offsets)}; leave it out"
+        )
     lists = {"ref_log_probs": ref_log_probs}
     lists |= {} if mask is None else {"mask": mask}
     lists |= {} if reward is None or isinstance(reward, Tensor) else {"reward": reward}
@@ -258,18 +265,17 @@ def _broadcast_reward(reward: Tensor, log_probs: Tensor, offsets: Tensor | None)
         return reward
     if log_probs.dim() == 2 and reward.shape == log_probs.shape[:1]:
         return reward[:, None].expand(log_probs.shape)
-    sequences = "" if offsets is None else f" or [{len(offsets) - 1}], one a sequence"
+    sequences = "" if offsets is None else f", or ({len(offsets) - 1},), one for each sequence"
+    to_broadcast = "" if offsets is not None else ", or offsets beside one for each sequence"
     raise ValueError(
-        f"reward: expected shape {tuple(log_probs.shape)}{sequences}, got {tuple(reward.shape)}"
-        + ("; pass offsets to broadcast one reward a sequence" if offsets is None else "")
+        f"reward: expected shape {tuple(log_probs.shape)} like log_probs{sequences}, got "
+        f"{tuple(reward.shape)}; {_dispatch.ONE_A_TOKEN}{to_broadcast}"
     )
 
 
 def _check_options(estimator: str, nan: str) -> None:
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"estimator: expected one of {', '.join(ESTIMATORS)}, got {estimator!r}")
-    if nan not in ("propagate", "missing"):
-        raise ValueError(f"nan: expected 'propagate' or 'missing', got {nan!r}")
+    _dispatch.check_choice("estimator", estimator, ESTIMATORS)
+    _dispatch.check_choice("nan", nan, _dispatch.NANS)
 
 
 def _check(
@@ -278,11 +284,13 @@ def _check(
     for name, value in (("log_probs", log_probs), ("ref_log_probs", ref_log_probs)):
         _dispatch.check_tensor(name, value, like="" if value is log_probs else " like log_probs")
         _dispatch.check_floating(name, value)
-    _dispatch.check_same("ref_log_probs", ref_log_probs, log_probs.shape, log_probs.device)
-    _dispatch.check_mask(mask, log_probs.shape, log_probs.device)
+    shape, device, like = log_probs.shape, log_probs.device, " like log_probs"
+    _dispatch.check_same("ref_log_probs", ref_log_probs, shape, device, like)
+    _dispatch.check_mask(mask, shape, device, like)
     if offsets is not None and log_probs.dim() != 1:
         raise ValueError(
-            f"offsets: expected packed 1-D log_probs beside them, got {tuple(log_probs.shape)}"
+            f"offsets: expected packed log_probs [N] beside it, got {tuple(log_probs.shape)}; "
+            "leave it out, or flatten what has no padding"
         )
     _dispatch.check_offsets(offsets, log_probs.numel(), log_probs.device)
 

@@ -7,7 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedrl.ops._samples import COLUMNS, PackedColumns, concatenated, pack_columns, sizes_of
+from fusedrl.ops._samples import (
+    COLUMNS,
+    ONE_A_SAMPLE,
+    PackedColumns,
+    concatenated,
+    pack_columns,
+    sizes_of,
+)
 
 
 def pack_samples(
@@ -39,7 +46,9 @@ def _pack_rewards(reward: Sequence[Tensor] | Tensor, lengths: list[int]) -> Tens
         reward = list(reward.split(1))
     sizes = sizes_of("reward", reward)
     if len(sizes) != len(lengths):
-        raise ValueError(f"reward: expected {len(lengths)} samples, got {len(sizes)}")
+        raise ValueError(
+            f"reward: expected {len(lengths)} samples, got {len(sizes)}; {ONE_A_SAMPLE}"
+        )
     if sizes != lengths and (ambiguous or any(size != 1 for size in sizes)):
         _check_reward_shapes(reward, lengths)
         reward = [r.reshape(-1).expand(n) for r, n in zip(reward, lengths, strict=True)]
@@ -55,5 +64,5 @@ def _check_reward_shapes(reward: Sequence[Tensor], lengths: list[int]) -> None:
         if sample.numel() not in (1, n) or sample.dim() == 0 or sample.shape[1:] not in COLUMNS:
             raise ValueError(
                 f"reward: sample {i}: expected shape [{n}], [{n}, 1], [1] or [1, 1], "
-                f"got {tuple(sample.shape)}"
+                f"got {tuple(sample.shape)}; give one value for each token, or one for the sample"
             )

@@ -19,7 +19,7 @@ __all__ = ["TokenLogProbs", "token_log_probs"]
 
 
 class TokenLogProbs(NamedTuple):
-    """Per-token log-probabilities and entropies, both in nats, float32, shaped like the tokens."""
+    """Log-probabilities and entropies of tokens, in nats and float32, shaped like the tokens."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -41,9 +41,10 @@ def token_log_probs(
 ) -> Tensor | TokenLogProbs:
     r"""Log-probability of each token under a softmax over its logits.
 
-    With ``z = logits / temperature`` it is :math:`z_{y} - \log\sum_v e^{z_v}`.
-    Reads every kept row once, accumulates in float32 and keeps nothing of the size of the logits.
-    Gradients reach ``logits`` in its own dtype; the backward pass recomputes the softmax.
+    With ``z = logits / temperature``, the log-prob of token y is
+    :math:`z_{y} - \log\sum_v e^{z_v}`. The op reads every kept row once, accumulates in float32 and
+    keeps nothing of the size of the logits. The gradient has the dtype of the logits; the backward
+    pass computes the softmax again.
 
     Args:
         logits: ``[N, V]`` packed, ``[B, T, V]`` padded, or jagged ``[B, j, V]``; float32, bfloat16
@@ -52,20 +53,22 @@ def token_log_probs(
         tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged; values in ``[0, V)``
             wherever they are read.
         mask: bool, shaped like ``tokens``; ``None`` keeps all. A dropped token has log-prob exactly
-            0, and neither its logits nor its value are read.
+            0, and neither its logits nor its value is read.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
             first token of every sequence has log-prob 0. Packed logits then need ``offsets``.
         sequence_group: the process group over whose ranks sequences are split into contiguous
             parts, in the order of the ranks (context parallelism). With ``shift`` the first token
-            of a part reads the last row of the rank before. Every rank calls, and differentiates.
-            ``offsets`` are those of all ranks' tokens; nested input is refused.
-        temperature: divisor of the logits, from 1e-30 to 1e30. Pass a 0-dim tensor, on the CPU or
-            beside the logits, to vary it under ``torch.compile`` without a recompile. No gradient
-            flows to it.
+            of a part reads the last row of the rank before. Every rank has to call the op, and to
+            differentiate its result. ``offsets`` are those of all ranks' tokens. Nested input is
+            refused.
+        temperature: divisor of the logits, from 1e-30 to 1e30. A 0-dim tensor, on the CPU or beside
+            the logits, may change under ``torch.compile`` without a recompile. No gradient flows to
+            it.
         entropy: also return the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
             gradient.
-        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
+            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
         float32 log-probs shaped like ``tokens`` (jagged for jagged input), or
@@ -75,10 +78,11 @@ def token_log_probs(
         TypeError: a mask that is not bool, logits that are not floating point, a sparse tensor, a
             temperature that is no real number.
         ValueError: shapes, devices or offsets that do not fit; a temperature out of range.
-        RuntimeError: a kept token outside ``[0, V)``; in a compiled graph or from the GPU, also a
-            temperature that is not finite and positive (CPU; a device-side assert on CUDA).
+        RuntimeError: a kept token outside ``[0, V)``; in a compiled graph, or where it is a tensor
+            on the GPU, also a temperature that is not finite and positive. On CUDA both are
+            device-side asserts.
         NotImplementedError: logits with a forward-mode tangent, or inside a transform of
-            ``torch.func`` that records a gradient, which the reference alone carries.
+            ``torch.func`` that records a gradient; ``impl="reference"`` takes both.
 
     Example:
         >>> import torch
@@ -93,7 +97,7 @@ def token_log_probs(
     """
     _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
     _rows.check_rows("logits", logits, offsets, shift)
-    _rows.check_tokens(tokens, logits, "logits")
+    _rows.check_tokens(tokens, "logits", logits)
     _dispatch.check_mask(mask, tokens.shape, logits.device)
     chosen = _dispatch.choose(
         impl, "token_log_probs", logits.device, logits.dtype, _dispatch.KERNEL_DTYPES

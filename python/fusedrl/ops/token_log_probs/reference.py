@@ -28,15 +28,25 @@ def rows_of_tokens(tokens: Tensor, offsets: Tensor | None, shift: bool) -> tuple
     return rows, present[:-1]
 
 
-def check_targets(targets: Tensor, kept: Tensor, classes: int) -> None:
-    """Refuse a target outside the classes, of which it names the token that ``kept`` says."""
+def place_of(token: int, shape: torch.Size) -> str:
+    """Where a flat token is among tokens of this shape, for an error about it."""
+    if len(shape) == 1:
+        return f"token {token}"
+    return "row {}, column {}".format(*divmod(token, shape[-1]))
+
+
+def check_targets(targets: Tensor, kept: Tensor, shape: torch.Size, classes: int) -> None:
+    """Refuse a target outside the classes.
+
+    Targets are those of the flat tokens ``kept``, of tokens of ``shape``.
+    """
     if torch.compiler.is_compiling():
         return  # gather then checks them itself
     outside = ((targets < 0) | (targets >= classes)).nonzero()
     if len(outside):
         raise RuntimeError(
-            f"tokens: expected values in [0, {classes}), got {int(targets[outside[0]])} at token "
-            f"{int(kept[outside[0]])}; leave it out with mask"
+            f"tokens: expected values in [0, {classes}), got {int(targets[outside[0]])} at "
+            f"{place_of(int(kept[outside[0]]), shape)}; leave it out with mask"
         )
 
 
@@ -61,7 +71,7 @@ def token_log_probs(
     z = logits.reshape(-1, logits.shape[-1])[rows[kept]].to(dtype)
     log_softmax = torch.log_softmax(z / temperature.to(z), dim=-1)
     targets = tokens.flatten()[kept]
-    check_targets(targets, kept, logits.shape[-1])
+    check_targets(targets, kept, tokens.shape, logits.shape[-1])
     zeros = torch.zeros(tokens.numel(), dtype=dtype, device=logits.device)
     log_probs = zeros.index_put(
         (kept,), log_softmax.gather(-1, targets[:, None].long()).squeeze(-1)

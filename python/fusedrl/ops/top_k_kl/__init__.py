@@ -29,7 +29,7 @@ def top_k_kl(
     temperature: float | Tensor = 1.0,
     impl: str = "auto",
 ) -> Tensor:
-    r"""Divergence of a student from a teacher known by its k likeliest classes, for each token.
+    r"""Divergence of a student from a teacher of which the k likeliest classes are known.
 
     Inference engines answer with the log-probs of the k likeliest classes of a token. With the
     student :math:`s = \mathrm{softmax}(\text{logits} / \text{temperature})` and the teacher
@@ -40,14 +40,14 @@ def top_k_kl(
     :math:`m = (1 - \beta) s + \beta t`. Every kept row of logits is read once and nothing of its
     size is kept. Gradients reach the logits alone.
 
-    The teacher's rest is 1 less the sum of its probabilities. It is taken as at least 1e-6: float32
-    log-probs do not tell it better, and may sum to a little more than 1. Where the student has
-    nothing outside its ids (they are all classes, or all others have a logit of -inf) and the
-    teacher nothing but rounding, there is no rest.
+    The teacher's rest is 1 less the sum of its probabilities, but at least 1e-6: float32 log-probs
+    do not tell it better, and may sum to a little more than 1. There is no rest where the student
+    has nothing outside of the ids (they are all classes, or all others have a logit of -inf) and
+    the teacher has nothing but rounding there.
 
-    A class of probability 0 adds 0 where its side is the weight, and makes a KL +inf where only the
-    other side has it. The gradient of a -inf logit is 0; other gradients of an infinite KL are not
-    finite.
+    A class adds 0 where the distribution that weighs it gives it probability 0. It makes a KL +inf
+    where only the other distribution does. The gradient of a -inf logit is 0; other gradients of an
+    infinite KL are not finite.
 
     Args:
         logits: the student's, ``[N, V]`` packed, ``[B, T, V]`` padded, or jagged ``[B, j, V]``;
@@ -72,7 +72,8 @@ def top_k_kl(
             logits then need ``offsets``.
         temperature: positive divisor of the logits. Pass a 0-dim tensor to vary it under
             ``torch.compile`` without a recompile. No gradient flows to it.
-        impl: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"reference"``.
+        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
+            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
         float32 ``[N]``, ``[B, T]`` or jagged like the logits; below 0 by rounding alone. A row of

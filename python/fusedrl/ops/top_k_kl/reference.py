@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.ops._dispatch import result_dtype
-from fusedrl.ops.token_log_probs.reference import rows_of_tokens
+from fusedrl.ops.token_log_probs.reference import place_of, rows_of_tokens
 
 
 def kept_rows(
@@ -40,9 +40,9 @@ def log_probs(
 def of_rows(logits: Tensor, ids: Tensor, kept: Tensor, temperature: Tensor) -> Tensor:
     """Log-probs ``[M, k + 1]`` of the ``kept`` tokens, of whom ``logits`` are the rows."""
     classes = logits.shape[-1]
-    ids = ids.reshape(-1, ids.shape[-1])[kept].long()
+    shape, ids = ids.shape[:-1], ids.reshape(-1, ids.shape[-1])[kept].long()
     there, places = ids >= 0, ids.clamp(min=0)
-    _check(ids, kept, classes)
+    _check(ids, kept, shape, classes)
     z = logits.to(result_dtype(logits))
     z = z.masked_fill(z == -torch.inf, -torch.inf)  # no gradient reaches a banned class
     log_softmax = torch.log_softmax(z / temperature.to(z), dim=-1)
@@ -61,19 +61,20 @@ def scattered(values: Tensor, kept: Tensor, ids: Tensor) -> Tensor:
     return zeros.index_put((kept,), values).view(*ids.shape[:-1], width)
 
 
-def _check(ids: Tensor, kept: Tensor, classes: int) -> None:
+def _check(ids: Tensor, kept: Tensor, shape: torch.Size, classes: int) -> None:
     if torch.compiler.is_compiling():
         return  # gather then checks their range itself
     outside = (ids >= classes).any(-1).nonzero()
     if len(outside):
         raise RuntimeError(
-            f"ids: expected values below {classes}, got {int(ids[outside[0, 0]].max())} at token "
-            f"{int(kept[outside[0, 0]])}; mask the token, or set the id to -1"
+            f"ids: expected values below {classes}, got {int(ids[outside[0, 0]].max())} at "
+            f"{place_of(int(kept[outside[0, 0]]), shape)}; mask the token, or set the id to -1"
         )
     in_order = ids.sort(-1).values
-    twice = ((in_order.diff(dim=-1) == 0) & (in_order[:, 1:] >= 0)).any(-1).nonzero()
+    twice = ((in_order.diff(dim=-1) == 0) & (in_order[:, 1:] >= 0)).nonzero()
     if len(twice):
+        row, place = twice[0].tolist()
         raise RuntimeError(
-            f"ids: expected every class at most once a token, got "
-            f"{ids[twice[0, 0]].tolist()[:8]} at token {int(kept[twice[0, 0]])}; set one to -1"
+            f"ids: expected every class at most once a token, got {int(in_order[row, place])} "
+            f"twice at {place_of(int(kept[row]), shape)}; set one of them to -1"
         )

@@ -10,11 +10,13 @@ from torch import Tensor
 from fusedrl.ops import _dispatch, _rows
 from fusedrl.ops.exact_kl import Divergence, chosen_divergence
 from fusedrl.ops.exact_kl.reference import divergence_of
-from fusedrl.ops.token_log_probs.reference import rows_of_tokens
+from fusedrl.ops.token_log_probs.reference import place_of, rows_of_tokens
 
 TAILS = ("bucket", "renormalize")
 LEAST_REST = 1e-6  # float32 log-probs do not tell a smaller one from none
 MOST_PROBABILITY = 1.05  # what log-probs rounded to bfloat16 may sum to
+AT_MOST_ONE = "teacher_log_probs: expected log-probs whose probabilities sum to at most 1 a token"
+NORMALISE = "apply log_softmax over the whole vocabulary, and pass no class twice"
 
 
 class Teacher(NamedTuple):
@@ -42,13 +44,15 @@ def prepare(
 ) -> Teacher:
     """Refuse what does not fit the rows called ``like``; no gradient flows to what is known."""
     chosen = chosen_divergence(direction, beta)
-    if tail not in TAILS:
-        raise ValueError(f"tail: expected one of {', '.join(TAILS)}, got {tail!r}")
+    _dispatch.check_choice("tail", tail, TAILS)
     _check_ids(ids, rows, like)
-    _dispatch.check_tensor("teacher_log_probs", log_probs, like=" like the ids")
+    _dispatch.check_tensor("teacher_log_probs", log_probs, like=" like ids")
     _dispatch.check_floating("teacher_log_probs", log_probs)
-    _dispatch.check_same("teacher_log_probs", log_probs, ids.shape, rows.device)
-    _dispatch.check_mask(mask, rows.shape[:-1], rows.device)
+    _dispatch.check_same(
+        *("teacher_log_probs", log_probs, ids.shape, rows.device),
+        *(" like ids", None, "give one log-prob for each id"),
+    )
+    _dispatch.check_mask(mask, rows.shape[:-1], rows.device, f" for {like}", rows)
     _, present = rows_of_tokens(rows[..., 0], offsets, shift)
     keep = present.view(rows.shape[:-1])
     if mask is not None:
@@ -57,17 +61,29 @@ def prepare(
     dtype = _dispatch.result_dtype(rows)
     log_probs = log_probs.detach().to(dtype).masked_fill(~known, -torch.inf)
     total = log_probs.double().exp().sum(-1, keepdim=True)  # 1 less it keeps few digits
-    torch.ops.aten._assert_async.msg(
-        ~(total > MOST_PROBABILITY).any(),
-        "teacher_log_probs: expected log-probs whose probabilities sum to at most 1 for a token, "
-        "got more; apply log_softmax over the whole vocabulary, and pass no class twice",
-    )
+    _check_total(total[..., 0])
     ids = ids.to(torch.int64).contiguous()
     return Teacher(ids, log_probs, (1 - total).to(dtype), keep, chosen, tail)
 
 
+def _check_total(total: Tensor) -> None:
+    """Refuse too much probability; the host does not wait for a device to say how much."""
+    if total.is_cpu and _dispatch.has_values(total):
+        outside = (total.flatten() > MOST_PROBABILITY).nonzero()
+        if len(outside):
+            first = int(outside[0])
+            raise RuntimeError(
+                f"{AT_MOST_ONE}, got {total.flatten()[first]:.3g} at "
+                f"{place_of(first, total.shape)}; {NORMALISE}"
+            )
+        return
+    torch.ops.aten._assert_async.msg(
+        ~(total > MOST_PROBABILITY).any(), f"{AT_MOST_ONE}, got more; {NORMALISE}"
+    )
+
+
 def _check_ids(ids: Tensor, rows: Tensor, like: str) -> None:
-    _dispatch.check_tensor("ids", ids, like=f" like the {like}")
+    _dispatch.check_tensor("ids", ids, like=f" like {like}")
     if ids.dtype not in _rows.TOKEN_DTYPES:
         raise TypeError(
             f"ids: expected an integer dtype up to int64, got {ids.dtype}; convert it with .long()"
@@ -76,7 +92,8 @@ def _check_ids(ids: Tensor, rows: Tensor, like: str) -> None:
     if ids.dim() != rows.dim() or ids.shape[:-1] != expected or ids.shape[-1] == 0:
         sizes = ", ".join(map(str, (*expected, "k")))
         raise ValueError(
-            f"ids: expected shape ({sizes}) with k of at least 1, got {tuple(ids.shape)}"
+            f"ids: expected shape ({sizes}) with k of at least 1 for {like} of shape "
+            f"{tuple(rows.shape)}, got {tuple(ids.shape)}; give k classes for each row"
         )
     _dispatch.check_device("ids", ids, rows.device)
 
