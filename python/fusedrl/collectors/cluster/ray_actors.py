@@ -281,7 +281,8 @@ class Actors:
             try:
                 self.answer(reference, answers[reference])
             except Exception as error:
-                if not (self.shared and isinstance(error, ActorDied)):  # by another handle
+                # Another handle may have ended the actor already.
+                if not (self.shared and isinstance(error, ActorDied)):
                     told.append(f"{self.name(answers[reference])}: {error}")
         return told
 
