@@ -87,13 +87,19 @@ std::tuple<Tensor, Tensor, Tensor> backward(
                      batch_invariant);
   CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
   const TileRows tiles(head, inv_temperature, softcap);
+  const auto of_row = [&](int64_t n) {
+    return RowGradient{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
+                       up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
+                       data<Normalizer>(normalizers)[n], inv_temperature};
+  };
+  for (size_t i = 0; i < kept.tokens.size(); ++i) {
+    const int64_t n = kept.tokens[i];
+    tiles.expect(gradient, i, of_row(n), data<float>(log_probs)[n]);
+  }
   add_gradients(head, gradient, StoredProducts(products), [&](float* x, Span tile, int64_t i) {
     const int64_t n = kept.tokens[i];
-    const RowGradient of_row{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
-                             up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
-                             data<Normalizer>(normalizers)[n], inv_temperature};
     tiles.shape(x, tile);
-    tiles.differentiate(x, tile, kept.targets[i], of_row, data<float>(log_probs)[n]);
+    tiles.differentiate(x, tile, kept.targets[i], of_row(n), data<float>(log_probs)[n]);
   });
   // The ranks of a sharded vocabulary add theirs up before it is rounded.
   const ScalarType of_hidden_states =

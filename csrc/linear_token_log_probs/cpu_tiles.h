@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "common/cpu_head.h"
+#include "common/cpu_head_gradient.h"
 #include "common/cpu_ops.h"
 #include "common/rows.h"
 #include "linear_token_log_probs/cpu_rows.h"
@@ -87,6 +87,15 @@ class TileRows {
     differentiate(x, tile, gradient, [&] {
       if (tile.has(target)) x[target - tile.first] = gradient.target(target_log_prob);
     });
+  }
+
+  // Tells the head's gradient of a row what the target's will be, wherever in the vocabulary it is.
+  // A softcap may leave nothing of it, and a target without probability may be in no shard.
+  void expect(CpuHeadGradient& head, int64_t row, const RowGradient& gradient,
+              float target_log_prob) const {
+    if (cap_ == 0 && target_log_prob > -INFINITY) {
+      head.expect(row, gradient.target(target_log_prob));
+    }
   }
 
   // The same where put() sets the gradients of those logits that `gradient` is not of.

@@ -100,6 +100,16 @@ std::tuple<Tensor, Tensor, Tensor> backward(
                      batch_invariant);
   CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
   const TileRows tiles(head, inv_temperature, softcap);
+  for (size_t i = 0; softcap == 0 && i < batch.tokens.size(); ++i) {
+    const int64_t n = batch.tokens[i], at = batch.at(n);
+    float largest = 0;
+    for (int64_t j = 0; j < batch.ids.k; ++j) {
+      if (batch.ids.of(n)[j] < 0) continue;
+      const float of_id = of_rows[i].of_id(up[at + j], of_classes[at + j], inv_temperature);
+      largest = std::max(largest, std::fabs(of_id));
+    }
+    gradient.expect(i, largest);
+  }
   add_gradients(head, gradient, StoredProducts(head, 0), [&](float* x, Span tile, int64_t i) {
     const int64_t n = batch.tokens[i], at = batch.at(n);
     tiles.shape(x, tile);
