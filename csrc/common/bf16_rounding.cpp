@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include <cfloat>
 #include <cmath>
 
 #include "common/bf16_products.h"
@@ -46,37 +47,59 @@ void store_words(uint32_t* row, int64_t i, int64_t columns, __m256i halves) {
   _mm256_mask_storeu_epi32(row + i / 2, lanes, halves);
 }
 
-float largest_of(const float* from, int64_t columns) {
+struct Extent {
+  float largest;  // magnitude of what is a number
+  bool finite;    // and rounded so, too
+};
+
+Extent extent_of(const float* from, int64_t columns) {
   __m512 largest = _mm512_setzero_ps();
+  __mmask16 numbers = 0xffff;
   for (int64_t i = 0; i < columns; i += kVector) {
-    // In this order a NaN is passed over.
     const __m512 x = _mm512_maskz_loadu_ps(first_lanes(columns - i), from + i);
-    largest = _mm512_max_ps(_mm512_abs_ps(x), largest);
+    numbers &= _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q);
+    largest = _mm512_max_ps(_mm512_abs_ps(x), largest);  // in this order a NaN is passed over
   }
-  return _mm512_reduce_max_ps(largest);
+  const float most = _mm512_reduce_max_ps(largest);
+  return {most, numbers == 0xffff && most < kMostRounded};
 }
+
+// What is up to a limit, and how many entries are not.
+struct Small {
+  float squares;  // in units of their size
+  int others = 0;
+
+  Small(const float* from, int64_t columns, float limit, float unit) {
+    const __m512 limits = _mm512_set1_ps(limit), units = _mm512_set1_ps(unit);
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < columns; i += kVector) {
+      const __m512 x = _mm512_maskz_loadu_ps(first_lanes(columns - i), from + i);
+      const __mmask16 small = _mm512_cmp_ps_mask(_mm512_abs_ps(x), limits, _CMP_LE_OQ);
+      const __m512 share = _mm512_maskz_mul_ps(small, x, units);
+      sum = _mm512_fmadd_ps(share, share, sum);
+      others += kVector - __builtin_popcount(small);
+    }
+    squares = _mm512_reduce_add_ps(sum);
+  }
+};
 
 }  // namespace
 
-float limit_of_rests(const float* from, int64_t columns, RowScale& row) {
-  const float before = row.largest, largest = std::fmax(before, largest_of(from, columns));
-  const float limit = kSmall * largest, unit = largest > 0 ? 1 / largest : 0.0f;
-  const __m512 limits = _mm512_set1_ps(limit), units = _mm512_set1_ps(unit);
-  __m512 squares = _mm512_setzero_ps();
-  int rests = 0;
-  for (int64_t i = 0; i < columns; i += kVector) {
-    const __m512 x = _mm512_maskz_loadu_ps(first_lanes(columns - i), from + i);
-    const __mmask16 small = _mm512_cmp_ps_mask(_mm512_abs_ps(x), limits, _CMP_LE_OQ);
-    const __m512 share = _mm512_maskz_mul_ps(small, x, units);
-    squares = _mm512_fmadd_ps(share, share, squares);
-    rests += kVector - __builtin_popcount(small);
+float limit_of_rests(const float* from, int64_t columns, bool rounds, RowScale& row) {
+  const Extent extent = extent_of(from, columns);
+  const float largest = std::fmax(row.largest, extent.largest);
+  const float unit = largest > 0 ? 1 / largest : 0.0f, shrunk = row.largest * unit;
+  float limit = kSmall * largest;
+  Small small(from, columns, limit, unit);
+  const float before = row.dropped * shrunk * shrunk, dropped = before + small.squares;
+  const bool drops = extent.finite && small.others <= kMostRests && dropped <= kMostDropped;
+  row = {largest, drops ? dropped : before};
+  if (!drops && !(rounds && extent.finite)) return kKeepsAll;
+  while (small.others > kMostRests) {
+    limit = std::fmax(2 * limit, FLT_MIN);  // it may have been rounded to 0
+    small = Small(from, columns, limit, unit);
   }
-  const float shrunk = before > 0 ? before * unit : 0.0f;
-  const float dropped = row.dropped * shrunk * shrunk;
-  const float all = dropped + _mm512_reduce_add_ps(squares);
-  const bool drops = rests <= kMostRests && largest < kMostRounded && all <= kMostDropped;
-  row = {largest, drops ? all : dropped};
-  return drops ? limit : kKeepsAll;
+  return limit;
 }
 
 int round_row(uint32_t* to, const float* from, int64_t columns, float limit, Rest* rests) {

@@ -43,19 +43,18 @@ struct GradientParts {
 
  private:
   int64_t rows_at_most(const CpuHead& head) const {
-    // Parts of fewer rows would have more classes, and sums be grouped in another way.
-    if (head.batch_invariant()) return kInvariantRows;
     return std::min(rows.length, std::max<int64_t>(head.rows(), 1));
   }
 };
 
 class CpuHeadGradient {
  public:
-  // The weight's gradient is of its dtype unless another is asked for.
+  // Where products are in bfloat16, `rounds` lets them take gradients of logits rounded to it. The
+  // weight's gradient is of its dtype unless another is asked for.
   CpuHeadGradient(const CpuHead& head, const Tensor& hidden, const Tensor& weight,
                   const std::optional<Tensor>& bias, bool of_hidden, bool of_weight, bool of_bias,
-                  std::optional<ScalarType> weight_dtype = std::nullopt)
-      : head_(head), hidden_like_(hidden) {
+                  bool rounds, std::optional<ScalarType> weight_dtype = std::nullopt)
+      : head_(head), rounds_(rounds), hidden_like_(hidden) {
     if (of_hidden) {
       hidden_ = torch::stable::new_zeros(hidden, {head.padded(head.rows()), head.width()},
                                          ScalarType::Float);
@@ -187,8 +186,8 @@ class CpuHeadGradient {
       for (int64_t r = begin; r < end; ++r) {
         for (int64_t i = 0; i < tiles.count(); ++i) {
           const float* row = grads.at(r, tiles[i].first - classes.first);
-          limits_[i * rows.count + r] =
-              head_.products()->limit_of_rests(row, tiles[i].count, scales_[rows.first + r]);
+          limits_[i * rows.count + r] = head_.products()->limit_of_rests(
+              row, tiles[i].count, rounds_, scales_[rows.first + r]);
         }
       }
     });
@@ -269,8 +268,9 @@ class CpuHeadGradient {
       for (int64_t i = 0; i < blocks.count(); ++i) {
         const Span block = blocks[i];
         const FloatMatrix part{grads.data + (block.first - rows.first) * grads.row, grads.row};
-        products->pairs_of_rows(room.high.get(), room.rest.get(), part, block.count, tile.count);
-        products->multiply(out, {room.high.get(), room.rest.get(), 1, tile.count},
+        uint32_t* rest = rounds_ ? nullptr : room.rest.get();
+        products->pairs_of_rows(room.high.get(), rest, part, block.count, tile.count);
+        products->multiply(out, {room.high.get(), rest, 1, tile.count},
                            head_.hidden_in_bf16(block.first), {tile.count, width, block.count},
                            head_.factor(), block.first > 0);
       }
@@ -295,6 +295,7 @@ class CpuHeadGradient {
   }
 
   const CpuHead& head_;
+  bool rounds_;
   Tensor hidden_like_;
   std::optional<Tensor> hidden_, weight_, sums_;
   std::vector<double> bias_sums_;

@@ -31,6 +31,11 @@ const T* data(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr;
 }
 
+// A 0-dim bool that is not given is false.
+inline bool is_set(const std::optional<Tensor>& flag) {
+  return flag.has_value() && *data<bool>(flag);
+}
+
 template <typename T>
 T* mutable_data(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());

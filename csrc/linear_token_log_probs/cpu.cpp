@@ -76,7 +76,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     std::optional<Tensor> offsets, bool shift, Tensor temperature, double scale, double softcap,
     Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor products,
     std::optional<int64_t> vocab_offset, bool batch_invariant, bool of_hidden, bool of_weight,
-    bool of_bias) {
+    bool of_bias, std::optional<Tensor> rounds_grads) {
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
   const float inv_temperature = inverse_temperature(temperature);
   const float factor = static_cast<float>(scale);
@@ -85,7 +85,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(
 
   const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias, factor,
                      batch_invariant);
-  CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
+  CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias,
+                           is_set(rounds_grads));
   const TileRows tiles(head, inv_temperature, softcap);
   const auto of_row = [&](int64_t n) {
     return RowGradient{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],

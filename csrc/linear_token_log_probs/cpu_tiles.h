@@ -81,14 +81,6 @@ class TileRows {
     if (bias != nullptr || cap_ > 0) kernels_of_head_.shape(x, bias, tile.count, cap_);
   }
 
-  // Overwrites a row's logits with the gradients of its products.
-  void differentiate(float* x, Span tile, int64_t target, const RowGradient& gradient,
-                     float target_log_prob) const {
-    differentiate(x, tile, gradient, [&] {
-      if (tile.has(target)) x[target - tile.first] = gradient.target(target_log_prob);
-    });
-  }
-
   // Tells the head's gradient of a row what the target's will be, wherever in the vocabulary it is.
   // A softcap may leave nothing of it, and a target without probability may be in no shard.
   void expect(CpuHeadGradient& head, int64_t row, const RowGradient& gradient,
@@ -96,6 +88,14 @@ class TileRows {
     if (cap_ == 0 && target_log_prob > -INFINITY) {
       head.expect(row, gradient.target(target_log_prob));
     }
+  }
+
+  // Overwrites a row's logits with the gradients of its products.
+  void differentiate(float* x, Span tile, int64_t target, const RowGradient& gradient,
+                     float target_log_prob) const {
+    differentiate(x, tile, gradient, [&] {
+      if (tile.has(target)) x[target - tile.first] = gradient.target(target_log_prob);
+    });
   }
 
   // The same where put() sets the gradients of those logits that `gradient` is not of.

@@ -84,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor grad_log_probs, Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
     std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
     double scale, double softcap, Tensor log_probs, Tensor normalizers, bool batch_invariant,
-    bool of_hidden, bool of_weight, bool of_bias) {
+    bool of_hidden, bool of_weight, bool of_bias, std::optional<Tensor> rounds_grads) {
   const Batch batch(hidden, ids, mask, offsets, shift, temperature);
   const float factor = static_cast<float>(scale), inv_temperature = batch.inv_temperature;
   const float* up = data<float>(grad_log_probs);
@@ -98,7 +98,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(
 
   const CpuHead head(hidden, elements_of(batch.map, batch.tokens), weight, bias, factor,
                      batch_invariant);
-  CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
+  CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias,
+                           is_set(rounds_grads));
   const TileRows tiles(head, inv_temperature, softcap);
   for (size_t i = 0; softcap == 0 && i < batch.tokens.size(); ++i) {
     const int64_t n = batch.tokens[i], at = batch.at(n);
