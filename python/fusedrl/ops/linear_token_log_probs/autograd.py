@@ -56,8 +56,8 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, chosen: str, group: Any, *args: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, tokens, mask, offsets, shift, temperature, *options = args
         scale, softcap, entropy, vocab_offset, batch_invariant = options
-        # A graph's shapes are those of its inputs, and say nothing of how many rows are kept.
-        stored_bytes = 0 if torch.compiler.is_compiling() else STORED_BYTES
+        # The shapes of traced tensors are those of the inputs: how many rows are kept is not known.
+        stored_bytes = STORED_BYTES if _dispatch.has_values(hidden) else 0
         parts, products = _statistics(chosen, args, stored_bytes)
         log_probs, row_entropy, normalizers = _finish(parts, group, args)
         ctx.save_for_backward(
