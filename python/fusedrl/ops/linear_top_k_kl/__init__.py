@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fusedrl.ops import _autograd, _dispatch, _head, _rounding, _rows
 from fusedrl.ops._nested import accepts_nested
+from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.linear_top_k_kl import reference
 from fusedrl.ops.top_k_kl import teachers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["linear_top_k_kl"]
 
 
+@accepts_parts("ids", "teacher_log_probs", "mask")
 @accepts_nested("ids", "teacher_log_probs")
 def linear_top_k_kl(
     hidden: Tensor,
@@ -31,6 +36,7 @@ def linear_top_k_kl(
     scale: float | None = None,
     offsets: Tensor | None = None,
     shift: bool = False,
+    sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     batch_invariant: bool = False,
     impl: str = "auto",
@@ -64,6 +70,11 @@ def linear_top_k_kl(
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads row *i - 1* of its own sequence; the first token of every sequence
             has divergence 0. Packed hidden states then need ``offsets``.
+        sequence_group: the process group over whose ranks sequences are split into contiguous
+            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
+            of a part reads the last row of the rank before. Every rank calls, and differentiates.
+            ``offsets`` are those of all ranks' tokens, ``k`` is the same on every rank; nested
+            input is refused.
         temperature: positive divisor of the logits. No gradient flows to it.
         batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
             depend on the batch around it.

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fusedrl.ops import _autograd, _dispatch, _rows
 from fusedrl.ops._nested import accepts_nested
+from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.top_k_kl import reference, teachers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["top_k_kl"]
 
 
+@accepts_parts("ids", "teacher_log_probs", "mask")
 @accepts_nested("ids", "teacher_log_probs")
 def top_k_kl(
     logits: Tensor,
@@ -26,6 +31,7 @@ def top_k_kl(
     tail: str = "bucket",
     offsets: Tensor | None = None,
     shift: bool = False,
+    sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     impl: str = "auto",
 ) -> Tensor:
@@ -70,6 +76,11 @@ def top_k_kl(
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict, and
             its own ids and log-probs; the first token of every sequence has divergence 0. Packed
             logits then need ``offsets``.
+        sequence_group: the process group over whose ranks sequences are split into contiguous
+            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
+            of a part reads the last row of the rank before. Every rank calls, and differentiates.
+            ``offsets`` are those of all ranks' tokens, ``k`` is the same on every rank; nested
+            input is refused.
         temperature: positive divisor of the logits. Pass a 0-dim tensor to vary it under
             ``torch.compile`` without a recompile. No gradient flows to it.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
