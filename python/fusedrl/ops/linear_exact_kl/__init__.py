@@ -138,7 +138,7 @@ def linear_exact_kl(
         ref_bias=ref_head.bias,
         temperature=divisor,
     ):
-        kl, entropies = _Autograd.apply(*args)
+        kl, entropies = _autograd.apply(_Autograd, *args)
     else:
         kl, entropies, _ = torch.ops.fusedrl.linear_exact_kl(*args)
     return answer(divergence, kl, entropies if entropy else None)

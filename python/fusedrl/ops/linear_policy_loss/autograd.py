@@ -106,7 +106,7 @@ def run(task: Task, main_grad: Tensor | None = None, separate: bool = False) -> 
         entropy=entropy,
     )
     if task.needs_grad:
-        values, results = _Autograd.apply(main_grad, separate, *call)
+        values, results = _autograd.apply(_Autograd, main_grad, separate, *call)
     else:
         results, *_ = torch.ops.fusedrl.linear_policy_loss(*call, False, False, False, False)
         values = _values(results, call.weights)

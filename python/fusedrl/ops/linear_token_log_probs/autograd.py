@@ -38,7 +38,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy over the classes of all ranks of the group."""
     if needs_grad:
-        return _Autograd.apply(chosen, group, *args)
+        return _autograd.apply(_Autograd, chosen, group, *args)
     return _finish(statistics(chosen, args), group, args)[:2]
 
 

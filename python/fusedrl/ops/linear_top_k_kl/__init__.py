@@ -121,7 +121,7 @@ def linear_top_k_kl(
         )
         tensors = {"hidden": head.hidden, "weight": head.weight, "bias": head.bias}
         if _autograd.needs_grad(**tensors, temperature=divisor):
-            log_probs = _Autograd.apply(*args)
+            log_probs = _autograd.apply(_Autograd, *args)
         else:
             log_probs = torch.ops.fusedrl.linear_top_k_kl_log_probs(*args)[0]
     return teachers.divergence(log_probs, teacher, len(head.weight))

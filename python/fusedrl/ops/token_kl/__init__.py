@@ -239,11 +239,12 @@ def _dense(
         ESTIMATORS.index(options["estimator"]),
         missing,
     )
-    needs_grad = _autograd.needs_grad(
+    if _autograd.needs_grad(
         log_probs=log_probs, ref_log_probs=ref_log_probs, reward=reward, coeff=coeff
-    )
-    run = _Autograd.apply if needs_grad else torch.ops.fusedrl.token_kl.default
-    kl, penalised = run(*args)
+    ):
+        kl, penalised = _autograd.apply(_Autograd, *args)
+    else:
+        kl, penalised = torch.ops.fusedrl.token_kl.default(*args)
     return kl if work == dtype else kl.to(dtype), None if reward is None else penalised
 
 

@@ -126,7 +126,7 @@ def top_k_kl(
         )
         args = (_rows.with_unit_stride(logits), *batch, shift, divisor)
         if _autograd.needs_grad(logits=logits, temperature=divisor):
-            log_probs = _Autograd.apply(*args)
+            log_probs = _autograd.apply(_Autograd, *args)
         else:
             log_probs = torch.ops.fusedrl.top_k_kl_log_probs(*args)[0]
     return teachers.divergence(log_probs, teacher, logits.shape[-1])
