@@ -101,8 +101,8 @@ def linear_top_k_kl(
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     _rows.check_rows("hidden", head.hidden, offsets, shift)
     teacher = teachers.prepare(
-        *(head.hidden, "hidden", ids, teacher_log_probs, mask, offsets, shift),
-        *(direction, beta, tail),
+        *(head.hidden, "hidden", len(head.weight), ids, teacher_log_probs),
+        *(mask, offsets, shift, direction, beta, tail),
     )
     chosen = _dispatch.choose(impl, "linear_top_k_kl", head.hidden.device, head.hidden.dtype)
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
@@ -124,7 +124,7 @@ def linear_top_k_kl(
             log_probs = _autograd.apply(_Autograd, *args)
         else:
             log_probs = torch.ops.fusedrl.linear_top_k_kl_log_probs(*args)[0]
-    return teachers.divergence(log_probs, teacher, len(head.weight))
+    return teachers.divergence(log_probs, teacher)
 
 
 class _Autograd(torch.autograd.Function):

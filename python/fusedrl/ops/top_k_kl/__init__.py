@@ -51,7 +51,7 @@ def top_k_kl(
     has nothing outside of the ids (they are all classes, or all others have a logit of -inf) and
     the teacher has nothing but rounding there.
 
-    A class adds 0 where the distribution that weighs it gives it probability 0. It makes a KL +inf
+    A class adds 0 where the distribution that weighs it gives it probability 0 (or underflow). It makes a KL +inf
     where only the other distribution does. The gradient of a -inf logit is 0; other gradients of an
     infinite KL are not finite.
 
@@ -96,7 +96,8 @@ def top_k_kl(
         ValueError: an unknown direction or tail, a beta out of range or without
             ``"jensen_shannon"``, or shapes, dtypes, devices and offsets that do not fit.
         RuntimeError: a kept token with an id of V or more, with the same id twice, or whose
-            teacher's probabilities sum to more than 1.05 (a device-side assert on CUDA).
+            teacher's probabilities sum to more than 1.05, or with ``"bucket"`` to less than 0.95
+            though all classes are known (a device-side assert on CUDA).
 
     Example:
         >>> import torch
@@ -111,7 +112,7 @@ def top_k_kl(
     _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
     _rows.check_rows("logits", logits, offsets, shift)
     teacher = teachers.prepare(
-        *(logits, "logits", ids, teacher_log_probs, mask, offsets, shift),
+        *(logits, "logits", logits.shape[-1], ids, teacher_log_probs, mask, offsets, shift),
         *(direction, beta, tail),
     )
     chosen = _dispatch.choose(impl, "top_k_kl", logits.device, logits.dtype)
@@ -129,7 +130,7 @@ def top_k_kl(
             log_probs = _autograd.apply(_Autograd, *args)
         else:
             log_probs = torch.ops.fusedrl.top_k_kl_log_probs(*args)[0]
-    return teachers.divergence(log_probs, teacher, logits.shape[-1])
+    return teachers.divergence(log_probs, teacher)
 
 
 class _Autograd(torch.autograd.Function):
