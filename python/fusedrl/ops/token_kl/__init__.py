@@ -202,7 +202,7 @@ def _batch_in_place(
     if reward is not None and reward.shape != log_probs.shape and reward.requires_grad:
         return None  # it has to be spread over the tokens by what carries its gradient
     coeff = _dispatch.scalar_tensor("coeff", options["coeff"], log_probs.device)
-    kl, penalised = _Autograd.apply(*columns, coeff, estimator, missing)
+    kl, penalised = _autograd.apply(_Autograd, *columns, coeff, estimator, missing)
     return kl, None if reward is None else penalised
 
 
