@@ -142,6 +142,20 @@ def gradients(path: Callable[[Job], Tensor], job: Job) -> tuple[Tensor, Tensor]:
     return hidden.grad, weight.grad
 
 
+def at_medium_precision(path: Callable[[Job], Tensor]) -> Callable[[Job], Any]:
+    """Gradients where float32 products may be rounded to bfloat16."""
+
+    def run(job: Job) -> tuple[Tensor, Tensor]:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        try:
+            return gradients(path, job)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return run
+
+
 def bare_products(job: Job) -> tuple[Run, Run]:
     """The forward product, and all four of a training step, into memory that is there already.
 
@@ -242,16 +256,20 @@ def forward_case(job: Job, usable: set[str]) -> Case:
 
 def backward_case(job: Job, usable: set[str]) -> Case:
     """Gradients; the work is four products, of a path that does not keep the logits."""
-    paths = rival_paths(job, usable, peers.LINEAR_LOG_PROB_SUM) | our_paths(job)
+    mine = our_paths(job)
+    paths = rival_paths(job, usable, peers.LINEAR_LOG_PROB_SUM) | mine
     _, bare = bare_products(job)
     gemms = GEMMS[job.weight.device.type]
+    contenders: dict[str, Run] = {
+        name: lambda job, path=path: gradients(path, job) for name, path in paths.items()
+    }
+    if job.weight.device.type == "cpu" and job.weight.dtype == torch.bfloat16:
+        contenders |= {f"{name}, medium": at_medium_precision(path) for name, path in mine.items()}
     return Case(
         op="linear_token_log_probs, forward + backward",
         setting=_setting(job),
         make_input=lambda: job,
-        contenders={
-            name: lambda job, path=path: gradients(path, job) for name, path in paths.items()
-        },
+        contenders=contenders,
         timed_only={gemms: bare},
         truth=exact_gradients,
         answer=sample_of,

@@ -1,6 +1,9 @@
 // Every op, a line each. Kernels register themselves in <op>/cpu.cpp and <op>/cuda.cu.
 #include <torch/csrc/stable/library.h>
 
+// What gradients of a linear head take as `rounds_grads`, a bool on the CPU, says whether those of
+// its logits may be rounded to bfloat16, where kernels would keep more of them: see
+// ops/_rounding.py.
 STABLE_TORCH_LIBRARY(fusedrl, m) {
   m.def(
       "token_log_probs(Tensor logits, Tensor tokens, Tensor? mask, Tensor? offsets, bool shift, "
@@ -23,14 +26,15 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, Tensor? mask, Tensor? offsets, "
       "bool shift, Tensor temperature, float scale, float softcap, Tensor log_probs, "
       "Tensor entropy, Tensor normalizers, Tensor products, int? vocab_offset, "
-      "bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias) "
+      "bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias, *, Tensor? "
+      "rounds_grads=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
   m.def(
       "linear_policy_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, Tensor? mask, "
       "Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
       "Tensor advantages, Tensor? old_log_probs, Tensor? ref_log_probs, Tensor weights, "
       "int surrogate, float low, float high, float most, int estimator, bool entropy, "
-      "bool of_hidden, bool of_weight, bool of_bias, bool in_float) "
+      "bool of_hidden, bool of_weight, bool of_bias, bool in_float, *, Tensor? rounds_grads=None) "
       "-> (Tensor rows, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
   m.def(
       "token_kl(Tensor log_probs, Tensor ref_log_probs, Tensor? mask, Tensor? offsets, "
@@ -70,7 +74,7 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "Tensor ref_weight, Tensor? ref_bias, float ref_scale, float ref_softcap, Tensor? mask, "
       "Tensor? offsets, bool shift, Tensor temperature, float beta, bool batch_invariant, "
       "Tensor entropies, Tensor statistics, bool of_hidden, bool of_weight, bool of_bias, "
-      "bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias) "
+      "bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias, *, Tensor? rounds_grads=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
       "Tensor grad_ref_hidden, Tensor grad_ref_weight, Tensor grad_ref_bias)");
   m.def(
@@ -88,6 +92,6 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "linear_top_k_kl_log_probs_backward(Tensor grad_log_probs, Tensor hidden, Tensor weight, "
       "Tensor? bias, Tensor ids, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
       "float scale, float softcap, Tensor log_probs, Tensor normalizers, bool batch_invariant, "
-      "bool of_hidden, bool of_weight, bool of_bias) "
+      "bool of_hidden, bool of_weight, bool of_bias, *, Tensor? rounds_grads=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
 }

@@ -15,11 +15,12 @@ from fusedrl import (
     linear_exact_kl,
     linear_policy_loss,
     linear_token_log_probs,
+    linear_top_k_kl,
     token_log_probs,
+    top_k_kl,
 )
-from fusedrl.ops._sequence_parts import accepts_parts
 
-CLASSES, WIDTH, TOKENS, SEQUENCES = 37, 6, 24, 4
+CLASSES, WIDTH, TOKENS, SEQUENCES, KNOWN = 37, 6, 24, 4, 5
 
 
 class Layout(NamedTuple):
@@ -59,7 +60,7 @@ def problem(layout: Layout) -> dict[str, Tensor]:
     def draw(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator)
 
-    return {
+    inputs = {
         "logits": 2 * draw(*shape, CLASSES),
         "ref_logits": 2 * draw(*shape, CLASSES),
         "hidden": draw(*shape, WIDTH),
@@ -77,9 +78,13 @@ def problem(layout: Layout) -> dict[str, Tensor]:
         "rollout": draw(*shape) - 4,
         "upstream": draw(2, *shape),
     }
+    teacher, ids = (2 * draw(*shape, CLASSES)).log_softmax(-1).topk(KNOWN)
+    ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
+    return inputs | {"ids": ids, "teacher": teacher}
 
 
 OF_ROWS = {"logits", "ref_logits", "hidden", "ref_hidden"}
+SEVERAL_A_TOKEN = {"ids", "teacher"}
 OF_TOKENS = {"tokens", "mask", "advantages", "old", "ref", "rollout", "upstream"}
 LEAVES = (*sorted(OF_ROWS), "weight", "bias", "ref_weight")
 
@@ -87,7 +92,7 @@ LEAVES = (*sorted(OF_ROWS), "weight", "bias", "ref_weight")
 def part_of(inputs: dict[str, Tensor], layout: Layout, rank: int) -> dict[str, Tensor]:
     part = layout.part(rank)
     rows, tokens = (*part, slice(None)), part
-    cut = {name: inputs[name][rows] for name in OF_ROWS}
+    cut = {name: inputs[name][rows] for name in OF_ROWS | SEVERAL_A_TOKEN}
     return inputs | cut | {name: inputs[name][tokens] for name in OF_TOKENS}
 
 
@@ -122,6 +127,18 @@ def linear_kl(x: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
     return (linear_exact_kl(*heads, bias=x["bias"], direction="jensen_shannon", **options),)
 
 
+def top_k(x: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
+    known = x["ids"], x["teacher"], x["mask"]
+    return (top_k_kl(x["logits"], *known, direction="forward", temperature=0.7, **options),)
+
+
+def linear_top_k(x: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
+    # Engines answer in float32, and with ids of 32 bits.
+    known = x["ids"].int(), x["teacher"].float()
+    options |= {"bias": x["bias"], "tail": "renormalize"}
+    return (linear_top_k_kl(x["hidden"], x["weight"], *known, **options),)
+
+
 def loss_of(name: str, advantages: str, **chosen: Any) -> Case:
     def loss(x: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
         columns = {"old_log_probs": x["old"], "ref_log_probs": x["ref"]}
@@ -145,6 +162,8 @@ CASES: dict[str, Case] = {
     "exact_kl": kl_in("reverse"),
     "exact_kl, forward": kl_in("forward"),
     "linear_exact_kl": linear_kl,
+    "top_k_kl": top_k,
+    "linear_top_k_kl": linear_top_k,
     "grpo": loss_of("grpo", "of_sequences"),
     "dapo": loss_of("dapo", "advantages", importance={"high": 2.0}),
     "gspo": loss_of("gspo", "of_sequences"),
@@ -185,21 +204,6 @@ def second_derivative(inputs: dict[str, Tensor], **options: Any) -> Tensor:
     return torch.autograd.grad((first**2).sum(), logits)[0]
 
 
-@accepts_parts("ids", "mask")
-def sum_of_classes(
-    logits: Tensor,
-    ids: Tensor,
-    mask: Tensor,
-    *,
-    offsets: Tensor | None = None,
-    shift: bool = False,
-    sequence_group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """An op with several classes a token."""
-    assert not shift
-    return torch.where(mask, logits.gather(-1, ids).sum(-1), 0)
-
-
 def refusals(rank: int, group: dist.ProcessGroup) -> list[str]:
     """What is said where the ranks' parts do not fit together; both hear of it."""
     rows, tokens = torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)
@@ -228,6 +232,12 @@ def refusals(rank: int, group: dist.ProcessGroup) -> list[str]:
         linear_policy_loss(hidden, weight, of_padded, None, advantages, **options)
     except ValueError as error:
         said.append(str(error))
+    try:
+        known = torch.arange(2 + rank).expand(3, -1), torch.full((3, 2 + rank), -3.0)
+        options = {"offsets": torch.tensor([0, 6]), "shift": True, "sequence_group": group}
+        top_k_kl(rows, *known, **options)
+    except ValueError as error:
+        said.append(str(error))
     return said
 
 
@@ -254,9 +264,6 @@ def on_a_rank(rank: int, ranks: int, folder: str) -> None:
         for case, call in CASES.items():
             for shift in (True, False):
                 found[name, case, shift] = run(call, mine, **options | {"shift": shift})
-        ids = torch.stack((mine["tokens"], mine["tokens"].flip(-1)), -1)
-        found[name, "ids"] = ids
-        found[name, "sums"] = sum_of_classes(mine["logits"], ids, mine["mask"], **options)
         found[name, "second derivative"] = second_derivative(mine, **options)
     found["refusals"] = refusals(rank, group) if ranks == 2 else []
     torch.save(found, f"{folder}/{rank}")

@@ -6,22 +6,18 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <utility>
+
+#include "common/bf16_vectors.h"
 
 namespace fusedrl::avx512_bf16 {
 namespace {
 
-constexpr int kVector = 16;           // float32 sums of a register
 constexpr int kPanel = 2 * kVector;   // columns of a panel
 constexpr int kRows = 14;             // with two registers of sums each, of the 32 that there are
 constexpr int64_t kDepthPairs = 256;  // of a panel, which so takes 32 KiB
 
 using Panel = uint32_t[kDepthPairs * kPanel];
-
-__mmask16 first_lanes(int64_t count) {
-  return count >= kVector ? __mmask16(0xffff) : __mmask16((1u << std::max<int64_t>(count, 0)) - 1);
-}
 
 __mmask32 first_halves(int64_t count) {
   return count >= 32 ? __mmask32(0xffffffff)
@@ -181,63 +177,11 @@ void multiply_transposed(FloatMatrix out, Pairs a, Bf16Matrix b, ProductSizes si
       });
 }
 
-// What bfloat16 keeps of x, and of the rest of it; none is left of infinities, and what is finite
-// stays so.
-struct Split {
-  __m256i high, rest;
-
-  explicit Split(__m512 x) : high((__m256i)_mm512_cvtneps_pbh(bounded(x))) {
-    const __m512 less =
-        _mm512_sub_ps(x, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-    const __mmask16 finite = _mm512_cmp_ps_mask(less, less, _CMP_ORD_Q);
-    rest = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_mov_ps(finite, less));
-  }
-
- private:
-  static __m512 bounded(__m512 x) {
-    const __m512 magnitude = _mm512_abs_ps(x), most = _mm512_set1_ps(0x1.fep127f);
-    const __mmask16 finite = _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
-    const __mmask16 above = _mm512_mask_cmp_ps_mask(finite, magnitude, most, _CMP_GT_OQ);
-    const __m512 sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));
-    return _mm512_mask_or_ps(x, above, sign, most);
-  }
-};
-
-void pairs_of_columns(uint32_t* to, uint32_t* rest, FloatMatrix from, int64_t rows,
-                      int64_t columns) {
-  const int64_t words = (columns + 1) / 2, row = pair_words(columns);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t i = 0; i < columns; i += kVector) {
-      const Split x(_mm512_maskz_loadu_ps(first_lanes(columns - i), from.at(r, i)));
-      const auto lanes = __mmask8(first_lanes(words - i / 2));
-      _mm256_mask_storeu_epi32(to + r * row + i / 2, lanes, x.high);
-      _mm256_mask_storeu_epi32(rest + r * row + i / 2, lanes, x.rest);
-    }
-  }
-}
-
-void pairs_of_rows(uint32_t* to, uint32_t* rest, FloatMatrix from, int64_t rows, int64_t columns) {
-  const auto interleaved = [](__m256i first, __m256i second) {
-    return _mm512_or_si512(_mm512_cvtepu16_epi32(first),
-                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
-  };
-  for (int64_t r = 0; r < rows; r += 2) {
-    for (int64_t i = 0; i < columns; i += kVector) {
-      const __mmask16 lanes = first_lanes(columns - i);
-      const Split x(_mm512_maskz_loadu_ps(lanes, from.at(r, i)));
-      const Split y(r + 1 < rows ? _mm512_maskz_loadu_ps(lanes, from.at(r + 1, i))
-                                 : _mm512_setzero_ps());
-      const int64_t at = r / 2 * columns + i;
-      _mm512_mask_storeu_epi32(to + at, lanes, interleaved(x.high, y.high));
-      _mm512_mask_storeu_epi32(rest + at, lanes, interleaved(x.rest, y.rest));
-    }
-  }
-}
-
 }  // namespace
 
 Bf16Products bf16_products() {
-  return {multiply, multiply_transposed, pairs_of_columns, pairs_of_rows};
+  return {multiply,  multiply_transposed, pairs_of_rows, limit_of_rests,
+          round_row, split_row,           add_rests};
 }
 
 }  // namespace fusedrl::avx512_bf16

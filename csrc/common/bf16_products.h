@@ -1,15 +1,12 @@
 // Products of bfloat16 matrices, summed in float32, on CPUs that have instructions for them.
 #pragma once
 
-#include <torch/headeronly/util/BFloat16.h>
-
 #include <cstdint>
 
+#include "common/bf16_rounding.h"
 #include "common/cpu_level.h"
 
 namespace fusedrl {
-
-using torch::headeronly::BFloat16;
 
 // A matrix [rows, depth] of bfloat16 in pairs along its depth, the first of a pair in the low half;
 // of an odd depth the last pair ends with a zero. Where float32 was rounded to it, `rest` is what
@@ -51,18 +48,32 @@ struct Bf16Products {
   // The same for b^T, where b is [columns, depth].
   void (*multiply_transposed)(FloatMatrix out, Pairs a, Bf16Matrix b, ProductSizes sizes,
                               float factor, bool add);
-  // `from` [rows, columns] as pairs along its columns, pair_words(columns) from row to row.
-  void (*pairs_of_columns)(uint32_t* to, uint32_t* rest, FloatMatrix from, int64_t rows,
-                           int64_t columns);
-  // `from` [rows, columns] as pairs along its rows, [(rows + 1) / 2, columns] words each.
+  // `from` [rows, columns] as pairs along its rows, [(rows + 1) / 2, columns] words each. Without
+  // `rest` it is rounded.
   void (*pairs_of_rows)(uint32_t* to, uint32_t* rest, FloatMatrix from, int64_t rows,
                         int64_t columns);
+  // The magnitude up to which entries of a row of gradients may be rounded in its next tile, or
+  // kKeepsAll; the sum of squares of what is rounded stays below 2^-12 of the largest entry's, but
+  // where it `rounds` what is finite: then no more rests are kept than round_row takes.
+  float (*limit_of_rests)(const float* from, int64_t columns, bool rounds, RowScale& row);
+  // Rounds a row to pairs along its columns. Returns the number of `rests` that have to be added,
+  // at most kMostRests + 1: those of the entries above the limit, and one of what all others lose.
+  int (*round_row)(uint32_t* to, const float* from, int64_t columns, float limit, Rest* rests);
+  // The same, with the rests of all entries as pairs.
+  void (*split_row)(uint32_t* to, uint32_t* rest, const float* from, int64_t columns);
+  // to [columns] += the product of the rests and the rows of b that they are at.
+  void (*add_rests)(float* to, const Rest* rests, int count, Bf16Matrix b, int64_t columns);
 };
 
 #if defined(FUSEDRL_BF16_PRODUCTS)
 namespace avx512_bf16 {
 Bf16Products bf16_products();
-}
+float limit_of_rests(const float* from, int64_t columns, bool rounds, RowScale& row);
+int round_row(uint32_t* to, const float* from, int64_t columns, float limit, Rest* rests);
+void split_row(uint32_t* to, uint32_t* rest, const float* from, int64_t columns);
+void add_rests(float* to, const Rest* rests, int count, Bf16Matrix b, int64_t columns);
+void pairs_of_rows(uint32_t* to, uint32_t* rest, FloatMatrix from, int64_t rows, int64_t columns);
+}  // namespace avx512_bf16
 #endif
 
 // Null where this level has none.

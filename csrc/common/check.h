@@ -1,4 +1,5 @@
-// Errors of ops. Python sees the message as it stands here, without a place in these sources.
+// Errors of ops. Python sees the message as it is given here, without a file or line of the
+// sources.
 #pragma once
 
 #include <cstdint>

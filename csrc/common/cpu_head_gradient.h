@@ -2,6 +2,7 @@
 // Everything is summed in float32 and rounded to the gradient's dtype once.
 #pragma once
 
+#include <cmath>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -48,14 +49,16 @@ struct GradientParts {
 
 class CpuHeadGradient {
  public:
-  // The weight's gradient is of its dtype unless another is asked for.
+  // Where products are in bfloat16, `rounds` lets them take gradients of logits rounded to it. The
+  // weight's gradient is of its dtype unless another is asked for.
   CpuHeadGradient(const CpuHead& head, const Tensor& hidden, const Tensor& weight,
                   const std::optional<Tensor>& bias, bool of_hidden, bool of_weight, bool of_bias,
-                  std::optional<ScalarType> weight_dtype = std::nullopt)
-      : head_(head), hidden_like_(hidden) {
+                  bool rounds, std::optional<ScalarType> weight_dtype = std::nullopt)
+      : head_(head), rounds_(rounds), hidden_like_(hidden) {
     if (of_hidden) {
       hidden_ = torch::stable::new_zeros(hidden, {head.padded(head.rows()), head.width()},
                                          ScalarType::Float);
+      if (head.products() != nullptr) scales_.resize(head.rows());
     }
     if (of_weight) {
       const ScalarType dtype = weight_dtype.value_or(weight.scalar_type());
@@ -64,6 +67,12 @@ class CpuHeadGradient {
                                 : torch::stable::new_zeros(weight, weight.sizes(), dtype);
     }
     if (of_bias) bias_sums_.resize(bias->numel());
+  }
+
+  // Says that a gradient of this row's logits is as large as `magnitude`, or larger, before it
+  // comes: of smaller ones less has to be kept.
+  void expect(int64_t row, float magnitude) {
+    if (!scales_.empty()) scales_[row].largest = std::fabs(magnitude);
   }
 
   // Adds what `grads`, the gradients of the logits of these rows and classes, contribute. A class
@@ -76,12 +85,18 @@ class CpuHeadGradient {
     if (waits_for_more_rows(rows) && rows.first == 0) {
       sums_.emplace(new_floats(hidden_like_, classes.count * head_.width()));
     }
+    if (!scales_.empty()) find_limits(rows, classes, grads);
     const auto make_room = [&] { return Room(*this); };
     share(of_hidden + of_classes, make_room, [&](Room& room, int64_t i) {
       if (i < of_hidden) {
         const Span block = blocks[i / columns.count()];
-        add_hidden(room, block, classes, columns[i % columns.count()],
-                   {grads.data + (block.first - rows.first) * grads.row, grads.row});
+        const FloatMatrix of_block{grads.at(block.first - rows.first, 0), grads.row};
+        const Span of_columns = columns[i % columns.count()];
+        if (head_.products() != nullptr) {
+          add_hidden_in_bf16(room, block, block.first - rows.first, classes, of_columns, of_block);
+        } else {
+          add_hidden(room, block, classes, of_columns, of_block);
+        }
       } else {
         const Span tile = tiles[i - of_hidden];
         const FloatMatrix part{grads.data + tile.first - classes.first, grads.row};
@@ -143,6 +158,9 @@ class CpuHeadGradient {
         : of_head(gradient.head_),
           high(pairs_of(gradient)),
           rest(pairs_of(gradient)),
+          of_rests(gradient.scales_.empty()
+                       ? nullptr
+                       : std::make_unique_for_overwrite<float[]>(kBlockRows * kColumns)),
           sums(new_floats(gradient.hidden_like_,
                           gradient.sums_in_half()
                               ? gradient.head_.tiles().length * gradient.head_.width()
@@ -155,28 +173,85 @@ class CpuHeadGradient {
 
     CpuHead::Room of_head;
     std::unique_ptr<uint32_t[]> high, rest;  // of gradients, in bfloat16
+    std::unique_ptr<float[]> of_rests;       // what the rests of split rows add
+    std::vector<int64_t> split;              // rows of a block
     Tensor sums;
   };
 
+  // The limits of all rests, a row at a time and its tiles in order.
+  void find_limits(Span rows, Span classes, FloatMatrix grads) {
+    const Spans tiles{classes, kTileClasses};
+    limits_.resize(tiles.count() * rows.count);
+    torch::stable::parallel_for(0, rows.count, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        for (int64_t i = 0; i < tiles.count(); ++i) {
+          const float* row = grads.at(r, tiles[i].first - classes.first);
+          limits_[i * rows.count + r] = head_.products()->limit_of_rests(
+              row, tiles[i].count, rounds_, scales_[rows.first + r]);
+        }
+      }
+    });
+  }
+
+  FloatMatrix of_hidden(Span block, Span columns) const {
+    return {mutable_data<float>(*hidden_) + block.first * head_.width() + columns.first,
+            head_.width()};
+  }
+
   // `grads` are those of a block of rows.
   void add_hidden(Room& room, Span block, Span classes, Span columns, FloatMatrix grads) const {
-    const int64_t rows = head_.padded(block.count);
-    const FloatMatrix out{
-        mutable_data<float>(*hidden_) + block.first * head_.width() + columns.first, head_.width()};
     const Spans tiles{classes, kTileClasses};
     for (int64_t i = 0; i < tiles.count(); ++i) {
       const Span tile = tiles[i];
-      const FloatMatrix part{grads.data + tile.first - classes.first, grads.row};
-      if (const Bf16Products* products = head_.products()) {
-        products->pairs_of_columns(room.high.get(), room.rest.get(), part, rows, tile.count);
-        Bf16Matrix weights = head_.weights_in_bf16(tile.first);
-        weights.data += columns.first;
-        products->multiply(out, {room.high.get(), room.rest.get(), pair_words(tile.count), 1},
-                           weights, {rows, columns.count, tile.count}, 1.0f, true);
-      } else {
-        head_.multiply_rows(out, Floats{part.data, rows, tile.count, part.row},
-                            head_.weights_in_float(room.of_head, tile, columns), true);
+      head_.multiply_rows(of_hidden(block, columns),
+                          Floats{grads.at(0, tile.first - classes.first), head_.padded(block.count),
+                                 tile.count, grads.row},
+                          head_.weights_in_float(room.of_head, tile, columns), true);
+    }
+  }
+
+  // The same with gradients that are rounded. The rests of large ones are added one by one, and
+  // where there are many of them in a row and tile, by a product of such rows.
+  void add_hidden_in_bf16(Room& room, Span block, int64_t first_row, Span classes, Span columns,
+                          FloatMatrix grads) const {
+    const Bf16Products& products = *head_.products();
+    const FloatMatrix out = of_hidden(block, columns);
+    const Spans tiles{classes, kTileClasses};
+    const int64_t part_rows = static_cast<int64_t>(limits_.size()) / tiles.count();
+    Rest rests[kMostRests + 1];
+    for (int64_t i = 0; i < tiles.count(); ++i) {
+      const Span tile = tiles[i];
+      const int64_t words = pair_words(tile.count);
+      const float* limits = limits_.data() + i * part_rows + first_row;
+      Bf16Matrix weights = head_.weights_in_bf16(tile.first);
+      weights.data += columns.first;
+      room.split.clear();
+      for (int64_t r = 0; r < block.count; ++r) {
+        const float* row = grads.at(r, tile.first - classes.first);
+        uint32_t* high = room.high.get() + r * words;
+        if (limits[r] == kKeepsAll) {
+          products.split_row(high, room.rest.get() + room.split.size() * words, row, tile.count);
+          room.split.push_back(r);
+        } else {
+          const int count = products.round_row(high, row, tile.count, limits[r], rests);
+          products.add_rests(out.at(r, 0), rests, count, weights, columns.count);
+        }
       }
+      products.multiply(out, {room.high.get(), nullptr, words, 1}, weights,
+                        {block.count, columns.count, tile.count}, 1.0f, true);
+      if (!room.split.empty()) add_split_rows(room, out, weights, columns.count, tile.count);
+    }
+  }
+
+  void add_split_rows(Room& room, FloatMatrix out, Bf16Matrix weights, int64_t columns,
+                      int64_t depth) const {
+    const int64_t rows = room.split.size();
+    const FloatMatrix sums{room.of_rests.get(), columns};
+    head_.products()->multiply(sums, {room.rest.get(), nullptr, pair_words(depth), 1}, weights,
+                               {rows, columns, depth}, 1.0f, false);
+    for (int64_t i = 0; i < rows; ++i) {
+      float* to = out.at(room.split[i], 0);
+      for (int64_t c = 0; c < columns; ++c) to[c] += *sums.at(i, c);
     }
   }
 
@@ -193,8 +268,9 @@ class CpuHeadGradient {
       for (int64_t i = 0; i < blocks.count(); ++i) {
         const Span block = blocks[i];
         const FloatMatrix part{grads.data + (block.first - rows.first) * grads.row, grads.row};
-        products->pairs_of_rows(room.high.get(), room.rest.get(), part, block.count, tile.count);
-        products->multiply(out, {room.high.get(), room.rest.get(), 1, tile.count},
+        uint32_t* rest = rounds_ ? nullptr : room.rest.get();
+        products->pairs_of_rows(room.high.get(), rest, part, block.count, tile.count);
+        products->multiply(out, {room.high.get(), rest, 1, tile.count},
                            head_.hidden_in_bf16(block.first), {tile.count, width, block.count},
                            head_.factor(), block.first > 0);
       }
@@ -219,9 +295,12 @@ class CpuHeadGradient {
   }
 
   const CpuHead& head_;
+  bool rounds_;
   Tensor hidden_like_;
   std::optional<Tensor> hidden_, weight_, sums_;
   std::vector<double> bias_sums_;
+  std::vector<RowScale> scales_;  // of each row of a product in bfloat16
+  std::vector<float> limits_;     // of the part that is added: of its rows, tile by tile
 };
 
 // Makes the products of all rows and classes, a part at a time, or takes those that are stored,

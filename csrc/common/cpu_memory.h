@@ -1,4 +1,4 @@
-// Large new tensors on the CPU.
+// Allocates large tensors on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ inline Tensor new_uninitialised(const Tensor& like, torch::headeronly::IntHeader
   const uintptr_t first = reinterpret_cast<uintptr_t>(out.const_data_ptr());
   const uintptr_t end = first + static_cast<uintptr_t>(out.numel()) * out.element_size();
   const uintptr_t begin = (first + kHugePage - 1) / kHugePage * kHugePage;
-  if (end > begin + kHugePage) {  // a hint: whether it is taken changes nothing but time
+  if (end > begin + kHugePage) {  // a hint, which changes nothing but the time
     (void)madvise(reinterpret_cast<void*>(begin), (end - begin) / kHugePage * kHugePage,
                   MADV_HUGEPAGE);
   }

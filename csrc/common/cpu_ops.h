@@ -1,5 +1,5 @@
-// What CPU ops over rows share: the vector level, the rows that are computed, their share of a
-// thread.
+// What CPU ops over rows share: the vector level, which rows are computed, and how many of them a
+// thread takes.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace fusedrl {
 
-// Chosen by the first call: an unusable FUSEDRL_CPU_LEVEL is that call's error.
+// The first call chooses the level, and raises if FUSEDRL_CPU_LEVEL is unusable.
 inline CpuLevel cpu_level() {
   static const CpuLevel chosen = chosen_cpu_level();
   return chosen;

@@ -1,4 +1,4 @@
-// Work in parts, for the threads of one parallel region.
+// Divides work into parts for the threads of one parallel region.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -9,7 +9,7 @@
 
 namespace fusedrl {
 
-// Rows or classes that follow each other.
+// Consecutive rows or classes.
 struct Span {
   int64_t first, count;
 
@@ -29,10 +29,10 @@ struct Spans {
   }
 };
 
-// Threads take a head's classes in segments of tiles, and what they find out about a row in each
-// segment is merged in order, so that no bit depends on their number.
+// Threads take a head's classes in segments of tiles. Their results for a row are merged in the
+// order of the segments, so that no bit depends on the number of threads.
 struct Segments {
-  static constexpr int64_t kMost = 128;  // what is known of a row then takes 6 KiB at most
+  static constexpr int64_t kMost = 128;  // the results for a row then take 6 KiB at most
   Spans tiles;
 
   int64_t tiles_each() const { return (tiles.count() + kMost - 1) / kMost; }

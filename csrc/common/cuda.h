@@ -1,4 +1,4 @@
-// What every CUDA op needs on the host: its device and stream, launches that report errors,
+// What every CUDA op needs on the host: its device and stream, launches that report errors, and
 // scalars.
 #pragma once
 
@@ -18,18 +18,18 @@ inline void check_cuda(cudaError_t error, const char* what) {
   check(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
 }
 
-// Makes a tensor's device the current one while it lives, and knows the device's current stream.
+// Makes a tensor's device current while it exists, and knows the device's current stream.
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const Tensor& tensor) : device_(tensor.get_device_index()), guard_(device_) {
-    // This library's own copy of the CUDA runtime has to learn the device too.
+    // This library has a copy of the CUDA runtime of its own, whose device has to be set too.
     check_cuda(cudaSetDevice(device_), "cudaSetDevice");
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
-  // Blocks of the largest size that the device runs at a time.
+  // How many blocks of the largest size the device runs at a time.
   int64_t blocks_at_once() const {
     int processors = 0;
     check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device_),
@@ -51,8 +51,8 @@ class OnDeviceOf {
   cudaStream_t stream_ = nullptr;
 };
 
-// A 0-dim float64 tensor as a kernel argument: read here if it is on the CPU, left to the kernel if
-// it is on the device of `like`.
+// A 0-dim float64 tensor as a kernel argument. It is read here if it is on the CPU, and by the
+// kernel if it is on the device of `like`.
 inline Scalar scalar_argument(const char* name, const Tensor& tensor, const Tensor& like) {
   if (tensor.is_cpu()) return {*data<double>(tensor), nullptr};
   check(tensor.is_cuda() && tensor.get_device_index() == like.get_device_index(), name,

@@ -1,4 +1,4 @@
-// Matrix products on CUDA through torch, half inputs with float32 results.
+// Matrix products on CUDA through torch, also of half inputs with float32 results.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -17,7 +17,7 @@ inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
     std::array<StableIValue, 3> stack{from(a), from(b), from(out)};
     TORCH_ERROR_CODE_CHECK(
         torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
-    torch::stable::detail::to<Tensor>(stack[0]);  // takes the returned reference back
+    torch::stable::detail::to<Tensor>(stack[0]);  // takes over the returned reference
   } else {
     std::array<StableIValue, 4> stack{from(a), from(b), from(ScalarType::Float), from(out)};
     TORCH_ERROR_CODE_CHECK(
@@ -26,7 +26,7 @@ inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   }
 }
 
-// Where a bool vector is true, int64 [count]; the host waits for the count.
+// The indices where a bool vector is true, int64 [count]; the host waits for the count.
 inline Tensor indices_of(const Tensor& flags) {
   using torch::stable::detail::from;
   std::array<StableIValue, 1> stack{from(flags)};

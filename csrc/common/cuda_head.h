@@ -1,5 +1,5 @@
 // The linear head of a language model on CUDA: tiles of its matrix products in float32, and its
-// gradients from tiles of theirs.
+// gradients from tiles of the products' gradients.
 #pragma once
 
 #include <algorithm>
@@ -36,9 +36,9 @@ inline Tensor new_zeros(const Tensor& like, std::vector<int64_t> sizes, ScalarTy
   return torch::stable::new_zeros(like, sizes, dtype);
 }
 
-// The rows of a batch that are multiplied, and how many of them and of the classes at a time: all
-// classes of a few rows where whole rows are asked for. The host waits for the device where a mask
-// or a shift drops rows: it has to know how many are left.
+// The rows of a batch that are multiplied, and how many rows and classes a tile has: all classes of
+// a few rows if whole rows are wanted. If a mask or a shift drops rows, the host waits for the
+// device to tell how many are left.
 class HeadRows {
  public:
   HeadRows(const OnDeviceOf& device, const Tensor& hidden, const std::optional<Tensor>& mask,
@@ -68,15 +68,15 @@ class HeadRows {
   KeptRows rows;
   Selection kept;
   int64_t block;   // rows of a tile
-  int64_t padded;  // rows, with the zeros that fill the last block where its size is fixed
+  int64_t padded;  // rows, with the zeros that fill the last block if blocks have a fixed size
   int64_t tile;    // classes of a tile
 
  private:
   std::optional<Tensor> index_;
 };
 
-// A head over the selected rows of a batch of hidden states, whose strides `map` knows where they
-// are not those of the batch that the rows were selected from.
+// A head over the selected rows of a batch of hidden states. `map` has their strides, if these are
+// not those of the batch that the rows were selected from.
 template <typename T>
 class CudaHead {
  public:
@@ -123,7 +123,7 @@ class CudaHead {
   static Tensor gathered(const OnDeviceOf& device, const HeadRows& rows, const RowMap& map,
                          const Tensor& hidden) {
     const int64_t width = hidden.size(hidden.dim() - 1);
-    // Not by whether there is an index: one without elements has no address either.
+    // Not decided by the index's address, as an index without elements has none either.
     const bool as_they_are = rows.kept.count == map.tokens && rows.padded == map.tokens;
     if (as_they_are && hidden.is_contiguous()) {
       return torch::stable::view(hidden, {rows.kept.count, width});
@@ -173,13 +173,13 @@ class CudaHeadGradient {
     const ScalarType dtype = in_float ? ScalarType::Float : weight.scalar_type();
     if (of_weight) weight_ = new_zeros(weight, {weight.size(0), width_}, dtype);
     if (of_bias) bias_ = new_zeros(weight, {weight.size(0)}, ScalarType::Float);
-    // One block's products go where they belong, rounded once by the GEMM itself.
+    // With one block, the GEMM writes its products to their place and rounds them once itself.
     if (of_weight && rows.kept.count > rows.block && !in_float) {
       weight_sum_ = new_matrix(weight, rows.tile, width_, ScalarType::Float);
     }
   }
 
-  // Where kernels write the gradients of a tile's products, with the strides of the tile.
+  // The place where kernels write the gradients of a tile's products, with the tile's strides.
   T* grads() const { return mutable_data<T>(grads_); }
 
   void add(const Tile<T>& tile, int64_t first_class) {
@@ -209,10 +209,10 @@ class CudaHeadGradient {
     torch::stable::copy_(out, rows_of(*weight_sum_, 0, classes));
   }
 
-  // Of the hidden states (in their dtype or float32), the weight and the bias; empty where not
-  // asked for.
+  // The gradients of hidden states (in their dtype or float32), weight and bias; those that are not
+  // wanted are empty.
   std::tuple<Tensor, Tensor, Tensor> result(bool hidden_in_float = false) const {
-    // Each a tensor of its own: outputs of an op may not share storage.
+    // Separate tensors, as outputs of an op must not share storage.
     Tensor hidden = none(), weight = none(), bias = none();
     if (hidden_.has_value()) hidden = hidden_in_float ? scattered<float>() : scattered<T>();
     if (weight_.has_value()) weight = *weight_;

@@ -1,5 +1,5 @@
-// What CUDA kernels share: scalars on either side, 16-byte accesses, reduction over a block,
-// asserts. Nothing of torch's tensors in here, so that host tests can run kernels without a GPU.
+// What CUDA kernels share: scalars on host or device, 16-byte accesses, reduction over a block, and
+// asserts. Nothing here uses torch's tensors, so that host tests can run kernels without a GPU.
 #pragma once
 
 #include <cmath>
@@ -9,14 +9,14 @@
 
 #include "common/host_device.h"
 
-// Stops the kernel with `message` unless `condition` holds, under NDEBUG too: what the host cannot
-// check without waiting for the device.
+// Stops the kernel with `message` unless `condition` holds, under NDEBUG too. It is for what the
+// host cannot check without waiting for the device.
 #define FUSEDRL_DEVICE_CHECK(condition, message) \
   if (!(condition)) __assert_fail(message, "fusedrl", __LINE__, __func__)
 
 namespace fusedrl {
 
-// A number that the host knows, or that the kernel reads so that nobody waits for it.
+// A number that the host knows, or that the kernel reads, so that the host need not wait for it.
 struct Scalar {
   double value;
   const double* device;  // null when `value` holds
@@ -56,8 +56,8 @@ FUSEDRL_HD float divided(float x, float y) {
 #endif
 }
 
-// Elements that one instruction loads or stores, kept as it moves them: halves in registers of
-// their own would take twice as many.
+// The elements that one instruction loads or stores, in the form in which it moves them: separate
+// registers for halves would take twice as many.
 template <typename T>
 struct Pack {
   static constexpr int kSize = 16 / sizeof(T);
@@ -92,8 +92,8 @@ FUSEDRL_HD unsigned bytes_past_boundary(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) % 16);
 }
 
-// How many packs of `count` elements are read as such: any two words that hold one of these packs
-// end within the elements. What is left is less than two packs.
+// How many packs of `count` elements are read as packs. The two words that hold such a pack end
+// within the elements, so what is left is less than two packs.
 template <typename T>
 FUSEDRL_HD int64_t packs_of(int64_t count) {
   return count < Pack<T>::kSize ? 0 : count / Pack<T>::kSize - 1;
@@ -110,8 +110,8 @@ class PackReader {
       : past_(bytes_past_boundary(first)),
         words_(reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(first) - past_)) {}
 
-  // The packs first, first + step, ... below `packs`, and `fill` in place of others. All loads are
-  // issued before the first one is waited for.
+  // Loads the packs first, first + step, ... below `packs`, and `fill` in place of others. All
+  // loads are issued before it waits for the first one.
   template <int kBatch>
   __device__ __forceinline__ void load(Pack<T> (&batch)[kBatch], int64_t first, int64_t packs,
                                        T fill) const {
@@ -169,8 +169,8 @@ __device__ __forceinline__ T from_lane_below(const T& x, int distance) {
   return result;
 }
 
-// Merges one value a thread, always in the same order; thread 0 gets the result. T() is the neutral
-// value. Every thread of the block calls it, and there are whole warps of them.
+// Merges one value of each thread, always in the same order; thread 0 gets the result. T() is the
+// neutral value. Every thread of the block has to call it, and the block consists of whole warps.
 template <typename T, typename Merge>
 __device__ __forceinline__ T reduce_block(T x, Merge merge) {
   __shared__ uint32_t of_warp[kWarp][sizeof(T) / 4];
@@ -193,7 +193,7 @@ __device__ __forceinline__ T reduce_block(T x, Merge merge) {
   return x;
 }
 
-// Thread 0's value in every thread of the block; all of them call it.
+// Returns thread 0's value in every thread of the block, all of which have to call it.
 template <typename T>
 __device__ __forceinline__ T from_first_thread(T x) {
   static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % 4 == 0);

@@ -1,5 +1,5 @@
-// What CUDA kernels with one block a row share: its threads, the rows that are computed, how a row
-// is written.
+// What CUDA kernels with one block for each row share: the number of threads, which rows are
+// computed, and how a row is written.
 #pragma once
 
 #include "common/device.h"
@@ -14,7 +14,7 @@ constexpr int kPacksInFlight = 4;
 constexpr int kMinThreads = 128;
 constexpr int kMaxThreads = 512;
 
-// Whole batches for every thread, as far as a row has them.
+// Every thread gets whole batches, if the row has enough.
 inline int threads_for(int64_t row_bytes) {
   int threads = kMinThreads;
   while (threads < kMaxThreads && threads * kPacksInFlight * 16 < row_bytes) threads *= 2;
@@ -40,8 +40,8 @@ struct KeptRows {
   }
 };
 
-// How a block writes a row: packs from the first 16-byte boundary on, and single elements around
-// them.
+// Writes a row with a block: packs from the first 16-byte boundary on, and single elements before
+// and after them.
 template <typename T>
 struct StoreSplit {
   int64_t head;  // elements before the packs

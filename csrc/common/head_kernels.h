@@ -1,5 +1,5 @@
-// CUDA kernels around the matrix products of a linear head: which rows are multiplied, what makes
-// logits of a product, sums of gradients.
+// CUDA kernels around the matrix products of a linear head: they find the rows that are multiplied,
+// make logits of products, and sum gradients.
 #pragma once
 
 #include "common/device_rows.h"
@@ -12,7 +12,7 @@ inline int64_t element_blocks(int64_t elements) {
   return (elements + kElementThreads - 1) / kElementThreads;
 }
 
-// Which tokens are computed.
+// Marks the tokens that are computed.
 static __global__ void flag_rows(KeptRows rows, bool* kept) {
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
   for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < rows.map.tokens;
@@ -65,7 +65,7 @@ __global__ void add_columns(float* sums, const T* rows, int64_t count, int64_t s
   }
 }
 
-// From a matrix product to logits: x = scale (product + bias), capped.
+// Makes a logit of a matrix product: x = scale (product + bias), capped.
 template <typename T>
 struct LogitShape {
   const T* bias;  // null for none
@@ -83,7 +83,7 @@ struct LogitShape {
 
   bool is_identity() const { return bias == nullptr && scale == 1 && cap == 0; }
 
-  // The logit's derivative by the product.
+  // The derivative of the logit with respect to the product.
   __device__ __forceinline__ float slope(float logit) const {
     return cap == 0 ? scale : scale * softcap_slope(logit, cap);
   }

@@ -5,8 +5,8 @@
 
 namespace fusedrl {
 
-// cap tanh(x / cap), by its series where the quotient of exponentials cancels. `exp` need not be
-// right beyond +-80.
+// cap tanh(x / cap), by its series where the quotient of exponentials cancels. `exp` may be wrong
+// beyond +-80.
 template <typename V, typename Exp>
 FUSEDRL_HD V softcapped(V x, float cap, Exp&& exp) {
   const V u = x / cap;
@@ -16,7 +16,7 @@ FUSEDRL_HD V softcapped(V x, float cap, Exp&& exp) {
   return cap * (square < 0.015625f ? near : far);
 }
 
-// d softcapped / dx at the capped value y.
+// The derivative of softcapped with respect to x, from the capped value y.
 template <typename V>
 FUSEDRL_HD V softcap_slope(V y, float cap) {
   return 1.0f - (y / cap) * (y / cap);

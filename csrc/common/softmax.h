@@ -1,4 +1,5 @@
-// Softmax statistics that merge: of chunks of a row, of threads, of vocabulary shards.
+// Softmax statistics that can be merged: those of chunks of a row, of threads, of vocabulary
+// shards.
 #pragma once
 
 #include <cmath>
@@ -16,14 +17,14 @@ struct SoftmaxPart {
   Acc dot = 0;  // sum_v d_v e^{d_v}, for the entropy
 };
 
-// The union of two parts. A part of -inf only has sum 0, and contributes nothing.
+// The statistics of two parts together. A part that is all -inf has sum 0, and contributes nothing.
 template <typename Acc>
 FUSEDRL_HD SoftmaxPart<Acc> merge(SoftmaxPart<Acc> x, SoftmaxPart<Acc> y, float inv_temperature) {
   const bool ordered = x.max >= y.max;
   const SoftmaxPart<Acc> high = ordered ? x : y, low = ordered ? y : x;
   if (low.sum == Acc(0)) return high;
   if (low.max == high.max) return {high.max, high.sum + low.sum, high.dot + low.dot};
-  // No further down than where the scale is 0 in any float: logits may be masked with -3e38.
+  // Bounded where the scale is 0 in any float type, as logits may be masked with -3e38.
   const float distance = (low.max - high.max) * inv_temperature;
   const float shift = distance < -200.0f ? -200.0f : distance;
   const Acc scale = std::exp(Acc(shift));

@@ -1,4 +1,4 @@
-// What every op needs of the stable ABI: short names, optional pointers, dtype dispatch.
+// What every op uses of the stable ABI: short names, optional pointers, and dispatch by dtype.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -31,6 +31,11 @@ const T* data(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr;
 }
 
+// A 0-dim bool that is not given is false.
+inline bool is_set(const std::optional<Tensor>& flag) {
+  return flag.has_value() && *data<bool>(flag);
+}
+
 template <typename T>
 T* mutable_data(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
@@ -44,7 +49,7 @@ inline Tensor empty_vector(const Tensor& like, ScalarType dtype) {
   return torch::stable::new_empty(like, std::vector<int64_t>{0}, dtype);
 }
 
-// Kernels index by these values, and compiled graphs reach them without the check in Python.
+// Kernels use these values as indices, and compiled graphs call ops without the checks in Python.
 inline void check_offsets(const std::optional<Tensor>& offsets, int64_t tokens) {
   if (!offsets.has_value()) return;
   const int64_t* bounds = data<int64_t>(offsets);

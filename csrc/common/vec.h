@@ -34,7 +34,7 @@ struct Block {
 
 inline F splat(float x) { return F{} + x; }
 
-// The second operand when either is NaN. One instruction, where compilers make two of the ternary.
+// The second operand if either is NaN. It is one instruction; compilers make two of the ternary.
 inline F max(F x, F y) {
 #if defined(__AVX512F__)
   return (F)_mm512_maskz_max_ps(0xffff, (__m512)x, (__m512)y);
@@ -142,7 +142,7 @@ inline void store_part(T* p, int64_t count, Block x) {
   std::memcpy(p, buffer, count * sizeof(T));
 }
 
-// Ahead of the loads: the hardware stops prefetching at the end of every page.
+// Prefetches ahead of the loads, as the hardware stops prefetching at the end of every page.
 constexpr int64_t kPrefetchBytes = 2048;
 
 // Calls f(block, start) for every block of `count` elements, the last one padded with `fill`.
@@ -156,7 +156,7 @@ inline void for_each_block(const T* p, int64_t count, T fill, Body&& f) {
   if (i < count) f(load_part(p + i, count - i, fill), i);
 }
 
-// The same for two rows: f(block, block of the second row, start).
+// The same for two rows, with f(block, block of the second row, start).
 template <typename T, typename Body>
 inline void for_each_block_pair(const T* p, const T* q, int64_t count, T fill, Body&& f) {
   int64_t i = 0;

@@ -20,8 +20,9 @@ namespace {
 
 using namespace channel;
 
-// Without the GIL. Not by py::gil_scoped_release: to take it back ends a daemon thread where the
-// interpreter ends, by unwinding, which terminates the process if a destructor does it.
+// Runs without the GIL, but not by py::gil_scoped_release. When the interpreter ends, taking the
+// GIL back ends a daemon thread by unwinding its stack, which terminates the process in a
+// destructor.
 template <class Work>
 void without_gil(const Work& work) {
   std::exception_ptr error;
@@ -35,7 +36,7 @@ void without_gil(const Work& work) {
   if (error) std::rethrow_exception(error);
 }
 
-// Between the stretches Python's handlers of signals run, and may raise.
+// Between the stretches, Python's signal handlers run, and may raise.
 std::unique_ptr<MemoryFile> reserved(uint64_t bytes) {
   std::unique_ptr<MemoryFile> file = MemoryFile::create("fusedrl-channel");
   for (bool all = false; !all;) {
@@ -58,7 +59,7 @@ void report_writes(Reader& reader, const std::vector<std::pair<uint64_t, std::st
   reader.report_writes(std::move(made));
 }
 
-// What the kernel refuses, with its number: whoever calls knows the remedy.
+// Errors of the kernel become OSError with their number, as only the caller knows the remedy.
 void raise_os_error(std::exception_ptr error) {
   try {
     std::rethrow_exception(error);

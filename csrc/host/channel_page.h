@@ -1,4 +1,4 @@
-// What the processes of a weight channel share: the control page at the start of a memory file.
+// The control page of a weight channel, at the start of the memory file that its processes share.
 //
 //  - begin: lock a slot that is not published and that nobody leases, and mark it WRITING.
 //  - copy: the publisher writes the weights into the slot.
@@ -8,8 +8,8 @@
 //    version.
 //  - release: unlock the slot, and tell the publisher.
 //
-// Locks are the kernel's, on open file descriptions: a process that dies lets go of its own. So no
-// state here has to be repaired: a slot that stays WRITING is locked by nobody and is taken again.
+// Locks are the kernel's, on open file descriptions, so that a process that dies releases its own.
+// No state here needs repair: a slot that stays WRITING is locked by nobody and is taken again.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@
 namespace fusedrl::channel {
 
 constexpr char magic[8] = {'f', 'u', 's', 'e', 'd', 'r', 'l', 2};
-constexpr uint64_t max_slots = 64;  // a reader's leases are one word
+constexpr uint64_t max_slots = 64;  // a reader's leases are the bits of one word
 constexpr uint64_t max_entries = 4096;
 constexpr uint32_t max_pid = 1 << 22;  // the kernel's own limit
 constexpr int64_t no_version = -1;
@@ -42,15 +42,15 @@ struct alignas(64) Slot {
   std::atomic<uint32_t> releases;  // orders what readers read before what is written next
 };
 
-// A pid without a lock is of a reader that died. The next one to take the entry moves it aside, for
-// the publisher to tell of.
+// A pid without a lock belongs to a reader that died. The next reader that takes the entry keeps
+// that pid beside its own, for the publisher to report.
 struct alignas(64) ReaderEntry {
-  std::atomic<uint64_t> pids;    // of the reader that died before, and of the present one
+  std::atomic<uint64_t> pids;    // of the last reader that died, and of the present one
   std::atomic<uint64_t> leased;  // a bit a slot
   std::atomic<int64_t> applied;
 };
 
-// Where the parts of the memory file lie follows from these numbers.
+// The offsets of all parts of the memory file follow from these numbers.
 struct Geometry {
   uint64_t slots, slot_bytes, max_readers, manifest_bytes;
 
@@ -59,7 +59,7 @@ struct Geometry {
   uint64_t file_bytes() const { return slots_offset() + slots * slot_bytes; }
 };
 
-// What does not change once readers can open the channel.
+// The part that is constant once readers can open the channel.
 struct Header {
   char magic[8];
   char session[32];
@@ -89,7 +89,7 @@ inline uint64_t Geometry::slots_offset() const {
   return rounded(manifest_offset() + manifest_bytes);
 }
 
-// FNV-1a. Any single byte that is another one gives another digest.
+// FNV-1a: a change of any single byte changes the digest.
 inline uint64_t digest_of(const Header& header, std::string_view manifest) {
   uint64_t digest = 0xcbf29ce484222325;
   const auto add = [&](std::string_view bytes) {
@@ -100,7 +100,7 @@ inline uint64_t digest_of(const Header& header, std::string_view manifest) {
   return digest;
 }
 
-// Something else than the channel has written into its control page.
+// Thrown where something other than the channel has written into its control page.
 struct Damaged : std::runtime_error {
   explicit Damaged(const std::string& what)
       : std::runtime_error("channel: expected its control page as fusedrl wrote it, got " + what +
@@ -111,7 +111,7 @@ struct Published {
   int64_t version = no_version;
   int slot = -1;
 
-  // Throws Damaged where no publisher of `slots` slots writes such a word.
+  // Throws Damaged for a word that no publisher of `slots` slots writes.
   static Published of(uint64_t word, uint64_t slots) {
     if (word == 0) return {};
     const Published published{static_cast<int64_t>(word >> 8), static_cast<int>(word & 0xff) - 1};
@@ -126,7 +126,7 @@ struct Published {
   }
 };
 
-// One word, so that a death is told of once, whoever dies while it is passed on.
+// One word, so that a death is reported once, whichever process dies while it is passed on.
 struct Pids {
   uint32_t died, present;  // 0: nobody
 
@@ -136,8 +136,8 @@ struct Pids {
   uint64_t word() const { return uint64_t{died} << 32 | present; }
 };
 
-// Bytes of the memory file that stand for locks. They lie in the control page, whose content they
-// do not touch.
+// Bytes of the memory file that stand for locks. They lie in the control page, but locks do not
+// touch its content.
 constexpr int64_t alive_lock = 0;  // exclusive, as long as the publisher lives
 constexpr int64_t slot_lock = 1;   // + slot: shared by readers, exclusive for the publisher
 constexpr int64_t reader_lock = slot_lock + max_slots;  // + entry: exclusive, as long as it lives

@@ -16,11 +16,11 @@ namespace fusedrl::channel {
 namespace {
 
 constexpr int64_t stretch_bytes = int64_t{1} << 20;
-// More than caches hold: readers find it in memory anyway.
+// Copies of this size do not fit into caches, so that readers find them in memory anyway.
 constexpr int64_t streamed_bytes = int64_t{8} << 20;
 
-// memcpy past the caches, which need not fetch what is about to be overwritten: two thirds of the
-// traffic. libc does so for single copies of many megabytes only.
+// A memcpy that bypasses the caches, which then do not fetch what is about to be overwritten. That
+// leaves two thirds of the traffic. libc does so for single copies of many megabytes only.
 void write(char* target, const char* source, int64_t bytes, bool streamed) {
 #if defined(__SSE2__)
   if (streamed && reinterpret_cast<uintptr_t>(target) % 16 == 0) {
@@ -47,7 +47,7 @@ inline uint16_t bfloat16_of(float value) {
   return value != value ? 0x7fc0 : rounded;
 }
 
-// Memory is faster than what the oldest x86 converts.
+// The oldest x86 converts more slowly than memory delivers.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 __attribute__((target_clones("avx2", "default")))
 #endif
@@ -102,7 +102,7 @@ void copy(const std::vector<Piece>& pieces, int threads) {
   try {
     for (size_t i = 1; i < wanted; ++i) helpers.emplace_back(work);
   } catch (const std::system_error&) {
-    // No more threads for this process: those there are do it.
+    // The process cannot start more threads, so those that it has do all the work.
   }
   work();
 }

@@ -1,4 +1,4 @@
-// Many pieces of memory copied as one: a single start and end of threads for all of them.
+// Copies many pieces of memory as one, with a single start and end of threads for all of them.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ struct Piece {
   Cast cast;
 };
 
-// Threads take the next stretch as they get to it, so one that is held up delays the others by no
-// more than a stretch.
+// Each thread takes the next stretch when it has finished one, so that a slow thread delays the
+// others by no more than a stretch.
 void copy(const std::vector<Piece>& pieces, int threads);
 
 }  // namespace fusedrl::channel

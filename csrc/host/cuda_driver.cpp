@@ -10,7 +10,8 @@
 namespace fusedrl {
 namespace {
 
-// What is used of cuda.h, by hand: a machine without the CUDA toolkit builds this too.
+// The declarations of cuda.h that are used, so that machines without the CUDA toolkit build this
+// too.
 using Result = int;
 using Ordinal = int;
 using Context = void*;
@@ -115,7 +116,7 @@ Api load() {
 }
 
 const Api& api() {
-  static const Api loaded = load();  // never unloaded; tried again where it failed
+  static const Api loaded = load();  // never unloaded; tried again if it failed
   return loaded;
 }
 
@@ -144,7 +145,8 @@ Ordinal ordinal(int device) {
   return found;
 }
 
-// The context that torch uses too. Retained once and kept: the driver ends it with the process.
+// The context that torch uses too. It is retained once and never released, as the driver destroys
+// it with the process.
 Context primary_context(int device) {
   static std::mutex guard;
   static std::map<int, Context> contexts;
@@ -157,8 +159,8 @@ Context primary_context(int device) {
   return context;
 }
 
-// The device is current for the calls of a scope. In them another thread may be capturing a CUDA
-// graph: without the relaxed mode, a query or an allocation would invalidate its capture.
+// Makes the device current for the calls in a scope. Another thread may be capturing a CUDA graph
+// meanwhile: without the relaxed mode, a query or an allocation would invalidate its capture.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
@@ -175,7 +177,7 @@ class OnDevice {
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
-  int mode_ = kCaptureRelaxed;  // then the one to go back to
+  int mode_ = kCaptureRelaxed;  // after the exchange, the mode to restore
 };
 
 IpcHandle handle_of(std::string_view bytes) {
@@ -298,7 +300,7 @@ bool CudaDriver::event_done(int device, Event event) const {
 
 bool CudaDriver::capturing(int device, Stream stream) const {
   OnDevice scope(device);
-  int status;  // 0: not, 1: is, 2: was, and its capture is invalid
+  int status;  // 0: not capturing, 1: capturing, 2: the capture is invalid
   check(api().capturing(pointer(stream), &status), "cuStreamIsCapturing" + on(device));
   return status != 0;
 }

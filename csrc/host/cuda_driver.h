@@ -16,7 +16,7 @@ class CudaDriver {
   using Stream = uint64_t;  // CUstream; 0 is the default stream of the device
 
   int device_count() const;
-  // Eight-four-four-four-twelve hexadecimal digits; of the MIG instance, where there is one.
+  // 8-4-4-4-12 hexadecimal digits; those of the MIG instance, if there is one.
   std::string uuid(int device) const;
 
   Address allocate(int device, uint64_t nbytes) const;

@@ -1,4 +1,4 @@
-// Memory of ours as a torch tensor, without torch: a DLPack capsule.
+// Makes torch tensors of our memory without torch, by DLPack capsules.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -34,13 +34,13 @@ struct Tensor {
   uint64_t byte_offset;
 };
 
-// The C functions by which a class of tensors is read without a call of Python, from DLPack 1.2 on;
-// their order is that of the standard.
+// The C functions, from DLPack 1.2 on, that read tensors of a class without a call of Python. Their
+// order is that of the standard.
 struct ExchangeFunctions {
   uint32_t major, minor;
   const void* previous;
   void (*not_used[3])();
-  int (*tensor_of)(void* object, Tensor* out);  // of its memory as it is; sets an error and says -1
+  int (*tensor_of)(void* object, Tensor* out);  // of its memory as it is; -1 with an error set
 };
 
 struct ManagedTensor {
@@ -49,8 +49,8 @@ struct ManagedTensor {
   void (*deleter)(ManagedTensor*);
 };
 
-// A Python object that C++ may drop on any thread, with or without the GIL. It is leaked where the
-// interpreter is ending and its thread may no longer be waited for.
+// A Python object that C++ may drop on any thread, with or without the GIL. It is leaked if the
+// interpreter is ending, when the GIL must not be waited for.
 inline std::shared_ptr<void> keep_alive(pybind11::object object) {
   return {object.release().ptr(), [](void* kept) {
             auto* python = static_cast<PyObject*>(kept);
@@ -88,8 +88,8 @@ inline pybind11::capsule uint8_tensor(void* data, int64_t nbytes, Device device,
       {nbytes == 0 ? nullptr : data, device, 1, {1, 8, 1}, &held->shape, &held->stride, 0},
       held.get(),
       [](ManagedTensor* self) { delete static_cast<Held*>(self->context); }};
-  // Who takes the tensor renames the capsule and calls the deleter; nobody did where it has its
-  // name.
+  // Whoever takes the tensor renames the capsule and calls the deleter, so a capsule with this name
+  // was never taken.
   pybind11::capsule capsule(&held->managed, "dltensor", [](PyObject* self) {
     if (!PyCapsule_IsValid(self, "dltensor")) return;
     auto* managed = static_cast<ManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));

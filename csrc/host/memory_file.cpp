@@ -17,8 +17,8 @@ namespace fusedrl::channel {
 
 namespace {
 
-// Takes a fraction of a second; where signals interrupt it time and again, shorter ones get
-// through.
+// Reserving this much takes a fraction of a second. If signals interrupt it again and again,
+// shorter stretches succeed.
 constexpr uint64_t longest_stretch = uint64_t{256} << 20;
 constexpr uint64_t shortest_stretch = 4096;
 constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
@@ -27,8 +27,8 @@ constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
   throw std::system_error(errno, std::generic_category(), what);
 }
 
-// A call that a signal's handler did not let end. Its handler in Python runs later, so only calls
-// that are short by themselves are made again here.
+// Repeats a system call that a signal has interrupted. Python's handler of the signal runs only
+// later, so this is for calls that are short.
 template <class Call>
 int retried(const Call& call) {
   int result;
@@ -54,9 +54,9 @@ struct flock range(int64_t byte, short type) {
 
 }  // namespace
 
-// The open files of this process, for its forked children: a descriptor that a child kept would
-// keep the locks of a dead parent. Files are opened and closed under the mutex, which fork waits
-// for.
+// The open files of this process, which forked children close: a descriptor that a child kept would
+// keep the locks of a dead parent. Files are opened and closed under the mutex, and fork waits for
+// it.
 class OpenFiles {
  public:
   static OpenFiles& instance() {
@@ -71,7 +71,7 @@ class OpenFiles {
     pthread_atfork([] { instance().mutex.lock(); }, [] { instance().mutex.unlock(); },
                    [] {
                      for (MemoryFile* file : instance().files) {
-                       ::close(file->fd_);  // without unlocking: the locks are the parent's
+                       ::close(file->fd_);  // without unlocking, as the locks are the parent's
                        file->fd_ = -1;
                      }
                      instance().files.clear();
@@ -83,7 +83,7 @@ class OpenFiles {
 Mapping::Mapping(const MemoryFile& file, uint64_t offset, size_t bytes, bool writable)
     : bytes_(bytes) {
   std::lock_guard guard(OpenFiles::instance().mutex);
-  // A mapping refers to its description, and a forked child keeps the mapping.
+  // A mapping keeps its description open, in forked children too, so it gets one of its own.
   const int fd = file.reopened();
   data_ = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd,
                static_cast<off_t>(offset));
@@ -118,7 +118,7 @@ bool MemoryFile::reserve(uint64_t bytes) {
   const uint64_t some = std::min(stretch_, bytes - reserved_);
   const int error = posix_fallocate(fd(), static_cast<off_t>(reserved_), static_cast<off_t>(some));
   if (error == EINTR) {
-    // The kernel has given back what this call had reserved.
+    // The kernel has released what this call had reserved.
     stretch_ = std::max(stretch_ / 2, shortest_stretch);
     return false;
   }
@@ -139,13 +139,13 @@ std::unique_ptr<MemoryFile> MemoryFile::reopen(int64_t pid, int fd) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   char target[64] = {};
   if (readlink(path.c_str(), target, sizeof(target) - 1) < 0) fail(path);
-  // Anything else may have an effect when it is opened.
+  // Opening anything but a memory file may have side effects.
   if (std::string(target).rfind("/memfd:", 0) != 0)
     throw std::invalid_argument(path + ", which is not shared memory");
-  std::unique_ptr<MemoryFile> file;  // ends after the guard: it closes under the same mutex
+  std::unique_ptr<MemoryFile> file;  // destroyed after the guard, as it closes under the same mutex
   std::lock_guard guard(OpenFiles::instance().mutex);
   file.reset(new MemoryFile(opened(path)));
-  // Memory that somebody shrinks ends its readers by SIGBUS.
+  // If somebody could shrink the file, its readers would end by SIGBUS.
   if ((fcntl(file->fd_, F_GET_SEALS) & seals) != seals)
     throw std::invalid_argument("shared memory that is not sealed");
   return file;

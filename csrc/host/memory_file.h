@@ -19,7 +19,7 @@ class Mapping {
   Mapping& operator=(const Mapping&) = delete;
   char* data() const { return static_cast<char*>(data_); }
   size_t bytes() const { return bytes_; }
-  // Something that ends before the memory is unmapped.
+  // Keeps an object that has to be destroyed before the memory is unmapped.
   void keep(std::shared_ptr<void> companion) { companion_ = std::move(companion); }
 
  private:
@@ -28,20 +28,21 @@ class Mapping {
   std::shared_ptr<void> companion_;
 };
 
-// One open file description of a memory file, for locks. They end with the last reference to it,
-// which is this object's descriptor: mappings have a description of their own, a child that fork
-// makes closes its copy before it runs anything else, and exec does so too.
+// One open file description of a memory file, for locks. Locks end with the last reference to their
+// description, which is this object's descriptor: mappings have a description of their own, and
+// copies of the descriptor are closed in forked children before they run anything else, and by
+// exec.
 class MemoryFile {
  public:
-  // Empty, and nobody else's.
+  // Makes an empty file that no other process has.
   static std::unique_ptr<MemoryFile> create(const std::string& name);
-  // Reserves the next stretch of `bytes`, or none where a signal comes; whether all are reserved. A
-  // machine without the memory says so here, not by SIGBUS in a reader.
+  // Reserves the next stretch of `bytes`, or nothing if a signal interrupts it, and returns whether
+  // all are reserved. Too little memory is an error here, and not SIGBUS in a reader later.
   bool reserve(uint64_t bytes);
-  // Nobody resizes it from here on.
+  // Prevents anyone from resizing the file.
   void seal();
-  // The file behind a descriptor of another process, or of this one. Throws std::invalid_argument
-  // where it is none that create made.
+  // Opens the file behind a descriptor of another process, or of this one. Throws
+  // std::invalid_argument for a file that create did not make.
   static std::unique_ptr<MemoryFile> reopen(int64_t pid, int fd);
   ~MemoryFile();
   MemoryFile(const MemoryFile&) = delete;
@@ -51,11 +52,11 @@ class MemoryFile {
   int fd() const;
   bool is_open() const { return fd_ >= 0; }
   uint64_t bytes() const;
-  // A new description of the same file, without our locks, on a descriptor that the caller closes.
+  // Opens a new description of the same file, without our locks; the caller closes the descriptor.
   int reopened() const;
   void close();
 
-  // Neither waits: false where another open file description holds the lock.
+  // Neither of these waits: they return false if another open file description holds the lock.
   bool try_lock_shared(int64_t byte) { return try_lock(byte, true); }
   bool try_lock_exclusive(int64_t byte) { return try_lock(byte, false); }
   void unlock(int64_t byte);

@@ -1,5 +1,5 @@
-// Torch-free bindings: the weight channel, the CUDA driver, copies of turns, what this CPU is, and
-// what the binaries were built for.
+// Bindings that need no torch: the weight channel, the CUDA driver, copies of turns, the level of
+// this CPU, and what the binaries were built for.
 #include <pybind11/pybind11.h>
 
 #include "common/cpu_level.h"

@@ -61,7 +61,7 @@ void Publisher::commit(int slot, int64_t version, uint64_t checksum) {
   entry.version.store(version, std::memory_order_relaxed);
   entry.state.store(SlotState::ready, std::memory_order_release);
   at(Step::commit_marked);
-  // Before it is published: a reader never finds the current slot locked.
+  // Before the version is published, so that no reader finds the current slot locked.
   file_->unlock(slot_lock + slot);
   at(Step::commit_unlocked);
   published_ = {version, slot};
@@ -97,8 +97,8 @@ std::vector<ReaderState> Publisher::readers(bool forget_dead) {
   return found;
 }
 
-// A reader that comes or goes meanwhile changes the word, which is looked at again: no death is
-// forgotten before it is told of, and nobody is told to be dead who has just left.
+// A reader that comes or goes meanwhile changes the word, which is then read again. So every death
+// is reported before it is forgotten, and no reader is reported dead that has just closed.
 Pids Publisher::pids_of(ReaderEntry& entry, uint64_t index, bool forget_dead, bool* alive) {
   for (;;) {
     uint64_t word = entry.pids.load(std::memory_order_acquire);
@@ -125,7 +125,7 @@ std::vector<int64_t> Publisher::leased_by(const ReaderEntry& entry, uint64_t ind
     const int64_t version = page_->slot[slot].version;
     if (version < no_version || version > max_version)
       throw Damaged("version " + std::to_string(version) + " in slot " + std::to_string(slot));
-    // A reader that comes too late names a slot for a moment, maybe one that was given up.
+    // A reader that comes too late names its slot for a moment, whose write may have been aborted.
     if (version != no_version) versions.push_back(version);
   }
   return versions;
@@ -142,7 +142,7 @@ void Publisher::wait(uint32_t progress, double seconds) {
 }
 
 void Publisher::finish() {
-  if (!file_->is_open()) return;  // also in a forked child: the channel is its parent's
+  if (!file_->is_open()) return;  // closed, or a forked child, as the channel is its parent's
   page_->closed.store(1, std::memory_order_release);
   page_->sequence.fetch_add(1, std::memory_order_release);
   futex_wake_all(page_->sequence);

@@ -31,21 +31,21 @@ class Publisher {
   void commit(int slot, int64_t version, uint64_t checksum);
   void abort(int slot);
 
-  // Throws Damaged where the page says anything else.
+  // Throws Damaged if the page says anything else.
   int64_t version() const;
   int fd() const { return file_->fd(); }
-  // For another process; the caller closes it.
+  // A descriptor for another process, which the caller closes.
   int share() const { return file_->reopened(); }
   std::shared_ptr<Mapping> slots() const { return slots_; }
   char* slot(int index) const { return slots_->data() + index * geometry_.slot_bytes; }
 
   // The readers that are open, and those that died since they were last forgotten. Throws Damaged.
   std::vector<ReaderState> readers(bool forget_dead);
-  // What wait() compares with: read it before looking at what is waited for.
+  // The value that wait() compares with. Read it before you check the condition that you wait for.
   uint32_t progress();
-  // Returns after a release, a version applied, or the time given.
+  // Returns after a release, after a version was applied, or after `seconds`.
   void wait(uint32_t progress, double seconds);
-  // Tells the readers that nothing follows.
+  // Tells the readers that no version follows.
   void finish();
   // The memory lives on as long as anyone maps it.
   void close();
@@ -54,7 +54,7 @@ class Publisher {
   Pids pids_of(ReaderEntry& entry, uint64_t index, bool forget_dead, bool* alive);
   std::vector<int64_t> leased_by(const ReaderEntry& entry, uint64_t index) const;
 
-  // Own copies of what the page says: nothing here is steered by what others write there.
+  // Copies of what the page says, so that nothing depends on what others write there.
   const Geometry geometry_;
   Published published_;
   std::unique_ptr<MemoryFile> file_;

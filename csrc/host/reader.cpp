@@ -36,7 +36,7 @@ void Reader::read_header(const std::string& session) {
       std::memcmp(header_.session, session.data(), session.size()) != 0)
     throw std::invalid_argument("another session");
   const Geometry& found = header_.geometry;
-  // Bounds first, for sums that do not overflow.
+  // Bounds are checked first, so that the sums do not overflow.
   if (found.slots < 1 || found.slots > max_slots || found.max_readers < 1 ||
       found.max_readers > max_entries || found.slot_bytes > bytes || found.manifest_bytes > bytes ||
       found.file_bytes() != bytes)
@@ -50,8 +50,8 @@ void Reader::read_manifest() {
 }
 
 void Reader::enter() {
-  // An entry of a reader that died is taken where nothing else is left, and then one that says no
-  // more than that.
+  // Entries of readers that died are taken only if no other is left, as they have deaths to report.
+  // The first to be taken are those with a single death.
   for (const auto& suits :
        {+[](Pids pids) { return pids.present == 0; }, +[](Pids pids) { return pids.died == 0; },
         +[](Pids) { return true; }}) {
@@ -77,7 +77,7 @@ void Reader::enter() {
 }
 
 Published Reader::published() {
-  // Before the word: one that was loaded later is not older.
+  // Loaded before the word, which therefore is not older.
   const int64_t seen = seen_.load(std::memory_order_acquire);
   for (uint64_t word = page_->published.load(std::memory_order_acquire);;) {
     const Published current = Published::of(word, geometry().slots);
@@ -104,13 +104,13 @@ bool Reader::holds(const Published& published) const {
 }
 
 std::optional<LeasedSlot> Reader::lease(bool apply) {
-  require_open();  // before the mutex, which a forked child may have from another thread
+  require_open();  // first, as another thread may have held a forked child's mutex at the fork
   std::lock_guard guard(mutex_);
   int64_t missed = no_version;
   for (int i = 0; i < tries; ++i) {
     const Published current = published();
     if (current.slot < 0) return std::nullopt;
-    // It was missed because the publisher had moved on, to a later one.
+    // The version was missed because the publisher had moved on to a later one.
     if (current.version == missed)
       throw Damaged("version " + std::to_string(missed) + " as published in slot " +
                     std::to_string(current.slot) + ", which is locked for writing");
@@ -187,19 +187,19 @@ PublisherState Reader::publisher() const {
 }
 
 void Reader::report_writes(std::vector<WriteReport::Entry> entries) {
-  if (slots_ == nullptr) return;  // on a GPU
+  if (slots_ == nullptr) return;  // the slots lie on a GPU
   slots_->keep(std::make_shared<WriteReport>(head_, *slots_, geometry(), std::move(entries)));
 }
 
 void Reader::close() {
-  if (!file_->is_open()) return;  // also in a forked child: the entry is its parent's
+  if (!file_->is_open()) return;  // closed, or a forked child, as the entry is its parent's
   std::lock_guard guard(mutex_);
   if (!file_->is_open()) return;
   for (uint64_t slot = 0; slot < max_slots; ++slot)
     if (leases_[slot] > 0) page_->slot[slot].releases.fetch_add(1, std::memory_order_release);
   leases_.fill(0);
   entry_->leased = 0;
-  entry_->pids.fetch_and(~uint64_t{UINT32_MAX});  // but for one that died before
+  entry_->pids.fetch_and(~uint64_t{UINT32_MAX});  // keeps the pid of a reader that died before
   file_->close();
   tell_publisher();
 }

@@ -25,14 +25,14 @@ enum class PublisherState { open, closed, dead };
 // Threads may share a reader: a slot is locked at its first lease and unlocked at its last release.
 class Reader {
  public:
-  // Throws std::invalid_argument where the file is not the channel of `session`, Damaged where it
-  // is and its control page is not as the publisher wrote it, std::overflow_error where it has as
-  // many readers as it takes.
+  // Throws std::invalid_argument if the file is not the channel of `session`, Damaged if its
+  // control page is not as the publisher wrote it, and std::overflow_error if it has its largest
+  // number of readers already.
   Reader(int64_t pid, int fd, const std::string& session);
   ~Reader() { close(); }
 
-  // The current version; nothing before the first is published, or where the publisher is ahead
-  // each time. `apply`: also note it as applied. Throws Damaged.
+  // Leases the current version. Returns nothing if none is published yet, or if the publisher has
+  // moved on at each attempt. With `apply`, the version is also noted as applied. Throws Damaged.
   std::optional<LeasedSlot> lease(bool apply);
   void release(int slot);
   void applied(int64_t version);
@@ -53,9 +53,9 @@ class Reader {
   const Geometry& geometry() const { return header_.geometry; }
   std::shared_ptr<Mapping> slots() const { return slots_; }
   char* slot(int index) const { return slots_->data() + index * geometry().slot_bytes; }
-  // Where this process dies of a write to a slot of its memory, it says to which of these entries.
+  // If a write to a slot ends this process, the report names the entry among these.
   void report_writes(std::vector<WriteReport::Entry> entries);
-  // Gives up every lease, too.
+  // Also releases every lease.
   void close();
 
  private:
@@ -68,7 +68,7 @@ class Reader {
   void unlock(int slot);
   void tell_publisher();
 
-  // Own copies of what was checked: the page may change afterwards.
+  // Copies of what was checked, as the page may change afterwards.
   Header header_;
   std::string manifest_;
   std::unique_ptr<MemoryFile> file_;

@@ -10,7 +10,7 @@ namespace {
 
 using Values = std::vector<py::object>;
 
-// What an object is: by its class, but for tensors.
+// The kind of an object, which follows from its class unless it is a tensor.
 enum class Kind { tensor, tensor_subclass, dict, stack, tensorclass, other };
 
 // Interned, so that looking one up compares pointers.
@@ -37,7 +37,7 @@ py::object get(const py::object& object, const py::object& name) {
   return checked(PyObject_GetAttr(object.ptr(), name.ptr()));
 }
 
-// Past any __setattr__ of the class.
+// Bypasses any __setattr__ of the class.
 void set(const py::object& object, const py::object& name, const py::object& value) {
   if (PyObject_GenericSetAttr(object.ptr(), name.ptr(), value.ptr()) != 0) {
     throw py::error_already_set();
@@ -48,7 +48,7 @@ void put(const py::object& dict, const py::object& key, const py::object& value)
   if (PyDict_SetItem(dict.ptr(), key.ptr(), value.ptr()) != 0) throw py::error_already_set();
 }
 
-// An object of the class of another one, past its constructors.
+// A new object of the class of another one, without a call of its constructors.
 py::object empty_like(const py::object& object) {
   return checked(PyBaseObject_Type.tp_new(Py_TYPE(object.ptr()), py::tuple().ptr(), nullptr));
 }
@@ -59,7 +59,7 @@ bool is_unchanging(const py::object& value) {
          PyBool_Check(object) || PyFloat_CheckExact(object) || PyBytes_CheckExact(object);
 }
 
-// A tensordict of the shape of another one, with its device.
+// An empty tensordict with the shape and the device of another one.
 py::object tensordict_like(const Names& names, const py::object& of, const py::object& entries) {
   py::object made = empty_like(of);
   set(made, names.device, get(of, names.device));
@@ -107,8 +107,8 @@ class Trees {
   Names names_;
 };
 
-// One way through a tree. Either it is copied, with columns that are to be filled; or the columns
-// are gathered alone, those under "next" left out.
+// One pass over a tree. It either copies the tree, with columns that are still to be filled, or
+// only gathers the columns, except those under "next".
 class Walk {
  public:
   Walk(const Trees& trees, bool copies) : trees_(trees), names_(trees.names()), copies_(copies) {}
@@ -131,7 +131,7 @@ class Walk {
     }
   }
 
-  // Tensordicts, key by key where all have the same keys.
+  // Visits tensordicts, key by key if all have the same keys.
   Values rows(const Values& rows, bool is_next) {
     Values entries, made(rows.size()), homes(rows.size());
     for (const py::object& row : rows) entries.push_back(get(row, names_.entries));
@@ -172,7 +172,7 @@ class Walk {
     return true;
   }
 
-  // What several rows have under one key, into their copies.
+  // Copies the values that several rows have under one key into the copies of the rows.
   void column(const Values& values, const Values& homes, const py::object& key, bool is_next) {
     if (are_alike(values)) {
       add(values, homes, key, is_next);
@@ -218,7 +218,7 @@ class Walk {
   void add(const Values& values, const Values& homes, const py::object& key, bool is_next) {
     py::list tensors(values.size());
     for (size_t row = 0; row < values.size(); ++row) tensors[row] = values[row];
-    // The keys stay in their order.
+    // The keys keep their order.
     for (size_t row = 0; copies_ && row < homes.size(); ++row) put(homes[row], key, py::none());
     columns_.push_back({std::move(tensors), copies_ ? homes : Values(), key, is_next});
   }
@@ -294,7 +294,7 @@ py::object copy(const Trees& trees, const py::object& value, const py::object& c
   return made;
 }
 
-// The entries of a plain tensordict, to be read; nothing of anything else.
+// The entries of a plain tensordict, for reading; null for anything else.
 py::object entries_of(const Trees& trees, const py::object& value) {
   return trees.kind(value) == Kind::dict ? get(value, trees.names().entries) : py::object();
 }

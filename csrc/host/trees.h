@@ -1,8 +1,7 @@
-// Copies of nested Python objects of tensors. What holds the tensors is copied here, where an
-// object costs a tenth of what it costs in Python; the tensors themselves are cloned by the caller,
-// many at a time. Which classes there are, and which attributes their objects have, is tensordict's
-// affair: python/fusedrl/collectors/trees.py says it, and its tests notice where a release
-// changes it.
+// Copies nested Python objects of tensors. The objects that contain the tensors are copied here,
+// for a tenth of the time that Python takes; the caller clones the tensors themselves, many at a
+// time. python/fusedrl/collectors/trees.py says which of tensordict's classes there are. Their
+// attributes are named here, and tests notice if a release of tensordict changes them.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -15,8 +15,8 @@
 
 namespace fusedrl::channel {
 
-// The reports that exist. The handler reads without a lock: whoever removes one waits until no
-// handler reads any more.
+// All existing reports. The handler reads them without a lock, so that whoever removes one waits
+// until no handler is reading.
 class WriteReports {
  public:
   static WriteReports& instance() {
@@ -39,12 +39,12 @@ class WriteReports {
     while (readers_.load() > 0) std::this_thread::yield();
   }
 
-  // For the handler: nothing here allocates or locks.
+  // Called by the handler, so nothing here allocates or locks.
   void tell(uintptr_t address) {
     if (address == 0) return;
     readers_.fetch_add(1);
     for (const WriteReport* report = first_; report != nullptr; report = report->next_) {
-      // Once, where the handler after this one returns to the same write.
+      // Only once, as the next handler may return to the same write.
       if (report->covers(address) && told_.exchange(address) != address) report->tell(address);
     }
     readers_.fetch_sub(1);
@@ -54,7 +54,7 @@ class WriteReports {
   WriteReports() {
     pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                    [] {
-                     instance().readers_ = 0;  // threads of the parent
+                     instance().readers_ = 0;  // the readers were threads of the parent
                      instance().mutex_.unlock();
                    });
   }
@@ -81,11 +81,11 @@ void set_default(int signal) {
   sigaction(signal, &action, nullptr);
 }
 
-// What was written to though it is read-only, or 0.
+// The read-only address that was written to, or 0.
 uintptr_t written(const siginfo_t* info, const void* context) {
   if (info->si_code == SEGV_ACCERR) return reinterpret_cast<uintptr_t>(info->si_addr);
-  // Another handler that was called first may raise the signal again, as faulthandler does. The
-  // kernel still has the address of the thread's last fault.
+  // A handler that was called before may have raised the signal again, as faulthandler does. Then
+  // the kernel still has the address of the thread's last fault.
   if (info->si_code != SI_TKILL || info->si_pid != getpid()) return 0;
   [[maybe_unused]] const mcontext_t& machine = static_cast<const ucontext_t*>(context)->uc_mcontext;
 #if defined(__x86_64__)
@@ -97,7 +97,7 @@ uintptr_t written(const siginfo_t* info, const void* context) {
   return 0;
 }
 
-// What would have happened without this handler.
+// Does what would have happened without this handler.
 void hand_on(int signal, siginfo_t* info, void* context) {
   const bool sent = info->si_code <= 0;  // by kill, raise and the like, not by an instruction
   if (is_function(previous)) {
@@ -109,7 +109,7 @@ void hand_on(int signal, siginfo_t* info, void* context) {
     return;
   }
   if (sent && previous.sa_handler == SIG_IGN) return;
-  // The instruction runs again and ends the process where it stands, which core dumps show.
+  // The instruction runs again and ends the process there, so that core dumps show it.
   set_default(signal);
   if (sent) syscall(SYS_rt_tgsigqueueinfo, getpid(), syscall(SYS_gettid), signal, info);
 }
@@ -121,7 +121,7 @@ void handle(int signal, siginfo_t* info, void* context) {
   hand_on(signal, info, context);
 }
 
-// One line on the stack: a handler may not allocate.
+// One line, built on the stack because a handler must not allocate.
 class Line {
  public:
   Line& operator<<(std::string_view text) {
@@ -152,8 +152,8 @@ class Line {
 
 }  // namespace
 
-// Under the mutex. A handler that somebody put in front of this one stays there: it may hand on to
-// this one, which must not hand on to it.
+// Called under the mutex. A handler that was installed after this one stays: it may call this one,
+// which must not call it.
 void WriteReports::install() {
   struct sigaction current;
   sigaction(SIGSEGV, nullptr, &current);
@@ -164,7 +164,7 @@ void WriteReports::install() {
   struct sigaction ours = {};
   ours.sa_sigaction = handle;
   ours.sa_mask = current.sa_mask;
-  // Which stack it runs on and what interrupts it is as it was.
+  // The handler's stack and signal mask are those of the former handler.
   ours.sa_flags = SA_SIGINFO | (is_function(current) ? current.sa_flags & ~SA_RESETHAND
                                                      : static_cast<int>(SA_ONSTACK));
   sigaction(SIGSEGV, &ours, nullptr);

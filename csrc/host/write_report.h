@@ -1,5 +1,5 @@
-// Where a process dies of a write to weights that it shares with others: what it wrote to, and what
-// to do instead, on stderr.
+// Reports on stderr, when a write to shared weights ends a process, what it wrote to and what to do
+// instead.
 #pragma once
 
 #include <atomic>
@@ -13,8 +13,8 @@
 
 namespace fusedrl::channel {
 
-// The read-only slots of a channel, known to this process's SIGSEGV handler for as long as this
-// lives. The first one installs the handler, which hands on to the one that was there.
+// Registers the read-only slots of a channel with this process's SIGSEGV handler while it exists.
+// The first one installs the handler, which calls the former handler afterwards.
 class WriteReport {
  public:
   struct Entry {

@@ -121,7 +121,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     std::optional<Tensor> ref_bias, double ref_scale, double ref_softcap,
     std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
     double beta, bool batch_invariant, Tensor entropies, Tensor statistics, bool of_hidden,
-    bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias) {
+    bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias,
+    std::optional<Tensor> rounds_grads) {
   check_offsets(offsets, grad_divergence.numel());
   const std::vector<int64_t> kept = kept_tokens(row_map(hidden, offsets, shift), data<bool>(mask));
   const float inv_temperature = inverse_temperature(temperature);
@@ -135,9 +136,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                batch_invariant);
   const bool of_p = of_hidden || of_weight || of_bias;
   const bool of_q = of_ref_hidden || of_ref_weight || of_ref_bias;
-  CpuHeadGradient grad_p(p.head, hidden, weight, bias, of_hidden, of_weight, of_bias);
+  CpuHeadGradient grad_p(p.head, hidden, weight, bias, of_hidden, of_weight, of_bias,
+                         is_set(rounds_grads));
   CpuHeadGradient grad_q(q.head, ref_hidden, ref_weight, ref_bias, of_ref_hidden, of_ref_weight,
-                         of_ref_bias);
+                         of_ref_bias, is_set(rounds_grads));
 
   const auto differentiate = [&](float* x, float* y, Span tile, int64_t i) {
     const int64_t n = kept[i], count = tile.count;

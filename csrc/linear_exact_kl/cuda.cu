@@ -100,7 +100,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     std::optional<Tensor> ref_bias, double ref_scale, double ref_softcap,
     std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
     double beta, bool batch_invariant, Tensor entropies, Tensor statistics, bool of_hidden,
-    bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias) {
+    bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias,
+    std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
                       batch_invariant);

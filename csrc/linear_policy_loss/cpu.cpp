@@ -30,7 +30,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
     double scale, double softcap, Tensor advantages, std::optional<Tensor> old_log_probs,
     std::optional<Tensor> ref_log_probs, Tensor weights, int64_t surrogate, double low, double high,
     double most, int64_t estimator, bool entropy, bool of_hidden, bool of_weight, bool of_bias,
-    bool in_float) {
+    bool in_float, std::optional<Tensor> rounds_grads) {
   Tensor out = empty_per_token(hidden, kPolicyRowFloats);
   PolicyRow* results = mutable_data<PolicyRow>(out);
   std::fill_n(results, tokens.numel(), PolicyRow());
@@ -47,7 +47,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
   const bool one_block = rows <= block_of_rows;
   const ScalarType sums = in_half && one_block ? weight.scalar_type() : ScalarType::Float;
   const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias, factor, false);
-  CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias, sums);
+  CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias,
+                           is_set(rounds_grads), sums);
   const TileRows tiles(head, inv_temperature, softcap);
   const Spans blocks{{0, rows}, block_of_rows};
   const Span classes{0, head.classes()};
@@ -74,6 +75,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
       results[n] = policy.row(n, row.log_prob, entropy ? row.entropy : 0.0f);
       gradients[i] = {policy.slope(n, results[n]), policy.weights[n].entropy, row.entropy,
                       row.normalizer, inv_temperature};
+      tiles.expect(gradient, block.first + i, gradients[i], row.log_prob);
     }
     if (!of_hidden && !of_weight && !of_bias) continue;
     const auto no_room = [] { return nullptr; };

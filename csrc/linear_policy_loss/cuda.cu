@@ -16,7 +16,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
     double scale, double softcap, Tensor advantages, std::optional<Tensor> old_log_probs,
     std::optional<Tensor> ref_log_probs, Tensor weights, int64_t surrogate, double low, double high,
     double most, int64_t estimator, bool entropy, bool of_hidden, bool of_weight, bool of_bias,
-    bool in_float) {
+    bool in_float, std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);
   std::vector<int64_t> sizes(tokens.sizes().begin(), tokens.sizes().end());
   sizes.push_back(kPolicyRowFloats);

@@ -76,7 +76,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     std::optional<Tensor> offsets, bool shift, Tensor temperature, double scale, double softcap,
     Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor products,
     std::optional<int64_t> vocab_offset, bool batch_invariant, bool of_hidden, bool of_weight,
-    bool of_bias) {
+    bool of_bias, std::optional<Tensor> rounds_grads) {
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
   const float inv_temperature = inverse_temperature(temperature);
   const float factor = static_cast<float>(scale);
@@ -85,15 +85,22 @@ std::tuple<Tensor, Tensor, Tensor> backward(
 
   const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias, factor,
                      batch_invariant);
-  CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
+  CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias,
+                           is_set(rounds_grads));
   const TileRows tiles(head, inv_temperature, softcap);
+  const auto of_row = [&](int64_t n) {
+    return RowGradient{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
+                       up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
+                       data<Normalizer>(normalizers)[n], inv_temperature};
+  };
+  for (size_t i = 0; i < kept.tokens.size(); ++i) {
+    const int64_t n = kept.tokens[i];
+    tiles.expect(gradient, i, of_row(n), data<float>(log_probs)[n]);
+  }
   add_gradients(head, gradient, StoredProducts(products), [&](float* x, Span tile, int64_t i) {
     const int64_t n = kept.tokens[i];
-    const RowGradient of_row{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
-                             up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
-                             data<Normalizer>(normalizers)[n], inv_temperature};
     tiles.shape(x, tile);
-    tiles.differentiate(x, tile, kept.targets[i], of_row, data<float>(log_probs)[n]);
+    tiles.differentiate(x, tile, kept.targets[i], of_row(n), data<float>(log_probs)[n]);
   });
   // The ranks of a sharded vocabulary add theirs up before it is rounded.
   const ScalarType of_hidden_states =

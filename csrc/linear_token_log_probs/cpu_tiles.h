@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "common/cpu_head.h"
+#include "common/cpu_head_gradient.h"
 #include "common/cpu_ops.h"
 #include "common/rows.h"
 #include "linear_token_log_probs/cpu_rows.h"
@@ -79,6 +79,15 @@ class TileRows {
   void shape(float* x, Span tile) const {
     const float* bias = head_.bias(tile.first);
     if (bias != nullptr || cap_ > 0) kernels_of_head_.shape(x, bias, tile.count, cap_);
+  }
+
+  // Tells the head's gradient of a row what the target's will be, wherever in the vocabulary it is.
+  // A softcap may leave nothing of it, and a target without probability may be in no shard.
+  void expect(CpuHeadGradient& head, int64_t row, const RowGradient& gradient,
+              float target_log_prob) const {
+    if (cap_ == 0 && target_log_prob > -INFINITY) {
+      head.expect(row, gradient.target(target_log_prob));
+    }
   }
 
   // Overwrites a row's logits with the gradients of its products.

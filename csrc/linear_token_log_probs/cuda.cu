@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     std::optional<Tensor> offsets, bool shift, Tensor temperature, double scale, double softcap,
     Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor /*products*/,
     std::optional<int64_t> vocab_offset, bool batch_invariant, bool of_hidden, bool of_weight,
-    bool of_bias) {
+    bool of_bias, std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);
   const TokenGradients upstream{data<float>(grad_log_probs), data<float>(grad_entropy),
                                 data<float>(log_probs), data<float>(entropy),

@@ -28,12 +28,21 @@ struct Batch {
 
   // Where a token's log-probs are.
   int64_t at(int64_t token) const { return token * (ids.k + 1); }
+
+  // Of the kept tokens.
+  std::vector<OrderedIds> ordered_ids(int64_t classes) const {
+    std::vector<OrderedIds> of_tokens;
+    of_tokens.reserve(tokens.size());
+    for (const int64_t n : tokens) of_tokens.emplace_back(ids, n, classes);
+    return of_tokens;
+  }
 };
 
 // The statistics of each kept row's logits but those of its ids, which go to `of_ids`.
 std::vector<SoftmaxPart<double>> split_rows(const CpuHead& head, const TileRows& tiles,
                                             const Batch& batch, float* of_ids) {
   const auto part_of = row_kernels<float>(cpu_level()).part;
+  const std::vector<OrderedIds> ids = batch.ordered_ids(head.classes());
   const auto merged = [&](const SoftmaxPart<double>& x, const SoftmaxPart<double>& y) {
     return merge(x, y, batch.inv_temperature);
   };
@@ -43,10 +52,10 @@ std::vector<SoftmaxPart<double>> split_rows(const CpuHead& head, const TileRows&
         float* x = mutable_data<float>(room.floats);
         head.logits(room.of_head, block, tile, {x, tile.count});
         for (int64_t r = 0; r < block.count; ++r, x += tile.count) {
-          const int64_t n = batch.tokens[block.first + r];
+          const int64_t i = block.first + r, at = batch.at(batch.tokens[i]);
           tiles.shape(x, tile);
-          batch.ids.for_each_in(n, tile.first, tile.count, [&](int64_t j, int64_t place) {
-            of_ids[batch.at(n) + j] = x[place];
+          ids[i].for_each_in(tile.first, tile.count, [&](int64_t j, int64_t place) {
+            of_ids[at + j] = x[place];
             x[place] = -INFINITY;
           });
           rows[r] = merged(rows[r], part_of(x, tile.count, batch.inv_temperature));
@@ -84,7 +93,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor grad_log_probs, Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
     std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
     double scale, double softcap, Tensor log_probs, Tensor normalizers, bool batch_invariant,
-    bool of_hidden, bool of_weight, bool of_bias) {
+    bool of_hidden, bool of_weight, bool of_bias, std::optional<Tensor> rounds_grads) {
   const Batch batch(hidden, ids, mask, offsets, shift, temperature);
   const float factor = static_cast<float>(scale), inv_temperature = batch.inv_temperature;
   const float* up = data<float>(grad_log_probs);
@@ -98,14 +107,26 @@ std::tuple<Tensor, Tensor, Tensor> backward(
 
   const CpuHead head(hidden, elements_of(batch.map, batch.tokens), weight, bias, factor,
                      batch_invariant);
-  CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias);
+  CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias,
+                           is_set(rounds_grads));
   const TileRows tiles(head, inv_temperature, softcap);
+  for (size_t i = 0; softcap == 0 && i < batch.tokens.size(); ++i) {
+    const int64_t n = batch.tokens[i], at = batch.at(n);
+    float largest = 0;
+    for (int64_t j = 0; j < batch.ids.k; ++j) {
+      if (batch.ids.of(n)[j] < 0) continue;
+      const float of_id = of_rows[i].of_id(up[at + j], of_classes[at + j], inv_temperature);
+      largest = std::max(largest, std::fabs(of_id));
+    }
+    gradient.expect(i, largest);
+  }
+  const std::vector<OrderedIds> ordered_ids = batch.ordered_ids(head.classes());
   add_gradients(head, gradient, StoredProducts(head, 0), [&](float* x, Span tile, int64_t i) {
     const int64_t n = batch.tokens[i], at = batch.at(n);
     tiles.shape(x, tile);
     tiles.differentiate(
         x, tile, of_rows[i].of_rest(data<Normalizer>(normalizers)[n], inv_temperature), [&] {
-          batch.ids.for_each_in(n, tile.first, tile.count, [&](int64_t j, int64_t place) {
+          ordered_ids[i].for_each_in(tile.first, tile.count, [&](int64_t j, int64_t place) {
             x[place] = of_rows[i].of_id(up[at + j], of_classes[at + j], inv_temperature);
           });
         });

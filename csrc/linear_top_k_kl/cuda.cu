@@ -45,7 +45,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor grad_log_probs, Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
     std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
     double scale, double softcap, Tensor log_probs, Tensor normalizers, bool batch_invariant,
-    bool of_hidden, bool of_weight, bool of_bias) {
+    bool of_hidden, bool of_weight, bool of_bias, std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);
   const Tensor of_rows = empty_per_token(hidden, 2);
   const TopKUpstream upstream{ids_of(ids), data<float>(grad_log_probs), data<float>(log_probs),

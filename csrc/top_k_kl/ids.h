@@ -1,6 +1,7 @@
 // The classes of each token that are looked at one by one.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "common/check.h"
@@ -49,6 +50,34 @@ struct Ids {
       for_each_in(n, 0, classes, [&](int64_t, int64_t v) { seen[v] = false; });
     }
   }
+};
+
+// The ids of one token in the order of their classes, for a row that is seen in many parts: each
+// finds its own without a look at all k.
+class OrderedIds {
+ public:
+  OrderedIds(const Ids& ids, int64_t token, int64_t classes) {
+    in_order_.reserve(ids.k);
+    ids.for_each_in(token, 0, classes,
+                    [&](int64_t j, int64_t id) { in_order_.push_back({id, j}); });
+    std::sort(in_order_.begin(), in_order_.end(), [](Id x, Id y) { return x.id < y.id; });
+  }
+
+  // Calls f(j, place) for every id that is one of `count` classes from `first` on.
+  template <typename F>
+  void for_each_in(int64_t first, int64_t count, F&& f) const {
+    auto next = std::lower_bound(in_order_.begin(), in_order_.end(), first,
+                                 [](Id x, int64_t id) { return x.id < id; });
+    for (; next != in_order_.end() && next->id < first + count; ++next) {
+      f(next->j, next->id - first);
+    }
+  }
+
+ private:
+  struct Id {
+    int64_t id, j;
+  };
+  std::vector<Id> in_order_;
 };
 
 }  // namespace fusedrl

@@ -17,8 +17,12 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  #
 
 
 @pytest.fixture(autouse=True)
-def _full_float32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def _full_float32():
+    # The module computes its attributes, which monkeypatch cannot put back.
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, False
+    yield
+    matmul.allow_tf32 = before
 
 
 def sample(shape, classes, dtype, widths=(64, 96)):

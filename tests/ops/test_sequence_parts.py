@@ -21,7 +21,13 @@ from sequence_ranks import (
     second_derivative,
 )
 
-from fusedrl import linear_policy_loss, linear_token_log_probs, token_log_probs
+from fusedrl import (
+    linear_policy_loss,
+    linear_token_log_probs,
+    linear_top_k_kl,
+    token_log_probs,
+    top_k_kl,
+)
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo"
@@ -120,7 +126,7 @@ def test_parts_of_sequences_and_shards_of_the_vocabulary(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", ["token_log_probs", "token_log_probs, mask and entropy", "exact_kl"]
+    "case", ["token_log_probs", "token_log_probs, mask and entropy", "exact_kl", "top_k_kl"]
 )
 @pytest.mark.parametrize(("ranks", "name"), PLACES)
 def test_rows_have_the_bits_of_one_rank(ranks_found, ranks, name, case):
@@ -143,22 +149,6 @@ def test_second_derivatives_of_the_reference(ranks_found, ranks, name):
     for rank, found in enumerate(ranks_found[ranks]):
         mine = truth[(*layout.part(rank), slice(None))]
         torch.testing.assert_close(found[name, "second derivative"], mine)
-
-
-@pytest.mark.parametrize(("ranks", "name"), PLACES)
-def test_a_column_may_have_a_row_of_numbers_a_token(ranks_found, ranks, name):
-    layout = LAYOUTS[ranks][name]
-    logits, mask = (problem(layout)[key] for key in ("logits", "mask"))
-    ids, sums = (
-        torch.cat([found[name, key] for found in ranks_found[ranks]], len(layout.shape) - 1)
-        for key in ("ids", "sums")
-    )
-    for place in itertools.product(*map(range, layout.shape)):
-        *row, token = place
-        first = token in (layout.offsets or [0])
-        predicts = (*row, max(token - 1, 0))
-        expected = logits[predicts][ids[place]].sum() if mask[place] and not first else 0.0
-        assert sums[place] == expected
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -204,6 +194,8 @@ def said_on(rank):
         f"{parts}{forms[rank]} on rank {rank} and {forms[other]} on rank {other}; pass the whole",
         "sequence_group: expected a value a token for the same arguments on all its ranks, got it "
         f"for {with_a_value[rank]} on rank {rank} and {with_a_value[other]} on rank {other}; pass",
+        f"sequence_group: expected as many numbers a token on all its ranks, got {2 + rank} on rank "
+        f"{rank} and {2 + other} on rank {other}; pass as many known classes on each",
     ]
 
 
@@ -255,6 +247,16 @@ def test_bad_input_is_refused(one_rank, change, error, message):
     }
     with pytest.raises(error, match=message):
         token_log_probs(**given | change, shift=True)
+
+
+def test_columns_of_unequal_rows_are_refused(one_rank):
+    ids, teacher = torch.arange(3).expand(4, 3), torch.full((4, 2), -2.0)
+    options = {"offsets": torch.tensor([0, 4]), "shift": True, "sequence_group": one_rank}
+    expected = r"^teacher_log_probs: expected shape \(4, 3\), got \(4, 2\)"
+    with pytest.raises(ValueError, match=expected):
+        top_k_kl(torch.zeros(4, 5), ids, teacher, **options)
+    with pytest.raises(ValueError, match=expected):
+        linear_top_k_kl(torch.zeros(4, 2), torch.zeros(5, 2), ids, teacher, **options)
 
 
 def test_what_needs_other_ranks_rows_is_refused(one_rank):

@@ -113,6 +113,20 @@ def test_the_mixture_of_any_beta(beta, tail):
     torch.testing.assert_close(mine.double(), truth, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("share", [1e-30, 1e-12, 2**-20])
+def test_near_its_ends_the_mixture_is_a_share_of_a_kl(tail, impl, share):
+    logits, ids, teacher = sample((7,), 300, 12, apart=1.0)
+    ends = [("forward", share)] + ([("reverse", 1 - share)] if 1 - share < 1 else [])
+    for direction, beta in ends:
+        mixed = top_k_kl(
+            *(logits, ids, teacher), direction="jensen_shannon", beta=beta, tail=tail, impl=impl
+        )
+        limit = torch_path(logits.double(), ids, teacher, direction, tail)
+        torch.testing.assert_close(mixed.double() / share, limit, rtol=1e-3, atol=1e-6)
+
+
 def test_the_ends_of_beta_are_the_kls():
     batch = sample((7,), 300, 12)
     for beta, direction in ((0, "forward"), (1, "reverse")):

@@ -101,3 +101,20 @@ def test_values_that_cannot_be(rows, impl, change, message):
     everything_dropped = torch.zeros(4, dtype=torch.bool)
     dropped = op(**{**rows, **KNOWN, **change}, mask=everything_dropped, impl=impl)
     assert torch.equal(dropped, torch.zeros(4))
+
+
+@pytest.mark.parametrize("rows", [LOGITS, HEAD], ids=["logits", "hidden"])
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_all_classes_with_less_than_all_probability(rows, impl):
+    """There is no rest that could have what is missing."""
+    op = linear_top_k_kl if rows is HEAD else top_k_kl
+    ids, teacher = torch.arange(5).expand(4, 5).clone(), torch.full((4, 5), 0.18).log()
+    given = {**rows, "ids": ids, "teacher_log_probs": teacher, "impl": impl}
+    with pytest.raises(RuntimeError, match=r"^teacher_log_probs: .* sum to 1 .*='renormalize'"):
+        op(**given)
+    # What is renormalised, dropped, rounded or has a rest may sum to what it does.
+    for tail, mask in (("renormalize", None), ("bucket", torch.zeros(4, dtype=torch.bool))):
+        assert torch.equal(op(**given, tail=tail, mask=mask), torch.zeros(4))
+    assert op(**given | {"teacher_log_probs": teacher + torch.tensor(1.07).log()}).isfinite().all()
+    ids[:, 2] = -1
+    assert (op(**given) > 0).all()

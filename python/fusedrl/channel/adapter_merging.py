@@ -16,7 +16,7 @@ from fusedrl.channel.tensors import check_supported, whole
 
 
 def loaded(module: str, name: str) -> tuple[type, ...]:
-    """The class ``name`` for isinstance, or nothing where ``module`` was never imported."""
+    """The class ``name`` of ``module`` for isinstance, or ``()`` if it was never imported."""
     found = getattr(sys.modules.get(module), name, None)
     return () if found is None else (found,)
 
@@ -28,7 +28,7 @@ def has_adapters(module: nn.Module) -> bool:
 
 @cache
 def base_child(kind: type[nn.Module]) -> str | None:
-    """The child of a module of peft that holds what was there before; ``None`` for others."""
+    """The attribute under which a module of peft keeps the module that it adapts, else ``None``."""
     for home, name, child in (
         ("peft.peft_model", "PeftModel", "base_model"),
         ("peft.tuners.tuners_utils", "BaseTuner", "model"),
@@ -44,7 +44,7 @@ def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
     """The base module that ``module`` stands for, and the layer to merge into it, if any.
 
     Raises:
-        TypeError: adapters that are no change of the weights.
+        TypeError: the adapters do not change weights, as those of prompt learning do not.
     """
     layer = None
     while base_child(type(module)) is not None:
@@ -73,7 +73,7 @@ def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
 @torch.no_grad()
 def merge(layer: nn.Module) -> nn.Module:
     """A copy of the base of ``layer`` with the active adapters in its weights."""
-    # peft merges in place, and taking that back leaves rounding errors: merge into a copy.
+    # peft merges in place, and unmerging leaves rounding errors, so the merge is done in a copy.
     replica: Any = _replica(layer, {}, "")
     if hasattr(replica, "unload_and_optionally_merge_module"):
         return replica.unload_and_optionally_merge_module(
@@ -86,7 +86,7 @@ def merge(layer: nn.Module) -> nn.Module:
 
 
 def _replica(module: nn.Module, known: dict[int, nn.Module], prefix: str) -> nn.Module:
-    """A deep copy of weights alone: whole where they are sharded, no hooks called, no gradients."""
+    """A deep copy of the weights alone: sharded ones are made whole, and no hooks are called."""
     if id(module) in known:
         return known[id(module)]
     replica = known[id(module)] = object.__new__(type(module))

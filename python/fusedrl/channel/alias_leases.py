@@ -1,4 +1,4 @@
-"""Which lease the memory of each parameter needs."""
+"""Keeps a lease for as long as a parameter lies in the memory that it protects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusedrl.channel.forking import renew_in_children
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A lease, the storage that it keeps and how many parameters lie there."""
+    """A lease, the storage that it protects, and how many parameters lie there."""
 
     release: Callable[[], None]
     storage: int
@@ -32,27 +32,29 @@ class _Place:
     held: _Held
 
 
-# Those with parameters: their readers stay open without another reference to them.
+# Instances with parameters, so that their readers stay open without any other reference to them.
 _IN_USE: set[AliasLeases] = set()
 
 
 class AliasLeases:
     """Keeps leases until no parameter lies in their memory.
 
-    By parameter, not by module: a wrapper may be gone while the module in it computes on.
+    It goes by parameters and not by modules, because a wrapper may be freed while the module in it
+    is still in use.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # parameters may be collected anywhere, also in here
+        # Re-entrant: parameters may be garbage-collected anywhere, also while the lock is held.
+        self._lock = threading.RLock()
         renew_in_children(self, _lock=threading.RLock)
         self._places: dict[int, _Place] = {}
 
     def hold(self, parameters: Sequence[Tensor], release: Callable[[], None]) -> None:
-        """Note that ``parameters`` lie in a lease's memory.
+        """Note that ``parameters`` lie in the memory of a lease.
 
         Args:
-            parameters: of one load.
-            release: called when none of them is there any more.
+            parameters: all parameters of one load.
+            release: called when none of them lies there any more.
         """
         storage = parameters[0].untyped_storage()._cdata if parameters else 0
         with self._lock:
@@ -70,13 +72,13 @@ class AliasLeases:
             held.less()
 
     def forget(self, parameters: Sequence[Tensor]) -> None:
-        """Note that ``parameters`` have memory of their own."""
+        """Note that ``parameters`` have memory of their own by now."""
         with self._lock:
             for parameter in parameters:
                 self._drop(id(parameter))
 
     def close(self) -> None:
-        """Give parameters memory of their own, with the values that they have; end all leases."""
+        """Copy the parameters into memory of their own, and end all leases."""
         with self._lock:
             for key, place in list(self._places.items()):
                 parameter, storage = place.parameter(), place.held.storage

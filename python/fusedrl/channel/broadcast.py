@@ -77,8 +77,8 @@ def broadcast(
     members = dist.get_process_group_ranks(ranks)
     if src not in members:
         raise ValueError(
-            f"src: expected a rank of the group, one of {members}, got {src!r}; "
-            "pass the global rank that has the weights"
+            f"src: expected a rank of the group, one of {members}, got {src!r}; pass the global "
+            "rank of the process that has the weights"
         )
     is_source = dist.get_rank() == src
     found: list[Place] = []
@@ -106,7 +106,7 @@ def broadcast(
         assert writing is not None
         for piece in writing.flat.split(PIECE):
             dist.broadcast(piece, src, ranks)
-        dist.barrier(ranks)  # who does not get here publishes nothing, nor does anybody else
+        dist.barrier(ranks)  # a rank that fails before this keeps all ranks from publishing
     return version
 
 

@@ -27,7 +27,7 @@ from fusedrl.channel.manifest import Manifest
 from fusedrl.channel.memory import HostMemory, Memory, checksum
 from fusedrl.channel.sources import FoundPlaces, Place, module_places
 
-# A reader that died is noticed within this time.
+# Seconds within which the death of a reader is noticed.
 SLICE_S = 0.02
 
 
@@ -107,7 +107,7 @@ class WeightChannel:
         self._timeout = timeout
         self._checksum = checksum
         self._views = [layout.views(memory.slot(i)) for i in range(slots)]
-        self._lock: Any = threading.RLock()  # which knows its owner
+        self._lock: Any = threading.RLock()  # an RLock knows which thread owns it
         renew_in_children(self, _lock=threading.RLock)
         self._closed = False
         self._found: FoundPlaces | None = None
@@ -153,8 +153,8 @@ class WeightChannel:
         count("slots", slots, 2, 64)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(
-                f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}; "
-                "leave it out for those of the weights"
+                f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}; None keeps "
+                "the dtypes of the weights"
             )
         count("max_readers", max_readers, 1, 4096)
         timeout = seconds("timeout", timeout)
@@ -234,7 +234,8 @@ class WeightChannel:
         """
         if on_full not in ("block", "skip"):
             raise ValueError(
-                f"on_full: expected 'block' or 'skip', got {on_full!r}; leave it out for 'block'"
+                f"on_full: expected 'block' or 'skip', got {on_full!r}; 'block' waits for a free "
+                "slot, 'skip' publishes nothing where there is none"
             )
         found = self._find(self._template if weights is None else weights)
         try:
@@ -262,7 +263,7 @@ class WeightChannel:
             return False
         if self.layout.adapters is not None or any(place.computed for place in places):
             return False
-        # Tied tensors that are two may get different values without being replaced.
+        # Names that the layout ties may be two tensors, which can get different values at any time.
         tensors = {place.name: place.tensor for place in module_places(weights)}
         entries = self.layout.entries
         return all(
@@ -293,9 +294,9 @@ class WeightChannel:
             f"timeout: expected to begin within {limit} s, got another publish or writing "
             "block of this channel that has not ended; publish from one thread, after the block"
         )
-        if lock._is_owned():  # by a block around this one, which cannot end before it
+        if lock._is_owned():  # the block that owns it is around this one, and cannot end before it
             raise full
-        # The lock itself says whether it is to be released: Ctrl-C may come right after `acquire`.
+        # Ctrl-C may come right after `acquire`, so the lock itself is asked whether to release it.
         try:
             if not lock.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
                 raise full
@@ -402,7 +403,7 @@ class WeightChannel:
             self._end.wait(progress, min(remaining, SLICE_S))
 
     def send_to(self, socket: sockets.socket) -> None:
-        """Pass the channel to a process that sees other pids; it calls ``handle.open(socket)``.
+        """Pass the channel to a process that sees other pids, which calls ``handle.open(socket)``.
 
         Args:
             socket: a connected Unix socket.
@@ -420,7 +421,7 @@ class WeightChannel:
             os.close(descriptor)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Close the channel: no version follows. Readers keep what they hold.
+        """Close the channel: no version follows, and readers keep the versions that they hold.
 
         Args:
             timeout: seconds to wait for readers of memory on a GPU. Memory that they still use
@@ -458,7 +459,7 @@ class WeightChannel:
         self.close()
 
     def __reduce__(self) -> Any:
-        """Refuse: a handle is what travels."""
+        """Refuse to be pickled: only a handle can be sent to another process."""
         raise TypeError(
             "channel: expected a WeightHandle to send to another process, got a WeightChannel; "
             "send channel.handle and open it there"

@@ -1,22 +1,23 @@
-"""Checks of what channels are made from."""
+"""Checks of the numbers that channels and readers are given."""
 
 from __future__ import annotations
 
 from numbers import Real
 
-MAX_VERSION = 2**55 - 1  # of eight bytes, one is the slot's
+MAX_VERSION = 2**55 - 1  # version and slot share eight bytes, of which the slot has one
 
 
 def seconds(name: str, value: float) -> float:
-    """``value``, where it ends a wait.
+    """Check a number of seconds, and return it as a float.
 
     Raises:
-        TypeError: it is not a number.
-        ValueError: it is negative or not finite.
+        TypeError: ``value`` is not a number.
+        ValueError: ``value`` is negative or not finite.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
-            f"{name}: expected a number of seconds, got {type(value).__name__}; pass a float"
+            f"{name}: expected a number of seconds, got {type(value).__name__}; pass an int or a "
+            "float"
         )
     if not 0 <= value < float("inf"):
         raise ValueError(
@@ -27,10 +28,11 @@ def seconds(name: str, value: float) -> float:
 
 
 def count(name: str, value: int, low: int, high: int) -> int:
-    """``value``, where it is an integer from ``low`` to ``high``.
+    """Check an integer from ``low`` to ``high``, and return it.
 
     Raises:
-        TypeError, ValueError: it is not.
+        TypeError: ``value`` is not an integer.
+        ValueError: ``value`` is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
@@ -38,6 +40,6 @@ def count(name: str, value: int, low: int, high: int) -> int:
         )
     if not low <= value <= high:
         raise ValueError(
-            f"{name}: expected {low} to {high}, got {value}; pass a number in that range"
+            f"{name}: expected {low} to {high}, got {value}; pass a number of this range"
         )
     return value

@@ -18,7 +18,7 @@ from fusedrl import _host
 
 __all__ = ["CudaMemory"]
 
-# An export shares whole blocks of this size: a slot has its own, and starts at offset 0.
+# CUDA exports memory in whole blocks of this size, so each slot has blocks of its own.
 _BLOCK = 2 << 20
 
 _Poll = Callable[[], bool]
@@ -36,11 +36,11 @@ _DRIVER = _Driver()
 
 
 class CudaMemory:
-    """One process's side of slots in a GPU's memory.
+    """The slots in a GPU's memory, as one process sees them.
 
-    A copy or a kernel that was launched is not done: events order the publisher's and the readers'
-    streams, and nothing waits for a device. A slot stays mapped until the last tensor over it is
-    gone, whatever was closed before.
+    Copies and kernels are asynchronous: events order the streams of the publisher and the readers,
+    and no thread waits for a device. A slot stays mapped until the last tensor over it is freed,
+    whatever was closed before.
 
     Example:
         >>> from fusedrl.channel.cuda import CudaMemory
@@ -52,7 +52,7 @@ class CudaMemory:
         self._driver, self._ordinal, self._nbytes = driver, ordinal, nbytes
         self._slots = list(slots)
         self._closed = False
-        # What torch says of the memory, so that it compares equal to the device of parameters.
+        # As torch names it, with the index, so that it compares equal to the device of parameters.
         self.device = self.slot(0).device
 
     @classmethod
@@ -61,13 +61,14 @@ class CudaMemory:
     ) -> CudaMemory:
         """Allocate slots that other processes can open.
 
-        The memory is the driver's own, not of torch's caching allocator, and rounded up to 2 MiB.
+        The memory comes from the driver, not from torch's caching allocator, and is rounded up to
+        2 MiB.
 
         Args:
             device: of the slots; without an index, the current one.
             slots: how many.
-            nbytes: of a slot.
-            driver: what stands in for the CUDA driver.
+            nbytes: size of one slot in bytes.
+            driver: replaces the CUDA driver, in tests.
 
         Raises:
             ValueError: a device that is not a CUDA device.
@@ -91,8 +92,8 @@ class CudaMemory:
         A slot that this process has open already is shared; one of its own is used as it is.
 
         Args:
-            manifest: of the publisher's memory.
-            driver: what stands in for the CUDA driver.
+            manifest: that of the publisher's memory.
+            driver: replaces the CUDA driver, in tests.
 
         Raises:
             RuntimeError: a device that this process does not see, or a publisher that is gone.
@@ -134,7 +135,7 @@ class CudaMemory:
         return poll
 
     def manifest(self) -> dict[str, Any]:
-        """What another process opens the slots by, as JSON takes it."""
+        """What another process needs to open the slots, in types that JSON has."""
         exports = [
             {"memory": slot.memory_handle.hex(), "event": slot.event_handle.hex()}
             for slot in self._slots
@@ -149,11 +150,11 @@ class CudaMemory:
         }
 
     def close(self, in_use_by: Sequence[int] = ()) -> None:
-        """Let go of the slots; each is unmapped, or freed, with the last tensor over it.
+        """Give up the slots; each is unmapped, or freed, with the last tensor over it.
 
         Args:
-            in_use_by: processes that may still compute with slots of this one. To free these under
-                them would be undefined behaviour: they stay allocated until this process ends.
+            in_use_by: processes that may still compute with slots of this process. It would be
+                undefined behaviour to free these, so they stay allocated until this process ends.
         """
         if in_use_by and self._slots:
             logger.warning(
@@ -233,18 +234,18 @@ class _Slot:
             driver.destroy_event(ordinal, written)
             return True
 
-        # Not at exit: tensors may still be in use there, and the driver cleans up.
+        # Not at exit: tensors may still be in use then, and the driver frees all memory anyway.
         weakref.finalize(self, _retire, close).atexit = False
 
 
-# Slots of this process, which it must not open itself, and those it has opened, by process and
-# handle. An entry goes with the last tensor over its slot.
+# The slots that this process has allocated, which CUDA does not let it open, and those that it has
+# opened, by process and handle. An entry disappears with the last tensor over its slot.
 _exports: weakref.WeakValueDictionary[tuple[str, bytes], _Slot] = weakref.WeakValueDictionary()
 _opens: weakref.WeakValueDictionary[tuple[str, bytes], _Slot] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
 _kept: list[_Slot] = []
 _retired: deque[_Poll] = deque()
-# Events that are done, to be recorded again, by driver and device.
+# Events that have completed and can be recorded again, by driver and device.
 _events: weakref.WeakKeyDictionary[Any, dict[int, list[int]]] = weakref.WeakKeyDictionary()
 _TOKEN = secrets.token_hex(8)
 
@@ -254,11 +255,12 @@ def _renew() -> None:
     _opening = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew)  # another thread may have it there, for ever
+# In a child, the lock may belong to a thread that does not exist there.
+os.register_at_fork(after_in_child=_renew)
 
 
 def _process() -> str:
-    """This process: a pid alone may be another's in another container, a token its parent's."""
+    """A name of this process: other containers reuse the pid, and forked children the token."""
     return f"{os.getpid()}-{_TOKEN}"
 
 
@@ -281,7 +283,7 @@ def _opened(driver: Any, ordinal: int, process: str, memory: str, event: str) ->
 
 
 def _ordinal(driver: Any, uuid: str) -> int:
-    """The device of that UUID as this process counts them (CUDA_VISIBLE_DEVICES may differ)."""
+    """The index of the device with that UUID in this process, by its CUDA_VISIBLE_DEVICES."""
     seen = [driver.uuid(ordinal) for ordinal in range(driver.device_count())]
     if uuid not in seen:
         raise RuntimeError(
@@ -292,7 +294,7 @@ def _ordinal(driver: Any, uuid: str) -> int:
 
 
 def _retire(close: _Poll) -> None:
-    """Close now if the device is done with the memory, else at a later call: never wait for it."""
+    """Close memory that the device has finished with; for other memory, try at a later call."""
     if not close():
         _retired.append(close)
 
@@ -303,7 +305,7 @@ def _close_retired() -> None:
 
 
 def _recorded(driver: Any, ordinal: int, stream: int) -> _Poll:
-    """Whether the stream's work so far is done, as a function; its event is used again after."""
+    """A function that tells whether the stream's work so far is done; it returns its event then."""
     free = _events.setdefault(driver, {}).setdefault(ordinal, [])
     try:
         event = free.pop()
@@ -317,7 +319,7 @@ def _recorded(driver: Any, ordinal: int, stream: int) -> _Poll:
             if not driver.event_done(ordinal, held[0]):
                 return False
             free.append(held.pop())
-        except IndexError:  # seen done at an earlier call, maybe on another thread
+        except IndexError:  # an earlier call, maybe on another thread, has seen that it is done
             pass
         return True
 

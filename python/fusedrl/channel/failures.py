@@ -1,4 +1,4 @@
-"""Why the kernel refused what a channel needs, and what helps."""
+"""Errors that say why the kernel refused what a channel needs, and what helps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NOT_SEEN = (
 
 
 def no_channel(error: OSError, nbytes: int, remedy: str) -> RuntimeError:
-    """What to raise where the memory of a channel cannot be had.
+    """The error to raise where the memory of a channel cannot be reserved.
 
     Args:
-        error: of the kernel.
-        nbytes: that were asked for.
-        remedy: for too little memory.
+        error: the error of the system call.
+        nbytes: how many bytes were asked for.
+        remedy: what helps where there is too little memory.
     """
     told = _of_this_process(error)
     if told is None and error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
@@ -29,13 +29,13 @@ def no_channel(error: OSError, nbytes: int, remedy: str) -> RuntimeError:
         )
     return RuntimeError(
         told
-        or f"channel: expected shared memory, got '{error.strerror}'; allow memfd_create and mmap "
-        "in this process, which a sandbox may forbid"
+        or f"channel: expected shared memory, got '{error.strerror}'; let this process call "
+        "memfd_create and mmap, which a security profile may forbid"
     )
 
 
 def no_reader(error: OSError, pid: int) -> RuntimeError:
-    """What to raise where the channel of the publisher ``pid`` cannot be opened."""
+    """The error to raise where the channel of the publisher ``pid`` cannot be opened."""
     told = _of_this_process(error)
     if told is not None:
         return RuntimeError(told)
@@ -63,7 +63,7 @@ def no_reader(error: OSError, pid: int) -> RuntimeError:
 
 
 def no_descriptor() -> str:
-    """What to say where this process has as many files open as it may."""
+    """The message for a process that has reached its limit of open files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"open files: expected fewer than this process's {limit} (ulimit -n), got all in use; "

@@ -1,4 +1,4 @@
-"""Keeps a module at the newest version: each of its calls computes with one complete version."""
+"""Keeps a module at the newest version, so that each call computes with one complete version."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _FOLLOWERS: weakref.WeakSet[Follower] = weakref.WeakSet()
 
 
 class Hook:
-    """A hook of one module; copies of the module have one that does nothing.
+    """A hook of one module, which does nothing in copies of the module.
 
     Args:
-        run: what is called, if anything.
+        run: the function that the hook calls, if any.
     """
 
     def __init__(self, run: Callable[..., None] | None = None) -> None:
         self._run = run
 
     def __call__(self, *args: Any) -> None:
-        """As a module calls its hooks."""
+        """Run the hook with the arguments of the module."""
         if self._run is not None:
             self._run(*args)
 
     def __reduce__(self) -> Any:
-        """Of a copy."""
+        """A copy of the hook does nothing."""
         return Hook, ()
 
 
 class Held:
-    """A version that several places hold, and that is released with the last of them.
+    """A version that several holders share, and that is released with the last of them.
 
     Attributes:
         version: its number.
@@ -58,13 +58,13 @@ class Held:
         renew_in_children(self, _lock=threading.Lock)
 
     def share(self) -> Held:
-        """Hold it in one more place, and return it."""
+        """Add one more holder, and return this object."""
         with self._lock:
             self._places += 1
         return self
 
     def release(self) -> None:
-        """Release it in one place."""
+        """Remove one holder."""
         with self._lock:
             self._places -= 1
             if self._places == 0:
@@ -163,13 +163,13 @@ class Follower:
         self._aliases = mode == "alias"
         self._keeps = keeps and self._aliases
         self._held: Held | None = None
-        self._loaded = False  # what the module has is `version`
+        self._loaded = False  # whether the module has the weights of `version`
         self._calls = 0
         # Re-entrant: a follower may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
         renew_in_children(self, _lock=threading.RLock)
         self._warned = False
-        take = Hook(self._take_loads)  # state dicts of parts are loaded, too
+        take = Hook(self._take_loads)  # on every part, as state dicts of parts may be loaded too
         self._hooks = [
             module.register_state_dict_post_hook(Hook(self._give_copies)),
             *(part.register_load_state_dict_pre_hook(take) for part in module.modules()),
@@ -177,7 +177,7 @@ class Follower:
         _FOLLOWERS.add(self)
 
     def _refuse_shared(self) -> None:
-        # The other would change them during this one's calls.
+        # Another follower would change the parameters during the calls of this one.
         ours = {id(parameter) for parameter, *_ in self._target._parameters}
         for other in list(_FOLLOWERS):
             if any(id(parameter) in ours for parameter, *_ in other._target._parameters):
@@ -234,7 +234,7 @@ class Follower:
         lease = self.reader.lease(timeout=timeout)
         try:
             if lease.version != self.version or not self._loaded:
-                self._loaded = False  # until all of it is
+                self._loaded = False  # until the whole version is loaded
                 if self._aliases:
                     self._target.alias(self.reader._lent(lease._slot))
                 else:
@@ -253,15 +253,16 @@ class Follower:
     def _give_copies(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        # Views would change later, and pickling one for another process would move its memory
-        # out of the channel.
+        # A view would change later. Pickling it for another process would also move its storage out
+        # of the channel's memory.
         with self:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 if prefix + name in state:
                     state[prefix + name] = parameter.detach().clone()
 
     def _take_loads(self, *_: Any) -> None:
-        # Nothing is written to the channel's memory; the next call has the channel's weights again.
+        # Give the module memory of its own, as the channel's must not be written to. The next call
+        # loads the channel's weights again.
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -281,12 +282,12 @@ class Follower:
             self._target.copy(self.reader._views(lease._slot))
 
     def close(self, detach: bool = True) -> None:
-        """Follow no more.
+        """Stop following the channel.
 
         Args:
-            detach: leave the module with a version in memory of its own: the newest, that of a call
-                which still runs, or the one that is kept. Pass ``False`` if the module is not used
-                any more.
+            detach: whether to leave the module with a version in memory of its own: the newest,
+                that of a call which still runs, or the one that is kept. Pass ``False`` if the
+                module is not used any more.
         """
         with self._lock:
             for hook in self._hooks:
@@ -294,7 +295,7 @@ class Follower:
             self._hooks = []
             if detach and self._aliases and self._loaded:
                 self._own()
-            self._loaded = self._keeps = False  # a call that goes on lets go at its end
+            self._loaded = self._keeps = False  # a call that still runs releases its version itself
             if self._calls == 0:
                 self._release()
         _FOLLOWERS.discard(self)
@@ -302,11 +303,11 @@ class Follower:
 
 @contextmanager
 def one_version(model: nn.Module) -> Iterator[None]:
-    """Let a model, or several models that are parts of one, compute with one version in this block.
+    """Keep every follower of a model, or of parts of it, at one version within this block.
 
     Args:
-        model: a model that a follower keeps in whole or in part, or that is part of one; other
-            models are left alone.
+        model: a model that followers keep at the newest version, in whole or in part, or a part of
+            such a model. Other models are left alone.
     """
     with ExitStack() as stack:
         if followers := list(_FOLLOWERS):

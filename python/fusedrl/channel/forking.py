@@ -1,4 +1,4 @@
-"""Locks of a process that forks, and what does without one."""
+"""Makes objects with locks usable in forked children."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _OWNERS: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], Any]]] = weakref.
 
 
 def renew_in_children(owner: Any, **attributes: Callable[[], Any]) -> None:
-    """Have forked children find new locks in ``owner``.
+    """Give ``owner`` new locks in every forked child.
 
-    A lock that another thread of the parent had at the fork is never released in the child, where
-    that thread does not exist. Whoever is within such a lock keeps the object that was entered.
+    A lock that another thread of the parent held at the fork is never released in the child, where
+    that thread does not exist. A ``with`` block that is running at the fork releases the old lock.
 
     Args:
-        owner: has the attributes, for as long as it lives.
-        attributes: their names, and what makes them, such as ``threading.Lock``.
+        owner: the object with the locks; it is not kept alive.
+        attributes: the names of the locks, each with what makes a new one, such as
+            ``threading.Lock``.
     """
     _OWNERS[owner] = attributes
 
@@ -27,11 +28,11 @@ def renew_in_children(owner: Any, **attributes: Callable[[], Any]) -> None:
 class ComputedOnce(Generic[T]):
     """``functools.cached_property`` without the lock that it has up to Python 3.11.
 
-    That lock is one for all instances: a child whose parent had it at the fork waits for ever.
-    Threads that come at the same time compute the same value.
+    All instances share that lock, so that a child whose parent held it at the fork waits for ever.
+    Without a lock, threads that come at the same time each compute the value.
 
     Args:
-        compute: of an object with a ``__dict__``.
+        compute: computes the value from an object with a ``__dict__``.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
@@ -39,11 +40,11 @@ class ComputedOnce(Generic[T]):
         self.__doc__ = compute.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Where the value is kept, so that it is found before this."""
+        """Remember the name under which objects keep the value, where it is found before this."""
         self._name = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> T:
-        """The value, the first time."""
+        """Compute the value, when it is first asked for."""
         value = instance.__dict__[self._name] = self._compute(instance)
         return value
 

@@ -1,4 +1,4 @@
-"""What a publisher sends to other processes, so that they can become readers."""
+"""The address of a channel, which a publisher sends to processes that are to read it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class WeightHandle:
 
         Args:
             socket: a connected Unix socket, which receives the channel from
-                :meth:`WeightChannel.send_to`. Processes need it that see other process ids than the
-                publisher, such as containers on one machine.
+                :meth:`WeightChannel.send_to`. It is needed by processes that see other process ids
+                than the publisher, such as containers on one machine.
 
         Raises:
             RuntimeError: the publisher is gone, this process cannot see it or may not, the channel
@@ -64,7 +64,7 @@ class WeightHandle:
         try:
             return WeightReader(end)
         except BaseException:
-            end.close()  # an error's traceback keeps what is not closed
+            end.close()  # the traceback of the error would keep it open
             raise
 
     def _end(self, pid: int, fd: int) -> _host.Reader:

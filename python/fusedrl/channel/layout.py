@@ -47,8 +47,8 @@ class Layout:
     Args:
         entries: in the order of the model, tied names after the one that they are tied to.
         adapters: how a peft model's weights were taken, see :meth:`of`.
-        transient: buffers of the model that are not stored since no state dict has them; weights
-            may have them.
+        transient: buffers of the model that no state dict has, and that are therefore not stored;
+            published weights may include them.
 
     Example:
         >>> import torch
@@ -68,11 +68,12 @@ class Layout:
     def of(
         cls, weights: Any, dtype: torch.dtype | None = None, adapters: str | None = None
     ) -> Layout:
-        """The layout of weights, whose values are not read.
+        """The layout of weights; their values are not read.
 
         Args:
             weights: what :func:`~fusedrl.channel.sources.named_tensors` takes.
-            dtype: of every floating point entry, such as ``torch.bfloat16``; ``None``: as it is.
+            dtype: that of every floating point entry, such as ``torch.bfloat16``; ``None`` keeps
+                the dtypes of the weights.
             adapters: ``None``, ``"only"`` or ``"merged"``, for peft models.
 
         Raises:
@@ -104,7 +105,7 @@ class Layout:
 
     @property
     def partial(self) -> bool:
-        """Whether readers' modules have names beside these: adapters only."""
+        """Whether the layout has adapters only, so that readers' modules have other names too."""
         return self.adapters == "only"
 
     @ComputedOnce
@@ -142,10 +143,10 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        """The layout that another process wrote, of which nothing is taken on trust.
+        """The layout that another process wrote; every part of it is checked.
 
         Raises:
-            ValueError: anything but the text of :meth:`to_json`.
+            ValueError: the text does not come from :meth:`to_json`.
         """
         try:
             fields = json.loads(text)
@@ -158,7 +159,7 @@ class Layout:
                 raise ValueError(problem)
             if not all(isinstance(name, str) for name in layout.transient):
                 raise ValueError("expected names in 'transient'")
-            # There is one way to lay entries out, so offsets are right or wrong as a whole.
+            # Entries determine all offsets and sizes, so these are compared as a whole.
             written = json.dumps(json.loads(layout.to_json()), sort_keys=True)
             if json.dumps(fields, sort_keys=True) != written:
                 raise ValueError("expected offsets and sizes that follow from the entries")
@@ -172,14 +173,14 @@ class Layout:
         return layout
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors in ``flat``, uint8 of at least ``nbytes``, of the entries that are stored."""
+        """Views of ``flat``, uint8 of at least ``nbytes`` bytes, one for each stored entry."""
         if flat.dtype != torch.uint8 or flat.dim() != 1 or len(flat) < self.nbytes:
             raise ValueError(
                 f"flat: expected a uint8 vector of {self.nbytes} bytes, got "
                 f"{described(flat.dtype, flat.shape)}; allocate layout.nbytes"
             )
-        # One operation a view: readers make them with every version. Views that were made in
-        # inference mode would be of no use outside of it.
+        # Readers make views for every version, hence only one operation for each. Views that are
+        # made in inference mode cannot be used outside of it.
         with torch.inference_mode(False):
             typed = {e.dtype: flat[: self.nbytes].view(e.dtype) for e in self.stored}
             starts = {dtype: base.storage_offset() for dtype, base in typed.items()}
@@ -202,22 +203,24 @@ class Layout:
         return TensorDict(nested)
 
     def sources(self, weights: Any) -> list[Tensor]:
-        """The tensors to copy into :meth:`views`, in their order, without their graphs.
+        """The tensors to copy into :meth:`views`, in their order, without autograd graphs.
 
         Args:
-            weights: of this layout's names, shapes and kinds of dtype; any device, strides and
-                width of float. Sharded ones are made whole, which every rank has to call. All
-                names may be those of the model within a wrapper, or of a wrapper around it. Of
-                tied names one is enough; several may be tensors of their own, of equal values.
+            weights: weights with this layout's names, shapes and kinds of dtype; device, strides
+                and width of floats may differ. Sharded tensors are made whole, which is a
+                collective that every rank has to call. All names may have, or lack, the prefix of
+                a wrapper around the model. One of several tied names is enough; where there are
+                more, they may be separate tensors of equal values.
 
         Raises:
             TypeError: an entry that is no plain tensor.
-            ValueError: all differences from this layout; tied names whose values differ.
+            ValueError: the weights differ from this layout, or the values of tied names differ; the
+                message lists the differences.
         """
         return [place.value() for place in self.matched(weights)]
 
     def write(self, weights: Any, views: Sequence[Tensor] | None) -> None:
-        """Copy weights into views; of those that are sharded or merged, one at a time exists.
+        """Copy weights into views; sharded and merged tensors are made one at a time.
 
         Args:
             weights: as :meth:`sources` takes them.
@@ -226,7 +229,8 @@ class Layout:
 
         Raises:
             TypeError: an entry that is no plain tensor.
-            ValueError: all differences from this layout; nothing is written.
+            ValueError: the weights differ from this layout; the message lists the differences, and
+                nothing is written.
         """
         places = self.matched(weights)
         if views is not None:
@@ -237,9 +241,9 @@ class Layout:
                 place.value()
 
     def matched(self, weights: Any) -> list[Place]:
-        """The places that :meth:`sources` gives the values of, nothing computed yet.
+        """The places of the tensors that :meth:`sources` returns; nothing is computed yet.
 
-        Values are read only of tensors that are two in ``weights`` and one here.
+        Values are read only where the layout ties names that are separate tensors in ``weights``.
         """
         known = {*self.view_of, *self.transient}
         places, reading = self._collected(weights, known)
@@ -250,7 +254,7 @@ class Layout:
                 if not place.persistent:
                     check_supported(place.name, place.tensor)
                 copies[entry.tied_to or entry.name].append(place)
-        # A tied name may be missing: one of them says what all are.
+        # A tied name may be missing, because one of them gives the value of all.
         differences += [
             f"{entry.name}: expected {entry.described()}, got no such entry"
             for entry in self.stored
@@ -261,7 +265,7 @@ class Layout:
             differences += [
                 f"{name}: expected no such entry, got {described(s.tensor.dtype, s.tensor.shape)}"
                 for name, s in places.items()
-                # Another name of a tensor that is stored says nothing new.
+                # A further name of a tensor that is stored is no difference.
                 if s.persistent and name not in known and (s.identity() or name) not in stored
             ]
         if not differences:
@@ -278,13 +282,13 @@ class Layout:
         return {entry.name: tensor for entry, tensor in zip(self.stored, sources, strict=True)}
 
     def _collected(self, weights: Any, known: set[str]) -> tuple[dict[str, Place], PrefixChange]:
-        """The places of weights by this layout's names, as far as those given can be read so."""
+        """The places of weights by this layout's names, and how the given names were changed."""
         try:
             places = checked_places(weights, self.adapters if self.adapters == "merged" else None)
         except ValueError:
             if self.adapters != "merged":
                 raise
-            places = checked_places(weights)  # merged by the caller
+            places = checked_places(weights)  # the caller has merged them
         reading = match_prefixes(places, known)
         if not reading:
             return places, reading
@@ -294,10 +298,10 @@ class Layout:
 
 
 def fill(views: Sequence[Tensor], places: Sequence[Place]) -> None:
-    """Copy what :meth:`Layout.matched` found; of tensors that are computed one at a time exists.
+    """Copy what :meth:`Layout.matched` found; tensors that are computed are made one at a time.
 
     Raises:
-        TypeError, ValueError: a tensor that was freed or resized since.
+        TypeError, ValueError: a tensor was freed or resized in the meantime.
     """
     plain, computed = [], []
     for view, place in zip(views, places, strict=True):
@@ -324,7 +328,7 @@ def _differences(entry: Entry, places: dict[str, Place]) -> list[str]:
 
 
 def _untied(entry: Entry, copies: list[Place]) -> Iterator[str]:
-    """Where tensors of one entry, of which one is stored, are not equal as they are stored."""
+    """Differences between the tensors of one entry, in the dtype in which one of them is stored."""
     first, *others = copies
     checked = {first.identity()}
     for other in others:

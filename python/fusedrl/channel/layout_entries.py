@@ -52,7 +52,7 @@ def described(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 
 def refuse_differences(argument: str, differences: Sequence[str], remedy: str) -> None:
-    """Raise one ``ValueError`` of all ``differences``, the first ten of them in words."""
+    """Raise one ``ValueError`` that counts the ``differences`` and lists the first ten of them."""
     if differences:
         raise ValueError(
             f"{argument}: {len(differences)} differences from the channel's layout; {remedy}"
@@ -61,18 +61,18 @@ def refuse_differences(argument: str, differences: Sequence[str], remedy: str) -
 
 
 def listed(differences: Sequence[str]) -> str:
-    """The first ten for a message, a line each, and how many more there are."""
+    """The first ten differences, a line each, and how many more there are."""
     more = [f"and {len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
     return "".join(f"\n  {line}" for line in [*differences[:_SHOWN], *more])
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The least multiple that is not below ``size``."""
+    """The smallest multiple of ``multiple`` that is at least ``size``."""
     return -(-size // multiple) * multiple
 
 
 def lay_out(specs: list[tuple[Any, ...]]) -> tuple[Entry, ...]:
-    """Entries one after the other, of name, shape, dtype, kind and what each is tied to."""
+    """Entries one after the other in memory, from name, shape, dtype, kind and tie of each."""
     entries: dict[str, Entry] = {}
     end = 0
     for name, shape, dtype, kind, tied_to in specs:
@@ -90,7 +90,7 @@ def lay_out(specs: list[tuple[Any, ...]]) -> tuple[Entry, ...]:
 
 
 def name_clash(names: list[str]) -> str | None:
-    """What keeps names from being nested by their dots, if anything does."""
+    """What prevents names from being nested by their dots; ``None`` if nothing does."""
     if len(set(names)) < len(names):
         return "expected each name once, got duplicates"
     nodes = {name[:i] for name in names for i, c in enumerate(name) if c == "."}
@@ -103,7 +103,7 @@ def name_clash(names: list[str]) -> str | None:
 
 
 def entry_spec(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """What :func:`lay_out` takes, from an entry of a JSON that may be anything."""
+    """Check an entry of a JSON that may be anything; returns what :func:`lay_out` takes."""
     name, shape, kind, tied_to = (entry[k] for k in ("name", "shape", "kind", "tied_to"))
     if not (isinstance(name, str) and (tied_to is None or isinstance(tied_to, str))):
         raise ValueError(f"{name!r}: expected names")

@@ -1,7 +1,7 @@
-"""How much memory this process may still take, and who says so.
+"""How much memory this process may still take, and which limit says so.
 
-The kernel ends a process where shared memory that was promised cannot be had; which one it picks is
-not ours to say. So what is asked for is compared with what is left before it is reserved.
+Where shared memory that was promised runs out, the kernel kills a process, and not necessarily this
+one. So the size of a channel is compared with what is left before memory is reserved.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 # Where /proc and /sys are.
 ROOT = Path("/")
-# Page cache and the like, which the kernel gives up before anybody runs out of memory.
+# Page cache and similar memory, which the kernel gives up before a process runs out of memory.
 _RECLAIMABLE = {
     "memory.max": ("inactive_file", "active_file", "slab_reclaimable"),
     "memory.limit_in_bytes": ("total_inactive_file", "total_active_file"),
@@ -21,7 +21,7 @@ _RECLAIMABLE = {
 
 
 class Room(NamedTuple):
-    """Bytes that are left by one limit."""
+    """The bytes that one limit leaves."""
 
     free: int
     limit: str
@@ -38,7 +38,7 @@ def refuse_beyond(nbytes: int, remedy: str) -> None:
 
 
 def rooms() -> Iterator[Room]:
-    """Every limit that this process can read, without swap: readers would wait for a disk."""
+    """What every limit that this process can read leaves; swap does not count, as it is slow."""
     available = _numbers(ROOT / "proc/meminfo").get("MemAvailable:")
     if available is not None:
         yield Room(available * 1024, "this machine's memory (MemAvailable in /proc/meminfo)")
@@ -67,9 +67,9 @@ def _cgroups() -> Iterator[Room]:
 
 
 def _below(top: str, path: str) -> Path:
-    """``path`` of a group, as it lies below a mount of ``top``: containers see part of the tree."""
+    """The path of a group below a mount of the group ``top``: containers see part of the tree."""
     relative = Path(path)
-    # A path from outside of what is mounted says nothing here: the mount is the container's own.
+    # A path outside of what is mounted cannot be followed; the mount is then the container's group.
     inside = relative.is_relative_to(top) and ".." not in relative.parts
     return relative.relative_to(top) if inside else Path()
 
@@ -78,7 +78,7 @@ def _limits_above(mount: Path, group: Path, unified: bool) -> Iterator[Room]:
     for folder in (group, *group.parents):
         where = mount / folder
         if not unified and _text(where / "memory.use_hierarchy").strip() == "0" and folder != group:
-            continue  # an older version 1, where groups above count their own processes alone
+            continue  # in version 1, groups above may count their own processes alone
         names, usage = (
             (("memory.max", "memory.high"), "memory.current")
             if unified
@@ -97,12 +97,12 @@ def _limits_above(mount: Path, group: Path, unified: bool) -> Iterator[Room]:
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except (OSError, UnicodeDecodeError):  # not there, or not for us: no limit that we know
+    except (OSError, UnicodeDecodeError):  # missing or not readable, so it gives no limit
         return ""
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """A file of names and numbers, a line each."""
+    """The numbers in a file that has a name and a number on each line."""
     rows = (line.split() for line in _text(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 

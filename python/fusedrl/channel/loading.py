@@ -1,4 +1,4 @@
-"""The weights of a layout into a module, without a copy or with one."""
+"""Loads the weights of a layout into a module, with or without a copy."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from fusedrl.channel.tensors import (
     same_values,
 )
 
-# Memory that modules were given by `alias`: nothing may be written there. A weak reference keeps
-# the address from being used again.
+# Storages that `alias` gave to modules, which nothing may write to. The weak references keep their
+# addresses from being used again.
 _LENT: dict[int, StorageWeakRef] = {}
 
 
@@ -32,16 +32,17 @@ class Target:
     """A module that the weights of a layout are loaded into, version after version.
 
     The module may be within DistributedDataParallel or ``torch.compile``. Parameters, buffers and
-    modules that are replaced later are found.
+    submodules may be replaced later.
 
     Args:
-        module: of the layout's names and shapes. Names that the layout ties may be two tensors. Two
-            of its entries may be one tensor: :meth:`alias` and :meth:`copy` then compare the views.
-        layout: of the weights. Where it is partial, ``module`` has other names too.
+        module: a module with the layout's names and shapes. Names that the layout ties may be
+            separate tensors. One tensor may have two entries of the layout: :meth:`alias` and
+            :meth:`copy` then check that their values are equal.
+        layout: the layout of the weights. If it is partial, ``module`` has other names too.
 
     Raises:
-        TypeError: an entry of the module that is no plain tensor.
-        ValueError: all differences in names, shapes, kinds of dtype and ties.
+        TypeError: an entry of the module is not a plain tensor.
+        ValueError: names, shapes, kinds of dtype or ties differ; the message lists all differences.
 
     Example:
         >>> import torch
@@ -68,15 +69,15 @@ class Target:
     def alias(self, views: Sequence[Tensor]) -> None:
         """Make ``views`` the memory of the parameters, which then require no gradients.
 
-        Buffers are copied: a forward may write to them. The views must not be written to, and
-        outlive what computes with the parameters.
+        Buffers are copied, because a forward pass may write to them. The views must not be written
+        to, and must stay valid while anything computes with the parameters.
 
         Args:
             views: one for each entry that is stored, as :meth:`Layout.views` makes them.
 
         Raises:
-            ValueError: parameters of another dtype or device, all of them, or views of different
-                values for one tensor; nothing has changed.
+            ValueError: parameters have another dtype or device (the message lists them), or views
+                have different values for one tensor. Nothing has changed then.
         """
         self._check(views)
         params = self._parameters
@@ -98,7 +99,7 @@ class Target:
                 param.data = views[index]
                 if param.requires_grad:
                     param.requires_grad_(False)
-        except BaseException:  # nobody may compute with some of the new memory, which is not held
+        except BaseException:  # the caller releases the new memory, so no parameter may stay there
             for param, data, requires_grad in before:
                 param.data = data
                 param.requires_grad_(requires_grad)
@@ -107,20 +108,20 @@ class Target:
     def copy(self, views: Sequence[Tensor]) -> None:
         """Copy ``views`` into the parameters and buffers, which keep memory, dtype and device.
 
-        Parameters that :meth:`alias` was called for before get memory of their own.
+        Parameters that :meth:`alias` has pointed to other memory get memory of their own first.
 
         Args:
             views: one for each entry that is stored; any device and width of float.
 
         Raises:
-            ValueError: tensors that have another shape by now, or views of different values for one
-                tensor; nothing has changed.
+            ValueError: tensors have another shape by now, or views have different values for one
+                tensor. Nothing has changed then.
         """
         self._check(views)
         pairs = self._parameters + self._buffers
         self._check_shapes(pairs, views)
         self._check_ties(views)
-        with torch.inference_mode(False):  # what is allocated within it cannot be trained
+        with torch.inference_mode(False):  # tensors allocated in that mode could not be trained
             for param, _, _ in self._parameters:
                 if _LENT and param.untyped_storage()._cdata in _LENT:
                     param.data = torch.empty_like(param)
@@ -175,9 +176,9 @@ class Target:
         )
 
     def _plan(self) -> None:
-        """Find where each entry goes; the plan stays as it was where the module is refused."""
+        """Find the tensor for each entry; if the module is refused, the former plan stays."""
         module = self._module()
-        assert module is not None  # whoever loads has it
+        assert module is not None  # the caller, which loads into it, keeps it alive
         places, self._ties = _places(module, self.layout)
         parameters: dict[int, tuple[Tensor, int, str]] = {}
         buffers: dict[int, tuple[Tensor, int, str]] = {}
@@ -210,9 +211,9 @@ class Target:
 def _places(
     module: nn.Module, layout: Layout
 ) -> tuple[dict[str, Place], list[tuple[str, str, Tensor]]]:
-    """The places of ``module`` that ``layout`` has, all of them, and where one is for two entries.
+    """The place of every entry of ``layout`` in ``module``, and the tensors with two entries.
 
-    Those are the entry, an earlier one, and the tensor of both.
+    Each of the latter is given as its later entry, its first entry, and the tensor.
     """
     adapted = has_adapters(module)
     if layout.adapters == "merged" and adapted:
@@ -244,7 +245,7 @@ def _places(
         if tuple(tensor.shape) != entry.shape or not converts(entry.dtype, tensor.dtype):
             got = described(tensor.dtype, tensor.shape)
             differences.append(f"{entry.name}: expected {entry.described()}, got {got}")
-        # Two tensors for one entry get equal values; one tensor for two cannot have both's.
+        # One tensor for two entries can only be loaded if the values of both are equal.
         same = place.identity()
         first = entry.name if same is None else one_tensor.setdefault(same, entry.name)
         if layout.view_of[first] != layout.view_of[entry.name]:
@@ -254,7 +255,7 @@ def _places(
         differences += [
             f"{name}: expected no such entry, got {described(s.tensor.dtype, s.tensor.shape)}"
             for name, s in places.items()
-            # Another name of a tensor that is loaded needs no entry.
+            # A further name of a tensor that is loaded needs no entry.
             if s.persistent and name not in known and id(s.tensor) not in filled
         ]
     refuse_differences(

@@ -1,4 +1,4 @@
-"""What a channel says of itself to those who open it."""
+"""The description of a channel, by which other processes open it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fusedrl.channel.layout import Layout
 
 
 class Manifest(NamedTuple):
-    """The description of a channel, which its memory has as JSON.
+    """The description of a channel, which the channel's memory contains as JSON.
 
     Attributes:
-        layout: of a slot.
-        timeout: seconds that publisher and readers wait where they are not told otherwise.
-        checksum: whether each version comes with a sum of its bytes.
-        memory: what its slots are opened by, with their ``"kind"``.
+        layout: the layout of a slot.
+        timeout: seconds that publisher and readers wait unless a call says otherwise.
+        checksum: whether each version comes with a checksum of its bytes.
+        memory: what a reader needs to open the slots, with their ``"kind"``.
     """
 
     layout: Layout
@@ -25,15 +25,15 @@ class Manifest(NamedTuple):
     memory: dict[str, Any]
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """The description as JSON."""
         return json.dumps({**self._asdict(), "layout": self.layout.to_json()}).encode()
 
     @classmethod
     def of(cls, text: bytes) -> Manifest:
-        """What another process wrote, of which nothing is taken on trust.
+        """The description that another process wrote; every part of it is checked.
 
         Raises:
-            RuntimeError: anything but what :meth:`to_bytes` gives.
+            RuntimeError: the text does not come from :meth:`to_bytes`.
         """
         try:
             fields = json.loads(text)
@@ -51,7 +51,7 @@ class Manifest(NamedTuple):
 
 
 def damaged(error: Exception) -> RuntimeError:
-    """What to raise where a description is none."""
+    """The error to raise for a description that cannot be read."""
     return RuntimeError(
         f"channel: expected its own description, got {type(error).__name__}: {error}; it is "
         "damaged, or of another version of fusedrl: make another channel"

@@ -1,4 +1,4 @@
-"""Where the slots of a channel lie, as one process sees them."""
+"""The memory of a channel's slots, as one process sees it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fusedrl.channel.manifest import damaged
 
 
 class Memory(Protocol):
-    """The slots of a channel in one process, and the order of what is done with them.
+    """The slots of a channel in one process, and what orders writes and reads of them.
 
-    A slot is a flat tensor of bytes that owns its mapping: memory is unmapped with the last tensor
-    over it, not before.
+    A slot is a flat tensor of bytes that owns its mapping: the memory is unmapped when the last
+    tensor over it is freed.
     """
 
     device: torch.device
@@ -26,11 +26,11 @@ class Memory(Protocol):
         ...
 
     def before_write(self, index: int) -> None:
-        """Make the publisher's copies wait for what was written into this slot before."""
+        """Make the publisher's copies wait for earlier writes to this slot."""
         ...
 
     def after_write(self, index: int) -> None:
-        """Mark the end of the publisher's copies, for readers to wait for."""
+        """Mark the end of the publisher's copies, which readers wait for."""
         ...
 
     def before_read(self, index: int) -> None:
@@ -38,25 +38,25 @@ class Memory(Protocol):
         ...
 
     def after_read(self, index: int) -> Callable[[], bool] | None:
-        """Tell when the reader's computation so far has ended: ``None`` if it has."""
+        """Tell whether the reader's computation so far has ended; ``None`` if it has already."""
         ...
 
     def manifest(self) -> dict[str, Any]:
-        """What another process opens this memory by, as JSON has it."""
+        """What another process needs to open this memory, in types that JSON has."""
         ...
 
     def close(self, in_use_by: Sequence[int] = ()) -> None:
-        """Let go of what no tensor needs, nor any of the processes with these pids."""
+        """Free the memory that no tensor and none of the processes with these pids still uses."""
         ...
 
 
 class HostMemory:
-    """Slots in the channel's own file: the CPU's copies are done when they return.
+    """Slots in the channel's own file in host memory, where copies are synchronous.
 
     Args:
-        end: of the channel; readers' slots are read-only memory.
-        slots: how many.
-        nbytes: bytes of each.
+        end: this process's end of the channel; the slots of a reader are read-only.
+        slots: number of slots.
+        nbytes: size of a slot in bytes.
     """
 
     MANIFEST: ClassVar = {"kind": "host"}
@@ -72,35 +72,35 @@ class HostMemory:
     def slot(self, index: int) -> Tensor:
         """See :class:`Memory`."""
         if self._slots[index].data_ptr() != self._addresses[index]:
-            # Moved away, by pickling a view for another process.
+            # Somebody has pickled a view for another process, which moves its storage elsewhere.
             self._slots[index] = self._tensor(index)
         return self._slots[index]
 
     def before_write(self, index: int) -> None:
-        """Nothing: copies on the CPU are in order."""
+        """Do nothing: copies on the CPU are in order."""
 
     def after_write(self, index: int) -> None:
-        """Nothing: copies on the CPU are done."""
+        """Do nothing: copies on the CPU are done when they return."""
 
     def before_read(self, index: int) -> None:
-        """Nothing: what is published is complete."""
+        """Do nothing: a published version is complete."""
 
     def after_read(self, index: int) -> None:
-        """``None``: what the CPU has read, it has read."""
+        """Return ``None``: reads on the CPU are done when they return."""
 
     def manifest(self) -> dict[str, Any]:
         """See :class:`Memory`."""
         return self.MANIFEST
 
     def close(self, in_use_by: Sequence[int] = ()) -> None:
-        """Nothing: the tensors own the mapping."""
+        """Do nothing: the tensors own the mapping."""
 
 
 def open_memory(manifest: dict[str, Any], end: _host.Reader, nbytes: int) -> Memory:
     """The slots that a channel's manifest describes, in a reader's process.
 
     Raises:
-        RuntimeError: memory of an unknown kind, or of another size than the layout.
+        RuntimeError: the memory is of an unknown kind, or its size does not fit the layout.
     """
     try:
         if manifest["kind"] == "cuda":

@@ -21,7 +21,7 @@ from fusedrl.channel.manifest import Manifest
 from fusedrl.channel.memory import Memory, checksum, open_memory
 from fusedrl.channel.releases import Releases
 
-# A signal, or the end of the publisher, is noticed within this time.
+# Seconds within which a signal, or the end of the publisher, is noticed.
 SLICE_S = 0.05
 
 
@@ -79,7 +79,7 @@ class Lease:
 
     def __del__(self) -> None:
         """Warn of a lease that nobody can release any more."""
-        # Its weights may still be in use, so it stays held.
+        # Its weights may still be in use, so the slot stays locked.
         if self._reader is not None:
             warnings.warn(
                 f"a lease of version {self.version} was dropped without release(): its slot stays "
@@ -226,7 +226,7 @@ class WeightReader:
         return self._views_of[slot]
 
     def _lent(self, slot: int) -> list[Tensor]:
-        """As :meth:`_views`, for others to use: who writes to them is told why that fails."""
+        """As :meth:`_views`, for use outside: a write to them fails with a report that says why."""
         if not self._reports_writes:
             self._end.report_writes([(e.offset, e.name) for e in self.layout.stored])
             self._reports_writes = True
@@ -288,7 +288,7 @@ class WeightReader:
         if target is None:
             target = self._targets[module] = Target(module, self.layout)
         self.wait_for(0 if min_version is None else min_version, timeout)
-        with self._lock:  # threads load one after the other, each a version that is newer
+        with self._lock:  # threads load one after the other, none an older version than the last
             lease = self._lease(min_version, timeout, apply=False)
             try:
                 if mode == "alias":
@@ -330,7 +330,7 @@ class WeightReader:
         self.close()
 
     def __reduce__(self) -> Any:
-        """Refuse: a handle is what travels."""
+        """Refuse to be pickled: only a handle can be sent to another process."""
         raise TypeError(
             "reader: expected a WeightHandle to send to another process, got a WeightReader; send "
             "channel.handle and open it there"

@@ -1,4 +1,4 @@
-"""Releases that wait for a GPU, without anyone waiting for them."""
+"""Releases slots once a GPU has finished with them, without blocking any caller."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ POLL_S = 0.0005
 
 
 class Releases:
-    """Release slots once their readers' computation has ended.
+    """Releases slots once their readers' computation has ended.
 
-    A thread polls while something is pending, and ends with it.
+    A thread polls for as long as releases are pending.
 
     Args:
         release: called with a slot, from any thread.
@@ -24,15 +24,15 @@ class Releases:
     def __init__(self, release: Callable[[int], None]) -> None:
         self._release = release
         self._pending: deque[tuple[int, Callable[[], bool]]] = deque()
-        # Re-entrant: what the garbage collector finds in here may have leases to release.
+        # Re-entrant: the garbage collector may run while the lock is held, and release leases.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
-        # A child has no such thread, and the leases are its parent's.
+        # A forked child does not have the thread, and the leases belong to its parent.
         renew_in_children(self, _lock=threading.RLock, _pending=deque, _thread=lambda: None)
         self._then: Callable[[], None] | None = None
 
     def add(self, slot: int, done: Callable[[], bool] | None) -> None:
-        """Release ``slot`` when ``done()`` is true; now if it is, or ``None``."""
+        """Release ``slot`` once ``done()`` is true, or at once if ``done`` is ``None``."""
         if done is None or done():
             self._release(slot)
             return
@@ -60,7 +60,7 @@ class Releases:
             then()
 
     def close(self, then: Callable[[], None]) -> None:
-        """Call ``then()`` once nothing is pending: now, or from the thread that polls."""
+        """Call ``then()`` once nothing is pending: at once, or from the thread that polls."""
         with self._lock:
             if self._pending:
                 self._then = then

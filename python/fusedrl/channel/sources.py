@@ -1,4 +1,4 @@
-"""What a channel takes for weights, as one list of named tensors."""
+"""Finds the named tensors in everything that a channel takes as weights."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ADAPTERS = (None, "only", "merged")
 
 @dataclass(slots=True)
 class Place:
-    """A tensor of a model and where it stands.
+    """A tensor of a model, and its place in the model.
 
-    ``home`` is the dict of a module that has it under ``key`` (``None`` outside of modules).
-    ``merge`` computes the value where it is not ``tensor``'s.
+    ``home`` is the dict of a module that has the tensor under ``key``; ``None`` if it is in no
+    module. If ``merge`` is given, it computes the value, which is then not that of ``tensor``.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Place:
     merge: Callable[[], Tensor] | None = None
 
     def identity(self) -> tuple[Any, ...] | None:
-        """Equal for two places that are one tensor whatever is written to it."""
+        """Equal for two places if they always have the same values, as they are one tensor."""
         memory = identity(self.tensor)
-        # A base weight that is tied to another one is not any more with adapters on top.
+        # Merging an adapter into a base weight changes it, but not the weight that it is tied to.
         return memory and (*memory, None if self.layer is None else id(self.layer))
 
     @property
@@ -47,18 +47,18 @@ class Place:
         return self.merge is not None or is_dtensor(self.tensor)
 
     def value(self) -> Tensor:
-        """The tensor to read; for sharded weights a collective."""
+        """The tensor to read; for sharded weights this is a collective call."""
         return whole(self.tensor if self.merge is None else self.merge())
 
 
 class FoundPlaces:
-    """The places of a module, for as long as nothing in it is replaced.
+    """The places in a module, which are valid until something in the module is replaced.
 
     Finding them again takes longer than copying the weights of a small model.
 
     Args:
-        module: plain tensors only; two of its parameters are not views of one memory.
-        places: what was found in it.
+        module: a module of plain tensors, of which no two share memory.
+        places: the places that were found in it.
     """
 
     def __init__(self, module: nn.Module, places: list[Place]) -> None:
@@ -76,7 +76,7 @@ class FoundPlaces:
                 list(home) == names and all(map(is_, home.values(), values))
                 for home, names, values in self._known
             )
-            # In place, by `.data` or `swap_tensors`.
+            # `.data` and `swap_tensors` replace a tensor in place.
             and all(
                 type(t) is kind and t.shape == shape and t.dtype is dtype
                 for t, kind, shape, dtype in self._facts
@@ -93,13 +93,14 @@ def named_tensors(weights: Any, adapters: str | None = None) -> dict[str, tuple[
             ``torch.compile`` and checkpoint wrappers: without ``module.`` and ``_orig_mod.``.
             Its persistent buffers are among them. DTensors are made whole, which is a
             collective: every rank has to call.
-        adapters: of a peft model, ``None``: all that its state dict has. ``"only"``: the
-            adapters, and what else is trained. ``"merged"``: the base model's names, without
-            peft's, and its weights with the active adapters; the model is not changed.
+        adapters: what is taken of a peft model. ``None``: all that its state dict has.
+            ``"only"``: the adapters, and what else is trained. ``"merged"``: the base model's
+            weights with the active adapters merged in, under the base model's names; the model
+            itself does not change.
 
     Raises:
         TypeError: weights of another type, or an entry that is no plain tensor.
-        ValueError: two entries of one name; ``adapters`` without any.
+        ValueError: two entries have one name, or ``adapters`` is given and there are none.
 
     Example:
         >>> import torch
@@ -115,7 +116,7 @@ def named_tensors(weights: Any, adapters: str | None = None) -> dict[str, tuple[
 
 
 def checked_places(weights: Any, adapters: str | None = None) -> dict[str, Place]:
-    """As :func:`places_of`, checked: what is persistent are plain tensors."""
+    """As :func:`places_of`, after a check that all persistent entries are plain tensors."""
     found = places_of(weights, adapters)
     for place in found.values():
         if place.persistent:
@@ -124,18 +125,19 @@ def checked_places(weights: Any, adapters: str | None = None) -> dict[str, Place
 
 
 def places_of(weights: Any, adapters: str | None = None) -> dict[str, Place]:
-    """The places of ``weights`` by name, and nothing computed or gathered yet.
+    """The places of ``weights`` by name; nothing is computed or gathered yet.
 
-    Those of a module have its buffers that are not persistent too: a tensordict of a module has
-    them, and does not say which.
+    For a module they include buffers that are not persistent, because a tensordict of a module has
+    these too and does not tell them from the others.
 
     Args:
-        weights: as for :func:`named_tensors`; entries that are no tensors have places too.
+        weights: as for :func:`named_tensors`; entries that are not tensors have places too.
         adapters: as for :func:`named_tensors`.
     """
     if adapters not in ADAPTERS:
         raise ValueError(
-            f"adapters: expected one of {ADAPTERS}, got {adapters!r}; leave it out for all weights"
+            f"adapters: expected one of {ADAPTERS}, got {adapters!r}; None takes all entries of a "
+            "state dict as they are"
         )
     # TensorDictParams are a module too.
     if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
@@ -169,7 +171,7 @@ def places_of(weights: Any, adapters: str | None = None) -> dict[str, Place]:
     return found
 
 
-# What torch calls the module that it wraps.
+# The names under which torch's wrappers keep the module that they wrap.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -192,17 +194,17 @@ def _mapping_places(weights: Any, prefix: str) -> Iterator[Place]:
 
 
 def module_places(module: nn.Module, merged: bool = False) -> Iterator[Place]:
-    """The places of a module under the names of the modules inside its wrappers, unchecked.
+    """The places in a module, unchecked, by names without those of wrappers.
 
     Args:
         module: any module.
-        merged: step over peft's modules, and give the base's weights with the adapters.
+        merged: whether to leave out peft's modules, and merge adapters into the base's weights.
     """
     yield from _walk("", module, merged, False)
 
 
 class _Merged:
-    """The base of one adapted layer, by the names within it, computed when it is asked for.
+    """The merged weights of one adapted layer, which are computed when the first is asked for.
 
     Each value is handed out once and not kept.
     """
@@ -227,7 +229,7 @@ def _walk(
     if merged:
         module, layer = peft.merged_part(prefix.removesuffix("."), module)
         module = _unwrapped(module)
-        if layer is not None and within is None:  # a layer merges those inside of it
+        if layer is not None and within is None:  # an outer layer merges those inside of it, too
             within = _Merged(layer, prefix)
     _check_module(prefix, module)
     base = peft.base_child(type(module))
@@ -271,7 +273,7 @@ def _check_module(prefix: str, module: Any) -> None:
             f"{type(module).__name__}.get_extra_state() returns; pass a dict without it"
         )
     if resharding:
-        module.reshard()  # as state_dict() does: what it gathered for a forward may be stale
+        module.reshard()  # as state_dict() does: weights gathered for a forward may be stale
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Tensors as a channel carries them: which it can, what they are, whether two are one."""
+"""Which tensors a channel can carry, whether two are the same, and how they are copied."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fusedrl import _host
 
-# Types whose bytes are their values; other subclasses keep scales or shards beside them.
+# Types whose bytes are all of their values; other subclasses keep scales or shards beside them.
 _PLAIN = (Tensor, nn.Parameter, MemoryMappedTensor)
 
 DTYPES: dict[str, torch.dtype] = {
@@ -32,26 +32,26 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def castable(dtype: torch.dtype) -> bool:
-    """Whether values keep their meaning in another such dtype: floats of 16 bits and more.
+    """Whether a dtype is a float of at least 16 bits, whose values can be cast to another one.
 
-    Smaller floats mean something with their scales only.
+    Smaller floats are meaningless without their scales.
     """
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def converts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a copy from one dtype into the other is what one wants."""
+    """Whether copying from one dtype into the other keeps the meaning of the values."""
     return source == target or (castable(source) and castable(target))
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether ``tensor`` is one of several ranks."""
+    """Whether ``tensor`` is a DTensor, which several ranks share."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_supported(name: str, tensor: Any, argument: str = "weights") -> None:
-    """Raise ``TypeError`` unless ``tensor`` is one whose values a channel can carry."""
+    """Raise ``TypeError`` unless a channel can carry the values of ``tensor``."""
     local = tensor.to_local() if is_dtensor(tensor) else tensor
     expected, got, remedy = "a dense tensor with values of its own", None, ""
     if not isinstance(local, Tensor):
@@ -78,9 +78,9 @@ def check_supported(name: str, tensor: Any, argument: str = "weights") -> None:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the storage of a dense tensor has all of its elements.
+    """Whether the storage of a dense tensor has room for all of its elements.
 
-    Offloading frees or shrinks it. Operators do not look, and read what is not there.
+    Offloading frees or shrinks storages, and operators read beyond their end without a check.
     """
     if tensor.is_contiguous():
         end = tensor.nbytes
@@ -95,13 +95,13 @@ def has_memory(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """``tensor`` without its graph; of a DTensor all of it, which is a collective."""
+    """``tensor`` without its autograd graph; a DTensor is gathered, which is a collective call."""
     tensor = tensor.detach()
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # pyright: ignore
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Equal for two tensors that are exactly the same memory; ``None`` for an empty tensor."""
+    """Equal for two tensors that are the same view of the same memory; ``None`` if it is empty."""
     if tensor.numel() == 0:
         return None
     shard: Any = tensor
@@ -116,7 +116,7 @@ def identity(tensor: Tensor) -> tuple[Any, ...] | None:
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 2**26  # bytes that are compared at a time: what a comparison allocates is a part of it
+_PIECE = 2**26  # bytes that are compared at a time, which bounds what a comparison allocates
 
 
 @torch.no_grad()
@@ -151,7 +151,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """All of the memory as long words, which compare ten times faster than halves, and the rest."""
+    """The memory as 64-bit words, which compare ten times faster than halves, and what is left."""
     packed = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if packed.storage_offset() % 8:
         packed = packed.clone()
@@ -161,21 +161,21 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """One fused copy of any number of tensors, none included."""
+    """Copy any number of tensors in one fused operation."""
     if targets:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def overwrite(targets: list[Tensor], sources: list[Tensor], names: list[str]) -> None:
-    """As :func:`copy`, into memory that autograd knows nothing of.
+    """As :func:`copy`, into memory that autograd does not track.
 
-    All that the CPU has in one dtype, or float32 for bfloat16, is copied in one go: an operator for
-    each tensor would wait for all its threads each time, which costs more than the copy where
-    other processes want the cores.
+    All CPU tensors that keep their dtype, or go from float32 to bfloat16, are copied in one
+    operation. An operator for each tensor would wait for all its threads each time, which costs
+    more than the copy itself where other processes use the cores.
 
     Raises:
-        TypeError, ValueError: a source, under its name, that was freed or resized since it was
-            found to fit; nothing is copied.
+        TypeError, ValueError: a source was freed or resized since it was found to fit; the message
+            has its name, and nothing is copied.
     """
     pieces, rest = [], []
     for target, source, name in zip(targets, sources, names, strict=True):

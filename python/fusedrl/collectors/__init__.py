@@ -1,6 +1,6 @@
-"""Collectors of dialogs, and the versions of the policies that had them."""
+"""Collectors of dialogs, and the versions of the policies that produced them."""
 
-# torchrl's record of a change serves as it is.
+# torchrl's own class for a change of version is used unchanged.
 from torchrl.envs.llm.transforms.policy_version import VersionChange
 
 from fusedrl.collectors.cluster.ray_llm_collector import RayLLMCollector

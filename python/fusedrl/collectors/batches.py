@@ -1,6 +1,7 @@
-"""What turns wait in until there are enough of them for a batch.
+"""Queues in which turns wait until there are enough of them for a batch.
 
-A queue that is ``by_row`` takes a turn as one tensordict a row, else as a whole.
+A queue that is ``by_row`` takes each turn as a list with a tensordict for each row, and others take
+it as one tensordict.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class TurnBatches:
         self.pending = 0
 
     def interrupt(self) -> int:
-        """Forget what is of no batch yet; returns how many turns those are."""
+        """Forget the turns that are in no batch yet, and return how many these are."""
         lost, self.turns, self.pending = self.pending, [], 0
         return lost
 
@@ -43,11 +44,11 @@ class TurnBatches:
         return self.pending >= self.wanted
 
     def skip(self, over: list[bool]) -> bool:
-        """Whether a turn is only counted, as that of no batch: none is."""
+        """Whether a turn is only counted and is in no batch; always false here."""
         return False
 
     def add(self, turn: Any, over: list[bool]) -> int:
-        """Keep one turn of every dialog; returns how many turns no batch will have: none."""
+        """Keep one turn of every dialog; returns how many turns no batch will have, 0 here."""
         self.turns.append(turn)
         self.pending += turn.numel()
         return 0
@@ -61,12 +62,12 @@ class TurnBatches:
 
 
 class FlatBatches(TurnBatches):
-    """The same in one dimension, dialog after dialog."""
+    """Batches as of :class:`TurnBatches`, in one dimension, dialog after dialog."""
 
     by_row = True
 
     def add(self, rows: list[TensorDictBase], over: list[bool]) -> int:
-        """Keep one turn of every dialog; returns how many turns no batch will have: none."""
+        """Keep one turn of every dialog; returns how many turns no batch will have, 0 here."""
         self.turns.append(rows)
         self.pending += len(rows)
         return 0
@@ -80,7 +81,7 @@ class FlatBatches(TurnBatches):
 
 
 class DialogBatches:
-    """Batches of finished dialogs: those that make up ``wanted`` turns, in the order they ended.
+    """Batches of finished dialogs with at least ``wanted`` turns, in the order in which they ended.
 
     Args:
         rows: how many dialogs run at a time.
@@ -97,7 +98,7 @@ class DialogBatches:
         self.lengths = [0] * rows  # turns of each running dialog
         self.finished: deque[list[TensorDictBase]] = deque()
         self.ready = 0  # turns of finished dialogs
-        self.pending = 0  # these and the turns of running ones
+        self.pending = 0  # turns of finished and of running dialogs
 
     def interrupt(self) -> int:
         """Forget the running dialogs; returns how many turns they had."""
@@ -107,14 +108,14 @@ class DialogBatches:
         return lost
 
     def clear(self) -> int:
-        """Forget the finished ones, too."""
+        """Forget the running and the finished dialogs; returns how many turns they had."""
         lost = self.interrupt() + self.ready
         self.finished.clear()
         self.ready = self.pending = 0
         return lost
 
     def skip(self, over: list[bool]) -> bool:
-        """Whether a turn is only counted, as no batch will have any part of it."""
+        """Whether a turn is only counted, because no batch will have any part of it."""
         if not self.only_last or True in over:
             return False
         self.lengths = [n + 1 for n in self.lengths]
@@ -126,13 +127,13 @@ class DialogBatches:
 
         Args:
             rows: the turns.
-            over: for each whether it is the last of its dialog.
+            over: for each turn, whether it is the last of its dialog.
         """
         numbered = enumerate(zip(rows, over, strict=True))
         return sum(self.add_row(index, row, done) for index, (row, done) in numbered)
 
     def add_row(self, index: int, row: TensorDictBase, over: bool) -> int:
-        """Keep one turn of one dialog, a row of one element, as :meth:`add`."""
+        """Keep one turn of one dialog, a row with one element; returns as :meth:`add`."""
         turns = self.running[index]
         if not self.only_last or over:
             turns.append(row)
@@ -148,7 +149,7 @@ class DialogBatches:
         return dropped
 
     def take(self) -> TensorDictBase | None:
-        """A batch, once enough turns are of finished dialogs."""
+        """A batch, once finished dialogs have enough turns."""
         if not self.finished or self.ready < self.wanted:
             return None
         turns: list[TensorDictBase] = []

@@ -1,4 +1,4 @@
-"""Policies that take dialogs of one length only, called with dialogs of several."""
+"""Calls policies that take dialogs of one length only with dialogs of several lengths."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def call_by_length(
     torchrl 0.14.1's wrappers of language models raise for histories of several lengths.
 
     Args:
-        policy: returns as many rows as it gets.
-        dialogs: of one call where they have no histories, or all histories are of one length.
+        policy: a policy that returns as many rows as it gets.
+        dialogs: the dialogs. They take a single call if they have no histories, or if all histories
+            have the same length.
 
     Returns:
         The answers, in the order of the dialogs.
@@ -32,7 +33,7 @@ def call_by_length(
         groups.setdefault(row.get(PROMPT).batch_size, []).append(index)
     answers: dict[int, TensorDictBase] = {}
     for lengths, indices in groups.items():
-        if -1 in lengths:  # each row is of several dialogs, where there are two batch dimensions
+        if -1 in lengths:  # with two batch dimensions, a row has several dialogs
             answers.update((index, call_by_length(policy, rows[index])) for index in indices)
         else:
             answer = policy(lazy_stack([rows[index] for index in indices]))
@@ -42,7 +43,7 @@ def call_by_length(
 
 def _have_several_lengths(dialogs: Any) -> bool:
     if not isinstance(dialogs, LazyStackedTensorDict) or dialogs.stack_dim != 0:
-        return False  # a tensordict of stacked tensors cannot hold them
+        return False  # a tensordict of stacked tensors cannot hold several lengths
     if dialogs.tensordicts[0]._get_str(PROMPT[0], None) is None:  # quick: most are no chats
         return False
     prompt: Any = dialogs.get(PROMPT, None)

@@ -1,4 +1,4 @@
-"""Checks of what collectors are given, before they touch an environment."""
+"""Checks of the arguments of collectors, before these touch an environment."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def check_whole(
     """Raise ``TypeError`` or ``ValueError`` unless a value is a whole number, ``least`` or more.
 
     Args:
-        name: of the argument.
-        value: what came.
-        least: the smallest number that is taken.
+        name: the name of the argument.
+        value: the value that was given.
+        least: the smallest number that is accepted.
         unit: what is counted.
-        remedy: the end of the message.
-        optional: whether ``None`` is taken.
+        remedy: the end of the message, which says what to do.
+        optional: whether ``None`` is accepted.
     """
     if value is None and optional:
         return
@@ -37,7 +37,7 @@ def check_whole(
 
 
 def check_total(name: str, value: Any, unit: str) -> None:
-    """As :func:`check_whole`, of a total: as torchrl's, 1e6 is one, and infinity never ends."""
+    """As :func:`check_whole`, for a total, which may be a float such as 1e6, -1 or infinity."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if value not in (-1, float("inf")):
@@ -67,7 +67,7 @@ def check_staleness(value: Any, tracker: Any) -> None:
 
 
 def check_mode(mode: Any) -> None:
-    """Raise ``ValueError`` unless a ``channel_mode`` is one."""
+    """Raise ``ValueError`` unless a ``channel_mode`` is ``"alias"`` or ``"copy"``."""
     if mode not in ("alias", "copy"):
         raise ValueError(
             f"channel_mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "

@@ -19,7 +19,7 @@ from fusedrl.collectors.checks import (
 
 @dataclass
 class DialogOptions:
-    """Arguments of :class:`fusedrl.LLMCollector` that go together, or exclude each other."""
+    """Arguments of :class:`fusedrl.LLMCollector` that depend on each other."""
 
     policy: Any = None
     policy_factory: Any = None
@@ -40,7 +40,7 @@ class DialogOptions:
     max_staleness: int | None = None
 
     def check(self) -> None:
-        """Refuse what does not go together.
+        """Refuse arguments that are invalid, or that exclude each other.
 
         Raises:
             TypeError, ValueError, RuntimeError: the message names the argument.

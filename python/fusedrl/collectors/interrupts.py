@@ -1,4 +1,4 @@
-"""Lines that Ctrl-C does not break off."""
+"""Blocks of code that Ctrl-C does not interrupt."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let SIGINT wait until the block is done, so that it is done wholly or not at all.
+    """Delay SIGINT until the block has ended, so that the block runs wholly or not at all.
 
-    A second SIGINT does not wait: the block may hang. Where Python does not handle SIGINT, or in
-    another thread than the main one, which signals do not reach, there is nothing to do.
+    A second SIGINT is not delayed, because the block may hang. Nothing is done if Python does not
+    handle SIGINT, or in other threads than the main one, which signals do not reach.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -138,9 +138,9 @@ class LLMCollector(_LLMCollector):
         verbose: bool = False,
     ) -> None:
         self.closed = True
-        self._collecting = threading.RLock()  # by the thread that runs turns
+        self._collecting = threading.RLock()  # held by the thread that runs turns
         renew_in_children(self, _collecting=threading.RLock)
-        self._ends = False  # before its next turn
+        self._ends = False  # whether collecting ends before the next turn
         DialogOptions(
             policy=policy,
             policy_factory=policy_factory,
@@ -176,7 +176,7 @@ class LLMCollector(_LLMCollector):
                 self._versions.open(channel, policy, channel_mode)
             env, self._versions.tracker = self._tracked(env, track_policy_version)
             replay_buffer = replay_buffer if queue is None else QueueBuffer(queue)
-            # Past torchrl's LLMCollector, which has no weight_sync_schemes and runs this one.
+            # Not the constructor of torchrl's LLMCollector, which has no weight_sync_schemes.
             Collector.__init__(
                 self,
                 env,
@@ -191,7 +191,7 @@ class LLMCollector(_LLMCollector):
                 trust_policy=True,
                 use_buffers=False,
                 no_cuda_sync=True,
-                # That would add an InitTracker, which no language model reads, and otherwise warns.
+                # That would add an InitTracker, which no language model reads, or else warn.
                 auto_register_policy_transforms=False,
             )
             undo.pop_all()
@@ -200,7 +200,7 @@ class LLMCollector(_LLMCollector):
         self.progress, self.verbose = progress, verbose
         self._loop = self._new_loop(copy_turns)
         for inner in getattr(env, "envs", ()) if self.async_envs else ():
-            inner.register_collector(self)  # a pool of threads; processes cannot know it
+            inner.register_collector(self)  # environments in processes cannot know the collector
 
     def _new_loop(self, copy_turns: bool) -> TurnLoop | PoolLoop:
         wanted = self.requested_frames_per_batch
@@ -237,17 +237,17 @@ class LLMCollector(_LLMCollector):
         check_staleness(most, self.policy_version_tracker or False)
         self._max_staleness = most
 
-    # What torchrl's constructor and methods reach for.
+    # The next methods are called by torchrl's constructor and methods.
 
     def _setup_weight_sync(self, weight_updater: Any, weight_sync_schemes: Any) -> None:
-        # torchrl tells only those of the collector that nobody has initialised before.
+        # torchrl tells the collector only to schemes that nobody has initialised before.
         for scheme in (weight_sync_schemes or {}).values():
             if isinstance(scheme, ChannelWeightSyncScheme):
                 scheme.join(self)  # pyright: ignore[reportAttributeAccessIssue]
         super()._setup_weight_sync(weight_updater, weight_sync_schemes)
 
     def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
-        """There is a tracker already."""
+        """Do nothing: there is a tracker already."""
 
     @property
     def policy_version_tracker(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -321,7 +321,7 @@ class LLMCollector(_LLMCollector):
                     self.replay_buffer.extend(batch)
                     batch = None
                 made = [batch]
-                del batch  # the caller is the only one that keeps it while the next one is made
+                del batch  # only the caller may keep it alive while the next one is made
                 watch.lap("queueing")
                 yield made.pop()
 
@@ -419,7 +419,7 @@ class LLMCollector(_LLMCollector):
             value = value if made else value()
             hooks = len(value.post_hooks)
             value.register_collector(self)
-            if len(value.post_hooks) == hooks:  # else it counts versions itself
+            if len(value.post_hooks) == hooks:  # otherwise the updater counts versions itself
                 self._versions.count_each_update_of(value)
         self._weight_updater = value
 
@@ -470,9 +470,10 @@ class LLMCollector(_LLMCollector):
             )
 
     def hold_turns(self, follower: Following) -> Callable[[bool], None]:
-        """Let each turn have one version of what follows a channel; what is returned undoes it.
+        """Let each turn hold one version of what follows a channel.
 
-        That takes whether the policy keeps the version that it has.
+        Returns:
+            A function that undoes it; its argument says whether the policy keeps its version.
 
         Raises:
             ValueError: versions are tracked as UUIDs, or another channel is followed.
@@ -486,7 +487,7 @@ class LLMCollector(_LLMCollector):
         return self._loop.scored(self.policy)
 
     def scoring(self) -> AbstractContextManager[Any]:
-        """Lets :attr:`scored_policy` have the version of the turn in which ``env`` calls this."""
+        """Give :attr:`scored_policy` the version of the turn in which ``env`` calls this."""
         return self._loop.scoring()
 
     def _require_open(self) -> None:
@@ -534,7 +535,7 @@ class LLMCollector(_LLMCollector):
             close_env: whether to close the environment too.
             raise_on_error: whether to raise the errors of closing.
         """
-        if not self.is_running():  # torchrl waits for the thread that it has started
+        if not self.is_running():  # otherwise torchrl waits for the thread that it has started
             self._ends = True
             # Closed while it steps, an environment fails in ways that do not say why.
             if self._collecting.acquire(timeout=-1 if timeout is None else timeout):
@@ -542,7 +543,7 @@ class LLMCollector(_LLMCollector):
         try:
             super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         finally:
-            if "_loop" in vars(self):  # else the constructor was refused something
+            if "_loop" in vars(self):  # otherwise the constructor has failed
                 self._loop.close()
                 self._versions.close()
 
@@ -584,11 +585,11 @@ class LLMCollector(_LLMCollector):
         super().load_state_dict(state_dict, **kwargs)
 
     def _checked_state(self, state_dict: Any, strict: bool) -> tuple[Any, dict[str, Any]]:
-        """A state that fits, and what is to load which of its entries."""
+        """A state that was checked, and the object that will load each of its entries."""
         self._require_open()
         follower = self._versions.follower
         given = follower is not None and follower.version is not None
-        if given:  # they are memory that is read-only
+        if given:  # the policy's weights lie in read-only memory
             state_dict = {k: v for k, v in state_dict.items() if k != "policy_state_dict"}
         owners: dict[str, Any] = {"env_state_dict": self.env}
         if not given and hasattr(self, "_policy_w_state_dict"):

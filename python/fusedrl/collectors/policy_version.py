@@ -1,4 +1,4 @@
-"""Which version of the policy made which turn."""
+"""Tags turns with the version of the policy that made them."""
 
 from __future__ import annotations
 
@@ -174,7 +174,8 @@ def stamp_tokens(turn: TensorDictBase) -> None:
     """Give ``"next"`` the versions of a turn's tokens, and both the oldest of them as their own.
 
     Args:
-        turn: stamped, changed in place. Left alone where its policy reported no tokens' versions.
+        turn: a stamped turn, which is changed in place, unless its policy reported no versions of
+            tokens.
     """
     if isinstance(turn, LazyStackedTensorDict):
         for part in turn.tensordicts:

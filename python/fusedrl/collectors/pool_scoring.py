@@ -1,4 +1,4 @@
-"""What the environments of a pool of threads compute with the policy's weights."""
+"""Lets transforms in a pool's environments score with the version of their turn."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from fusedrl.collectors.versions import Versions
 from fusedrl.weights.follow import patch_attribute
 from fusedrl.weights.policy_copies import copied_for
 
-CLOSE_S = 10.0  # that environments have to end their steps in, which compute with held weights
+CLOSE_S = 10.0  # seconds in which environments have to end the steps that use held weights
 
 
 class PoolScoring:
     """Lets transforms of a pool's environments score with the version of their turn.
 
-    While an environment steps, the policy is called for others, with newer weights. Where a
-    transform takes the policy from its collector, each turn therefore holds its version until its
-    environment has stepped, and a second model computes with it, for one environment at a time.
+    While an environment steps, the policy is called for others, with newer weights. If a transform
+    takes the policy from its collector, each turn therefore holds its version until its environment
+    has stepped, and a second model computes with that version, for one environment at a time.
 
     Args:
-        pool: of threads; environments of other pools cannot reach the policy.
-        versions: of the policy's weights.
+        pool: a pool of threads; environments of other pools cannot reach the policy.
+        versions: the versions of the policy's weights.
 
     Attributes:
-        policy: the policy to score with; ``None`` where it is the collector's own.
+        policy: the policy to score with; ``None`` if it is the collector's own.
     """
 
     def __init__(self, pool: Any, versions: Versions) -> None:
@@ -52,8 +52,8 @@ class PoolScoring:
         """Make the second model, if one is needed and there is none yet.
 
         Raises:
-            ValueError: an environment that computes with the policy's own weights.
-            TypeError: a policy that cannot be copied.
+            ValueError: an environment computes with the policy's own weights.
+            TypeError: the policy cannot be copied.
             TimeoutError: the channel's first version is not published in time.
         """
         follower = self._versions.follower
@@ -69,7 +69,7 @@ class PoolScoring:
                 "alone, which has one version at a time, got some that score with it; score with a "
                 "model of its own, or outside of a pool"
             )
-        follower.load()  # what the policy began with is in no version
+        follower.load()  # the weights that the policy began with have no version
         self._model = _SecondModel(policy, follower)
         self.policy = self._model.policy
         for index, env in enumerate(self._envs):
@@ -89,7 +89,7 @@ class PoolScoring:
 
     @contextmanager
     def turns_of(self, indices: list[int]) -> Iterator[None]:
-        """Hold the policy's version for environments that are sent their turn in this block."""
+        """Hold the policy's version for the environments that get their turns in this block."""
         if self._model is None:
             yield
             return
@@ -108,7 +108,7 @@ class PoolScoring:
             raise
 
     def _step(self, index: int, step: Callable[[Any], Any], tensordict: Any) -> Any:
-        """An environment's step, in its thread."""
+        """Run an environment's step, in its thread."""
         self._stepping.index = index
         try:
             return step(tensordict)
@@ -132,14 +132,14 @@ class PoolScoring:
         if held is None:
             raise RuntimeError(
                 "env: expected a transform that takes the policy from its collector to score in "
-                "the thread of its environment's step, got another thread; call the model in the "
-                "transform's own _step"
+                "the thread of its environment's step, got another thread; call the policy within "
+                "that step"
             )
         with self._model.computing_with(held):
             yield
 
     def close(self) -> None:
-        """Leave the environments as they were, once they have stepped, and hold nothing."""
+        """Wait until the environments have stepped, then restore them and release all versions."""
         deadline = time.monotonic() + CLOSE_S
         while self._turns and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -150,11 +150,11 @@ class PoolScoring:
 
 
 class _SecondModel:
-    """A copy of a policy that computes with a version that somebody holds.
+    """A copy of a policy that computes with a version which is held.
 
     Args:
-        policy: is copied, but for the weights that the follower brings.
-        follower: of the policy, or of a module in it.
+        policy: the policy to copy, without the weights that the follower loads.
+        follower: the follower of the policy, or of a module in it.
     """
 
     def __init__(self, policy: Any, follower: Follower) -> None:
@@ -169,10 +169,10 @@ class _SecondModel:
 
     @contextmanager
     def computing_with(self, held: Held) -> Iterator[None]:
-        """One thread at a time."""
+        """Load a version for this block, which one thread at a time can enter."""
         with self._lock:
             if self._version != held.version:
-                self._version = None  # until all of it is loaded
+                self._version = None  # until the whole version is loaded
                 reader = self.follower.reader
                 if self.follower.mode == "alias":
                     self._target.alias(reader._lent(held.slot))

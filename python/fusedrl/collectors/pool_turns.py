@@ -1,4 +1,4 @@
-"""The loop of a collector whose environment is a pool: each dialog goes on when it can."""
+"""The loop of a collector whose environment is a pool, where each dialog runs at its own pace."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from fusedrl.collectors.versions import Versions
 
 @dataclass
 class Asked:
-    """A turn that an environment of the pool has.
+    """A turn that an environment of the pool is stepping.
 
     Attributes:
-        version: that of the policy when it was called for the turn.
-        copies: of what the environment was given, where turns are copied.
+        version: the policy's version when it was called for the turn.
+        copies: copies of what the environment was given, if turns are copied.
     """
 
     version: Any
@@ -36,19 +36,19 @@ class Asked:
 
 
 class PoolLoop:
-    """Runs turns of those dialogs of an ``AsyncEnvPool`` that are the first to have one.
+    """Runs the dialogs of an ``AsyncEnvPool``, and takes each turn as soon as it is done.
 
-    Where an environment raises, all running dialogs end, and the next turn begins new ones.
+    If an environment raises, all running dialogs end, and the next turn begins new ones.
 
     Args:
-        pool: steps each dialog by itself.
-        batches: where turns wait for a batch.
-        versions: of the policy's weights.
+        pool: the pool, which steps each dialog by itself.
+        batches: the queue in which turns wait for a batch.
+        versions: the versions of the policy's weights.
         copies: whether turns are copied.
-        total: turns to run in all.
+        total: number of turns to run in all.
 
     Attributes:
-        frames, trajectories, watch: as of :class:`TurnLoop`.
+        frames, trajectories, watch: as for :class:`TurnLoop`.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class PoolLoop:
         self.watch = Stopwatch()
         self._scoring = PoolScoring(pool, versions)
         self._running = False
-        self._failed: Exception | None = None  # what a pool of processes has ended with
-        self._carried: Any = None  # what the policy is called with; None while environments step
+        self._failed: Exception | None = None  # the error that ended a pool of processes
+        self._carried: Any = None  # the policy's next input; None while environments step
         self._asked: dict[int, Asked] = {}  # by environment
-        # Dialogs that wait for room in the budget.
+        # Dialogs that wait because the rest of the budget may be used up by others.
         self._waiting: dict[int, TensorDictBase] = {}
 
     def batch(self, policy: Policy) -> TensorDictBase:
@@ -92,7 +92,7 @@ class PoolLoop:
 
     @contextmanager
     def _environments(self) -> Iterator[None]:
-        """Ask something of the pool; after an error, be ready for new dialogs."""
+        """Use the pool in this block; after an error, new dialogs begin."""
         if self._failed is not None:
             raise RuntimeError(
                 "env: expected a pool whose environments run, got one of processes where one has "
@@ -116,18 +116,18 @@ class PoolLoop:
             self.watch.lap("policy")
             copies = TurnCopies() if self._copies else None
             if copies is not None:
-                copies.before(actions)  # before an environment can write into it
+                copies.before(actions)  # before an environment can write into the actions
             with self._scoring.turns_of(indices), self._environments():
                 self._pool.async_step_and_maybe_reset_send(actions)
         self._asked.update(dict.fromkeys(indices, Asked(version, copies)))
-        self._carried = None  # only now: a policy that raises is asked again
+        self._carried = None  # only now, so that a policy that raises is called again
         self.watch.lap("env")
 
     def _take(self, policy: Policy) -> None:
-        """Wait for those that are the first to have stepped, and keep their turns."""
+        """Wait for the first environments that have stepped, and keep their turns."""
         watch, batches = self.watch, self._batches
         least = self._pool.min_get if isinstance(batches, DialogBatches) else self._pool.num_envs
-        least = min(least, len(self._asked))  # fewer run once the budget is used up
+        least = min(least, len(self._asked))  # fewer dialogs run once the budget is used up
         with self._environments():
             turn, self._carried = self._pool.async_step_and_maybe_reset_recv(least)
         watch.lap("env")
@@ -151,11 +151,11 @@ class PoolLoop:
         batches.add(rows_of(whole) if batches.by_row else whole, [])
         self.trajectories.renew(mask, indices)
         if batches.complete and not self._copies:
-            self._carried = self._carried.clone()  # the batch is the caller's from now on
+            self._carried = self._carried.clone()  # the caller may change the batch
         watch.lap("queueing")
 
     def _own(self, row: TensorDictBase, index: int) -> TensorDictBase:
-        """One environment's turn, with its version."""
+        """One environment's turn, tagged with its version."""
         asked = self._asked.pop(index)
         if asked.copies is not None:
             row = asked.copies.after(row)
@@ -167,7 +167,7 @@ class PoolLoop:
         return row
 
     def _hold(self, batches: DialogBatches, indices: list[int]) -> None:
-        """Go on with what the last dialogs of the budget take only, the longest one first."""
+        """Near the end of the budget, run only the dialogs that can use it, the longest first."""
         self._waiting.update(zip(indices, self._carried.unbind(0), strict=True))
         self._carried = None
         if not self._asked:
@@ -175,23 +175,23 @@ class PoolLoop:
             self._carried = lazy_stack([self._waiting.pop(longest)])
 
     def prepare(self, policy: Any) -> None:
-        """Be ready for transforms that score with the policy, as :class:`PoolScoring` says."""
+        """Prepare for transforms that score with the policy, as :class:`PoolScoring` says."""
         self._scoring.prepare(policy)
 
     def scored(self, policy: Any) -> Any:
-        """What transforms score with, within :meth:`scoring`."""
+        """The policy that transforms score with, within :meth:`scoring`."""
         return self._scoring.policy or policy
 
     def scoring(self) -> AbstractContextManager[Any]:
-        """Lets it have the version of the turn that this thread steps."""
+        """Give that policy the version of the turn that this thread steps."""
         return self._scoring.held()
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Release all versions."""
         self._scoring.close()
 
     def interrupt(self) -> None:
-        """Let running dialogs end here; their turns count, and no batch has them."""
+        """End running dialogs; their turns count, but are in no batch."""
         if self._asked:
             with self._environments():
                 self._pool.async_step_and_maybe_reset_recv(len(self._asked))
@@ -203,6 +203,6 @@ class PoolLoop:
         self.frames += self._batches.interrupt()
 
     def clear(self) -> None:
-        """As :meth:`interrupt`, and forget also the dialogs that have ended."""
+        """As :meth:`interrupt`, and forget finished dialogs too."""
         self.interrupt()
         self.frames += self._batches.clear()

@@ -1,4 +1,4 @@
-"""What torchrl's ``AsyncEnvPool`` does not say itself, and its private names that this takes."""
+"""Access to private attributes of torchrl's ``AsyncEnvPool``, and a check of its environments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.envs import AsyncEnvPool
 
-# What a pool of threads has under way, and how many of them.
+# The attributes with a thread pool's running futures, each with that of their number.
 _UNDER_WAY = (
     ("_step_and_maybe_reset_futures", "_current_step_reset"),
     ("_reset_futures", "_current_reset"),
@@ -18,8 +18,8 @@ _UNDER_WAY = (
 def check_pool(pool: AsyncEnvPool) -> None:
     """Raise ``ValueError`` for environments of several rows.
 
-    torchrl 0.14.1 finds the environment that a tensordict is for in its flattened indices, where
-    such an environment has several: it steps some twice and others never.
+    torchrl 0.14.1 looks up the environment of a tensordict in the flattened list of indices, in
+    which an environment of several rows has several: it steps some twice and others never.
     """
     sizes = [tuple(size) for size in pool.env_batch_sizes if size.numel() > 1]
     if sizes:
@@ -30,7 +30,7 @@ def check_pool(pool: AsyncEnvPool) -> None:
 
 
 def env_indices(carried: TensorDictBase, pool: Any) -> list[int]:
-    """Which environments of a pool the rows are of."""
+    """The index of the environment of each row."""
     indices = carried.get(pool._env_idx_key).tolist()
     return [_first(index) for index in (indices if isinstance(indices, list) else [indices])]
 
@@ -42,12 +42,12 @@ def _first(nested: Any) -> Any:
 
 
 def forget_all(pool: Any) -> bool:
-    """Wait for what a pool's environments are doing, and forget it, errors included.
+    """Wait for a pool's running steps, and forget their results and errors.
 
-    torchrl's pool of threads keeps a step that has failed, and raises its error for ever.
+    torchrl's pool of threads keeps a step that has failed, and would raise its error for ever.
 
     Returns:
-        Whether the environments can be reset now; those of processes that have failed cannot.
+        Whether the environments can be reset; those of a pool of processes that failed cannot.
     """
     if not hasattr(pool, "_step_and_maybe_reset_futures"):
         return False

@@ -1,4 +1,4 @@
-"""How far a collector is: on a progress bar, or in the log."""
+"""Shows a collector's progress on a bar, or in the log."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def check_progress(progress: bool) -> None:
 
 @contextmanager
 def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
-    """Show or log how far a collector is; yields what is to be called for each batch.
+    """Show or log a collector's progress; yields a function to call for each batch.
 
     Args:
-        collector: ``progress`` asks for a bar, and ``verbose`` for a line of the log a batch.
+        collector: a collector, whose ``progress`` asks for a bar, and whose ``verbose`` asks for a
+            line in the log for each batch.
     """
     verbose = getattr(collector, "verbose", False)
     meter = Meter(collector)
@@ -81,7 +82,7 @@ class OpenBar:
 
 
 class Meter:
-    """Numbers of a collector, which has its turns in ``_frames``."""
+    """Computes the numbers to show for a collector, which counts its turns in ``_frames``."""
 
     def __init__(self, collector: Any) -> None:
         self._collector = collector
@@ -95,14 +96,14 @@ class Meter:
         oldest: Any = None,
         turns: int | None = None,
     ) -> dict[str, Any]:
-        """What there is of ``turns``, rates since the last call, ``version`` and ``staleness``.
+        """The numbers that are known: turns, rates since the last call, version, staleness.
 
         Args:
-            batch: what came since; tokens are those of its responses, and its oldest turn is
-                ``staleness`` versions behind the newest.
-            tokens: those of a batch that is elsewhere.
-            oldest: the version of its oldest turn.
-            turns: those of the collector, if it counts them later.
+            batch: the batch that was collected since the last call. Tokens are counted in its
+                responses, and staleness is how many versions its oldest turn is behind the newest.
+            tokens: the number of tokens, if the batch is in another process.
+            oldest: the version of the oldest turn, if the batch is in another process.
+            turns: the collector's turns, if it counts them later.
         """
         now, collector = time.perf_counter(), self._collector
         seconds, self._last = max(now - self._last, 1e-9), now
@@ -123,9 +124,9 @@ class Meter:
 
 
 def response_tokens(batch: TensorDictBase) -> int | None:
-    """How many tokens the responses of a batch have, ``None`` if it does not tell.
+    """The number of tokens in the responses of a batch; ``None`` if it has no responses.
 
-    What pads a response is left out, where the policy reports its attention mask.
+    Padding is not counted if the policy reports its attention mask.
     """
     flat: Any = batch.reshape(-1)
     for key in RESPONSES:

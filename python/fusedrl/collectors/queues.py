@@ -1,4 +1,4 @@
-"""A queue in the place of a replay buffer."""
+"""Lets a queue take the place of a replay buffer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ logger = logging.getLogger("fusedrl")
 
 
 class QueueBuffer:
-    """Put each element of a batch into a bounded queue, which drops its oldest when it is full.
+    """Puts each element of a batch into a bounded queue, which drops its oldest when it is full.
 
     Args:
-        queue: ``put_nowait`` and ``get_nowait`` as of :class:`queue.Queue`, such as a queue of
-            multiprocessing or of Ray.
+        queue: a queue with ``put_nowait`` and ``get_nowait`` like those of :class:`queue.Queue`,
+            such as a queue of multiprocessing or of Ray.
     """
 
     def __init__(self, queue: Any) -> None:
@@ -30,13 +30,13 @@ class QueueBuffer:
                 try:
                     self.queue.put_nowait(turn)
                     break
-                except queue.Full:  # Ray's is one, too
+                except queue.Full:  # Ray's error is a subclass
                     self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         try:
             self.queue.get_nowait()
-        except queue.Empty:  # a reader was faster
+        except queue.Empty:  # a reader has taken it first
             return
         self.dropped += 1
         if self.dropped == 1:

@@ -1,4 +1,4 @@
-"""Batches that are too old to be handed out."""
+"""Drops batches that are too old to be handed out."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ logger = logging.getLogger("fusedrl")
 
 
 def bounded(part: str, doc: str) -> Any:
-    """The attribute ``max_staleness`` of a collector, which a part of it has.
+    """An attribute ``max_staleness`` of a collector, whose value a part of the collector keeps.
 
     Args:
-        part: the collector's attribute that has the part.
-        doc: what it is.
+        part: the collector's attribute with the part.
+        doc: the docstring of the attribute.
     """
 
     def read(self: Any) -> Any:
@@ -29,13 +29,13 @@ def bounded(part: str, doc: str) -> Any:
 
 
 def is_too_old(late: int, most: int, dropped: int, counter: str) -> bool:
-    """Whether a batch is to be dropped, which is logged the first time.
+    """Whether to drop a batch; the first time is logged.
 
     Args:
-        late: versions that its oldest turn is behind.
-        most: versions that it may be.
-        dropped: turns that were dropped before.
-        counter: class and attribute that count them, for the log.
+        late: how many versions the oldest turn of the batch is behind.
+        most: how many versions it may be behind.
+        dropped: how many turns were dropped before.
+        counter: the class and attribute that count dropped turns, for the log.
     """
     if late <= most:
         return False

@@ -1,4 +1,4 @@
-"""What a stored state has to be like before a collector takes any of it."""
+"""Checks a stored state before a collector loads any part of it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def check_state(state: Any, owners: Mapping[str, Any], tracker: Any, strict: bool) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if a collector could not take a state as a whole.
+    """Raise ``TypeError`` or ``ValueError`` if a collector could not load a whole state.
 
     Args:
-        state: of a collector.
-        owners: what is to load which of its entries.
-        tracker: of the collector's versions, if any.
-        strict: whether every owner needs an entry, with the names that it has itself.
+        state: the state of a collector.
+        owners: the object that will load each entry, by the name of the entry.
+        tracker: the tracker of the collector's versions, if any.
+        strict: whether every owner needs an entry with exactly its own names.
     """
     if not isinstance(state, Mapping):
         raise TypeError(

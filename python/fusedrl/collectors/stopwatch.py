@@ -1,4 +1,4 @@
-"""Where the time of a collector goes."""
+"""Measures where a collector spends its time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ PARTS = ("policy", "env", "stamping", "queueing")
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds that a collector spent, by what it did; ``print`` shows shares and rates.
+    """Seconds that a collector has spent on each kind of work; ``print`` shows shares and rates.
 
-    ``policy`` includes taking new weights from a channel, ``env`` waiting for environments of a
-    pool, ``stamping`` versions and trajectory ids, ``queueing`` building batches, postprocessing
-    and writing to a buffer or a queue.
+    ``policy`` includes taking new weights from a channel, and ``env`` waiting for environments of
+    a pool. ``stamping`` is writing versions and trajectory ids. ``queueing`` is building batches,
+    postprocessing, and writing to a buffer or a queue.
     """
 
     turns: int
@@ -24,7 +24,7 @@ class Profile:
     queueing: float
 
     def __str__(self) -> str:
-        """Shares and rates."""
+        """The shares of each kind of work, and the rates."""
         parts = {name: getattr(self, name) for name in PARTS}
         total = sum(parts.values()) or 1.0
         shares = ", ".join(f"{k} {v:.3g} s ({v / total:.0%})" for k, v in parts.items())
@@ -32,7 +32,7 @@ class Profile:
 
 
 class Stopwatch:
-    """Laps: the time since the last one counts as what its end names."""
+    """Measures laps: the end of each lap names the work that its time was spent on."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
@@ -40,7 +40,7 @@ class Stopwatch:
         self._last = time.perf_counter()
 
     def start(self) -> None:
-        """Count nothing of the time since the last lap."""
+        """Begin a lap; the time since the last one is not counted."""
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:

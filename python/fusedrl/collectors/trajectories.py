@@ -1,4 +1,4 @@
-"""Which trajectory each dialog is in."""
+"""Ids of the trajectories that dialogs belong to."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torchrl.collectors.utils import _TrajectoryPool
 
 
 class Trajectories:
-    """Ids of the trajectories that the elements of an environment are in.
+    """The id of the trajectory that each element of an environment is in.
 
     Args:
-        by_first: rows are those along the first batch dimension only, as in a pool.
+        by_first: whether rows run along the first batch dimension only, as in a pool.
 
     Attributes:
-        source: gives ids that no trajectory has had.
+        source: gives ids that no trajectory has had before.
     """
 
     def __init__(self, by_first: bool) -> None:
@@ -24,25 +24,25 @@ class Trajectories:
 
     @property
     def ids(self) -> Tensor:
-        """Of each element, in the shape of the environment; another tensor each time."""
+        """The id of each element, in the environment's shape; a new tensor at each call."""
         return self._ids.clone()
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
-        """The same, of each row of a turn."""
+        """The ids of each row of a turn."""
         return (self.ids if self._by_first else self.ids.flatten()).unbind(0)
 
     def begin(self, shape: torch.Size, device: torch.device | None) -> None:
-        """A new trajectory in each element."""
+        """Begin a new trajectory in each element."""
         ids = self.source.get_traj_and_increment(shape.numel(), device=device)
         self._ids = ids.reshape(shape)
 
     def renew(self, over: Tensor, rows: list[int] | None = None) -> None:
-        """Another trajectory where one is over.
+        """Begin a new trajectory where one is over.
 
         Args:
-            over: bool, of each element, or of those of some rows.
-            rows: which rows these are.
+            over: bool, for each element, or for the elements of some rows.
+            rows: the indices of these rows; all if ``None``.
         """
         count = int(over.sum())
         if not count:

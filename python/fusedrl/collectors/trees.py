@@ -1,4 +1,4 @@
-"""How tensordicts are taken apart and copied without a line of Python for each of their entries."""
+"""Takes tensordicts apart and copies them in C++, where Python would be slow for many entries."""
 
 from __future__ import annotations
 

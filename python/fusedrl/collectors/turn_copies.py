@@ -12,20 +12,21 @@ from torch import Tensor
 
 from fusedrl.collectors.trees import TREES
 
-# Small tensors are cloned many at a time, into one memory: none keeps more than this of others.
-SMALL = 256  # bytes of one of them
+# Small tensors are cloned together, into one piece of memory. A clone that is kept keeps all of it,
+# so the bytes of a tensor and the number of tensors are bounded.
+SMALL = 256  # bytes of a tensor
 MANY = 64
-FEW = 4  # fewer than that are cloned one by one
+FEW = 4  # fewer tensors than that are cloned one by one
 
 Columns = list[list[Tensor]]
 
 
 class TurnCopies:
-    """Copies of a turn before and after an environment has stepped with it.
+    """Copies a turn before and after an environment has stepped with it.
 
-    A tensor that was copied before is not copied again: what is written into it in the meantime is
-    in no copy. Those under ``"next"`` are copied after the step only, as an environment may return
-    what it was given.
+    A tensor that was copied before the step is not copied again, so that what the environment
+    writes into it is in no copy. Tensors under ``"next"`` are copied after the step only, because
+    an environment may return a tensor that it was given.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class TurnCopies:
         self._clones: Columns = []
 
     def before(self, value: Any) -> None:
-        """Copy what an environment is given."""
+        """Copy the input of an environment, before it steps."""
         self._originals = TREES.columns(value)
         self._clones = _clones_of(self._originals)
 
@@ -46,7 +47,10 @@ class TurnCopies:
             return _clones_of(root + under_next)
         originals = self._originals
         if len(originals) == len(root) and all(map(_are_same, originals, root)):
-            clones, self._clones = self._clones, []  # they are in the copy from now on
+            clones, self._clones = (
+                self._clones,
+                [],
+            )  # none is given away twice
         else:
             known = self._by_original()
             if not any(id(tensor) in known for tensor in chain(*root)):
@@ -58,7 +62,7 @@ class TurnCopies:
         return clones + _clones_of(under_next)
 
     def _by_original(self) -> dict[int, deque[Tensor]]:
-        """The clones of before, each to be given away once."""
+        """The clones made before the step, by the id of the original; each is given away once."""
         clones: defaultdict[int, deque[Tensor]] = defaultdict(deque)
         for original, clone in zip(chain(*self._originals), chain(*self._clones), strict=True):
             clones[id(original)].append(clone)
@@ -70,7 +74,7 @@ def _are_same(tensors: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _clones_of(columns: Columns) -> Columns:
-    """Clones of each tensor; those of small ones that are alike are made together."""
+    """A clone of each tensor; small tensors of the same kind are cloned together."""
     clones: Columns = [[]] * len(columns)
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     for index, column in enumerate(columns):
@@ -97,14 +101,14 @@ def _clones_of_small(tensors: list[Tensor]) -> list[Tensor]:
         some = tensors[begin : begin + MANY]
         try:
             stacked = torch.stack(some)
-        except RuntimeError:  # of several shapes or devices
+        except RuntimeError:  # they have several shapes or devices
             made += [tensor.clone() for tensor in some]
             continue
         if stacked.requires_grad:
             made += stacked.unbind(0)
             continue
-        # Views of one tensor count their changes together, and autograd would take a change of one
-        # for a change of another.
+        # Views of one tensor share a version counter, so that autograd would take a change of one
+        # for a change of another. Within this guard they get counters of their own.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             made += stacked.unbind(0)
     return made

@@ -1,6 +1,6 @@
 """The rows of a turn, one for each dialog: what is read from them and written into them.
 
-What runs for every row of every turn goes past tensordict's checks of names and shapes.
+What runs for every row of every turn avoids tensordict's checks of names and shapes, to save time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ IDS = ("collector", "traj_ids")
 
 
 def rows_of(turn: TensorDictBase) -> list[TensorDictBase]:
-    """The elements along all batch dimensions, in order; views, no copies."""
+    """The elements along all batch dimensions, in order, as views."""
     if not turn.batch_dims:
         return [turn]
     return TREES.rows_of(turn if turn.batch_dims == 1 else turn.reshape(-1))
 
 
 def ended(turn: TensorDictBase) -> Tensor:
-    """Which dialogs a turn ended, in the shape of the batch."""
+    """Whether the turn is the last of each dialog, in the shape of the batch."""
     found = None
     if isinstance(turn, LazyStackedTensorDict) and turn.stack_dim == 0:
         found = TREES.under(turn.tensordicts, "next", "done")
@@ -42,14 +42,14 @@ def ended(turn: TensorDictBase) -> Tensor:
 
 
 def tag(rows: list[Any], traj_ids: Sequence[Tensor]) -> None:
-    """Write which trajectory each row is of."""
+    """Write the id of its trajectory into each row."""
     if not TREES.nest(rows, *IDS, traj_ids):
         for row, traj_id in zip(rows, traj_ids, strict=True):
             row.set(IDS, traj_id)
 
 
 def private_keys(row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Keys with a part that begins with ``_``; those of the first row where rows are stacked."""
+    """Keys with a part that begins with ``_``; for stacked rows, those of the first row."""
     while isinstance(row, LazyStackedTensorDict) or is_tensorclass(row):
         row = row._tensordict if is_tensorclass(row) else row.tensordicts[0]
     for key, value in row.items():

@@ -27,15 +27,15 @@ class TurnLoop:
     version of the weights, which it is tagged with.
 
     Args:
-        env: steps all dialogs at a time.
-        batches: where turns wait for a batch.
-        versions: of the policy's weights.
+        env: the environment, which steps all dialogs at a time.
+        batches: the queue in which turns wait for a batch.
+        versions: the versions of the policy's weights.
         copies: whether turns are copied.
 
     Attributes:
-        frames: turns so far, those of batches when they are counted.
-        trajectories: those that the dialogs are in.
-        watch: where the time goes.
+        frames: turns so far; those of a batch are added when it is counted.
+        trajectories: the trajectories that the dialogs are in.
+        watch: measures where the time goes.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TurnLoop:
         self.frames = 0
         self.trajectories = Trajectories(by_first=False)
         self.watch = Stopwatch()
-        self._carried: Any = None  # what the policy is called with; None before a reset
+        self._carried: Any = None  # the policy's next input; None before a reset
         self._last: Any = None  # the turn before
 
     def batch(self, policy: Policy) -> TensorDictBase:
@@ -68,7 +68,7 @@ class TurnLoop:
             watch.lap("policy")
             copies = TurnCopies() if self._copies else None
             if copies is not None:
-                copies.before(actions)  # before the environment can write into it
+                copies.before(actions)  # before the environment can write into the actions
             turn, self._carried = self._env.step_and_maybe_reset(actions)
             watch.lap("env")
         mask = ended(turn)
@@ -78,7 +78,7 @@ class TurnLoop:
             turn = self._checked(turn) if copies is None else copies.after(turn)
             if version is not None:
                 stamp(turn, version)
-                if self._versions.tracker.version != version:  # what the environment wrote
+                if self._versions.tracker.version != version:  # the environment wrote that one
                     stamp(turn.get("next"), version)
                 if not isinstance(version, str):
                     stamp_tokens(turn)
@@ -86,7 +86,7 @@ class TurnLoop:
             if True in over:
                 self.trajectories.renew(mask)
             if copies is None and isinstance(self._batches, TurnBatches) and self._batches.complete:
-                self._carried = self._carried.clone()  # the batch is the caller's from now on
+                self._carried = self._carried.clone()  # the caller may change the batch
         watch.lap("queueing")
 
     def _checked(self, turn: TensorDictBase) -> TensorDictBase:
@@ -110,25 +110,25 @@ class TurnLoop:
         self.frames += self._batches.add(rows, over)
 
     def prepare(self, policy: Any) -> None:
-        """Be ready for transforms that score with the policy: nothing is needed."""
+        """Do nothing: transforms that score with the policy need no preparation."""
 
     def scored(self, policy: Any) -> Any:
-        """What transforms score with, within :meth:`scoring`."""
+        """The policy that transforms score with, within :meth:`scoring`."""
         return policy
 
     def scoring(self) -> AbstractContextManager[Any]:
-        """Lets it have the version of the turn."""
+        """Give that policy the version of the turn."""
         return self._versions.held()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no version is held."""
 
     def interrupt(self) -> None:
-        """Let running dialogs end here; their turns count, and no batch has them."""
+        """End running dialogs; their turns count, but are in no batch."""
         self._carried = None
         self.frames += self._batches.interrupt()
 
     def clear(self) -> None:
-        """As :meth:`interrupt`, and forget also the dialogs that have ended."""
+        """As :meth:`interrupt`, and forget finished dialogs too."""
         self.interrupt()
         self.frames += self._batches.clear()

@@ -1,4 +1,4 @@
-"""Which version of the policy's weights a turn computes with, and how versions are counted."""
+"""Gives each turn one version of the policy's weights, and counts versions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fusedrl.weights.follow import (
 class Versions:
     """Gives each turn of a collector one version of the policy's weights, and its number.
 
-    Weights come through a channel, with their number; or somebody writes them into the policy,
-    and each update is counted.
+    Weights come through a channel, with their number, or somebody writes them into the policy, and
+    each update is counted.
 
     Attributes:
         tracker: the transform that tags what the environment returns, if versions are tracked.
@@ -45,13 +45,13 @@ class Versions:
         """Take the policy's weights from a channel, until :meth:`close`.
 
         Raises:
-            ValueError: they are not those of the policy.
+            ValueError: the channel does not have the weights of the policy.
         """
         follower, self._close = follow_channel(channel, policy, mode)
         self.follow(follower)
 
     def follow(self, follower: Following) -> None:
-        """Take the policy's weights from what follows a channel.
+        """Let a follower of a channel bring the policy's weights.
 
         Raises:
             ValueError: versions are tracked as UUIDs, or another channel is followed.
@@ -64,11 +64,11 @@ class Versions:
         self._tag(follower.version)
 
     def leave(self, keeps: bool = True) -> None:
-        """Follow no channel any more.
+        """Stop following a channel.
 
         Args:
-            keeps: the policy has the version that it had last. Otherwise turns are refused until
-                somebody counts a version of the weights that it has instead.
+            keeps: whether the policy keeps the version that it had last. Otherwise turns are
+                refused until somebody counts a version of its new weights.
         """
         self.follower = None
         if not keeps and self.tracker is not None:
@@ -88,10 +88,10 @@ class Versions:
 
     @contextmanager
     def held(self) -> Iterator[Version | None]:
-        """Compute with one version in this block, the newest when it begins.
+        """Let the policy compute with one version in this block: the newest when it begins.
 
         Yields:
-            Its number, ``None`` where versions are not tracked.
+            The number of the version; ``None`` if versions are not tracked.
 
         Raises:
             RuntimeError: the policy's weights have no number, or the channel's reader is closed.
@@ -113,14 +113,14 @@ class Versions:
 
     @property
     def newest(self) -> Version | None:
-        """The version that the next turn has; ``None`` where versions are not tracked."""
+        """The version that the next turn will have; ``None`` if versions are not tracked."""
         if self.tracker is None:
             return None
         published = None if self.follower is None else self.follower.reader.version
         return self.tracker.version if published is None else published
 
     def count(self) -> None:
-        """Count a new version, unless they are a channel's; once for all of an update."""
+        """Count a new version, once for an update, unless versions come from a channel."""
         if self.tracker is None or self.follower is not None or self._update.depth:
             return
         with self._counting:
@@ -128,10 +128,10 @@ class Versions:
 
     @contextmanager
     def one_update(self, numbered: bool = False) -> Iterator[None]:
-        """One new version at the end, however many of those inside count one or set one.
+        """Count one version at the end of the block, however many are counted or set inside.
 
         Args:
-            numbered: the weights come with their version, which may be the one there is.
+            numbered: whether the weights come with their version, which may be the current one.
         """
         update = self._update
         outermost = not update.depth
@@ -147,7 +147,7 @@ class Versions:
     def count_each_update_of(self, updater: Any) -> None:
         """Count a version after each update of a weight updater.
 
-        The updater does not keep this alive.
+        The updater keeps only a weak reference to this object.
         """
         this = weakref.ref(self)
 
@@ -159,11 +159,11 @@ class Versions:
 
 
 class _Update(threading.local):
-    """The update that a thread is in, if any; another thread's counts by itself.
+    """The update that is running in a thread; those of other threads are counted separately.
 
     Attributes:
-        depth: of updates one within the other.
-        numbered: one of them came with its version.
+        depth: how many updates are nested.
+        numbered: whether one of them came with its version.
     """
 
     depth = 0

@@ -44,6 +44,20 @@ def needs_grad(**inputs: Tensor | None) -> bool:
     return recorded
 
 
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, where a tensor may be several of the arguments.
+
+    As one weight for both heads is. Dynamo refuses the same tensor twice, and takes a view of it.
+    """
+    if not torch.compiler.is_compiling():
+        return function.apply(*args)
+    distinct: list[Any] = []
+    for arg in args:
+        seen = isinstance(arg, Tensor) and any(arg is other for other in distinct)
+        distinct.append(arg.view_as(arg) if seen else arg)
+    return function.apply(*distinct)
+
+
 def _records(tensor: Tensor) -> bool:
     # Inside vmap a tensor does not tell that the one it is made of requires a gradient.
     while is_functorch_wrapped_tensor(tensor):

@@ -154,6 +154,18 @@ def _columns(
     return moving
 
 
+def _numbers_a_token(columns: dict[str, Tensor], rows: Tensor) -> int:
+    """How many the columns have that have a row of them; refuses rows of unequal shapes."""
+    shape = rows.shape[:-1]
+    of_rows = {name: x for name, x in columns.items() if x.dim() > len(shape)}
+    if not of_rows:
+        return 1
+    row = next(iter(of_rows.values())).shape[len(shape) :]
+    for name, value in of_rows.items():
+        _dispatch.check_same(name, value, torch.Size((*shape, *row)), rows.device)
+    return row.numel()
+
+
 class _Layout(NamedTuple):
     """What ranks tell each other of their parts before they exchange anything."""
 
@@ -162,6 +174,7 @@ class _Layout(NamedTuple):
     offsets_end: int  # -1 without offsets
     offsets_sum: int  # of each times its number, which tells those of ranks apart
     columns: int  # a bit each
+    numbers: int  # a token, in the columns that have a row of them
     tokens: int  # in this part of each sequence, or of all packed ones
 
     @property
@@ -186,9 +199,10 @@ def _part_of(
     moving: dict[str, Tensor],
 ) -> Part:
     present = sum(1 << i for i, column in enumerate(columns) if column in moving)
+    numbers = _numbers_a_token(moving, rows)
     sequences = len(rows) if rows.dim() == 3 else 0 if offsets is None else len(offsets)
     end, of_offsets = (-1, 0) if offsets is None else _end_and_sum(offsets)
-    mine = _Layout(rows.dim(), sequences, end, of_offsets, present, rows.shape[-2])
+    mine = _Layout(rows.dim(), sequences, end, of_offsets, present, numbers, rows.shape[-2])
     layouts = _layouts(group, mine, rows.device)
     rank = dist.get_rank(group)
     _check_layouts(layouts, rank, columns)
@@ -253,6 +267,12 @@ def _check_layouts(layouts: list[_Layout], rank: int, columns: Sequence[str]) ->
                 "sequence_group: expected a value a token for the same arguments on all its ranks, "
                 f"got it for {mine.of_tokens(columns)} on rank {rank} and "
                 f"{layout.of_tokens(columns)} on rank {other}; pass them alike on each"
+            )
+        if layout.numbers != mine.numbers:
+            raise ValueError(
+                "sequence_group: expected as many numbers a token on all its ranks, got "
+                f"{mine.numbers} on rank {rank} and {layout.numbers} on rank {other}; pass as many "
+                "known classes on each"
             )
         if layout.tokens == 0:
             raise ValueError(

@@ -1,12 +1,13 @@
 """Tensordicts on the way to another process: one pickle, and one piece of memory.
 
-The rows of a ragged column are views of one storage, which a pickle of its own would carry once a
-row; and each tensor in a pickle costs as much as a small message.
+The rows of a ragged column are views of one storage, and an ordinary pickle would carry that
+storage once for each row. Each tensor in a pickle also costs as much as a small message.
 
-What libraries have for it is slower where turns are many. ``consolidate()`` of tensordict 0.14.3
-raises a ``TypeError`` for stacks of dialogs. A pickle of protocol 5 with its tensors as buffers out
-of band, which are copied into one piece of memory, takes for dialogs of 8 turns, as an LLMCollector
-makes them with a tiny model (packing and unpacking together, and bytes, relative to this package):
+What other libraries offer is slower where there are many turns. ``consolidate()`` of tensordict
+0.14.3 raises a ``TypeError`` for stacks of dialogs. The table compares this package with a pickle
+of protocol 5 whose tensors are out-of-band buffers, copied into one piece of memory. The data are
+dialogs of 8 turns that an LLMCollector makes with a tiny model. Time is that of packing and
+unpacking together; time and bytes of the pickle are relative to this package:
 
 ======  =====  =====  =======
 turns   time   bytes  here
@@ -17,11 +18,11 @@ turns   time   bytes  here
 4096    2.44   3.0    5.4 s
 ======  =====  =====  =======
 
-Plain pickle takes 2.6 and 5.8 times as long for 8 and 64 turns, torch's ForkingPickler 5.5 and 11
-times. For a dense tensordict, where columns are few, buffers out of band need 0.4 to 0.6 of the
-time here, half a millisecond less, and ``consolidate()`` with pickle 1.4 to 4.1 times of it.
-(Medians of CPU time over 3 repetitions of 4096 turns to 678 of 8, taken in alternation on two
-cores of an AMD EPYC that other processes used, too; Python 3.11, torch 2.13.)
+Plain pickle takes 2.6 and 5.8 times as long for 8 and 64 turns, and torch's ForkingPickler 5.5 and
+11 times. A dense tensordict has few columns: for it, out-of-band buffers need 0.4 to 0.6 of the
+time, which is half a millisecond less, and ``consolidate()`` with pickle 1.4 to 4.1 times.
+(These are medians of CPU time, over 3 repetitions of 4096 turns to 678 of 8, taken in alternation
+on two cores of an AMD EPYC that other processes used too; Python 3.11, torch 2.13.)
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["Contents", "Serialized", "deserialize", "put_together", "serialize",
 
 
 class Contents(NamedTuple):
-    """What makes a value of ``nbytes`` of memory: a pickle, and where its tensors lie."""
+    """What restores a value from ``nbytes`` of memory: a pickle, and where each tensor lies."""
 
     structure: bytes
     groups: list[Group]
@@ -56,7 +57,7 @@ class Serialized(NamedTuple):
 
 
 def take_apart(value: Any, share: bool = False) -> tuple[Contents, TensorGroups]:
-    """The contents of a value, and its dense tensors, which are to be copied into memory.
+    """Separate a value into its contents and its dense tensors, which are still to be copied.
 
     Args:
         value: anything that can be pickled.
@@ -68,7 +69,7 @@ def take_apart(value: Any, share: bool = False) -> tuple[Contents, TensorGroups]
 
 
 def put_together(contents: Contents, memory: Tensor) -> Any:
-    """The value again; its tensors are views of a flat tensor of bytes."""
+    """Restore the value; its tensors are views of ``memory``, a flat tensor of bytes."""
     tensors = [group.views(memory) for group in contents.groups]
     return ColumnUnpickler(io.BytesIO(contents.structure), tensors).read()
 
@@ -82,6 +83,6 @@ def serialize(value: Any) -> Serialized:
 
 
 def deserialize(serialized: Serialized) -> Any:
-    """What was packed; its tensors are views of one piece of memory."""
-    # The memory of a message is read-only, hence a copy.
+    """The value that was serialized; its tensors are views of one piece of memory."""
+    # The memory of a message is read-only, so it is copied.
     return put_together(serialized.contents, torch.from_numpy(serialized.memory.copy()))

@@ -1,4 +1,4 @@
-"""Many tensors one after the other in memory, in few operations.
+"""Copies many tensors into one piece of memory, one after the other, in few operations.
 
 An operation for each tensor would cost more than the copy of its values.
 """
@@ -15,7 +15,8 @@ from torch import Tensor
 
 ALIGNMENT = 64
 
-# A group's number, and the first of its tensors and the one after the last; or each with its group.
+# Where tensors are: the number of their group, the index of the first and that after the last; or,
+# where they are in several groups, the group and the index of each.
 Places = tuple[int, int, int] | list[tuple[int, int]]
 
 _shape, _dtype, _layout, _is_cpu = map(attrgetter, ("shape", "dtype", "layout", "is_cpu"))
@@ -23,10 +24,11 @@ _QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 
 
 class Group(NamedTuple):
-    """Where the tensors of a group lie in memory, from ``offset`` in bytes on.
+    """Where the tensors of one group lie in memory: from byte ``offset`` on.
 
-    They have no dimension, and are ``count``; or ``lengths`` of their first one, the others being
-    ``inner``; or any ``shapes``, the lengths being how many elements they have.
+    The tensors have one of three forms. Without dimensions, there are ``count`` of them. With the
+    same ``inner`` dimensions behind the first one, ``lengths`` are their sizes along the first.
+    With any ``shapes``, ``lengths`` are their numbers of elements.
     """
 
     dtype: torch.dtype
@@ -52,10 +54,10 @@ class Group(NamedTuple):
         return values.view(self.dtype).view(self.shape)
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """Each of them: views of a flat tensor of bytes.
+        """Each tensor of the group, as a view of a flat tensor of bytes.
 
-        Autograd takes them for tensors of their own: one that is changed does not change the
-        version of another, nor does one that requires gradients make others do so.
+        Autograd takes the views for separate tensors: a change of one does not count as a change
+        of the others, and one that requires gradients does not make the others require them.
         """
         with torch._C._AutoDispatchBelowADInplaceOrView():
             whole = self.whole(memory)
@@ -97,10 +99,10 @@ class _Members:
 
 
 class TensorGroups:
-    """Tensors to be copied into memory, those of a dtype and inner shape together.
+    """Collects tensors that are to be copied into memory, grouped by dtype and inner shape.
 
     Args:
-        share: whether tensors of CUDA devices are left out, for them to stay there.
+        share: whether to leave out tensors on CUDA devices, which then stay where they are.
     """
 
     def __init__(self, share: bool = False) -> None:
@@ -109,7 +111,7 @@ class TensorGroups:
         self._places: dict[int, tuple[int, int]] = {}  # by id; the members keep tensors alive
 
     def add(self, tensors: list[Tensor]) -> Places | None:
-        """Take tensors; returns where they are then, or ``None`` if some are not plain memory."""
+        """Add tensors and return where they are, or ``None`` if some are not plain memory."""
         try:
             shapes = list(map(_shape, tensors))
         except RuntimeError:  # strided nested tensors have none
@@ -155,7 +157,7 @@ class TensorGroups:
         return None
 
     def layout(self) -> tuple[list[Group], int]:
-        """Where each group is to lie, and how many bytes all need: some, always."""
+        """The groups with their offsets, and how many bytes they need, which is never 0."""
         groups: list[Group] = []
         offset = 0
         for _, members in self._members.values():
@@ -165,7 +167,7 @@ class TensorGroups:
 
     @torch.no_grad()
     def copy(self, groups: list[Group], memory: Tensor) -> None:
-        """Write all tensors, as :meth:`layout` has it, to a flat tensor of bytes."""
+        """Write all tensors to a flat tensor of bytes, each where :meth:`layout` puts it."""
         for group, (_, members) in zip(groups, self._members.values(), strict=True):
             members.copy(group.whole(memory))
 
@@ -183,7 +185,8 @@ def nested_parts(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def nested_view(values: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor) -> Tensor:
     """A strided nested tensor over ``values``, without a copy if they are on the CPU."""
     if values.is_cpu and values.numel():
-        # Its rows are found from the start of a storage, hence one that starts with the values.
+        # torch finds the rows from the start of the storage, which therefore has to begin with the
+        # values.
         values = torch.from_numpy(values.view(torch.uint8).numpy()).view(values.dtype)
     elif values.storage_offset():
         values = values.clone()

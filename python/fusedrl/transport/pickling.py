@@ -1,8 +1,8 @@
-"""A pickle of tensordicts column by column, and of other values as they are.
+"""Pickles tensordicts column by column, and other values as usual.
 
-A pickle of its own would name the class, the attributes and the keys of every row of a stack of
-tensordicts, and build each from them; here the rows of one class with the same keys are one
-column, and so are their values under each key. Tensors are not in the pickle: they are numbered.
+The usual pickle names the class, the attributes and the keys of every row of a stack of
+tensordicts, and builds each row from them. Here, all rows of one class with the same keys are one
+column, and so are their values under each key. Tensors are not in the pickle, only their numbers.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from fusedrl.transport.groups import Places, TensorGroups, nested_parts, nested_view
 
-# What tensordicts keep beside their values and find again themselves, or where these lay;
-# is_locked is set apart.
+# Attributes of tensordicts that are caches, or that say where the values lay. Locks are restored
+# separately, after everything else.
 _VOLATILE = {"_cache", "_last_op", "__lock_parents_weakrefs", "_locked_schema"}
 _VOLATILE |= {"_is_shared", "_is_memmap", "_memmap_prefix"}
 _CONSTANTS = {type(None), bool, int, str, torch.Size, torch.device}
 
-# What a column is made of, after the name of the method of ColumnUnpickler that reads it.
+# The name of the method of ColumnUnpickler that reads a column, and the arguments of that method.
 Column = tuple[Any, ...]
 
 
 class _Taken(dict[type, bool]):
-    """Whether objects of a class are their ``__dict__`` and no more: asked once a class."""
+    """Whether objects of a class consist of their ``__dict__`` alone; decided once for a class."""
 
     def __missing__(self, cls: type) -> bool:
         if cls in (TensorDict, LazyStackedTensorDict, NonTensorStack):
@@ -72,15 +72,15 @@ class ColumnPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, tensors: TensorGroups) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._tensors = tensors
-        self._places: dict[int, int] = {}  # by id: which of all objects it is
+        self._places: dict[int, int] = {}  # by id: the index of the object among all
         self._starts: list[int] = []  # the first object of each column
         self._count = 0
-        self._open = 0  # columns that are not written to their end
+        self._open = 0  # columns of which the end is not written yet
         self._locked: list[tuple[int, list[int]]] = []
-        self._alive: list[Any] = []  # an id is of one object while that exists
+        self._alive: list[Any] = []  # keeps objects, as an id means one object only while it exists
 
     def write(self, value: Any) -> None:
-        """Write ``value``; once for a pickler."""
+        """Write ``value``; a pickler writes one value only."""
         self.dump([value, self._locked])  # the list is full by the time it is written
 
     def persistent_id(self, obj: Any) -> tuple[Column, Any] | None:
@@ -95,7 +95,7 @@ class ColumnPickler(pickle.Pickler):
         if not _taken[cls]:
             return None
         places = self._places
-        if self._open:  # a payload is read before the columns that it is in, hence refers to none
+        if self._open:  # a payload is read before the columns around it, so it cannot refer to them
             self._places = {}
         column = self._object_column(cls, [obj])
         self._places = places
@@ -103,12 +103,12 @@ class ColumnPickler(pickle.Pickler):
         return column, _End()
 
     def reducer_override(self, obj: Any) -> Any:
-        """How to make a tensor that is in no group."""
+        """How to restore a tensor that is in no group."""
         if type(obj) is Tensor and obj.is_cuda:
             return reduce_tensor(obj.detach())  # the memory stays where it is
         if isinstance(obj, MemoryMappedTensor):  # its file may be gone by then
             return Tensor.detach, (obj.as_subclass(Tensor),)
-        # torch's own restores a view of the storage from its start, whatever it was a view of.
+        # torch's own pickling restores a view from the start of the storage, wherever it began.
         if type(obj) is Tensor and obj.is_nested and obj.layout == torch.strided:
             return nested_view, nested_parts(obj)
         return NotImplemented
@@ -178,7 +178,7 @@ class ColumnPickler(pickle.Pickler):
         return "again", column, [(n, place - self._starts[n]) for n, place in found]
 
     def _field(self, name: str, values: list[Any]) -> Column:
-        """What tensordicts or tensorclasses have as one attribute."""
+        """A column of the values that tensordicts or tensorclasses have as one attribute."""
         if name == "tensordicts":
             return "lists", list(map(len, values)), self._column(list(chain.from_iterable(values)))
         if name == "_tensordict" and type(values[0]) is not dict:
@@ -200,7 +200,7 @@ class ColumnPickler(pickle.Pickler):
 
 def _plain(values: list[Any]) -> Column:
     first, classes = values[0], set(map(type, values))
-    # A value of another class may equal it, as 1 does True, or not be comparable, as an array.
+    # Values of two classes may be equal, as 1 and True are, or not comparable, as arrays are not.
     if len(classes) == 1 and classes <= _CONSTANTS and values.count(first) == len(values):
         return "same", len(values), first
     return "plain", values
@@ -228,7 +228,7 @@ class ColumnUnpickler(pickle.Unpickler):
         return value
 
     def persistent_load(self, pid: tuple[Column, Any]) -> Any:
-        """The one in a column of one."""
+        """The object that was pickled as a column of one."""
         return self._read(pid[0])[0]
 
     def _read(self, column: Column) -> list[Any]:
@@ -243,7 +243,7 @@ class ColumnUnpickler(pickle.Unpickler):
         return [value] * count
 
     def mixed(self, indices: list[list[int]], columns: list[Column]) -> list[Any]:
-        """Values of several columns; which, say the indices for each."""
+        """The values of several columns, each with the indices where its values belong."""
         found: dict[int, Any] = {}
         for of_kind, column in zip(indices, columns, strict=True):
             found.update(zip(of_kind, self._read(column), strict=True))

@@ -1,4 +1,4 @@
-"""What the workers of one engine do alike, or not at all."""
+"""Steps that all workers of one engine take, or none of them."""
 
 # vLLM has an environment of its own, which the linters do not see.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -15,13 +15,13 @@ Value = TypeVar("Value")
 class Ranks:
     """The workers that hold the parts of one model.
 
-    vLLM calls each worker, and reads their answers up to the first that failed: what the others
-    answered would be taken for the answers to its next call. So only the last rank raises.
+    vLLM calls every worker, and stops reading answers at the first one that failed. It would take
+    the answers that are left for answers to its next call. So only the last rank raises.
 
     Args:
-        size: of them.
-        rank: of this one.
-        group: that exchanges objects on the CPU, if there are several.
+        size: number of workers.
+        rank: index of this worker.
+        group: a process group that exchanges objects on the CPU; unused with one worker.
     """
 
     def __init__(self, size: int, rank: int, group: Any) -> None:
@@ -31,14 +31,14 @@ class Ranks:
 
     @classmethod
     def of_this_process(cls) -> Ranks:
-        """Those of the engine that this process is a worker of."""
+        """The workers of the engine that this process belongs to."""
         from vllm.distributed.parallel_state import get_world_group
 
         world = get_world_group()
         return cls(world.world_size, world.rank_in_group, world.cpu_group)
 
     def gathered(self, value: Value) -> list[Value]:
-        """The values of all, which have to call this together."""
+        """The values of all workers, which have to call this together."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -46,18 +46,18 @@ class Ranks:
         return values
 
     def all_or_none(self, attempt: Callable[[], Value], undo: Callable[[], Any]) -> Value | None:
-        """Do something on every rank, and undo it everywhere if one of them fails.
+        """Do something on every rank, and undo it everywhere if it fails on one of them.
 
         Args:
-            attempt: fails without leaving anything behind.
-            undo: called where ``attempt`` succeeded and another rank's failed.
+            attempt: what to do; if it fails, it must leave nothing behind.
+            undo: called where ``attempt`` succeeded although it failed on another rank.
 
         Returns:
-            What ``attempt`` returned; ``None`` where it was undone, on all ranks but the last.
+            What ``attempt`` returned; ``None`` if it failed on any rank.
 
         Raises:
-            Exception: as ``attempt`` did, if there is one rank.
-            RuntimeError: on the last of several, with the messages of all that failed.
+            Exception: the error of ``attempt``, if there is only one rank.
+            RuntimeError: raised on the last of several ranks, with the messages of all that failed.
         """
         value, failure = None, None
         try:

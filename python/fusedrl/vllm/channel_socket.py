@@ -15,8 +15,8 @@ class ChannelSocket:
     """Passes a channel to each process that connects, until it is closed.
 
     Args:
-        channel: that is passed.
-        path: of the socket, which is made here, for the user of this process alone.
+        channel: the channel to pass.
+        path: path of the socket, which is created here, for the user of this process alone.
 
     Raises:
         ValueError: the path exists, or the socket cannot be made there.
@@ -46,13 +46,13 @@ class ChannelSocket:
                 connection, _ = self._socket.accept()
             except OSError:
                 return  # closed
-            # One that went away again, or a channel that was closed, is the other end's error.
+            # The other end reports it if it has gone away again, or if the channel is closed.
             with connection, contextlib.suppress(OSError, RuntimeError):
                 self._channel.send_to(connection)
 
     def close(self) -> None:
-        """Pass nothing any more; may be called again."""
-        # A thread that waits in accept() is woken by this, not by close().
+        """Stop passing the channel; may be called again."""
+        # This wakes a thread that waits in accept(), and close() does not.
         with contextlib.suppress(OSError):
             self._socket.shutdown(sockets.SHUT_RDWR)
         self._socket.close()

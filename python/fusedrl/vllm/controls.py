@@ -18,9 +18,9 @@ from typing import Any, Literal, Protocol
 from fusedrl.vllm.plugin import BACKEND
 
 InFlight = Literal["recompute", "wait"]
-# What tokens name whose weights are not known, in the place of a version.
+# The label of tokens whose weights are not known, in the place of a version.
 UNKNOWN = "unknown"
-# Seconds that workers have for a version once it is there, or for finding out that it is not.
+# Seconds that workers have for loading a version, or for finding out that it does not exist.
 _LOADING = 60.0
 # Seconds within which the end of an engine is noticed.
 _ALIVE = 0.5
@@ -28,23 +28,23 @@ _ENDED = "engine: expected one that runs, got one that has ended during the call
 
 
 class Control(Protocol):
-    """The calls of an engine that an update takes.
+    """The calls of an engine that an update consists of.
 
-    They are coroutines for the sake of ``AsyncLLM``; those of the others never wait for anything
-    but the engine, in the thread that calls.
+    They are coroutines because those of ``AsyncLLM`` are. Those of other engines block the calling
+    thread until the engine has answered, and never wait for an event loop.
 
     Attributes:
-        key: which engine it is, for as long as this exists.
+        key: identifies the engine for as long as this object exists.
     """
 
     key: int | str
 
     async def paused(self) -> bool:
-        """Whether requests wait, as somebody paused them."""
+        """Whether somebody has paused the engine."""
         ...
 
     async def pause(self, in_flight: InFlight) -> None:
-        """Let no request go on, but those that ``"wait"`` is for."""
+        """Pause all requests, or with ``"wait"`` let running ones end and start no others."""
         ...
 
     async def resume(self) -> None:
@@ -52,7 +52,7 @@ class Control(Protocol):
         ...
 
     async def withhold(self) -> None:
-        """Give no answers under the number of a version that the engine may not have."""
+        """Keep the engine from answering under the number of a version that it may not have."""
         ...
 
     async def init(self, info: dict[str, Any]) -> None:
@@ -68,29 +68,29 @@ class Control(Protocol):
         ...
 
     async def finish(self, version: str | None) -> None:
-        """End an update; the engine's weights have this number."""
+        """End an update, after which the engine's weights have this number."""
         ...
 
     async def number(self, version: str) -> None:
-        """The engine's weights have this number, without an update that ends."""
+        """Give the engine's weights this number, without an update."""
         ...
 
     async def forget(self) -> None:
-        """Drop all that was computed with the former weights, of running requests too."""
+        """Drop everything computed with the former weights, that of running requests included."""
         ...
 
 
 def control_of(engine: Any, timeout: float) -> Control:
-    """What controls an engine.
+    """The object that calls an engine.
 
     Args:
         engine: a ``vllm.LLM``, an ``AsyncLLM``, or the address of a server.
         timeout: seconds that a server's workers wait for a version.
 
     Raises:
-        TypeError: something else.
-        ValueError: no such address, or an engine in this process that was started for another
-            backend, or for none.
+        TypeError: ``engine`` is something else.
+        ValueError: ``engine`` is a string but no address, or an engine in this process that was
+            started without the backend.
     """
     if isinstance(engine, str):
         return Server(engine, timeout + _LOADING)
@@ -106,7 +106,7 @@ def control_of(engine: Any, timeout: float) -> Control:
     raise TypeError(
         "engine: expected a vllm.LLM, a vllm.v1.engine.async_llm.AsyncLLM or the address of a "
         f"server, such as 'http://localhost:8000', got {type(engine).__name__}; pass the engine "
-        "itself"
+        "itself, not what is around it"
     )
 
 
@@ -121,18 +121,18 @@ def _check_backend(vllm_config: Any) -> None:
 
 
 class Offline:
-    """A ``vllm.LLM``; its requests run between the calls of its ``llm_engine.step()`` too."""
+    """A ``vllm.LLM``, which may have requests that run by calls of ``llm_engine.step()``."""
 
     def __init__(self, engine: Any) -> None:
         self.key: int | str = id(engine)
         self._engine = engine
 
     async def paused(self) -> bool:
-        """It never is: whoever calls ``generate()`` would wait for ever."""
+        """Return ``False``: nobody pauses it, since ``generate()`` would then wait for ever."""
         return False
 
     async def pause(self, in_flight: InFlight) -> None:
-        """Let no request go on, but those that ``"wait"`` is for."""
+        """Pause all requests, or with ``"wait"`` let running ones end and start no others."""
         mode = "keep" if in_flight == "recompute" else "wait"
         self._call(lambda: self._engine.sleep(level=0, mode=mode))
 
@@ -141,13 +141,13 @@ class Offline:
         self._call(lambda: self._engine.wake_up(tags=["scheduling"]))
 
     async def withhold(self) -> None:
-        """Have tokens name no version; a model with parts of two versions makes none."""
+        """Label tokens as unknown; a model with parts of two versions generates none."""
         await self.number(UNKNOWN)
         await self.forget()
         await self.resume()
 
     async def init(self, info: dict[str, Any]) -> None:
-        """Tell the workers which channel to read, or what to make sure of."""
+        """Tell the workers which channel to read, or what to check."""
         self._call(lambda: self._engine.init_weight_transfer_engine({"init_info": info}))
 
     async def start(self) -> None:
@@ -159,20 +159,20 @@ class Offline:
         self._call(lambda: self._engine.update_weights({"update_info": info}))
 
     async def finish(self, version: str | None) -> None:
-        """End an update; the engine's weights have this number."""
+        """End an update, after which the engine's weights have this number."""
         self._call(lambda: self._engine.finish_weight_update(version))
 
     async def number(self, version: str) -> None:
-        """The engine's weights have this number, without an update that ends."""
+        """Give the engine's weights this number, without an update."""
         self._call(lambda: self._engine.update_weight_version(version))
 
     async def forget(self) -> None:
-        """Drop all that was computed with the former weights, of running requests too."""
+        """Drop everything computed with the former weights, that of running requests included."""
         self._call(lambda: self._engine.reset_prefix_cache(reset_running_requests=True))
         self._call(self._engine.llm_engine.reset_encoder_cache)
 
     def _call(self, call: Callable[[], Any]) -> None:
-        """Call an engine; vLLM waits for ever for the answer of one that has ended."""
+        """Call the engine, and raise if it has ended, where vLLM would wait for ever."""
         client = self._engine.llm_engine.engine_core
         resources = getattr(client, "resources", None)
         if resources is None:  # an engine in this process
@@ -194,18 +194,18 @@ class Offline:
 
 
 class InLoop:
-    """An ``AsyncLLM``, within the event loop that it runs in."""
+    """An ``AsyncLLM``, called within the event loop that it runs in."""
 
     def __init__(self, engine: Any) -> None:
         self.key: int | str = id(engine)
         self._engine = engine
 
     async def paused(self) -> bool:
-        """Whether requests wait, as somebody paused them."""
+        """Whether somebody has paused the engine."""
         return await self._engine.is_paused()
 
     async def pause(self, in_flight: InFlight) -> None:
-        """Let no request go on, but those that ``"wait"`` is for."""
+        """Pause all requests, or with ``"wait"`` let running ones end and start no others."""
         mode = "keep" if in_flight == "recompute" else "wait"
         await self._call(self._engine.pause_generation(mode=mode, clear_cache=False))
 
@@ -214,10 +214,10 @@ class InLoop:
         await self._call(self._engine.resume_generation())
 
     async def withhold(self) -> None:
-        """Leave it paused."""
+        """Leave the engine paused."""
 
     async def init(self, info: dict[str, Any]) -> None:
-        """Tell the workers which channel to read, or what to make sure of."""
+        """Tell the workers which channel to read, or what to check."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info=info)
@@ -235,20 +235,20 @@ class InLoop:
         await self._call(self._engine.update_weights(request))
 
     async def finish(self, version: str | None) -> None:
-        """End an update; the engine's weights have this number."""
+        """End an update, after which the engine's weights have this number."""
         await self._call(self._engine.finish_weight_update(version))
 
     async def number(self, version: str) -> None:
-        """The engine's weights have this number, without an update that ends."""
+        """Give the engine's weights this number, without an update."""
         await self._call(self._engine.update_weight_version(version))
 
     async def forget(self) -> None:
-        """Drop all that was computed with the former weights, of running requests too."""
+        """Drop everything computed with the former weights, that of running requests included."""
         await self._call(self._engine.reset_prefix_cache(reset_running_requests=True))
         await self._call(self._engine.reset_encoder_cache())
 
     async def _call(self, call: Coroutine[Any, Any, Any]) -> None:
-        """Await a call; vLLM waits for ever for the answer of an engine that has ended."""
+        """Await a call, and raise if the engine has ended, where vLLM would wait for ever."""
         task = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait([task], timeout=_ALIVE))[0]:
@@ -261,7 +261,7 @@ class InLoop:
 
 
 class Server:
-    """A server that runs with ``VLLM_SERVER_DEV_MODE=1``, which these calls take.
+    """A server that runs with ``VLLM_SERVER_DEV_MODE=1``, which these calls need.
 
     Args:
         address: ``http://host:port``.
@@ -272,18 +272,18 @@ class Server:
         if not address.startswith(("http://", "https://")):
             raise ValueError(
                 f"engine: expected an address such as 'http://localhost:8000', got {address!r}; "
-                "begin it with http://"
+                "begin it with http:// or https://"
             )
         self._address = address.rstrip("/")
         self.key: int | str = self._address
         self._timeout = timeout
 
     async def paused(self) -> bool:
-        """Whether requests wait, as somebody paused them."""
+        """Whether somebody has paused the engine."""
         return json.loads(self._call("GET", "is_paused"))["is_paused"]
 
     async def pause(self, in_flight: InFlight) -> None:
-        """Let no request go on, but those that ``"wait"`` is for."""
+        """Pause all requests, or with ``"wait"`` let running ones end and start no others."""
         mode = "keep" if in_flight == "recompute" else "wait"
         self._post(f"pause?mode={mode}&clear_cache=false")
 
@@ -292,10 +292,10 @@ class Server:
         self._post("resume")
 
     async def withhold(self) -> None:
-        """Leave it paused."""
+        """Leave the engine paused."""
 
     async def init(self, info: dict[str, Any]) -> None:
-        """Tell the workers which channel to read, or what to make sure of."""
+        """Tell the workers which channel to read, or what to check."""
         self._post("init_weight_transfer_engine", {"init_info": info})
 
     async def start(self) -> None:
@@ -307,15 +307,15 @@ class Server:
         self._post("update_weights", {"update_info": info})
 
     async def finish(self, version: str | None) -> None:
-        """End an update; the engine's weights have this number."""
+        """End an update, after which the engine's weights have this number."""
         self._post("finish_weight_update", {"weight_version": version})
 
     async def number(self, version: str) -> None:
-        """The engine's weights have this number, without an update that ends."""
+        """Give the engine's weights this number, without an update."""
         self._post("update_weight_version", {"new_version": version})
 
     async def forget(self) -> None:
-        """Drop all that was computed with the former weights, of running requests too."""
+        """Drop everything computed with the former weights, that of running requests included."""
         self._post("reset_prefix_cache?reset_running_requests=true")
         self._post("reset_encoder_cache")
 
@@ -350,7 +350,7 @@ class Server:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """What a server says of a call that failed."""
+    """The reason that a server gives for a call that failed."""
     if error.code == 404:
         return "no such call; start the server with VLLM_SERVER_DEV_MODE=1"
     text = error.read().decode(errors="replace")

@@ -1,4 +1,4 @@
-"""A policy's engine whose every call generates with one complete version, the newest."""
+"""Keeps a policy's engine at the newest version, so that each call generates with one version."""
 
 # vLLM has an environment of its own, which the linters do not see.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -15,7 +15,7 @@ from fusedrl.vllm.controls import control_of
 from fusedrl.vllm.engine_loads import EngineLoads
 from fusedrl.vllm.policy import ReportedVersions, wrappers_in
 
-TIMEOUT_S = 60.0  # that the engine's workers wait for a version, which is published already
+TIMEOUT_S = 60.0  # how long the engine's workers wait for a version, which is published already
 
 _FOLLOWERS: weakref.WeakSet[EngineFollower] = weakref.WeakSet()
 
@@ -24,18 +24,20 @@ class EngineFollower:
     """Keep a policy's ``vllm.LLM`` at the newest version, between calls and never during one.
 
     It is used as :class:`fusedrl.channel.following.Follower`: ``with follower as version:``
-    brackets a call, and calls that overlap share the version of the first. Nothing is leased
-    between loads, as the engine has a copy of its own. Torchrl's wrappers report the version of
-    each token meanwhile, if the engine tells it (vLLM 0.32).
+    encloses a call, and overlapping calls share the version of the first. Nothing is leased
+    between loads, because the engine has a copy of its own. As long as the engine is followed,
+    torchrl's wrappers report the version of each token, if vLLM does (from 0.32 on).
 
     Args:
-        handle: of the channel; the engine opens it itself.
-        reader: of the same channel, which tells what is published; :meth:`close` leaves it open.
-        policy: with the engine in it. What the engine has is version 0, until one is published.
+        handle: the handle of the channel, which the engine opens itself.
+        reader: a reader of the same channel, which tells what is published; :meth:`close` leaves
+            it open.
+        policy: the policy that contains the engine. The weights that the engine started with are
+            version 0.
 
     Raises:
-        ValueError: the engine was started without the backend, is followed already, or its model
-            has other weights than the channel.
+        ValueError: the engine was started without the backend, another follower has it, or its
+            model has other weights than the channel.
     """
 
     def __init__(self, handle: WeightHandle, reader: WeightReader, policy: Any) -> None:
@@ -57,16 +59,16 @@ class EngineFollower:
         self._loads = EngineLoads(handle, lambda: reader.version, control, timeout=TIMEOUT_S)
         try:
             self._loads.open()
-        except Exception as error:  # that of an engine in another process has no class of its own
+        except Exception as error:  # errors of an engine in another process have lost their class
             raise ValueError(
-                f"channel: expected one that the policy's engine can read, got: {error}; make the "
-                "channel of the model that the engine runs, on the same machine"
+                f"channel: expected one that the policy's engine can read, got: {error}; create it "
+                "from the model that the engine runs"
             ) from error
         self._reports = [ReportedVersions(wrapper) for wrapper in wrappers if _can_tell(wrapper)]
         _FOLLOWERS.add(self)
 
     def load(self, timeout: float | None = None) -> int:
-        """Load the newest version, unless a call goes on; which one the engine has.
+        """Load the newest version, unless a call is running; returns the engine's version.
 
         Args:
             timeout: seconds to wait for the first version; the channel's own if ``None``.
@@ -103,14 +105,14 @@ class EngineFollower:
             self.version = self._loads.load(newest)
 
     def close(self, detach: bool = True) -> None:
-        """Follow no more; the engine keeps the version that it has."""
+        """Stop following the channel; the engine keeps the version that it has."""
         while self._reports:
             self._reports.pop().remove()
         _FOLLOWERS.discard(self)
 
 
 def _can_tell(wrapper: Any) -> bool:
-    """Whether a wrapper is torchrl's, and generates answers that have the versions."""
+    """Whether a wrapper is torchrl's, and vLLM reports versions with what it generates."""
     from torchrl.modules.llm import vLLMWrapper
     from vllm.outputs import CompletionOutput
 

@@ -1,4 +1,4 @@
-"""Let an engine load a version of a channel: the calls, in their order, and what undoes them."""
+"""Lets an engine load a version of a channel: which calls it takes, and what undoes them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fusedrl.vllm.token_versions import STARTED_WITH
 
 Value = TypeVar("Value")
 
-# Who gave each engine, by its key, the weights that it has.
+# The object that last gave each engine weights, by the key of the engine.
 _LAST: weakref.WeakValueDictionary[int | str, EngineLoads] = weakref.WeakValueDictionary()
-# Others may publish between the choice of a version and the engine's lease, which is of the newest.
+# A later version may be published before the engine takes its lease, which is one of the newest.
 _TRIES = 20
 _UNSETTLED = (
     "engine: it may have this version, a part of it, or the former one; it answers under no "
@@ -35,16 +35,16 @@ class EngineLoads:
     """The updates of one engine from one channel.
 
     Args:
-        handle: of the channel.
-        newest: tells which version is published last.
+        handle: the handle of the channel.
+        newest: returns the version that is published last.
         control: calls the engine.
         in_flight: as for :class:`~fusedrl.vllm.EngineWeights`.
-        socket: path of the Unix socket that passes the channel, if the handle alone does not do.
+        socket: path of the Unix socket that passes the channel, if the engine sees other pids.
         timeout: seconds that the engine's workers wait for a version.
-        adapters: of a channel with adapters alone; not for a server.
+        adapters: those of a channel with adapters alone, which a server does not take.
 
     Attributes:
-        version: that the engine was given last; ``None`` before the first.
+        version: the version that the engine was given last; ``None`` before the first.
     """
 
     def __init__(
@@ -75,37 +75,37 @@ class EngineLoads:
             )
 
     def open(self) -> None:
-        """Let the engine read the channel, whose versions it has none of yet.
+        """Let the engine read the channel, of which it has no version yet.
 
         Raises:
-            ValueError, RuntimeError: the engine's workers cannot, or their model has other weights.
+            ValueError, RuntimeError: the engine's workers cannot read the channel, or their model
+                has other weights.
         """
         self.check_synchronous()
         _run(self._open())
 
     async def _open(self) -> None:
         await self._control.init(self._address)
-        # A label of another channel says nothing of this one.
+        # The engine may still have a label from another channel, which means nothing in this one.
         await self._control.number(STARTED_WITH)
 
     def has(self, version: int) -> bool:
-        """Whether this gave the engine a version, and nobody in this process another since."""
+        """Whether the engine has a version, as far as the updates of this process tell."""
         return self.version == version and _LAST.get(self._control.key) is self
 
     def load(self, version: int) -> int:
-        """Load a published version, or a later one; returns which.
+        """Load a published version, or a later one, and return its number.
 
         Raises:
-            ValueError, RuntimeError: the engine's workers refused, or an engine in another process
-                did; the engine goes on with the version that it has, unless a note of the error
-                says otherwise.
-            TypeError: an engine that is called in an event loop.
+            ValueError, RuntimeError: the engine or its workers refused. The engine goes on with the
+                version that it has, unless a note of the error says otherwise.
+            TypeError: the engine is called in an event loop.
         """
         self.check_synchronous()
         return _run(self._load(version))
 
     async def load_async(self, version: int) -> int:
-        """As :meth:`load`, of any engine; a cancellation takes effect when the engine has ended."""
+        """As :meth:`load`, for any engine; a cancellation takes effect after the update."""
         if isinstance(self._control, InLoop):
             return await self._load(version)
         return await to_its_end(asyncio.to_thread(_run, self._load(version)))
@@ -155,7 +155,7 @@ class EngineLoads:
         """Let the workers load a version."""
         attempt.sent = True
         update = {"version": version, "timeout": self._timeout, "attempt": attempt.name}
-        # With the address, as the engine may have been restarted, or read another channel.
+        # The address is sent too, as the engine may have been restarted, or read another channel.
         if self._adapters is None:
             await self._control.load({**update, "channel": self._address})
             return
@@ -169,21 +169,21 @@ class EngineLoads:
             await self._control.number(str(version))
 
     async def _end_unfinished(self) -> None:
-        """End an update that somebody began and left, or that some of the workers began."""
+        """End an update that was left unfinished, or that only some of the workers began."""
         try:
             await self._control.init({"expect": "ended"})
         except Exception:
-            # Those that have none refuse, of several workers the last one.
+            # Workers that have no unfinished update refuse; of several, the last one raises.
             with contextlib.suppress(Exception):
                 await self._control.finish(None)
 
     async def _give_up(self, attempt: Attempt, error: BaseException) -> None:
-        """Let the engine go on, if it has what it had."""
+        """Let the engine go on, if its weights are unchanged."""
         try:
             if attempt.sent:
                 await self._end_unfinished()
                 await self._control.init({"expect": "untouched", "attempt": attempt.name})
-            # Whoever paused it may have left it with parts of two versions.
+            # An engine that was paused may have been left with parts of two versions.
             if not attempt.was_paused:
                 await self._control.resume()
         except BaseException:
@@ -197,9 +197,9 @@ class Attempt:
     """One update of an engine.
 
     Attributes:
-        was_paused: the engine was, when the update began.
-        sent: its workers were told to load a version.
-        name: by which they know it.
+        was_paused: whether the engine was paused when the update began.
+        sent: whether its workers were told to load a version.
+        name: the name by which the workers know the update.
     """
 
     was_paused: bool
@@ -208,14 +208,14 @@ class Attempt:
 
 
 async def to_its_end(work: Coroutine[Any, Any, Value]) -> Value:
-    """Await what nobody may leave in its middle: a cancellation takes effect afterwards."""
+    """Await work that must not be interrupted: a cancellation takes effect afterwards."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # which nobody reads otherwise
+            task.exception()  # asyncio would log an exception that nobody retrieves
         raise
 
 
@@ -228,7 +228,7 @@ def _note(error: BaseException, text: str) -> None:
 
 
 def _run(calls: Coroutine[Any, Any, Value]) -> Value:
-    """What a coroutine returns that never waits for an event loop."""
+    """Run a coroutine that never waits for an event loop, and return its result."""
     try:
         calls.send(None)
     except StopIteration as done:

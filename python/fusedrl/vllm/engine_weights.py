@@ -1,4 +1,4 @@
-"""The trainer's side: publish, let an engine load it, and know which version it has."""
+"""The trainer's side: publishes weights, lets an engine load them, and knows its version."""
 
 # vLLM has an environment of its own, which the linters do not see.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -71,8 +71,8 @@ class EngineWeights:
     ) -> None:
         if in_flight not in ("recompute", "wait"):
             raise ValueError(
-                f"in_flight: expected 'recompute' or 'wait', got {in_flight!r}; "
-                "leave it out for 'recompute'"
+                f"in_flight: expected 'recompute' or 'wait', got {in_flight!r}; 'recompute' lets "
+                "running requests go on, 'wait' lets them end first"
             )
         self.channel = channel
         timeout = seconds("timeout", timeout)
@@ -99,7 +99,7 @@ class EngineWeights:
 
     @property
     def version(self) -> int | None:
-        """The version that the engine got last; ``None`` before the first."""
+        """The version that the engine has loaded last; ``None`` before the first."""
         return self._loads.version
 
     @property
@@ -123,7 +123,7 @@ class EngineWeights:
             )
         from vllm.lora.request import LoRARequest
 
-        # Absolute, or vLLM would ask the hub for it.
+        # An absolute path, as vLLM would look up any other name on the model hub.
         return LoRARequest(self._adapters.name, self._adapters.number, f"/{self._adapters.name}")
 
     def update(self, weights: Any = None, version: int | None = None) -> int:
@@ -152,7 +152,7 @@ class EngineWeights:
     async def update_async(self, weights: Any = None, version: int | None = None) -> int:
         """As :meth:`update`, in the event loop of an ``AsyncLLM``, which goes on meanwhile.
 
-        A cancellation takes effect when the engine is through with the update that goes on.
+        A cancellation takes effect after the update that is running.
         """
         await self._turn()
         try:
@@ -162,7 +162,7 @@ class EngineWeights:
             self._updating.release()
 
     async def _turn(self) -> None:
-        """Wait for the updates that came before."""
+        """Wait for the updates that began before this one."""
         turn = asyncio.ensure_future(asyncio.to_thread(self._updating.acquire))
         try:
             await asyncio.shield(turn)
@@ -183,7 +183,7 @@ class EngineWeights:
             self._socket.close()
 
     def __enter__(self) -> EngineWeights:
-        """This."""
+        """The object itself."""
         return self
 
     def __exit__(

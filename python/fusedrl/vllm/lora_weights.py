@@ -1,4 +1,4 @@
-"""A peft model's adapters, into the LoRA manager of a model of vLLM."""
+"""Loads a peft model's adapters into the LoRA manager of a vLLM model."""
 
 # vLLM has an environment of its own, which the linters do not see.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -23,16 +23,16 @@ _REMEDY = "or create the channel with adapters='merged'"
 
 
 class LoraWeights:
-    """Loads the versions of adapters beside one model, whose own weights stay as they are.
+    """Loads versions of the adapters of one model, whose own weights stay as they are.
 
     Args:
-        model: of vLLM.
-        vllm_config: that the model was made with.
-        layout: of the adapters' weights, under peft's names.
+        model: vLLM's model.
+        vllm_config: the configuration that the model was made with.
+        layout: the layout of the adapters' weights, under peft's names.
 
     Raises:
-        ValueError: an engine that takes no adapters, or not these: all names and shapes that do
-            not fit. Nothing is touched.
+        ValueError: the engine takes no adapters, or these do not fit; the message lists all names
+            and shapes that differ. Nothing is changed.
     """
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig, layout: Layout) -> None:
@@ -53,13 +53,13 @@ class LoraWeights:
                 f"engine: expected one for adapters of rank {max(ranks)}, got max_lora_rank="
                 f"{config.max_lora_rank}; start it with that of the adapters, {_REMEDY}"
             )
-        # Where vLLM's manager of a model's adapters puts itself.
+        # vLLM's manager of adapters sets this attribute of the model.
         self._manager: Any = model.lora_manager
         self._dtype = config.lora_dtype
         self._layers = self._fitting(layout)
 
     def _fitting(self, layout: Layout) -> dict[str, dict[str, tuple[str, int]]]:
-        """Of each layer of peft's its name in vLLM, and the views of its two matrices."""
+        """For each layer of peft's, the name in vLLM and the view of both of its matrices."""
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         mapper = None if mapper is None else mapper.get_rename_mapper()
         sizes = dict(_sizes(self._manager))
@@ -87,15 +87,15 @@ class LoraWeights:
     def copied(
         self, views: Sequence[Tensor], number: int, scalings: Mapping[str, float]
     ) -> LoRAModel:
-        """One version of the adapters, in memory of its own.
+        """A copy of one version of the adapters.
 
         Args:
-            views: one for each entry that is stored, as :meth:`Layout.views` makes them.
-            number: by which requests name the adapters.
-            scalings: of each layer, by peft's name.
+            views: one for each stored entry, as :meth:`Layout.views` makes them.
+            number: the number by which requests name the adapters.
+            scalings: the scaling of each layer, by peft's name.
 
         Raises:
-            ValueError: scalings of other layers, or no room for further adapters.
+            ValueError: ``scalings`` has other layers, or there is no room for more adapters.
         """
         held = self._manager.list_adapters()
         if number not in held and len(held) >= self._manager.capacity:
@@ -113,7 +113,7 @@ class LoraWeights:
         loras = {}
         for layer, parts in self._layers.items():
             name, _ = parts["lora_A"]
-            # vLLM multiplies in place, and keeps them.
+            # vLLM keeps these tensors and scales them in place, so they are copied.
             a, b = (
                 views[parts[part][1]].to(self._dtype, copy=True) for part in ("lora_A", "lora_B")
             )
@@ -121,13 +121,14 @@ class LoraWeights:
         return LoRAModel(number, max(lora.rank for lora in loras.values()), loras)
 
     def put(self, lora: LoRAModel) -> None:
-        """Let requests that name these adapters have them, and not those of before."""
+        """Replace the adapters of this number for all requests that name them."""
         manager = self._manager
         manager.remove_adapter(lora.id)
         manager.add_adapter(lora)
         manager.activate_adapter(lora.id)
-        # Requests for others may take its place among those that compute, from where it comes back,
-        # but not here: no file has it. The public pin_adapter() would keep both.
+        # Requests for other adapters may move these out of the GPU's slots, and they come back from
+        # the CPU's cache. There they are pinned, because no file has them. The public pin_adapter()
+        # would also pin the slot on the GPU.
         manager._pin_lora_in_cpu_cache(lora.id)
 
 
@@ -145,7 +146,7 @@ def _sizes(manager: Any) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _outputs(base: Any) -> list[int]:
-    """Of the parts of a layer, those of all ranks together."""
+    """The numbers of outputs of a layer's parts, over all ranks."""
     if isinstance(base, QKVParallelLinear):
         heads = [base.total_num_heads, base.total_num_kv_heads, base.total_num_kv_heads]
         widths = [base.head_size, base.head_size, base.v_head_size]

@@ -1,4 +1,4 @@
-"""Weights by the names of a checkpoint, into a model of vLLM, which has others."""
+"""Loads weights under the names of a checkpoint into a vLLM model, which has other names."""
 
 # vLLM has an environment of its own, which the linters do not see.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -32,14 +32,14 @@ class ModelWeights:
     """Loads the versions of a layout into one model.
 
     Args:
-        model: of vLLM: the parameters of several layers of a checkpoint are one of its own, and
-            some are in another form.
-        vllm_config: that the model was made with.
-        layout: of the weights.
+        model: vLLM's model, which fuses parameters of several layers of a checkpoint into one, and
+            has some in another form.
+        vllm_config: the configuration that the model was made with.
+        layout: the layout of the weights.
 
     Raises:
-        ValueError: the weights are not those of the model: all names and shapes that do not fit.
-            The model is not touched.
+        ValueError: the weights are not those of the model; the message lists all names and shapes
+            that do not fit. The model is not changed.
     """
 
     def __init__(self, model: Any, vllm_config: VllmConfig, layout: Layout) -> None:
@@ -59,12 +59,12 @@ class ModelWeights:
         """Load one version.
 
         Args:
-            views: one for each entry that is stored, as :meth:`Layout.views` makes them. They may
-                be freed afterwards.
+            views: one for each stored entry, as :meth:`Layout.views` makes them. They may be freed
+                afterwards.
 
         Raises:
-            Exception: as the model does; some of its layers have the version then, others not, and
-                it can be loaded again.
+            Exception: an error of the model. Some of its layers have the version then and others
+                do not, and it can be loaded again.
         """
         index = self._layout.view_of
         initialize_layerwise_reload(self._model)
@@ -77,7 +77,7 @@ class ModelWeights:
 
 
 def _abandon_reload(model: Any) -> None:
-    """Give layers whose loading has begun the memory that they had."""
+    """Give the layers that have begun to load their former memory again."""
     model._do_torchao_reload = model._original_do_torchao_reload
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -88,7 +88,7 @@ def _abandon_reload(model: Any) -> None:
 
 
 class _Copies(TorchDispatchMode):
-    """Notes which sources are copied to which destinations, views of them included."""
+    """Records which sources are used, and how many elements of each destination are filled."""
 
     def __init__(self, sources: dict[int, str]) -> None:
         super().__init__()
@@ -115,9 +115,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 def names_for(vllm_config: VllmConfig, layout: Layout) -> list[str]:
-    """The names of a layout that a model of this configuration is to be given.
+    """The names of a layout that a model of this configuration is given when it loads.
 
-    Those that are tied to others, too, if the model takes them: it may have packed a copy for each.
+    Tied names are among them if the model takes them, as it may have packed a copy for each.
 
     Raises:
         ValueError: the model does not take all of these weights, or needs others.
@@ -141,7 +141,7 @@ def names_for(vllm_config: VllmConfig, layout: Layout) -> list[str]:
 def check_loads_again(model: Any, vllm_config: VllmConfig) -> None:
     """Raise ``ValueError`` for a model that vLLM's reload would leave half loaded.
 
-    On CPUs it packs experts into other shapes, and then copies unpacked ones over them.
+    On CPUs, vLLM packs experts into other shapes, and a reload would copy unpacked ones over them.
     """
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return
@@ -157,13 +157,13 @@ def check_loads_again(model: Any, vllm_config: VllmConfig) -> None:
 
 
 def _differences(vllm_config: VllmConfig, layout: Layout, names: list[str]) -> list[str]:
-    """What a model says that has no memory, when it is given tensors that have none either.
+    """Try the weights on a copy of the model without memory, and return what does not fit.
 
-    It takes them, and puts them where the engine's own would.
+    The copy takes the weights, which have no memory either, as the engine's own model would.
     """
     skeleton = _skeleton(vllm_config)
     entries = {entry.name: entry for entry in layout.entries}
-    # One element in place of all. On meta, they could not be copied to what is not there.
+    # One element stands for all of a tensor. Tensors on meta could not be copied from.
     given = {n: torch.zeros((), dtype=entries[n].dtype).expand(entries[n].shape) for n in names}
     copies = _Copies({_storage(tensor): name for name, tensor in given.items()})
     try:
@@ -177,7 +177,7 @@ def _differences(vllm_config: VllmConfig, layout: Layout, names: list[str]) -> l
         for name in names
         if name not in copies.used
         and entries[name].kind == "parameter"
-        # The other name of a weight says nothing new where the model has no use for it.
+        # A model need not use the second name of a tied weight.
         and entries[name].tied_to is None
     ]
     missing = [
@@ -189,7 +189,7 @@ def _differences(vllm_config: VllmConfig, layout: Layout, names: list[str]) -> l
 
 
 def _refused(skeleton: Any, given: dict[str, Tensor]) -> list[str]:
-    """What a model says of each of the weights that it refuses."""
+    """The error of the model for each of the weights that it refuses."""
     refused = []
     for name, tensor in given.items():
         try:
@@ -201,9 +201,9 @@ def _refused(skeleton: Any, given: dict[str, Tensor]) -> list[str]:
 
 
 def _skeleton(vllm_config: VllmConfig) -> Any:
-    """A model of the same classes on the meta device, which the engine does not know of."""
+    """A model of the same classes on the meta device, which is not registered with the engine."""
     config = copy.copy(vllm_config)
-    # Layers register there by their names, which are those of the engine's own.
+    # Layers register themselves there by name, and the engine's own layers have the same names.
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []

@@ -1,4 +1,4 @@
-"""What a trainer's peft model says of its adapters, beside their weights."""
+"""What an engine has to know of a peft model's adapters beside their weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fusedrl.channel.adapter_merging import loaded
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.layout_entries import listed
 
-# Other ways to begin change the weights of the base, which the engine has not got.
+# Other initialisations change the base weights, and the engine has the base weights as they were.
 _BEGINNINGS = ("gaussian", "eva", "orthogonal")
 
 
 def layer_of(name: str) -> tuple[str, str, str]:
-    """The layer of an adapter's weight, ``lora_A`` or ``lora_B``, and the adapter's name.
+    """Split an adapter weight's name into layer, ``lora_A`` or ``lora_B``, and adapter.
 
     Raises:
-        ValueError: the name of anything else.
+        ValueError: it is not the name of an adapter's weight.
     """
     layer, _, rest = name.rpartition(".lora_")
     part, _, adapter = rest.removesuffix(".weight").partition(".")
@@ -30,19 +30,19 @@ def layer_of(name: str) -> tuple[str, str, str]:
 
 
 class PeftAdapters:
-    """The adapters that a channel has the weights of.
+    """The adapters whose weights a channel has.
 
     Args:
-        channel: with ``adapters="only"``.
+        channel: a channel with ``adapters="only"``.
 
     Attributes:
-        scalings: by how much each adapted layer multiplies what its adapter adds, by the layers'
-            names in the channel.
-        name: of these adapters in an engine.
-        number: of these adapters in an engine, another one for each channel.
+        scalings: the factor by which each adapted layer multiplies what its adapter adds, by the
+            layers' names in the channel.
+        name: the name of these adapters in an engine.
+        number: the number of these adapters in an engine, different for each channel.
 
     Raises:
-        ValueError: adapters that are more than two matrices a layer; all that is wrong with them.
+        ValueError: the adapters are more than two matrices a layer; the message lists all problems.
     """
 
     def __init__(self, channel: WeightChannel) -> None:
@@ -58,11 +58,11 @@ class PeftAdapters:
         """Read the scalings again.
 
         Args:
-            weights: that are published: a peft model, or without one, those of the model that the
-                channel was created from.
+            weights: the weights that are published. If they are not a peft model, the scalings are
+                read from the model that the channel was created from.
 
         Raises:
-            ValueError: as the class does.
+            ValueError: as for the class.
         """
         model = weights if isinstance(weights, nn.Module) else self._template
         self.scalings = _scalings(model, self._layout)

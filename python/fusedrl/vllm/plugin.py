@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 BACKEND = "fusedrl"
-# Those whose interface the transfer engine implements. Before 0.31 `receive_weights` and
+# The oldest vLLM whose interface the transfer engine implements. Before 0.31, `receive_weights` and
 # `start_weight_update` have other signatures.
 OLDEST = (0, 31)
 
@@ -18,8 +18,8 @@ logger = logging.getLogger("fusedrl")
 def register() -> None:
     """Make ``backend="fusedrl"`` known to this process's vLLM; may be called again.
 
-    A vLLM without weight transfer is left alone: engines that do not ask for the backend must
-    start, and one that does is told by vLLM that there is no such option.
+    A vLLM without weight transfer is left alone, so that engines start which do not ask for the
+    backend. To those that do, vLLM says that there is no such option.
     """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -35,15 +35,15 @@ def register() -> None:
 
 
 def transfer_engine(*arguments: Any, **named: Any) -> Any:
-    """A worker's end of a channel, of the arguments that vLLM makes it with.
+    """Make a worker's end of a channel, with the arguments that vLLM passes.
 
     Raises:
-        RuntimeError: a vLLM whose arguments are others.
+        RuntimeError: this version of vLLM passes other arguments.
     """
     from vllm import __version__ as version
 
     check_version(version)
-    # Imports what older versions do not have.
+    # This import fails with older versions of vLLM.
     from fusedrl.vllm.transfer_engine import ChannelWeightTransferEngine
 
     return ChannelWeightTransferEngine(*arguments, **named)

@@ -1,4 +1,4 @@
-"""torchrl's policies that generate with a vLLM engine: which they are, and what they report."""
+"""Finds the vLLM engine in torchrl's policies, and lets them report the version of each token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def wrappers_in(policy: Any) -> list[Any]:
     """The parts of a policy that have a ``vllm.LLM`` as their ``model``; all have the same one.
 
     Raises:
-        TypeError: an engine that nothing here can give weights to.
-        ValueError: several engines.
+        TypeError: an engine that cannot be given weights through a channel.
+        ValueError: the policy has several engines.
     """
     wrappers = list(_with_engines(policy))
     if any(wrapper.model is not wrappers[0].model for wrapper in wrappers):
@@ -32,7 +32,7 @@ def wrappers_in(policy: Any) -> list[Any]:
 
 
 def _with_engines(policy: Any) -> Iterator[Any]:
-    # Where nothing has imported it, nobody has one; to import it takes seconds.
+    # Importing vLLM takes seconds, and without an import the policy cannot have an engine.
     engine_class = getattr(sys.modules.get("vllm.entrypoints.llm"), "LLM", None)
     for part in policy.modules() if isinstance(policy, nn.Module) else [policy]:
         if getattr(part, "_model_type", None) in ("async_vllm", "ray_actor"):
@@ -50,12 +50,12 @@ def _with_engines(policy: Any) -> Iterator[Any]:
 class ReportedVersions:
     """Lets a ``vLLMWrapper`` report the version of each token that it generates.
 
-    They come under ``"token_policy_version"``: int64, beside the tokens of the response and of
-    their form: ragged, or padded with -1. Prompts that the engine has no room for are refused
-    before it is given any of their batch.
+    The versions come under ``"token_policy_version"`` as int64, in the form of the tokens of the
+    response: ragged, or padded with -1. If the engine has no room for a prompt, the whole batch is
+    refused before the engine gets any of it.
 
     Args:
-        wrapper: of torchrl, which generates; changed until :meth:`remove`.
+        wrapper: a generating wrapper of torchrl, which is changed until :meth:`remove`.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -82,7 +82,7 @@ class ReportedVersions:
 
     @set_list_to_stack(True)
     def _report(self, made: Callable[..., TensorDictBase], *args: Any, **kwargs: Any) -> Any:
-        """What the wrapper makes of the engine's answers, with their versions."""
+        """What the wrapper makes of the engine's answers, with their versions added."""
         out = made(*args, **kwargs)
         versions = [token_versions(completion) for completion in self._call.completions]
         del self._call.completions
@@ -94,7 +94,7 @@ class ReportedVersions:
         return out
 
     def remove(self) -> None:
-        """Leave the wrapper as it was."""
+        """Restore the wrapper."""
         for name in self._replaced:
             delattr(self._wrapper, name)
         self._wrapper.out_keys = self._out_keys

@@ -1,4 +1,4 @@
-"""A model that has parts of two versions answers nothing."""
+"""Keeps a model that has parts of two versions from running."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-# What makes tokens of hidden states, and what makes those. CUDA graphs replay the second without
-# calling it, never the first, which models that generate no tokens do not have.
+# CUDA graphs replay `forward` without calling it, so `compute_logits` is replaced too. Models that
+# generate no tokens do not have the latter.
 _METHODS = ("compute_logits", "forward")
 
 
 def refuse_to_run(model: nn.Module, version: int) -> None:
-    """Have every run of a model fail; vLLM ends an engine whose model fails.
+    """Make every run of a model fail; vLLM ends an engine whose model fails.
 
     Args:
-        model: of vLLM.
-        version: that is loaded meanwhile.
+        model: vLLM's model.
+        version: the version that is being loaded.
     """
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
@@ -32,6 +32,6 @@ def refuse_to_run(model: nn.Module, version: int) -> None:
 
 
 def let_run(model: nn.Module) -> None:
-    """End what :func:`refuse_to_run` began."""
+    """Undo :func:`refuse_to_run`."""
     for method in _METHODS:
         vars(model).pop(method, None)

@@ -12,7 +12,7 @@ from fusedrl.channel.checks import MAX_VERSION
 
 TOKENS_KEY = "token_policy_version"  # where a policy reports them, in its tensordicts
 PADDING = -1
-STARTED_WITH = "default"  # vLLM's label for weights that no update has brought
+STARTED_WITH = "default"  # vLLM's label for the weights that an engine started with
 
 
 def token_versions(completion: Any) -> Tensor:

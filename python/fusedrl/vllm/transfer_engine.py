@@ -32,13 +32,13 @@ class ChannelInitInfo(WeightTransferInitInfo):
     """Which channel an engine is to read: the fields of a :class:`WeightHandle`, as plain JSON.
 
     Attributes:
-        pid: of the publisher, as the engine's processes see it.
-        fd: of the channel, in the publisher's process.
+        pid: the publisher's process id, as the engine's processes see it.
+        fd: the channel's file descriptor in the publisher's process.
         session: the channel's secret.
         socket: path of a Unix socket that passes the channel, where the engine sees other pids.
         adapters: the fields of :class:`AdapterUpdate`, to load a version of a channel with
-            ``adapters="only"``. vLLM drops all adapters at the end of what it calls an update of
-            its weights, which this is none of.
+            ``adapters="only"``. They are not sent as an update of weights, at the end of which
+            vLLM drops all adapters.
     """
 
     pid: int
@@ -53,10 +53,10 @@ class AdapterUpdate:
     """Which version of a peft model's adapters an engine is to load.
 
     Attributes:
-        version: this one, and no other.
+        version: the version to load; no other one is taken.
         timeout: seconds to wait for it; the channel's own if ``None``.
-        number: by which requests name the adapters, vLLM's ``lora_int_id``.
-        scalings: by how much each layer multiplies what its adapter adds.
+        number: the number by which requests name the adapters, vLLM's ``lora_int_id``.
+        scalings: the factor by which each layer multiplies what its adapter adds.
         attempt: a name that no other update has, for :class:`Expectation`.
     """
 
@@ -69,12 +69,12 @@ class AdapterUpdate:
 
 @dataclass
 class Expectation(WeightTransferInitInfo):
-    """What a trainer wants to be sure of: the only answer of a worker is an error, or none.
+    """What a trainer wants to be sure of; a worker raises an error where it does not hold.
 
     Attributes:
-        expect: ``"ended"``: no update that was begun goes on. ``"untouched"``: the model is what it
-            was before the attempt began.
-        attempt: of :class:`ChannelUpdateInfo`, or of :class:`AdapterUpdate`.
+        expect: ``"ended"``: no update is unfinished. ``"untouched"``: the model has not changed
+            since the attempt began.
+        attempt: that of :class:`ChannelUpdateInfo` or :class:`AdapterUpdate`.
     """
 
     expect: Literal["ended", "untouched"]
@@ -86,7 +86,7 @@ class ChannelUpdateInfo(WeightTransferUpdateInfo):
     """Which version an engine is to load.
 
     Attributes:
-        version: this one, and no other, which the engine would have under a wrong number.
+        version: the version to load; another one would get a wrong number in the engine.
         timeout: seconds to wait for it; the channel's own if ``None``.
         channel: the fields of :class:`ChannelInitInfo`, of the channel that has the version.
             ``None``: the one that the engine reads.
@@ -102,10 +102,10 @@ class ChannelUpdateInfo(WeightTransferUpdateInfo):
 class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelUpdateInfo]):
     """Load versions of a :class:`WeightChannel` into the model of a vLLM worker.
 
-    vLLM makes it for ``WeightTransferConfig(backend="fusedrl")``. A version is leased, by all
-    workers the same one, before anything of the model is touched; an update that fails before that
-    leaves the engine with the version that it has. One that fails after it leaves a model that
-    refuses to run, until an update succeeds.
+    vLLM makes one for ``WeightTransferConfig(backend="fusedrl")``. All workers lease the same
+    version before any of them changes its model. An update that fails until then leaves the engine
+    with the version that it has. One that fails later leaves models that refuse to run until an
+    update succeeds.
     """
 
     init_info_cls = ChannelInitInfo
@@ -122,20 +122,21 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         self._touched_by: str | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """The address of a channel, or what a trainer wants to be sure of."""
+        """The address of a channel, or an expectation of the trainer."""
         if "expect" in init_dict:
             return Expectation(**init_dict)
         return super().parse_init_info(init_dict)
 
     def init_transfer_engine(self, init_info: ChannelInitInfo | Expectation) -> None:
-        """Become a reader of the channel, in the place of one that there was.
+        """Become a reader of the channel, in the place of any other one.
 
-        With ``adapters`` a version of them is loaded, too.
+        With ``adapters``, a version of the adapters is loaded too.
 
         Raises:
-            RuntimeError, TimeoutError: the channel cannot be opened, the version not be leased, or
-                an expectation is not met; the message says why.
-            ValueError: its weights are not those of the engine's model; all differences.
+            RuntimeError, TimeoutError: the channel cannot be opened, the version cannot be leased,
+                or an expectation is not met; the message says why.
+            ValueError: the channel's weights are not those of the engine's model; the message lists
+                all differences.
         """
         if isinstance(init_info, Expectation):
             self._check(init_info)
@@ -174,7 +175,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
             weights.put(lora)
 
     def _open(self, info: ChannelInitInfo, kind: type[ModelWeights] | type[LoraWeights]) -> bool:
-        """Read another channel, unless a worker cannot."""
+        """Read another channel; ``False``, on all but the last rank, if some worker cannot."""
         opened: list[WeightReader] = []
 
         def open_and_check() -> ModelWeights | LoraWeights:
@@ -193,12 +194,12 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         return True
 
     def start_weight_update(self) -> None:
-        """Touch nothing: a model is touched when a version is there, by :meth:`update_weights`."""
+        """Change nothing: :meth:`update_weights` changes the model once it has a version."""
         self._begun = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As :meth:`receive_weights`; the fields come as a dict."""
-        # The base class synchronises an accelerator, which a CPU does not have.
+        """As :meth:`receive_weights`, with the fields as a dict."""
+        # The method of the base class synchronises an accelerator, and fails on a CPU.
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
@@ -206,14 +207,14 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
             raise
 
     def receive_weights(self, update_info: ChannelUpdateInfo) -> None:
-        """Lease a version, load all of it, and let it go.
+        """Lease a version, load all of it, and release it.
 
         Raises:
-            RuntimeError: no channel, a channel whose publisher has ended without this version, or
-                which has gone on to another; several workers, of which one failed.
+            RuntimeError: there is no channel, its publisher has ended without this version or has
+                gone on to another one, or one of several workers failed.
             TimeoutError: the version was not published in time.
-            ValueError: a channel that has not the weights of the engine's model.
-            Exception: what a model of vLLM raises while it is loaded, which refuses to run then.
+            ValueError: the channel does not have the weights of the engine's model.
+            Exception: an error of vLLM's model while it is loaded, which then refuses to run.
         """
         if update_info.channel is not None:
             info = self.parse_init_info(update_info.channel)
@@ -270,7 +271,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         return lease
 
     def finish_weight_update(self) -> None:
-        """Touch nothing: an update that was not received has changed nothing."""
+        """Change nothing: :meth:`update_weights` has loaded the version."""
         self._begun = False
 
     def shutdown(self) -> None:
@@ -281,7 +282,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
 
 
 def _nothing() -> None:
-    """What undoes an attempt that has left nothing behind."""
+    """Undo an attempt that leaves nothing behind."""
 
 
 def _opened(init_info: ChannelInitInfo) -> WeightReader:

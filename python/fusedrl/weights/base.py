@@ -19,12 +19,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
 
     class _Updater(WeightUpdaterBase):
-        """What both directions share: the collector, and one way in for every call form."""
+        """What both bases share: the registered collector."""
 
         _collector_wr: Any = None
 
         def __init_subclass__(cls, **kwargs: Any) -> None:
-            # Past torchrl's own, which calls every subclass deprecated.
+            # This skips torchrl's method, which warns that every subclass is deprecated.
             super(WeightUpdaterBase, cls).__init_subclass__(**kwargs)
 
         def register_collector(self, collector: Any) -> None:
@@ -82,7 +82,7 @@ class LocalWeightUpdaterBase(_Updater):
 
     @abstractmethod
     def _get_server_weights(self) -> Weights:
-        """The weights to fetch, where an update is given none."""
+        """The weights to fetch, for updates that are given none."""
 
     @abstractmethod
     def _get_local_weights(self) -> Weights:
@@ -165,15 +165,15 @@ class RemoteWeightUpdaterBase(_Updater):
 
     @abstractmethod
     def _get_server_weights(self) -> Weights:
-        """The weights to send, where an update is given none."""
+        """The weights to send, for updates that are given none."""
 
     @abstractmethod
     def _maybe_map_weights(self, server_weights: Weights) -> Weights:
-        """The weights as workers take them; what this returns is sent."""
+        """The weights in the form that workers take, which is what is sent."""
 
     @abstractmethod
     def all_worker_ids(self) -> list[int] | list[torch.device]:
-        """All workers, by the names that ``worker_ids`` takes."""
+        """The names of all workers, as ``worker_ids`` takes them."""
 
     def _skip_update(self, worker_id: WorkerId) -> bool:
         return False

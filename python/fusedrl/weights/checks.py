@@ -1,4 +1,4 @@
-"""Checks of what weight updaters are made from."""
+"""Checks of the arguments of weight updaters and schemes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_getter(name: str, getter: Any) -> None:
 
 
 def check_timeout(timeout: float) -> None:
-    """Raise ``ValueError`` unless ``timeout`` ends a wait."""
+    """Raise ``ValueError`` unless ``timeout`` is a positive, finite number of seconds."""
     number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not number or not 0 < timeout < float("inf"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Weights of any form into tensors that exist."""
+"""Copies weights of any form into existing tensors."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def unwrap(weights: Weights) -> Weights:
 
 
 def named_as(target: TensorDictBase, source: Weights) -> Weights:
-    """``source`` under the names of ``target``, if it has those of a model in a wrapper or around.
+    """``source`` under the names of ``target``, if they differ by the prefix of a wrapper.
 
     Raises:
-        TypeError: a source of another type.
-        ValueError: other names for a part of the parameters only: they might be another part's.
+        TypeError: the source is of another type.
+        ValueError: prefixes differ, and the source has a part of the parameters only, so that its
+            names might mean another part.
     """
     given, there = places_of(source), places_of(target)
     reading = match_prefixes(given, there)
@@ -52,13 +53,13 @@ def named_as(target: TensorDictBase, source: Weights) -> Weights:
 def match_weights(source: Weights, target: TensorDictBase) -> list[tuple[Tensor, Tensor]]:
     """Pairs of a tensor of ``target`` and the new values that ``source`` has for it.
 
-    ``source`` is a tensordict, a module or a mapping; it may lack entries, and its names are read
-    as by :func:`named_as`.
+    ``source`` is a tensordict, a module or a mapping. It may lack entries, and its names may have
+    another prefix, as for :func:`named_as`.
 
     Raises:
-        TypeError: a source of another type.
-        ValueError: an entry that ``target`` does not have, or has in another shape; different
-            values for one tensor.
+        TypeError: the source is of another type.
+        ValueError: the target does not have an entry of the source, or has it in another shape; or
+            there are different values for one tensor.
     """
     there = places_of(target)
     pairs: dict[Any, tuple[str, Tensor, Tensor]] = {}
@@ -95,8 +96,8 @@ def _described(place: Place | None) -> str:
 def copy_weights(source: Weights, target: TensorDictBase) -> None:
     """Write ``source`` into ``target`` in place, leaves that require grad included.
 
-    Entries that ``source`` lacks stay as they are. Errors are those of :func:`match_weights`, and
-    come before anything is written.
+    Entries that ``source`` lacks stay as they are. Errors are those of :func:`match_weights`, which
+    are raised before anything is written.
     """
     for entry, value in match_weights(source, target):
         entry.copy_(value)

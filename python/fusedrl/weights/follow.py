@@ -1,4 +1,4 @@
-"""What makes a torchrl collector follow a channel: the version changes where its turns begin."""
+"""Makes a torchrl collector follow a channel, with a change of version only between its turns."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ VERSION_KEY = "policy_version"
 
 
 class LeasedVersion:
-    """What a collector has as its version tracker: versions come with the weights.
+    """The version tracker of a collector whose versions come with its weights.
 
-    The transform that tags frames gets the version of each policy call. Neither an update that
-    comes between that call and ``env.step`` nor a count of updates changes it.
+    The transform that tags frames gets the version of each policy call. It does not change by an
+    update between that call and ``env.step``, nor by a count of updates.
 
     Args:
-        transform: the collector's ``PolicyVersion``, of integers.
-        follower: of the collector's policy.
+        transform: the collector's ``PolicyVersion``, which has integers.
+        follower: the follower of the collector's policy.
     """
 
     def __init__(self, transform: Any, follower: Following) -> None:
@@ -40,7 +40,7 @@ class LeasedVersion:
 
     @property
     def version_type(self) -> Any:
-        """That of the transform."""
+        """The version type of the transform."""
         return self.transform.version_type
 
     @property
@@ -53,14 +53,15 @@ class LeasedVersion:
         """Ignored: the version comes with the weights."""
 
     def increment_version(self) -> None:
-        """An update is counted when it is published."""
+        """Do nothing: an update is counted when it is published."""
 
 
 class Unnumbered:
-    """Weights that are in no version: those of a trainer's own model, whose scheme is shut down.
+    """Weights without a version: those of a trainer's own model after its scheme is shut down.
 
     Args:
-        tracker: of the versions. It has the number of other weights, until it is given another.
+        tracker: the version tracker. Until somebody sets or counts a version, it still has the
+            number of other weights.
     """
 
     def __init__(self, tracker: Any) -> None:
@@ -68,7 +69,7 @@ class Unnumbered:
         self._last = tracker.version
 
     def check(self) -> None:
-        """Raise ``RuntimeError`` unless somebody has counted a version since."""
+        """Raise ``RuntimeError`` unless somebody has counted a version since the shutdown."""
         if self._tracker.version == self._last:
             raise RuntimeError(
                 f"policy_version: expected weights with a number, got those of the trainer, since "
@@ -78,29 +79,30 @@ class Unnumbered:
 
 
 class FollowedCall(partial):
-    """How a followed policy is called; copies of the module are called as any."""
+    """The call of a followed policy; copies of the policy are called as usual."""
 
     def __getattr__(self, name: str) -> Any:
-        """Of the policy."""
+        """An attribute of the policy."""
         return getattr(self.args[0], name)
 
     def __reduce__(self) -> Any:
-        """Of a copy."""
+        """A copy of the policy has ``None`` in the place of this."""
         return type(None), ()
 
 
 class Attachment:
     """A follower of one of a collector's models, attached to the calls of the model.
 
-    A turn of a policy begins with its call and lasts until the next one, or the end of the rollout:
-    what the environment's transforms compute with its weights has the version of the call, too.
-    Other models switch versions at each call.
+    A turn of a policy begins with its call and lasts until the next call, or until the rollout
+    ends. So the environment's transforms also compute with the version of the call, if they use
+    the policy's weights. Other models switch versions at each call.
 
     Args:
         collector: torchrl's ``Collector``, which may compile its policy and have a
-            ``policy_version_tracker``; or one that holds its turns itself, by ``hold_turns``.
-        follower: of the model.
-        is_policy: the model is the collector's policy, or in it: its versions tag the frames.
+            ``policy_version_tracker``; or a collector with a method ``hold_turns``.
+        follower: the follower of the model.
+        is_policy: whether the model is the collector's policy or a part of it, whose versions tag
+            the frames.
 
     Raises:
         ValueError: the collector tags frames with UUIDs, or with the versions of another follower.
@@ -113,15 +115,15 @@ class Attachment:
         self._follower = follower
         self._transform: Any = None
         self._rollouts: tuple[str, ...] = ()
-        self._of_dialogs = isinstance(collector, LLMCollector)  # which calls its attribute `policy`
+        self._of_dialogs = isinstance(collector, LLMCollector)  # calls its attribute `policy`
         self._rollout = threading.local()  # the turn of a rollout, in the thread that runs it
         if is_policy and hasattr(collector, "hold_turns"):
             self._leave = collector.hold_turns(follower)
         elif is_policy:
             self._attach_turns(collector)
         if not (is_policy and is_compiled(collector)):
-            # A module calls this, if it has it, in the place of its forward and hooks. Hooks would
-            # not run after KeyboardInterrupt, nor where the module is compiled already.
+            # A module calls this attribute, if it is set, instead of its forward and hooks. Hooks
+            # would not run after KeyboardInterrupt, nor in a module that is compiled already.
             module = follower.module
             call = module._compiled_call_impl or module._call_impl
             self._undo.append(
@@ -141,8 +143,9 @@ class Attachment:
         self._undo.append(patch_attribute(collector, name, FollowedCall(self._in_turn, call)))
         for rollout in self._rollouts:
             if isinstance(vars(collector).get(rollout), _NumberedRollout):
-                delattr(collector, rollout)  # this one numbers the weights again
-            # Of another follower, or the collector's own, which must not keep the collector alive.
+                delattr(collector, rollout)  # from here on, this follower numbers the weights
+            # The rollout of another follower, or the collector's own, by a weak reference that does
+            # not keep the collector alive.
             inner = vars(collector).get(rollout) or partial(_call, self._collector, rollout)
             whole_turns = partial(self._whole_turns, inner)
             self._undo.append(patch_attribute(collector, rollout, whole_turns))
@@ -158,8 +161,8 @@ class Attachment:
         self._undo.append(patch_attribute(collector, "policy_version_tracker", leased))
 
     def _whole_turns(self, rollout: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A rollout of the collector."""
-        self._tag()  # a frame of random actions has no call
+        """A rollout of the collector, whose turns hold their versions."""
+        self._tag()  # a frame of random actions comes without a call
         self._rollout.called = False
         with ExitStack() as self._rollout.turn:
             try:
@@ -173,12 +176,12 @@ class Attachment:
         return made
 
     def _in_turn(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The collector's call of its policy, with which a turn begins."""
+        """Call the policy, which begins a turn."""
         self._rollout.called = True
         turn: ExitStack | None = getattr(self._rollout, "turn", None)
         if turn is None:
             return self._in_call(partial(self._tagged, call), *args, **kwargs)
-        turn.close()  # the turn before
+        turn.close()  # ends the turn before
         turn.enter_context(self._follower)
         return self._tagged(call, *args, **kwargs)
 
@@ -193,9 +196,9 @@ class Attachment:
         return call(*args, **kwargs)
 
     def _tag(self, *given: Any) -> None:
-        """Give the frame that begins the version that the transform gives to its ``"next"``.
+        """Tag the root of the frame that begins with the version that its ``"next"`` will have.
 
-        Otherwise its own tag were that of the step before, or of the reset.
+        Otherwise the root would keep the tag of the step before, or of the reset.
         """
         for data in (*given, getattr(self._collector(), "_carrier", None)):
             if self._transform is not None and isinstance(data, TensorDictBase):
@@ -204,11 +207,11 @@ class Attachment:
                     data.set(VERSION_KEY, torch.full_like(tag, self._transform.version))
 
     def remove(self, keeps: bool = True) -> None:
-        """Leave the collector as it was.
+        """Restore the collector.
 
         Args:
-            keeps: its policy has the version that it had last. Otherwise the collector refuses to
-                tag frames, until somebody counts a version of the weights that it has instead.
+            keeps: whether the policy keeps the version that it had last. Otherwise the collector
+                refuses to tag frames until somebody counts a version of its new weights.
         """
         while self._undo:
             self._undo.pop()()
@@ -224,7 +227,7 @@ class Attachment:
 
 
 class _NumberedRollout(partial):
-    """A rollout of a collector whose weights have a number; otherwise it is refused."""
+    """A rollout of a collector that is refused unless the weights have a number."""
 
 
 def _call_checked(
@@ -235,7 +238,7 @@ def _call_checked(
 
 
 def _call(collector: weakref.ref[Any], method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call what an object's class has under a name."""
+    """Call a method that the class of an object has, not one of the object itself."""
     existing = collector()
     return getattr(type(existing), method)(existing, *args, **kwargs)
 
@@ -243,18 +246,21 @@ def _call(collector: weakref.ref[Any], method: str, *args: Any, **kwargs: Any) -
 def follow_channel(
     channel: WeightHandle | WeightReader, policy: Any, mode: Literal["alias", "copy"]
 ) -> tuple[Following, Callable[[], None]]:
-    """What gives a policy the newest version of a channel, and what ends that.
+    """Let a policy follow a channel.
 
     Args:
         channel: a handle, which is opened and closed here, or a reader.
-        policy: the module that the channel has the weights of, or what has one, or a vLLM engine,
-            as its ``model``.
+        policy: the module whose weights the channel has, or an object with such a module, or with
+            a vLLM engine, as its ``model``.
         mode: ``"alias"`` or ``"copy"``; in alias mode a version is held until the next one is
             loaded, so that nothing of it changes between two calls. An engine has a copy.
 
+    Returns:
+        The follower, and a function that ends the following.
+
     Raises:
-        ValueError: neither has the names of the channel.
-        TypeError: an engine, and a reader.
+        ValueError: neither the policy nor its model has the names of the channel.
+        TypeError: the policy has an engine, and ``channel`` is a reader.
         RuntimeError: the reader is closed.
     """
     with ExitStack() as stack:
@@ -281,13 +287,13 @@ def _handle(channel: WeightHandle | WeightReader) -> WeightHandle:
 
 
 def check_open(reader: WeightReader) -> None:
-    """Raise ``RuntimeError`` unless a reader, which others may close, can be used."""
+    """Raise ``RuntimeError`` if a reader is closed, which others may have done."""
     try:
         reader._end.require_open()
     except RuntimeError as error:
         raise RuntimeError(
             "channel: expected a reader that stays open until the collector is shut down, got: "
-            f"{error}; pass channel.handle, and let the collector open it"
+            f"{error}; shut down the collector before you close the reader"
         ) from error
 
 
@@ -303,7 +309,7 @@ def _module_with(policy: Any, reader: WeightReader) -> nn.Module:
 
 
 def refuse_another_channel() -> NoReturn:
-    """Raise ``ValueError``: something else numbers the weights of a part of the policy."""
+    """Raise ``ValueError``, because two channels number parts of one policy."""
     raise ValueError(
         "weight_sync_schemes: expected one for the policy, got another for a part of it, and a "
         "turn has one version; use one for 'policy', which is all of it"
@@ -311,7 +317,7 @@ def refuse_another_channel() -> NoReturn:
 
 
 def refuse_another_policy() -> NoReturn:
-    """Raise ``RuntimeError``: the channel has the weights of the policy that there was."""
+    """Raise ``RuntimeError``, because the policy is not the one whose weights the channel has."""
     raise RuntimeError(
         "policy: expected the one whose weights come through a channel, got another, which the "
         "channel's versions are not of; publish its weights instead, or make another collector"
@@ -328,8 +334,9 @@ def check_counts(tracker: Any) -> None:
 
 
 def patch_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute; the function that is returned undoes it, while the owner exists."""
-    shared = getattr(type(owner), name, owner)  # of all its instances, but a property
+    """Set an attribute, and return a function that undoes it if the owner still exists."""
+    # A value that the class has for all instances, unless it is a property.
+    shared = getattr(type(owner), name, owner)
     of_class = name not in vars(owner) and shared is not owner and not isinstance(shared, property)
     before, reference = None if of_class else getattr(owner, name), weakref.ref(owner)
     setattr(owner, name, value)

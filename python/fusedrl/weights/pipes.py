@@ -1,4 +1,4 @@
-"""What torchrl's multi-process collectors offer for weights: shared memory, and a pipe a worker."""
+"""Sends weights to workers of torchrl's multi-process collectors, by shared memory or by pipes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from tensordict import TensorDictBase
 
-# A pipe -> who wrote, or still writes, the messages to it that have no answer yet.
+# For each pipe, the threads that wrote, or still write, messages that have no answer yet.
 _unanswered: WeakKeyDictionary[Any, list[threading.Thread]] = WeakKeyDictionary()
 
 
@@ -37,9 +37,9 @@ def worker_indices(collector: Any, worker_id: int | torch.device) -> list[int]:
 
 
 def processes_of(collector: Any, worker_id: int | torch.device) -> list[int]:
-    """Indices of the worker processes that ``worker_id`` names, all alive.
+    """Indices of the worker processes that ``worker_id`` names, after a check that all are alive.
 
-    None for a collector without processes, or no collector.
+    The list is empty if there is no collector, or if it has no processes.
 
     Raises:
         ValueError: the collector has no such worker.
@@ -62,8 +62,8 @@ def wait_until_runs(collector: Any, index: int, deadline: float) -> None:
     """Wait until a worker's process is not stopped by a signal.
 
     Raises:
-        RuntimeError: it dies meanwhile.
-        TimeoutError: it is still stopped at ``deadline``, on the clock of ``time.monotonic()``.
+        RuntimeError: the worker dies meanwhile.
+        TimeoutError: the worker is still stopped at ``deadline``, a time of ``time.monotonic()``.
     """
     process = collector.procs[index]
     while True:
@@ -110,7 +110,8 @@ def update(collector: Any, index: int, weights: TensorDictBase, timeout: float) 
             "update through its pipe makes a worker drop its batch and stop; pass the collector "
             "the policy itself, and TensorDict.from_module(policy) as policy_weights"
         )
-    # Sending moves tensors into shared memory for good, hence a copy; one buffer is one open file.
+    # Sending moves tensors into shared memory for good, so a copy is sent, as one buffer, because
+    # each buffer needs an open file.
     copy = weights.data.consolidate(device=torch.device("cpu"))
     answer = _ask(collector, index, (copy, "update"), timeout)
     if not (isinstance(answer, tuple) and answer[-1] == "updated"):
@@ -121,7 +122,7 @@ def update(collector: Any, index: int, weights: TensorDictBase, timeout: float) 
 
 
 def _ask(collector: Any, index: int, message: Any, timeout: float) -> Any:
-    """The answer to ``message``, behind those that earlier updates did not wait for."""
+    """Send ``message`` and return its answer, past answers that earlier updates left unread."""
     deadline = time.monotonic() + timeout
     pipe, process = collector.pipes[index], collector.procs[index]
     writers = _unanswered.setdefault(pipe, [])
@@ -129,13 +130,13 @@ def _ask(collector: Any, index: int, message: Any, timeout: float) -> Any:
 
     def send() -> None:
         try:
-            for writer in earlier:  # two at a time would mix their messages
+            for writer in earlier:  # two threads that write at a time would mix their messages
                 writer.join()
             pipe.send(message)
         except Exception as error:
             failures.append(error)
 
-    # A full pipe blocks its writer for as long as nobody reads it.
+    # A thread writes, because a full pipe blocks its writer until somebody reads.
     own = threading.Thread(target=send, daemon=True)
     writers.append(own)
     own.start()
@@ -166,7 +167,7 @@ def _ask(collector: Any, index: int, message: Any, timeout: float) -> Any:
 
 
 def busy(collector: Any, pids: set[int]) -> str:
-    """The message where workers hold all slots of a channel."""
+    """The error message for workers that hold all slots of a channel."""
     workers = (i for i, process in enumerate(collector.procs) if process.pid in pids)
     names = ", ".join(_name(collector, index) for index in workers)
     return (

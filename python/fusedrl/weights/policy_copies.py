@@ -1,4 +1,4 @@
-"""Models of a process that the trainer's weights shall not reach but through the channel."""
+"""Gives models memory of their own, which the trainer's weights reach through the channel only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("fusedrl")
 
 
 def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the buffers that no state dict has, by name."""
+    """Copies of the buffers that are not part of a state dict, by name."""
     places = module_places(module)
     return {place.name: place.tensor.detach().clone() for place in places if not place.persistent}
 
@@ -28,14 +28,14 @@ def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
 def materialise(
     module: nn.Module, layout: Layout, buffers: Mapping[str, Tensor], device: torch.device
 ) -> None:
-    """Give memory to what lies on the meta device, tied where the layout is tied.
+    """Allocate memory for the tensors of a module on meta, and tie those that the layout ties.
 
-    torchrl sends a policy to its workers on meta, buffers included, and its tied weights apart.
+    torchrl sends policies to workers on meta, buffers included, and unties their weights.
 
     Args:
-        module: changed in place; the content of its new memory is arbitrary.
-        layout: of the channel that will fill it.
-        buffers: values of those that the layout does not have.
+        module: is changed in place; the content of its new memory is arbitrary.
+        layout: the layout of the channel that will fill the memory.
+        buffers: values of the buffers that the layout does not have.
         device: where the memory lies.
 
     Raises:
@@ -69,12 +69,12 @@ class Copied:
 
     Args:
         collector: torchrl's ``Collector``.
-        model_id: the attribute path of the model in it.
-        layout: of the channel that the copy will follow.
+        model_id: the attribute path of the model in the collector.
+        layout: the layout of the channel that the copy will follow.
 
     Raises:
         TypeError: something in the model cannot be copied.
-        ValueError: the policy is a copy already; a path that does not end with an attribute.
+        ValueError: the policy is a copy already, or the path does not end with an attribute.
     """
 
     def __init__(self, collector: Any, model_id: str, layout: Layout) -> None:
@@ -104,7 +104,7 @@ class Copied:
         self._undo = [patch_attribute(owner, name, copied)]
 
     def put_back(self) -> None:
-        """Give the collector the originals again."""
+        """Give the original models back to the collector."""
         while self._undo:
             self._undo.pop()()
 
@@ -112,16 +112,17 @@ class Copied:
 def copied_for(
     whole: tuple[Any, ...], module: nn.Module, layout: Layout, memory: bool = True
 ) -> tuple[Any, ...]:
-    """A deep copy of ``whole`` whose parameters are to be loaded with a layout.
+    """A deep copy of ``whole``, for the weights of a layout to be loaded into.
 
     Args:
-        whole: such as a policy.
-        module: a part of it, which the layout is of. Its parameters arrive without their values.
-        layout: of what is going to be loaded. Weights that it does not have stay shared.
-        memory: whether there is memory to load into; else views are to take its place.
+        whole: the objects to copy, such as a policy.
+        module: the part of them that the layout describes; its parameters are copied without their
+            values.
+        layout: the layout of the weights that will be loaded. Other weights stay shared.
+        memory: whether to allocate memory to load into; views take its place otherwise.
 
     Raises:
-        TypeError: something in it cannot be copied.
+        TypeError: something cannot be copied.
     """
     memo: dict[int, Any] = {}
     for place in module_places(module):
@@ -135,7 +136,7 @@ def copied_for(
             for child in part.modules():
                 compiled = child._compiled_call_impl
                 if not isinstance(compiled, FollowedCall | None) and id(compiled) not in memo:
-                    memo[id(compiled)] = None  # it computes with the original
+                    memo[id(compiled)] = None  # a compiled call would compute with the original
                     logger.warning(
                         "policy: expected one that the collector compiles, got one whose compile() "
                         "was called: the collector's copy is not compiled; pass compile_policy="
@@ -151,7 +152,7 @@ def copied_for(
 
 
 def _memory_like(tensor: Tensor, device: torch.device, whole: bool = True) -> Tensor:
-    """Memory of arbitrary content; of one element unless it is to be ``whole``."""
+    """A tensor of arbitrary content, backed by a single element unless ``whole``."""
     if whole:
         memory = torch.empty_like(tensor, device=device, requires_grad=False)
     else:

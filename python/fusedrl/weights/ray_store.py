@@ -1,4 +1,4 @@
-"""Weights in Ray's object store: copied once on their way in, and not at all on their way out."""
+"""Puts weights into Ray's object store with one copy, and reads them there without a copy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class StoredWeights:
     torch and tensordict to unpickle it, and no more.
 
     Args:
-        weights: tensors on any device; they come out on the host. Tied ones stay tied.
+        weights: tensors on any device, which arrive on the host. Tied ones stay tied.
     """
 
     def __init__(self, weights: TensorDictBase) -> None:
         self.weights = weights
 
     def __reduce__(self) -> Any:
-        """Pickled as buffers beside the pickle, which come out as a tensordict."""
+        """Pickle tensors as out-of-band buffers, from which a tensordict is made."""
         known: dict[Any, _Stored] = {}
 
         def stored(tensor: Tensor) -> _Stored:
@@ -49,7 +49,7 @@ class _Stored:
         self.tensor = tensor
 
     def __reduce__(self) -> Any:
-        # A tensor's own pickling goes through torch.save: more copies here, and one a reader.
+        # Tensors pickle themselves with torch.save, which makes more copies here and one a reader.
         tensor = self.tensor.detach().cpu().contiguous()
         if tensor.numel() == 0:
             return partial(torch.empty, dtype=tensor.dtype), (tensor.shape,)

@@ -98,8 +98,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         check_timeout(timeout)
         if mode not in (None, "alias", "copy"):
             raise ValueError(
-                f"mode: expected 'alias', 'copy' or None, got {mode!r}; leave it out to choose by "
-                "the policy's device"
+                f"mode: expected 'alias', 'copy' or None, got {mode!r}; None takes alias where the "
+                "policy allows it, and copy elsewhere"
             )
         super().__init__(strategy)
         self.mode: Literal["alias", "copy"] | None = mode
@@ -347,7 +347,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "scheme: expected no transports, got a request for one; weights go through its channel"
+            "scheme: expected no transports, got a request for one; the channel itself carries the "
+            "weights"
         )
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""The end of a channel where the weights come from, and who reads them."""
+"""The trainer's end of a scheme's channel, which publishes versions and watches the readers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ POLL_S = 0.005
 
 
 class TrainerEnd:
-    """Publishes versions, and knows of the workers that died or compute with older ones.
+    """Publishes versions, and finds workers that died or still compute with older ones.
 
     Args:
-        channel: is closed with this end.
+        channel: the channel, which is closed with this end.
         wait: whether an update waits for policy calls that compute with an older version.
-        timeout: seconds that it waits.
+        timeout: seconds that an update waits.
     """
 
     def __init__(self, channel: WeightChannel, wait: bool, timeout: float) -> None:
@@ -30,7 +30,7 @@ class TrainerEnd:
         self._timeout = timeout
 
     def publish(self, weights: Any, version: int | None) -> int:
-        """Publish one version, without asking for the workers."""
+        """Publish one version, without regard to the workers."""
         if weights is not None and not isinstance(weights, Mapping):
             weights = module_of(weights)
         published = self.channel.publish(weights, version)
@@ -41,8 +41,8 @@ class TrainerEnd:
         """After ``version`` is published: log dead workers, or wait for the living ones.
 
         Raises:
-            RuntimeError: waiting, a worker is dead.
-            TimeoutError: waiting, a policy call with an older version did not end.
+            RuntimeError: with ``wait``, a worker is dead.
+            TimeoutError: with ``wait``, a policy call with an older version did not end in time.
         """
         deadline = time.monotonic() + self._timeout
         while late := self._late(version):
@@ -68,7 +68,7 @@ class TrainerEnd:
         told = f"worker_ids: expected living workers, got dead: pid {pids}; the others"
         if self._wait:
             raise RuntimeError(
-                f"{told} have version {version} or are getting it; their own output says why they "
-                "ended: make another collector"
+                f"{told} have version {version} or are getting it; see in the dead workers' output "
+                "why they ended, and make another collector"
             )
         logger.warning("%s get version %d", told, version)

@@ -141,7 +141,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         self._channels: dict[Any, WeightChannel] = {}
 
     def all_worker_ids(self) -> list[Any]:
-        """The keys of ``policy_weights``."""
+        """The names of all workers: the keys of ``policy_weights``."""
         return list(self._policy_weights)
 
     def _get_server_weights(self) -> TensorDictBase | None:
@@ -162,7 +162,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
             with following(collector, self._policy_weights, self.slots) as self._channels:
                 start()
 
-        # A worker's policy can be reached as it is sent, and not any more while it collects.
+        # Hooks can only be added to a worker's policy before it is sent to the worker.
         collector._run_processes = start_followers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
             self._publish(worker_id)  # trained in place
 
     def _send(self, worker_id: WorkerId, weights: TensorDictBase) -> None:
-        """The transport: a channel, or shared memory and pipes where workers run already."""
+        """Send weights through a channel, or by shared memory and pipes to workers without one."""
         ours = self._policy_weights[worker_id]
         copy_weights(weights, ours)
         if worker_id in self._channels:

@@ -1,4 +1,4 @@
-"""Weight channels from a multi-process collector to the policies of its workers."""
+"""Lets the policies in a multi-process collector's workers follow weight channels."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _not_compiled: Any = torch.compiler.disable  # its types hide methods
 class _Calls:
     """Hooks around a module's calls, each of which computes with the newest version.
 
-    Pickled with the module, or forked, they open the channel in the process that calls it. Before
-    the first version is published the module computes with the weights that it has.
+    If they are pickled with the module, or forked, they open the channel in the process that calls
+    the module. Before the first version is published, the module computes with its own weights.
 
     Args:
-        handles: of the channels for a module on each device.
-        shared: the module arrives in memory that other processes have too.
+        handles: the handle of the channel for modules on each device.
+        shared: whether the module arrives in memory that other processes use too.
     """
 
     def __init__(self, handles: Mapping[torch.device, WeightHandle], shared: bool) -> None:
@@ -47,7 +47,7 @@ class _Calls:
         return _Calls, (self.handles, self.shared)
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Bracket the calls of ``module``, until the hooks are removed."""
+        """Add the hooks to ``module``; removing them ends this."""
         return [
             module.register_forward_pre_hook(self._before, prepend=True),
             module.register_forward_hook(self._after, always_call=True),
@@ -56,7 +56,7 @@ class _Calls:
     @_not_compiled
     def _before(self, module: nn.Module, args: Any) -> None:
         entered = self._entered.__dict__.setdefault("calls", [])
-        entered.append(False)  # _after is called for a call that fails here, too
+        entered.append(False)  # _after is also called if this hook fails
         with self._lock:
             follower = self._follower or self._open(module)
         if follower is not None:
@@ -77,7 +77,7 @@ class _Calls:
         if self._reader.version is None:
             return None
         if self.shared:
-            for buffer in module.buffers():  # what loads a version writes them, maybe a call does
+            for buffer in module.buffers():  # loading a version writes them, and a call may, too
                 buffer.data = buffer.data.clone()
         try:
             self._follower = Follower(self._reader, module)
@@ -109,12 +109,13 @@ class _Followed:
 def following(
     collector: Any, policy_weights: Mapping[Any, TensorDictBase], slots: int
 ) -> Iterator[dict[Any, WeightChannel]]:
-    """Processes that a collector starts in this block have policies that follow channels.
+    """Let the policies of processes that a collector starts in this block follow channels.
 
-    Yields a channel for each key of ``policy_weights``; none where policies cannot follow one.
+    Yields:
+        A channel for each key of ``policy_weights``, or none if the policies cannot follow one.
 
     Raises:
-        ValueError: weights of other names, shapes or dtypes than the policy's.
+        ValueError: the weights have other names, shapes or dtypes than the policy's.
     """
     reason = _why_not(collector)
     if reason:
@@ -157,14 +158,14 @@ def _policy_followed(
 ) -> Iterator[dict[Any, WeightChannel]]:
     policy, channels, by_device = collector.policy, {}, {}
     for worker, weights in policy_weights.items():
-        if weights.is_empty():  # a policy without any
+        if weights.is_empty():  # the policy has no weights
             continue
         for index in pipes.worker_indices(collector, worker):
             device = collector.policy_device[index] or next(iter(policy.parameters())).device
             if device not in by_device:
                 by_device[device] = channel = WeightChannel.create(weights, slots=slots)
                 channel.layout.matched(policy)
-                # What workers start with lies in shared memory, which updates write in place.
+                # Otherwise workers would start with shared memory that updates write in place.
                 channel.publish(weights)
             channels[worker] = by_device[device]
     if not by_device:

@@ -1,4 +1,4 @@
-"""The end of a channel where a collector computes with the weights."""
+"""The worker's end of a scheme's channel, where a collector computes with the weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class WorkerEnd:
     """A reader of a channel, and the model in this process that follows it.
 
     Args:
-        handle: of the channel.
+        handle: the handle of the channel.
         model_id: the attribute path of the model in its collector.
-        mode: ``"alias"``, ``"copy"``, or ``None``: alias where dtypes and devices fit and the
-            collector compiles nothing, else copy.
-        buffers: values of the model's buffers that no version has.
+        mode: ``"alias"``, ``"copy"``, or ``None``, which takes alias if dtypes and devices fit and
+            the collector compiles nothing, and copy otherwise.
+        buffers: values of the model's buffers that versions do not include.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class WorkerEnd:
         self._attachment: Attachment | None = None
 
     def follow(self, model: Any, collector: Any = None) -> Following:
-        """Load the newest version into a model, and keep it until the model is called.
+        """Load the newest version into a model, and hold it until the model is called.
 
         Args:
-            model: a module, or what has one as its ``module``; its weights may lie on meta, or in
-                a vLLM engine.
-            collector: where it is called, if that is known.
+            model: a module, or an object with a ``module``; its weights may lie on meta, or in a
+                vLLM engine.
+            collector: the collector that calls the model, if it is known.
 
         Raises:
-            TypeError: no module.
-            ValueError: weights that do not fit the channel's.
+            TypeError: the model is not a module.
+            ValueError: its weights do not fit the channel's.
         """
         module = module_of(model)
         if isinstance(module, Transform):
@@ -82,7 +82,7 @@ class WorkerEnd:
         return self._follower
 
     def attach(self, collector: Any) -> Any:
-        """Switch versions at the calls of the collector's model, which is returned.
+        """Switch versions at each call of the collector's model, and return the model.
 
         Raises:
             TypeError, ValueError: as for :meth:`follow`.
@@ -92,11 +92,11 @@ class WorkerEnd:
         if self._attachment is None:
             self._attachment = Attachment(collector, follower, is_policy(self._model_id))
         with follower:
-            pass  # nothing is held until there is a call
+            pass  # releases the version that follow() holds until the first call
         return model
 
     def receive(self, timeout: float | None) -> nn.Module | None:
-        """Load the newest version, where no collector's calls do; the model, if it is new."""
+        """Load the newest version, unless a collector's calls do; the model if it has changed."""
         follower = self._follower
         if follower is None or self._attachment is not None:
             return None
@@ -107,7 +107,7 @@ class WorkerEnd:
         return None if follower.load() == before else follower.module
 
     def close(self, detach: bool) -> None:
-        """Follow no more, and close the reader; ``detach`` as for :meth:`Follower.close`."""
+        """Stop following and close the reader; ``detach`` as for :meth:`Follower.close`."""
         if self._attachment is not None:
             self._attachment.remove(keeps=detach)
         if self._follower is not None:
@@ -125,7 +125,7 @@ class WorkerEnd:
 
 
 def is_policy(model_id: str) -> bool:
-    """Whether a model is a collector's policy, or in it."""
+    """Whether a model is a collector's policy, or a part of it."""
     return model_id.split(".")[0] == "policy"
 
 

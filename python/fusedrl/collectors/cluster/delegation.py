@@ -8,20 +8,20 @@ from torchrl.collectors._single import _CollectorMeta
 
 
 class OwnArguments(_CollectorMeta):
-    """torchrl's keeps ``num_collectors`` for ``Collector`` alone."""
+    """A metaclass that passes all arguments on; torchrl's takes ``num_collectors`` for itself."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make one, with all that is given."""
+        """Make an instance, with all arguments."""
         return type.__call__(cls, *args, **kwargs)
 
 
 def of_part(part: str, name: str, doc: str) -> Any:
-    """An attribute that is one of a part of the collector.
+    """An attribute that reads and sets an attribute of a part of the collector.
 
     Args:
-        part: the collector's attribute that has the part.
-        name: of the part's attribute.
-        doc: what it is.
+        part: the collector's attribute with the part.
+        name: the name of the part's attribute.
+        doc: the docstring of the attribute.
     """
 
     def read(self: Any) -> Any:
@@ -34,7 +34,7 @@ def of_part(part: str, name: str, doc: str) -> Any:
 
 
 def in_actors(name: str, doc: str) -> Any:
-    """An attribute of the actors' collectors, of that name: read from the first, set in all."""
+    """An attribute that is read from the first actor's collector, and set in those of all."""
 
     def read(self: Any) -> Any:
         return self._actors.one(0, "get", name)

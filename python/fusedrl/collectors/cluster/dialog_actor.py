@@ -1,4 +1,4 @@
-"""What runs in an actor of ``RayLLMCollector``: a collector, and the channel that it follows."""
+"""The actors of ``RayLLMCollector``: each has a collector, and a channel that it follows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fusedrl.transport import Serialized, serialize
 
 @dataclass(frozen=True)
 class Started:
-    """What the caller has to know of an actor: where it is, and the layout of its weights."""
+    """What the caller needs to know of an actor: where it runs, and the layout of its weights."""
 
     pid: int
     node: str
@@ -31,10 +31,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Collected:
-    """A batch, ``None`` where a replay buffer got it, and the counts of its collector.
+    """A batch, or ``None`` if a replay buffer got it, and the counts of its collector.
 
-    Its tokens and its oldest version, ``None`` where there are none, are those that it had before
-    any postprocessing.
+    The number of tokens and the oldest version are those before any postprocessing; they are
+    ``None`` if the batch has none.
     """
 
     batch: Serialized | None
@@ -50,7 +50,7 @@ class Stopped(Exception):
 
 
 class _EveryNth(_TrajectoryPool):
-    """Ids that no other of ``step`` collectors has."""
+    """Gives trajectory ids that none of the other ``step - 1`` collectors gives."""
 
     def __init__(self, first: int, step: int) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ class _EveryNth(_TrajectoryPool):
 
 
 class _Collector(LLMCollector):
-    """One that ends between two turns when it is told to, and tells what was in its batch."""
+    """A collector that can be stopped between two turns, and that describes its last batch."""
 
     stopping = False
     tokens: int | None = None
     oldest: Any = None
 
     def check_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
-        """Raise what loading a state would raise."""
+        """Raise the error that loading a state would raise."""
         self._checked_state(state_dict, kwargs.get("strict", True))
 
     def rollout(self) -> TensorDictBase:
@@ -86,8 +86,8 @@ class _Collector(LLMCollector):
 class DialogActor:
     """A collector in a process of its own.
 
-    What changes a collector, or asks it, runs between two batches: the caller sends it to the
-    concurrency group of :meth:`collect`. Weights and versions come at any time.
+    Calls that change or read the collector run between two batches, because the caller sends them
+    to the concurrency group of :meth:`collect`. Weights and versions arrive at any time.
     """
 
     _collector: _Collector
@@ -105,11 +105,11 @@ class DialogActor:
         """Make the collector.
 
         Args:
-            arguments: of :class:`LLMCollector`, those that all actors share.
-            index: of this actor.
-            of: how many there are.
-            seed: of torch from here on: processes start with the same one.
-            own: arguments that this actor has for itself.
+            arguments: the arguments of :class:`LLMCollector` that all actors share.
+            index: the index of this actor.
+            of: the number of actors.
+            seed: torch's seed from here on, as all processes start with the same one.
+            own: the arguments of this actor alone.
         """
         import ray
 
@@ -135,7 +135,7 @@ class DialogActor:
         try:
             batch, over = next(self._batches), False
         except Exception as error:
-            self._batches = iter(self._collector)  # goes on if another state is loaded
+            self._batches = iter(self._collector)  # for the case that another state is loaded
             if not isinstance(error, StopIteration):
                 raise
             batch, over = None, True
@@ -144,15 +144,15 @@ class DialogActor:
         return Collected(packed, it._frames, it.stale_turns, over, it.tokens, it.oldest)
 
     def rollout(self) -> Serialized:
-        """A batch that does not count."""
+        """A batch that is not counted."""
         return serialize(self._collector.rollout().clear_device_())
 
     def update_policy_weights_(self, weights: Any, version: int) -> None:
         """Publish weights for the calls of the policy that begin from now on.
 
         Raises:
-            TypeError: the policy has no weights that are known.
-            ValueError: weights that do not fit.
+            TypeError: the policy has no module whose weights could be published.
+            ValueError: the weights do not fit.
         """
         if self._channel is None:
             raise TypeError(
@@ -162,13 +162,13 @@ class DialogActor:
         self._channel.publish(weights_in(weights), version)
 
     def update_by_updater(self, weights: Any, worker_ids: Any, version: Any) -> None:
-        """Let the updater of this collector do it; the version is the caller's."""
+        """Update by the updater of this collector, under the caller's version."""
         with self._collector._versions.one_update(numbered=True):
             self._collector.update_policy_weights_(weights, worker_ids=worker_ids)
         self._tag(version)
 
     def renumber(self, version: Any) -> None:
-        """Count a version without other weights."""
+        """Set the version without new weights."""
         if self._channel is None or self._channel.version is None:
             self._tag(version)
             return
@@ -183,25 +183,25 @@ class DialogActor:
         """Number and distribute updates here, for the collector's handles in any process.
 
         Args:
-            actors: without this one.
+            actors: the actors, without this one.
             versions: the tracker that counts.
-            newest: what names the weights of the newest version in Ray's store.
+            newest: the id of the newest version's weights in Ray's store.
         """
         import ray
 
-        # Which imports the actors, which import this.
+        # Imported here, because that module imports the actors, which import this module.
         from fusedrl.collectors.cluster.distributor import Distributor
 
-        # As it knows itself: a handle that was sent here would keep this actor alive for ever.
+        # The actor makes its own handle: one that was sent here would keep it alive for ever.
         me = ray.get_runtime_context().current_actor
         self._distributor = Distributor(actors.with_first(me), versions, newest)
 
     def distribute(self, method: str, args: tuple[Any, ...]) -> None:
-        """Call a method of the distributor."""
+        """Call a method of the distributor that runs in this actor."""
         getattr(self._distributor, method)(*args)
 
     def version(self) -> Any:
-        """The newest version, of the distributor."""
+        """The distributor's newest version."""
         return self._distributor.version()
 
     def call(self, name: str, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -217,7 +217,7 @@ class DialogActor:
         setattr(self._collector, name, value)
 
     def set_updater(self, updater: Any) -> None:
-        """Replace the updater; the policy follows the channel no more, and keeps its weights."""
+        """Replace the updater; the policy stops following the channel, and keeps its weights."""
         self._collector._versions.close()
         if self._channel is not None:
             self._channel.close()
@@ -246,6 +246,6 @@ def _source(policy: Any) -> nn.Module | None:
 
 
 def weights_in(policy: Any) -> Any:
-    """What a channel takes as the weights of a policy: of one that is no module, its model."""
+    """The weights of a policy, or of its model if the policy is not a module."""
     known = nn.Module | Mapping | TensorDictBase
     return policy if isinstance(policy, known) else getattr(policy, "model", policy)

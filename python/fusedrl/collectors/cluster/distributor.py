@@ -1,4 +1,4 @@
-"""Updates on their way to the actors of a collector: one number each, one after the other."""
+"""Gives each update of a collector's actors one number, and sends updates one after the other."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from fusedrl.collectors.interrupts import uninterrupted
 
 @dataclass(frozen=True)
 class Stored:
-    """Weights in Ray's store: in here their reference stays one, where Ray would fetch them."""
+    """A reference to weights in Ray's store, in a wrapper that keeps Ray from fetching them."""
 
     reference: Any
 
 
 class Distributor:
-    """Numbers what is sent to the actors, and sends it to all of them in one order.
+    """Numbers the updates for the actors, and sends them to all actors in the same order.
 
-    It lives beside the collector; once handles of the collector are elsewhere, in the first actor,
-    where every process asks for it.
+    It runs in the collector's process. Once other processes have handles of the collector, it runs
+    in the first actor, which all of them call.
 
     Args:
-        actors: of the collector.
+        actors: the actors of the collector.
         versions: the tracker that counts, a :class:`PolicyVersion`.
-        newest: what names the object of Ray's store that has the newest version.
+        newest: the id of the object in Ray's store that has the newest version.
 
     Attributes:
-        lock: held while an update is on its way.
+        lock: held while an update is sent.
     """
 
     def __init__(self, actors: Actors, versions: Any, newest: str | None = None) -> None:
@@ -39,7 +39,7 @@ class Distributor:
         self._actors, self._versions, self._newest = actors, versions, newest
 
     def to_first_actor(self) -> InFirstActor:
-        """Number updates in the first actor from here on; what asks for it there."""
+        """Let the first actor number updates from here on; returns the object that calls it."""
         told = self._actors.share(), self._versions, self._newest
         asked = self._actors.send(0, "take_over", *told, between=False)
         self._actors.wait([asked], self._actors.timeout)
@@ -50,15 +50,15 @@ class Distributor:
         return self._versions.version
 
     def publish(self, stored: Stored) -> None:
-        """Let each actor publish weights."""
+        """Let every actor publish weights."""
         self._to_all("update_policy_weights_", stored, between=False)
 
     def update(self, stored: Stored, worker_ids: Any) -> None:
-        """Let the updater in each actor take weights."""
+        """Let the updater in every actor take weights."""
         self._to_all("update_by_updater", stored, worker_ids, between=True)
 
     def count(self) -> None:
-        """A version of the weights that there are."""
+        """Count a version without new weights."""
         with self.lock:
             with uninterrupted():
                 self._versions.increment_version()
@@ -67,7 +67,7 @@ class Distributor:
             self._actors.wait(answers, self._actors.timeout)
 
     def send(self, stored: Stored, index: int) -> Any:
-        """Weights for one actor: a reference to its answer."""
+        """Send weights to one actor, and return a reference to its answer."""
         with self.lock:
             version = self._number(stored)
             return self._actors.send(
@@ -75,17 +75,17 @@ class Distributor:
             )
 
     def send_and_wait(self, stored: Stored, index: int) -> None:
-        """As :meth:`send`, with the actor's answer."""
+        """As :meth:`send`, and wait for the actor's answer."""
         self._actors.answer(self.send(stored, index), index)
 
     def load(self, version: Any, follows: bool) -> None:
-        """The version of a state, unless policies that follow a channel keep what was sent."""
+        """Set the version of a state, unless policies follow a channel and keep their weights."""
         with self.lock:
             if self._newest is None or not follows:
                 self._versions.version = version
 
     def _number(self, stored: Stored) -> Any:
-        """The version of what is stored: a new one for each object."""
+        """The version of stored weights: a new one for each object."""
         name = stored.reference.hex()
         if name != self._newest:
             self._newest = name
@@ -93,7 +93,7 @@ class Distributor:
         return self._versions.version
 
     def _to_all(self, method: str, stored: Stored, *args: Any, between: bool) -> None:
-        """Send it under one version, which is taken back where every actor refuses it."""
+        """Send weights to all actors under one version, which is undone if every actor refuses."""
         with self.lock:
             newest, before = self._newest, self._versions.version
             with uninterrupted():
@@ -109,14 +109,14 @@ class Distributor:
 
 
 class InFirstActor:
-    """The distributor of a collector that has handles in several processes.
+    """Calls the distributor in the first actor, for a collector with handles in several processes.
 
     Args:
-        actors: of the collector.
-        versions: the tracker of this process, which is told what it counts there.
+        actors: the actors of the collector.
+        versions: the tracker of this process, which gets the versions that the actor counts.
 
     Attributes:
-        lock: held while this process has an update on its way.
+        lock: held while this process sends an update.
     """
 
     def __init__(self, actors: Actors, versions: Any) -> None:
@@ -125,12 +125,12 @@ class InFirstActor:
         self._actors, self._versions = actors, versions
 
     def to_first_actor(self) -> InFirstActor:
-        """It is there."""
+        """This object, as the distributor is there already."""
         return self
 
     def version(self) -> Any:
         """The newest version."""
-        # Not in the group of updates: these may wait for batches.
+        # Not in the concurrency group of updates, which may wait for batches.
         asked = self._actors.send(0, "version", between=False)
         (version,) = self._actors.wait([asked], self._actors.timeout)
         if version != self._versions.version:

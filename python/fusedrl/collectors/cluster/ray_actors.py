@@ -1,4 +1,4 @@
-"""The actors of a collector, seen from the caller: calls, answers, and those that do not come."""
+"""Starts, calls and ends the actors of a collector, and turns what fails into errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from fusedrl.collectors.cluster.dialog_actor import DialogActor, Started
 
-BETWEEN = "between_batches"  # a group of its own, so that weights need not wait for a batch
+BETWEEN = "between_batches"  # a concurrency group, so that weights need not wait for a batch
 OF_ALL = {
     "async_shutdown",
     "increment_version",
@@ -27,16 +27,16 @@ OF_ALL = {
     "start",
     "update_policy_weights_",
 }  # methods of a collector that change it
-UPDATES = "updates"  # of the first actor, where handles of several processes have theirs numbered
+UPDATES = "updates"  # the first actor's group that numbers updates for handles in any process
 
 
 class ActorDied(RuntimeError):
-    """An actor that is asked is dead."""
+    """The error of calling an actor that is dead."""
 
 
 @dataclass(frozen=True)
 class Failures:
-    """What first went wrong in an update, and whether every actor itself refused it."""
+    """The first error of an update, and whether every actor itself refused the update."""
 
     first: Exception | None
     refused: bool
@@ -46,8 +46,9 @@ class Actors:
     """Starts an actor for each of the given options of Ray, calls them, and ends them.
 
     Args:
-        options: of Ray, for each actor.
-        timeout: seconds that an actor may take to find a place, and a call that waits for no batch.
+        options: Ray's options for each actor.
+        timeout: seconds that Ray may take to place an actor, and that a call may take which does
+            not wait for a batch.
     """
 
     def __init__(self, options: Sequence[dict[str, Any]], timeout: float) -> None:
@@ -55,7 +56,7 @@ class Actors:
 
         self._ray: Any = ray
         self.timeout = timeout
-        self.closed = True  # before they have started, and from the beginning of their end
+        self.closed = True  # until the actors have started, and once they are being ended
         self.started: list[Started] = []
         self.handles: list[Any] = []
         self.shared = False  # whether other processes have handles of the collector
@@ -67,13 +68,13 @@ class Actors:
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """With the Ray of this process."""
+        """Use the Ray of this process."""
         import ray
 
         vars(self).update(state, _ray=ray)
 
     def share(self) -> Actors:
-        """These for the first of them, where :meth:`with_first` has to say who that is."""
+        """The actors as they are sent to the first one, which then calls :meth:`with_first`."""
         self.shared = True
         return self.with_first(None)
 
@@ -94,7 +95,7 @@ class Actors:
         """Make the collectors; no actor is left if one fails.
 
         Raises:
-            TypeError: arguments that cannot be pickled.
+            TypeError: the arguments cannot be pickled.
             RuntimeError: Ray has no place for an actor.
         """
         shared, own = self._put(arguments), [self._put(one) for one in own]
@@ -137,15 +138,15 @@ class Actors:
         """Call a method of every actor; its answers, in the order of the actors.
 
         Args:
-            method: of :class:`DialogActor`.
-            args: of the method.
-            between: whether it waits for the batch that is being collected.
+            method: the name of a method of :class:`DialogActor`.
+            args: the arguments of the method.
+            between: whether the call waits for the batch that is being collected.
         """
         answers = self.ask_all(method, *args, between=between)
         return self.wait(answers, None if between else self.timeout)
 
     def ask_all(self, method: str, *args: Any, between: bool = True) -> list[Any]:
-        """As :meth:`each`, without waiting: references to the answers."""
+        """As :meth:`each`, but return references to the answers without waiting."""
         self.require_open()
         return [self.send(index, method, *args, between=between) for index in self.indices]
 
@@ -161,13 +162,13 @@ class Actors:
 
     @property
     def indices(self) -> range:
-        """Of the actors."""
+        """The indices of the actors."""
         return range(len(self.handles))
 
     def send(
         self, index: int, method: str, *args: Any, between: bool = True, group: str = BETWEEN
     ) -> Any:
-        """Call a method of one actor; a reference to its answer."""
+        """Call a method of one actor, and return a reference to its answer."""
         self.require_open()
         bound = getattr(self.handles[index], method)
         if between:
@@ -178,8 +179,8 @@ class Actors:
         """All answers, one of each actor; the first failure is raised without waiting for others.
 
         Raises:
-            RuntimeError: a dead actor. Its own exception, where it raised one.
-            TimeoutError: no answer in time.
+            RuntimeError: an actor is dead. An exception that an actor raised is raised as it is.
+            TimeoutError: an actor does not answer in time.
         """
         got: dict[Any, Any] = {}
         index_of = {answer: index for index, answer in enumerate(answers)}
@@ -193,7 +194,7 @@ class Actors:
         return [got[answer] for answer in answers]
 
     def failures(self, answers: Sequence[Any], timeout: float | None) -> Failures:
-        """What went wrong, once all have answered."""
+        """The failures, once all actors have answered."""
         failed: list[Exception] = []
         refused = 0
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -230,7 +231,7 @@ class Actors:
         try:
             return self._ray.get(reference)
         except errors.RayTaskError as error:
-            if type(error.cause) is errors.RayError:  # in the place of what was not pickled
+            if type(error.cause) is errors.RayError:  # the exception could not be pickled
                 self._raise_unpickled(index, error)
             if isinstance(error.cause, Exception):
                 raise error.cause from error
@@ -252,15 +253,15 @@ class Actors:
         ) from error
 
     def name(self, index: int) -> str:
-        """What an error calls an actor."""
+        """The name of an actor in error messages."""
         if index >= len(self.started):
             return f"actor {index}"
         return f"actor {index} (pid {self.started[index].pid} on {self.started[index].node})"
 
     def close(self, close_env: bool, timeout: float) -> list[str]:
-        """End all actors; what kept one from closing its environment by itself.
+        """End all actors; returns the errors of those that did not close their environment.
 
-        May be called again, also where Ctrl-C ended the first call.
+        It may be called again, also if Ctrl-C interrupted the first call.
         """
         self.closed = True
         try:
@@ -280,7 +281,8 @@ class Actors:
             try:
                 self.answer(reference, answers[reference])
             except Exception as error:
-                if not (self.shared and isinstance(error, ActorDied)):  # another handle was first
+                # Another handle may have ended the actor already.
+                if not (self.shared and isinstance(error, ActorDied)):
                     told.append(f"{self.name(answers[reference])}: {error}")
         return told
 
@@ -292,16 +294,16 @@ class Actors:
 
 
 class FirstActor:
-    """The first actor, as a Ray actor whose methods are those of its collector.
+    """The first actor, with the methods of its collector as remote methods.
 
-    What would leave the other actors behind is not there.
+    Methods that would affect this actor without the others are left out.
     """
 
     def __init__(self, actors: Actors) -> None:
         self._actors = actors
 
     def __getattr__(self, name: str) -> RemoteMethod:
-        """A method, whose :meth:`RemoteMethod.remote` calls it."""
+        """A method of the collector, which :meth:`RemoteMethod.remote` calls."""
         if name.startswith("_") or name in OF_ALL:
             raise AttributeError(
                 f"{name}: expected a method that asks one collector, got one that is for all "
@@ -318,15 +320,15 @@ class RemoteMethod:
     name: str
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it between two batches; a reference to its answer."""
+        """Call the method between two batches, and return a reference to its answer."""
         return self.actors.send(0, "call", self.name, args, kwargs)
 
 
 def start_ray(config: dict[str, Any] | None) -> None:
-    """Start Ray, unless it runs.
+    """Start Ray, unless it runs already.
 
     Raises:
-        RuntimeError: it is not installed.
+        RuntimeError: Ray is not installed.
     """
     try:
         import ray

@@ -1,4 +1,4 @@
-"""Batches out of actors: one share of each, or whichever is ready first."""
+"""Collects batches from actors: a share of each actor, or whichever is ready first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Bar = AbstractContextManager[Advance]
 
 @dataclass(frozen=True)
 class ActorAnswer:
-    """What an actor has answered, under the reference that promised it."""
+    """What an actor has collected, with the reference under which it was requested."""
 
     reference: Any
     actor: int
@@ -40,23 +40,23 @@ class ActorAnswer:
 
 @dataclass(frozen=True)
 class Ready:
-    """A batch that was counted, ``None`` where a replay buffer has it."""
+    """A batch that was counted; ``None`` if a replay buffer has it."""
 
     batch: TensorDictBase | None
 
 
 class RayBatches:
-    """Asks the actors for batches, counts what arrives, and hands it out or stores it.
+    """Requests batches from the actors, counts them, and hands them out or stores them.
 
-    Pickled, it asks the same actors in another process, and has collected nothing there.
+    A pickled copy requests batches from the same actors in another process, and starts without any.
 
     Args:
-        actors: which have started.
-        weights: which know the newest version.
-        replay_buffer: of the collector, if any.
-        extends: whether it is extended here.
+        actors: the actors, which have started.
+        weights: the weights, which know the newest version.
+        replay_buffer: the replay buffer of the collector, if any.
+        extends: whether the buffer is extended here.
         sync_iter: whether a batch has a share of each actor.
-        max_staleness: versions that a batch may be behind as it is handed out.
+        max_staleness: how many versions a batch may be behind when it is handed out.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class RayBatches:
         self._actors, self._weights = actors, weights
         self.replay_buffer, self._extends = replay_buffer, extends
         self.sync_iter, self.max_staleness = sync_iter, max_staleness
-        self.number = -1  # of the last batch, from 0 on
-        self.turns: dict[int, int] = {}  # that each actor ran
-        self._stale: dict[int, int] = {}  # that each actor dropped
+        self.number = -1  # number of the last batch, counted from 0
+        self.turns: dict[int, int] = {}  # turns that each actor ran
+        self._stale: dict[int, int] = {}  # turns that each actor dropped
         self._dropped = 0  # turns dropped here
-        self.under_way: dict[Any, int] = {}  # reference to a batch nobody has counted -> its actor
-        self._over: set[int] = set()  # actors that have run their turns
-        self._ready: Ready | None = None  # it is not handed out
-        self._bar: OpenBar | None = None  # of next()
+        self.under_way: dict[Any, int] = {}  # actors by the reference to a batch not yet counted
+        self._over: set[int] = set()  # actors that have run all of their turns
+        self._ready: Ready | None = None  # a batch that was not handed out yet
+        self._bar: OpenBar | None = None  # the bar of next()
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None  # of the thread
+        self._error: BaseException | None = None  # the error of the thread
 
     def __reduce__(self) -> Any:
-        """The same for another process."""
+        """What makes a copy in another process."""
         buffer = buffer_client(self.replay_buffer)
         given = (self._actors, self._weights, buffer, self._extends)
         return RayBatches, (*given, self.sync_iter, self.max_staleness)
@@ -106,18 +106,18 @@ class RayBatches:
         self._over.clear()  # another process may have loaded a state
         with bar as advance:
             while (ready := self._prepare(advance)) is not None:
-                # Python handles signals at calls and jumps: not between these two lines.
+                # Python handles signals at calls and jumps, and so not between these two lines.
                 self._ready = None
                 yield ready.batch
 
     def next(self, bar: Callable[[], Bar]) -> TensorDictBase | None:
-        """One of them, ``None`` at the end; ``bar`` makes that of this and the following calls."""
+        """The next batch, ``None`` at the end; ``bar`` makes the bar of all such calls."""
         if self._bar is None:
             self._over.clear()
             self._bar = OpenBar(bar())
         ready = self._prepare(self._bar.advance)
         if ready is None:
-            self._close_bar()  # goes on if another state is loaded
+            self._close_bar()  # collecting may go on with another state
             return None
         self._ready = None
         return ready.batch
@@ -128,7 +128,7 @@ class RayBatches:
         self._bar = None
 
     def _prepare(self, advance: Advance) -> Ready | None:
-        """The next batch, which is ready until it is handed out; nothing at the end."""
+        """Make the next batch ready, unless one is, and return it; ``None`` at the end."""
         self._actors.require_open()
         if self.is_running():
             raise RuntimeError(
@@ -145,8 +145,8 @@ class RayBatches:
     def _advance(self, sync: bool, advance: Advance) -> None:
         """Make the next batch ready, or none at the end.
 
-        Ctrl-C changes nothing as long as a batch is waited for and unpacked; then it is counted
-        and stored as a whole.
+        Ctrl-C changes nothing while this waits for a batch and unpacks it. After that, the batch is
+        counted and stored as a whole.
         """
         while self._ready is None:
             arrived = self._wait(sync)
@@ -162,16 +162,16 @@ class RayBatches:
                     self.number += 1
                     self._hand_over(batch, collected, advance)
                 if not sync:
-                    self.ask()  # the actor begins its next
+                    self.ask()  # lets the actor begin its next batch
 
     def ask(self) -> None:
-        """Let every actor collect that does not, and is not done."""
+        """Let every idle actor collect that has turns left."""
         with uninterrupted():
             for index in set(self._actors.indices) - self._over - set(self.under_way.values()):
                 self.under_way[self._actors.send(index, "collect")] = index
 
     def _wait(self, sync: bool) -> list[ActorAnswer]:
-        """What each actor collected, or only those that are done and the first that is not."""
+        """Wait for a batch of each actor, or only for the first that is ready."""
         import ray
 
         self.ask()
@@ -210,7 +210,7 @@ class RayBatches:
         self._ready = Ready(batch)
 
     def _is_stale(self, batch: TensorDictBase, oldest: Any) -> bool:
-        """Whether too much was published since the batch began to wait here."""
+        """Whether the batch has become too old while it waited here."""
         if self.max_staleness is None:
             return False
         late = self._weights.newest() - oldest
@@ -220,7 +220,7 @@ class RayBatches:
         return False
 
     def _refuse_copied_buffer(self) -> None:
-        """In another process than the one that extends its replay buffer."""
+        """Raise ``RuntimeError`` in a process whose replay buffer is a mere copy."""
         if self._extends and self.replay_buffer is None:
             raise RuntimeError(
                 "replay_buffer: expected a RayReplayBuffer in a collector that collects in another "
@@ -229,12 +229,12 @@ class RayBatches:
             )
 
     def forget(self) -> None:
-        """Hand out nothing of what was collected before now."""
+        """Drop everything that was collected so far."""
         self.under_way.clear()
         self._ready = None
 
     def load(self, number: int, turns: list[int]) -> None:
-        """Count on from a state: the number of its last batch, and the turns of each actor."""
+        """Continue the counts of a state: its last batch's number, and the turns of each actor."""
         self._over.clear()
         self.number, self.turns = number, dict(enumerate(turns))
 
@@ -291,7 +291,7 @@ class RayBatches:
 
 
 def _joined(batches: list[TensorDictBase]) -> TensorDictBase:
-    """Dialogs of several actors under each other: columns are ragged, nothing is copied."""
+    """Concatenate the dialogs of several actors without a copy; columns may be ragged."""
     if len(batches) == 1:
         (batch,) = batches
         return batch

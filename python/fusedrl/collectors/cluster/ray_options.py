@@ -1,4 +1,4 @@
-"""What a ``RayLLMCollector`` is given: refused before Ray is touched, or sorted by actor."""
+"""The arguments of a ``RayLLMCollector``, checked before Ray is used, and divided by actor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusedrl.collectors.progress import check_progress
 from fusedrl.weights.base import RemoteWeightUpdaterBase
 from fusedrl.weights.checks import check_timeout
 
-# The arguments of an actor's collector that are those of all actors.
+# The arguments of an actor's collector that are the same for all actors.
 AS_GIVEN = (
     *("policy", "policy_factory", "postproc", "async_envs", "reset_at_each_iter"),
     *("yield_only_last_steps", "yield_completed_trajectories", "track_policy_version"),
@@ -23,10 +23,11 @@ AS_GIVEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
-    """The arguments of :class:`fusedrl.RayLLMCollector`, which says what each of them is.
+    """The arguments of :class:`fusedrl.RayLLMCollector`, whose docstring explains them.
 
     Raises:
-        TypeError, ValueError, RuntimeError, ImportError: what does not go together.
+        TypeError, ValueError, RuntimeError, ImportError: arguments are invalid or exclude each
+            other, or a package is missing.
     """
 
     env: Any
@@ -56,7 +57,7 @@ class RayOptions:
     timeout: float
 
     def __post_init__(self) -> None:
-        """Check them, each and together."""
+        """Check each argument, and that they fit together."""
         shared = {field.name for field in fields(DialogOptions)} & vars(self).keys()
         DialogOptions(**{name: getattr(self, name) for name in shared}).check()
         check_progress(self.progress)
@@ -100,7 +101,7 @@ class RayOptions:
 
     @property
     def count(self) -> int:
-        """How many actors there are."""
+        """The number of actors."""
         if self.num_collectors is not None:
             return self.num_collectors
         lists = (given for given in (self.env, self.remote_config) if isinstance(given, list))
@@ -108,13 +109,13 @@ class RayOptions:
 
     @property
     def total(self) -> float:
-        """Turns to run in all, infinite without an end."""
+        """The number of turns to run in all; infinite if they never end."""
         total = self.total_dialog_turns
         return float("inf") if total is None or total in (-1, float("inf")) else int(total)
 
     @property
     def remote_buffer(self) -> Any:
-        """What actors extend, ``None`` where they extend nothing."""
+        """The buffer that actors extend; ``None`` if they extend none."""
         return buffer_client(self.replay_buffer)
 
     @property
@@ -135,7 +136,7 @@ class RayOptions:
         }
 
     def for_each(self) -> list[dict[str, Any]]:
-        """Those that each actor has for itself."""
+        """The arguments of :class:`LLMCollector` that differ between actors."""
         turns = self.dialog_turns_per_batch
         if self.sync_iter and turns is not None:
             turns = -(-turns // self.count)
@@ -145,7 +146,7 @@ class RayOptions:
         ]
 
     def of_ray(self) -> list[dict[str, Any]]:
-        """Ray's options of each actor; what was given is left as it is."""
+        """Ray's options for each actor, as copies of those that were given."""
         defaults = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
         known = {name: value for name, value in defaults.items() if value is not None}
         return [{**known, **(config or {})} for config in self._of_each(self.remote_config)]
@@ -154,7 +155,7 @@ class RayOptions:
         return given if isinstance(given, list) else [given] * self.count
 
     def _shares(self) -> list[int]:
-        """The turns of each actor, as equal as can be; all of -1 where they never end."""
+        """The turns of each actor, shared out as equally as possible; -1 if they never end."""
         if self.total == float("inf"):
             return [-1] * self.count
         least, more = divmod(int(self.total), self.count)
@@ -162,7 +163,7 @@ class RayOptions:
 
 
 def buffer_client(replay_buffer: Any) -> Any:
-    """What actors extend, of a buffer that is an actor itself; ``None`` for any other."""
+    """The client by which actors extend a buffer that is an actor itself; otherwise ``None``."""
     from torchrl.data.replay_buffers.ray_buffer import (
         RayReplayBuffer,
         _LazyDistributedReplayClient,

@@ -1,4 +1,4 @@
-"""Weights and versions of a collector on a Ray cluster: one update, one number, every actor."""
+"""Updates the weights of all actors of a collector, each update under one version."""
 
 from __future__ import annotations
 
@@ -19,58 +19,58 @@ from fusedrl.weights.ray_store import StoredWeights
 
 
 class RayWeights:
-    """The weights that the actors' policies have, and the newest version of them.
+    """The weights of the actors' policies, and their newest version.
 
-    Pickled, it is the same for another process, where there is no policy, and no updater that
-    sends the weights of this one: that process would have copies.
+    A pickled copy works in another process, but has neither the policy nor an updater that sends
+    the policy's weights, because these would be copies in that process.
 
     Args:
-        actors: which have started.
-        policy: the source of an update without weights, if any.
-        track: whether versions are asked for, or the tracker that counts them.
-        has_updater: whether the actors have one.
+        actors: the actors, which have started.
+        policy: the source of weights for updates that are given none, if any.
+        track: whether to track versions, or the tracker that counts them.
+        has_updater: whether the actors have a weight updater.
     """
 
     def __init__(self, actors: Actors, policy: Any, track: Any, has_updater: bool) -> None:
         self._actors, self._policy = actors, policy
-        self.updater: Any = None  # or a function that makes it in the actors, as it was set
+        self.updater: Any = None  # an updater, or a function that makes it in the actors
         self._tracks = track is not False
-        # It counts also where nobody asks.
+        # It counts versions even if nobody wants them.
         self._tracker: Any = PolicyVersion() if isinstance(track, bool) else track
         self._distributor: Distributor | InFirstActor = Distributor(actors, self._tracker)
         layout = actors.started[0].layout
         self._layout = None if layout is None else Layout.from_json(layout)  # of their channels
         self._updatable = layout is not None or has_updater
-        self._numbered = False  # whether the update that is under way has a version
+        self._numbered = False  # whether the update that is running has a version
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a handle in another process has; :meth:`share` comes first."""
+        """The state of a copy in another process; :meth:`share` is called before."""
         updater = None if self._sends_from_here else self.updater
         return vars(self) | {"_policy": None, "_distributor": None, "updater": updater}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Updates are numbered in the first actor."""
+        """Restore the state; updates are numbered in the first actor."""
         vars(self).update(state)
         self._distributor = InFirstActor(self._actors, self._tracker)
 
     def share(self) -> None:
         """Let the first actor number the updates, for handles in any process."""
-        # In another thread: Ray forgets what it was pickling in this one.
+        # In another thread, because a call in this one would disturb Ray's pickling.
         with self._distributor.lock, ThreadPoolExecutor(1) as thread:
             self._distributor = thread.submit(self._distributor.to_first_actor).result()
 
     def newest(self) -> Any:
-        """The newest version, which is counted also where nobody asked for versions."""
+        """The newest version, which is counted even if versions are not tracked."""
         return self._tracker.version if self._actors.closed else self._distributor.version()
 
     @property
     def version(self) -> Any:
-        """The newest version, ``None`` if nobody asked for versions."""
+        """The newest version; ``None`` if versions are not tracked."""
         return self.newest() if self._tracks else None
 
     @property
     def tracker(self) -> Any:
-        """The tracker, ``None`` if nobody asked for one; it knows what other processes counted."""
+        """The tracker, with what other processes have counted; ``None`` if there is none."""
         if not self._tracks:
             return None
         self.newest()
@@ -81,7 +81,7 @@ class RayWeights:
         return isinstance(self.updater, RemoteWeightUpdaterBase)
 
     def update(self, weights: Any, worker_ids: Any) -> None:
-        """Update all policies, with those of the policy that was given if ``None``."""
+        """Update all policies; weights of ``None`` are those of the collector's policy."""
         self._actors.require_open()
         with self._distributor.lock:
             if self._sends_from_here:
@@ -122,18 +122,18 @@ class RayWeights:
         self._distributor.count()
 
     def load(self, version: Any) -> None:
-        """The version of a state, unless policies keep the weights that were sent to them."""
+        """Set the version of a state, unless policies keep the weights that were sent to them."""
         self._distributor.load(version, self._layout is not None)
 
     def replace_updater(self, updater: Any, collector: Any) -> None:
         """Set another updater, here or in the actors.
 
         Args:
-            updater: one, or a function that makes it in each actor, or ``None``.
-            collector: which an updater that sends from here is registered with.
+            updater: an updater, or a function that makes it in each actor, or ``None``.
+            collector: the collector to register an updater with that sends from here.
 
         Raises:
-            RuntimeError: one that runs in the actors, once other processes have handles.
+            RuntimeError: the updater would run in the actors, and other processes have handles.
         """
         self._actors.require_open()
         sends = isinstance(updater, RemoteWeightUpdaterBase)
@@ -151,7 +151,7 @@ class RayWeights:
         self.register(updater, collector)
 
     def register(self, updater: Any, collector: Any) -> None:
-        """Keep an updater that the actors have copies of, or that sends to them."""
+        """Keep an updater that sends to the actors, or of which the actors have copies."""
         self.updater = updater
         if self._sends_from_here:
             hooks = len(updater.post_hooks)
@@ -172,19 +172,19 @@ class RayWeights:
         return [NumberedActor(self, index, handle) for index, handle in handles]
 
     def send(self, weights: Any, index: int) -> Any:
-        """Send weights that are in Ray's store to one actor; a reference to its answer."""
+        """Send weights in Ray's store to one actor, and return a reference to its answer."""
         self._numbered = True
         return self._distributor.send(Stored(weights), index)
 
     def count_unless_numbered(self) -> None:
-        """Count the update of an updater that has run here, unless :meth:`send` did."""
+        """Count the update of an updater that ran here, unless :meth:`send` has counted it."""
         if not self._numbered:
             self.count()
         self._numbered = False
 
 
 class NumberedActor:
-    """An actor that gets its weights with their version; anything else is the actor's own."""
+    """An actor to which weights are sent with their version; all else goes to the actor itself."""
 
     def __init__(self, weights: RayWeights, index: int, handle: Any) -> None:
         self._weights = weakref.ref(weights)
@@ -192,22 +192,22 @@ class NumberedActor:
 
     @property
     def update_policy_weights_(self) -> NumberedActor:
-        """The method, whose :meth:`remote` is called."""
+        """The remote method for weights, whose :meth:`remote` sends them."""
         return self
 
     def remote(self, weights: Any) -> Any:
-        """Send weights that are in Ray's store; a reference to the answer."""
+        """Send weights in Ray's store, and return a reference to the answer."""
         sender = self._weights()
         assert sender is not None
         return sender.send(weights, self._index)
 
     def __getattr__(self, name: str) -> Any:
-        """Anything else, of the actor."""
+        """Any other attribute of the actor."""
         return getattr(self._handle, name)
 
 
 class _Count:
-    """A post-hook of an updater that does not keep the collector alive."""
+    """A post-hook that counts an updater's update, with a weak reference to the collector."""
 
     def __init__(self, weights: RayWeights) -> None:
         self._weights = weakref.ref(weights)
@@ -228,10 +228,10 @@ def _stored(weights: Any) -> Stored:
 def one_of_policy(
     forms: list[Any], model_id: str | None, weights_dict: dict[str, Any] | None
 ) -> Any:
-    """The weights of an update that were given in one of the ways there are, ``None`` if in none.
+    """The weights that an update was given by one of several arguments; ``None`` if by none.
 
     Raises:
-        ValueError: weights in several; those of another model than the policy.
+        ValueError: weights were given by several arguments, or for another model than the policy.
     """
     if model_id not in (None, "policy") or set(weights_dict or {}) - {"policy"}:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""``AsyncCollector``: a collector in a process of its own, and what lies between the two."""
+"""``AsyncCollector``: a collector in a worker process, and the communication with it."""

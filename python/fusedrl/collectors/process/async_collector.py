@@ -33,7 +33,7 @@ from fusedrl.collectors.stopwatch import Profile
 
 
 def _option(name: str) -> property:
-    """An attribute that is an option: read, and set, where the parts of a collector read it."""
+    """An attribute that reads and sets an option, which the parts of the collector share."""
     return property(
         lambda collector: getattr(collector._options, name),
         lambda collector, value: setattr(collector._options, name, value),
@@ -136,7 +136,7 @@ class AsyncCollector(_AsyncCollector):
     requested_frames_per_batch = _option("frames_per_batch")
     policy_version_tracker = _option("tracker")
     max_staleness = bounded("_options", "Versions that a batch may be behind when its turn comes.")
-    closed = True  # until it is made
+    closed = True  # until the constructor has succeeded
     num_workers = 1
     _ignore_rb = False  # torchrl's: whether whole trajectories go into the buffer elsewhere
 
@@ -258,7 +258,7 @@ class AsyncCollector(_AsyncCollector):
             env_device=env_device,
             device=device,
         )
-        # A signal's handler may shut down what is shutting down.
+        # Re-entrant: the handler of a signal may call shutdown() while it is running.
         self._ending = threading.RLock()
         renew_in_children(self, _ending=threading.RLock)
         self._thread = BufferThread()
@@ -309,7 +309,7 @@ class AsyncCollector(_AsyncCollector):
                     return batch
                 return batch.copy().clear_device_()
         except BaseException:
-            self._iterator = None  # it is over; another one goes on
+            self._iterator = None  # this one has ended, and another one can go on
             raise
         self._iterator = None
 
@@ -449,7 +449,7 @@ class AsyncCollector(_AsyncCollector):
         worker = dict(state_dict["worker0"])
         if "traj_pool" in state_dict:
             worker["traj_pool"] = state_dict["traj_pool"]
-        # First: the worker goes on with the next batch as soon as it has its state.
+        # Before the call, because the worker makes the next batch as soon as it has its state.
         version = self._weights.restore(worker, state_dict.get("policy_version"))
         strict = "policy" not in self._weights.schemes
         self._call(worker_collector.load_state_dict, worker, strict, anew=True)
@@ -538,7 +538,7 @@ class AsyncCollector(_AsyncCollector):
             return
         self._iterator = None
         try:
-            if not self._worker.is_inherited:  # a process forked from the trainer has no worker
+            if not self._worker.is_inherited:  # the worker belongs to the trainer, not to its forks
                 with contextlib.ExitStack() as stack:
                     if self.num_threads:
                         stack.callback(torch.set_num_threads, self._former_threads)
@@ -548,7 +548,7 @@ class AsyncCollector(_AsyncCollector):
         except Exception:
             self.closed = True
             raise
-        self.closed = True  # not where Ctrl-C breaks it off: it can be called again
+        self.closed = True  # last, so that shutdown() can be called again after Ctrl-C
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """As :meth:`shutdown`."""

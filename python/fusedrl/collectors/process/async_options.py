@@ -1,4 +1,4 @@
-"""What an ``AsyncCollector`` is asked for: checked once, and made into its worker's job."""
+"""The arguments of an ``AsyncCollector``, checked and made into its worker's job."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from fusedrl.collectors.process.worker_job import WorkerJob
 from fusedrl.collectors.queues import QueueBuffer
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
-# Arguments of torchrl's Collector that the worker's gets as they are, where they are no default.
+# Arguments that the worker's torchrl Collector gets unchanged, if they differ from the default.
 OF_COLLECTOR = (
     *("max_frames_per_traj", "init_random_frames", "exploration_type", "set_truncated"),
     *("use_buffers", "trust_policy", "compile_policy", "cudagraph_policy", "no_cuda_sync"),
     *("auto_register_policy_transforms", "compact_obs"),
 )
 DEVICES = ("device", "storing_device", "policy_device", "env_device")
-# Dialogs have none of these.
+# Arguments that a collector of dialogs does not have.
 ONLY_FRAMES = (*OF_COLLECTOR, *DEVICES, "split_trajs", "trajs_per_batch", "trajs_per_write")
-# The least of each number, what it counts, and what to do.
+# The smallest value of each number, what it counts, and the remedy in the error message.
 WHOLE = {
     "frames_per_batch": (1, "frames", "1 is the least"),
     "max_frames_per_traj": (0, "frames", "None leaves trajectories as they are"),
@@ -51,14 +51,14 @@ WHOLE = {
 
 @dataclass(kw_only=True, eq=False)
 class AsyncOptions:
-    """The arguments of :class:`fusedrl.AsyncCollector`, where they are explained.
+    """The arguments of :class:`fusedrl.AsyncCollector`, whose docstring explains them.
 
-    ``of_dialogs`` are those that only ``collector_class=LLMCollector`` has. Sizes of dialogs are
-    found under the names of frames, and a queue as a buffer; ``tracker`` is what
-    ``track_policy_version`` asks for, if anything.
+    ``of_dialogs`` are the arguments that only ``collector_class=LLMCollector`` has. Numbers of
+    turns are kept under the names for frames, and a queue as a buffer. ``tracker`` is the tracker
+    that ``track_policy_version`` asks for, if any.
 
     Raises:
-        TypeError, ValueError, RuntimeError: what does not go together.
+        TypeError, ValueError, RuntimeError: arguments are invalid or exclude each other.
     """
 
     create_env_fn: Any
@@ -109,7 +109,7 @@ class AsyncOptions:
     tracker: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        """Check what was given, and bring it into one form."""
+        """Check the arguments, and bring them into one form."""
         kind = self.collector_class
         self.are_dialogs = isinstance(kind, type) and issubclass(kind, LLMCollector)
         if self.are_dialogs:
@@ -133,7 +133,7 @@ class AsyncOptions:
             self.replay_buffer = QueueBuffer(queue)
 
     def _take_size(self, name: str, own: str, default: int | None) -> None:
-        """Move a size of dialogs to where that of frames is."""
+        """Move a number of turns to the argument for the number of frames."""
         if own not in self.of_dialogs:
             return
         size = self.of_dialogs.pop(own)
@@ -228,11 +228,11 @@ class AsyncOptions:
             raise TypeError("policy_factory: expected policy or policy_factory, got both; drop one")
 
     def job(self, schemes: dict[str, Any], devices: dict[str, Any]) -> WorkerJob:
-        """What the worker is started with.
+        """The job that the worker is started with.
 
         Args:
-            schemes: what brings it weights.
-            devices: of frames, by the name of the argument.
+            schemes: the schemes that bring weights to the worker.
+            devices: the devices of a collector of frames, by the name of the argument.
         """
         env = _only(self.create_env_fn, "create_env_fn")
         kwargs = _only(self.create_env_kwargs, "create_env_kwargs") or {}
@@ -260,7 +260,7 @@ class AsyncOptions:
         )
 
     def _of_frames(self, devices: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of torchrl's ``Collector`` in the worker, but for its environment's."""
+        """The arguments of torchrl's ``Collector`` in the worker, without the environment."""
         options = {
             name: getattr(self, name)
             for name in OF_COLLECTOR
@@ -275,11 +275,11 @@ class AsyncOptions:
             "frames_per_batch": self.frames_per_batch,
             "total_frames": -1,
             "reset_at_each_iter": self.reset_at_each_iter,
-            "return_same_td": True,  # it is copied into shared memory before there is another
+            "return_same_td": True,  # each batch is copied to shared memory before the next one
         }
 
     def _of_dialogs(self) -> dict[str, Any]:
-        """The arguments of :class:`fusedrl.LLMCollector` in the worker, but for its environment."""
+        """The arguments of :class:`fusedrl.LLMCollector` in the worker, without the environment."""
         options = dict(self.of_dialogs)
         if options.get("flatten_data") is None:
             options["flatten_data"] = None if self.replay_buffer is None else True
@@ -299,7 +299,7 @@ def _tracker_of(track: Any) -> Any:
     """The tracker that ``track_policy_version`` asks for, if any.
 
     Raises:
-        TypeError: something else.
+        TypeError: it is neither a bool nor a tracker.
     """
     if isinstance(track, bool):
         return PolicyVersion() if track else None
@@ -312,7 +312,7 @@ def _tracker_of(track: Any) -> Any:
 
 
 def _only(value: Any, name: str) -> Any:
-    """The one worker's value, of torchrl's lists with an entry a worker."""
+    """The value for the only worker, from a list as torchrl takes it, with an entry a worker."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         return value
     if len(value) != 1:

@@ -1,4 +1,4 @@
-"""How a trainer takes batches from its worker, and what becomes of them."""
+"""Takes a worker's batches in the trainer, and hands them out or stores them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fusedrl.collectors.staleness import is_too_old
 
 
 class Taken(NamedTuple):
-    """What the trainer has got: the number of its last batch, and how much that is in all."""
+    """What the trainer has received: the number of its last batch, and the totals."""
 
     number: int = 0
     frames: int = 0
@@ -30,7 +30,7 @@ class Taken(NamedTuple):
     stale: int = 0
 
     def with_batch(self, number: int, frames: int, stale: int) -> Taken:
-        """The same after one more batch."""
+        """What it has received after one more batch."""
         return Taken(number, self.frames + frames, self.batches + 1, self.stale + stale)
 
 
@@ -38,31 +38,31 @@ class BatchStream:
     """The batches of a worker, one after the other.
 
     Args:
-        worker: makes them.
+        worker: the process that makes the batches.
         weights: tell which version is the newest.
-        options: how many there are, how many are made ahead, and what is done with each.
+        options: how many batches there are, how many are made ahead, and what is done with each.
 
     Attributes:
-        taken: what this process has got of them.
-        storing: held while a batch goes into the buffer.
+        taken: what this process has received.
+        storing: a lock that is held while a batch goes into the buffer.
     """
 
     def __init__(
         self, worker: WorkerProcess, weights: PublishedWeights, options: AsyncOptions
     ) -> None:
         self._worker, self._weights, self._options = worker, weights, options
-        self._loaded = Taken()  # what a state that was loaded counts beside it
+        self._loaded = Taken()  # the counts of a state that was loaded, which are added
         self.taken = Taken()
         self.storing = threading.Lock()
 
     @property
     def frames(self) -> int:
-        """Frames so far, with those of a state that was loaded."""
+        """Frames so far, including those of a state that was loaded."""
         return self._loaded.frames + self.taken.frames
 
     @property
     def batches(self) -> int:
-        """Batches so far, in the same way."""
+        """Batches so far, including those of a state that was loaded."""
         return self._loaded.batches + self.taken.batches
 
     def count_on(self, frames: int, batches: int) -> None:
@@ -76,12 +76,12 @@ class BatchStream:
     ) -> Iterator[Any]:
         """Batches until the last frame was collected; ``None`` each where a buffer gets them.
 
-        Where Ctrl-C breaks this off, the next iterator goes on with the batch that was to come.
+        If Ctrl-C interrupts it, the next iterator goes on with the batch that was to come.
 
         Args:
-            update: is called for each batch, before the next one is asked for.
-            advance: is told of each batch.
-            store: whether the buffer, if any, gets them here.
+            update: a function that is called for each batch, before the next one is requested.
+            advance: a function that is called with each batch, to show the progress.
+            store: whether batches are put into the buffer here, if there is one.
         """
         while self.frames < self._options.total_frames:
             arrived = self._worker.batch(self.taken.number, self._options.timeout)
@@ -99,19 +99,19 @@ class BatchStream:
             batch, as_it_is = arrived.batch, self._is_handed_out_as_it_is()
             if self._worker.is_outdated(arrived.number):
                 continue
-            # Ctrl-C comes before the next line, or after the batch is handed out: nothing is called
-            # in between. What it breaks off of a postproc or a buffer's extend() is not begun
-            # again, as they may have changed the batch, or kept a part of it.
+            # Nothing is called between the next line and the handing out of the batch, so Ctrl-C
+            # comes before or after both. If it interrupts a postproc or a buffer's extend(), these
+            # are not run again, since they may have changed the batch or kept a part of it.
             self.taken = taken
             if as_it_is and not stale:
                 yield batch
             elif not stale:
                 yield self._handed_out(batch, store)
             del batch, arrived
-            self._worker.drop(taken.number)  # its memory is given back with the next question
+            self._worker.drop(taken.number)  # the next request returns its memory to the worker
 
     def ask(self, ahead: int, taken: Taken) -> None:
-        """Have ``ahead`` batches made after what is taken, but for those that nobody would get."""
+        """Ask for ``ahead`` batches after those that are taken, as far as they will be needed."""
         left = self._options.total_frames - self._loaded.frames - taken.frames
         wanted = math.ceil(min(ahead, left / (self._options.frames_per_batch or 1)))
         self._worker.ask(taken.number, wanted)
@@ -139,11 +139,11 @@ class BatchStream:
         return None
 
     def _stale_frames(self, arrived: ReceivedBatch) -> int:
-        """How many frames are dropped: all of a batch that is too old, else none."""
+        """How many frames of a batch are dropped: all if it is too old, otherwise none."""
         most = self._options.max_staleness
         if most is None:
             return 0
-        # The worker does not say where the bound was set after it had started.
+        # The worker does not tell the oldest version if the bound was set after it had started.
         oldest = min(versions_in(arrived.batch)) if arrived.oldest is None else arrived.oldest
         late = self._weights.version - oldest
         dropped = is_too_old(late, most, self.taken.stale, "AsyncCollector.stale_frames")

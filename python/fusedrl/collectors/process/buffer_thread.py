@@ -1,4 +1,4 @@
-"""The thread that ``start()`` begins, and what becomes of its error."""
+"""The thread of ``start()``, which fills the replay buffer, and its error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("fusedrl")
 
 
 class BufferThread:
-    """Takes one batch after the other, each of which goes into the buffer as it is taken."""
+    """A thread that takes one batch after the other, each of which goes into the buffer."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -40,17 +40,17 @@ class BufferThread:
             self._error = error
 
     def is_running(self) -> bool:
-        """Whether the thread takes batches."""
+        """Whether the thread is taking batches."""
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise what ended the thread, once."""
+        """Raise the error that ended the thread, once."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def refuse_others(self) -> None:
-        """Raise ``RuntimeError`` in another thread than this one while it runs."""
+        """Raise ``RuntimeError`` if the thread runs and another one calls this."""
         if self.is_running() and self._thread is not threading.current_thread():
             raise RuntimeError(
                 "collector: expected to be iterated or start()ed, got both; read the replay buffer"

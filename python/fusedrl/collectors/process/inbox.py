@@ -1,7 +1,7 @@
-"""What has arrived from a worker, and who waits for it.
+"""Keeps what has arrived from a worker, for the threads that wait for it.
 
-One thread writes here, which no signal interrupts; what the others do may be broken off by Ctrl-C
-anywhere. They therefore look at what there is and take nothing out: nothing can be lost on the way.
+Only one thread writes here, and no signal interrupts it. Ctrl-C may interrupt the others anywhere.
+They therefore only look at what has arrived and take nothing out, so that nothing can be lost.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class ReceivedBatch(NamedTuple):
-    """A batch under its number, counted from 1.
+    """A batch with its number, counted from 1.
 
-    ``frames`` are how many it counts as, ``oldest`` is its oldest version, if that was asked for,
-    and ``error`` is what unpacking it raised. Without a batch and an error, the worker's collector
-    has come to its end.
+    ``frames`` is the number of frames that it counts as, ``oldest`` is its oldest version, if the
+    trainer wants to know it, and ``error`` is what unpacking it raised. If there is neither a batch
+    nor an error, the worker's collector has ended.
     """
 
     number: int
@@ -40,10 +40,10 @@ class ReceivedBatch(NamedTuple):
 
 
 class Awaited:
-    """A call that is under way, and its ``answer`` once that is there.
+    """A call that is running, and its ``answer`` once it has arrived.
 
     Args:
-        anew: whether nobody is to get batches from before it.
+        anew: whether the call makes batches from before it outdated.
     """
 
     def __init__(self, anew: bool) -> None:
@@ -55,7 +55,7 @@ class Inbox:
     """Batches and answers of a worker, and what ended it.
 
     Attributes:
-        failure: makes what waiting raises, once the worker has ended.
+        failure: makes the exception that waiting threads raise, once the worker has ended.
         outdated: the last number of the batches that a call made outdated.
     """
 
@@ -68,28 +68,28 @@ class Inbox:
         self._waiting: set[queue.SimpleQueue[None]] = set()
 
     def expect(self, number: int, call: Awaited) -> None:
-        """Note that a call is under way; its answer is dropped if nobody holds it any more."""
+        """Note that a call is running; its answer is dropped if nobody waits for it any more."""
         self._calls[number] = call
 
     def batch(self, taken: int) -> ReceivedBatch | None:
-        """The first batch after those that are taken, if it is there; it stays there."""
+        """The first batch after those that are taken, if it has arrived; it is not removed."""
         self.drop(taken)
         with self._trimming:
             return self._batches[0] if self._batches else None
 
     def drop(self, taken: int) -> None:
-        """Let go of batches that are taken, or outdated."""
+        """Remove batches that are taken or outdated."""
         with self._trimming:
             while self._batches and self._batches[0].number <= max(taken, self.outdated):
                 self._batches.popleft()
 
     def clear(self) -> None:
-        """Let go of all batches."""
+        """Remove all batches."""
         with self._trimming:
             self._batches.clear()
 
     def wait_for(self, look: Callable[[], T | None], timeout: float | None) -> T | None:
-        """What ``look()`` finds, be it after ``timeout`` seconds; ``None`` after that.
+        """Wait until ``look()`` finds something; ``None`` if it takes ``timeout`` seconds.
 
         Raises:
             BaseException: it finds nothing, and the worker has ended.
@@ -110,10 +110,10 @@ class Inbox:
         finally:
             self._waiting.discard(wake)
 
-    # What follows is called by the thread that reads.
+    # The next methods are called by the thread that reads.
 
     def put(self, arrived: ReceivedBatch) -> None:
-        """Keep a batch."""
+        """Add a batch."""
         with self._trimming:
             self._batches.append(arrived)
         self._wake()
@@ -128,7 +128,7 @@ class Inbox:
         self._wake()
 
     def fail(self, failure: Callable[[], BaseException]) -> None:
-        """Let everyone who waits raise, unless there was a failure before."""
+        """Let all waiting threads raise, unless there was a failure before."""
         self.failure = self.failure or failure
         self._wake()
 

@@ -1,4 +1,4 @@
-"""What a trainer and its worker say to each other."""
+"""The messages between a trainer and its worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from fusedrl.collectors.process.shared_batches import SharedBatch
 from fusedrl.collectors.process.worker_errors import Failure
 
-READY = 0  # the number of a call that nobody sends: its answer is that there is a collector
+READY = 0  # the number of a call that is never sent; its answer says that the collector is ready
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class More:
 
 @dataclass(frozen=True)
 class Call:
-    """Call what is pickled here, a function and its further arguments, between two batches."""
+    """Call a pickled function with the collector and pickled arguments, between two batches."""
 
     number: int
     pickled: bytes
@@ -29,14 +29,14 @@ class Call:
 
 @dataclass(frozen=True)
 class SetVersion:
-    """Let the collector's tracker have a version, also while it collects."""
+    """Set the version of the collector's tracker, also while a batch is collected."""
 
     version: Any
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End within so many seconds."""
+    """End the worker within ``timeout`` seconds."""
 
     timeout: float
 
@@ -48,7 +48,8 @@ ToWorker = More | Call | SetVersion | Stop
 class Batch:
     """A batch, counted from 1.
 
-    ``frames`` are how many it counts as, ``oldest`` is its oldest version, if that was asked for.
+    ``frames`` is the number of frames that it counts as, and ``oldest`` its oldest version, if the
+    trainer wants to know it.
     """
 
     number: int
@@ -59,14 +60,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class End:
-    """There is no batch of this number: the worker's collector has come to its end."""
+    """There is no batch of this number, because the worker's collector has ended."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the call of this number returned, pickled; ``made`` batches were sent before."""
+    """The pickled result of the call of this number; ``made`` batches were sent before it."""
 
     number: int
     made: int
@@ -75,7 +76,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What the call of this number raised; the worker goes on."""
+    """The exception that the call of this number raised; the worker goes on."""
 
     number: int
     failure: Failure
@@ -83,7 +84,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Failed:
-    """What ended the worker."""
+    """The exception that ended the worker."""
 
     failure: Failure
 

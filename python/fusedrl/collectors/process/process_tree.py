@@ -1,4 +1,4 @@
-"""What /proc tells of a process, and of those that it has started."""
+"""Finds a process's state and descendants in /proc, and sends them signals."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 
 class _Status(NamedTuple):
-    state: str  # a letter, as of ps
+    state: str  # a letter, as ps shows it
     parent: int
 
 
 def _status(pid: int) -> _Status | None:
     try:
-        # The name of the program comes before, in parentheses, and may have some itself.
+        # The program's name comes before, in parentheses, and may contain parentheses itself.
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
@@ -30,20 +30,20 @@ def is_stopped(pid: int) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, those that they have started, and so on."""
+    """The children of a process, their children, and so on."""
     children: dict[int, list[int]] = {}
     for one in [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]:
         status = _status(one)
         if status is not None:
             children.setdefault(status.parent, []).append(one)
     found = [pid]
-    for one in found:  # grows meanwhile
+    for one in found:  # the list grows in the loop
         found += children.get(one, [])
     return found[1:]
 
 
 def send(number: int, pids: list[int]) -> None:
-    """Send a signal to processes; those that are gone are left out."""
+    """Send a signal to processes, except those that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""The weights that a worker computes with: who publishes them, and which version they have."""
+"""Publishes the weights that a worker computes with, and counts their versions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fusedrl.weights.worker_end import is_policy
 
 
 class PublishedWeights:
-    """Weights on their way to a worker, and their versions: each update is one.
+    """Publishes weights for a worker, and gives each update a version.
 
     Args:
-        options: what there is of a policy, schemes, an updater, a channel and a tracker.
-        collector: the one that schemes and updaters know. It is not kept here.
+        options: the policy, schemes, updater, channel and tracker, as far as they were given.
+        collector: the collector that schemes and updaters refer to. It is not kept alive here.
 
     Attributes:
-        schemes: what publishes weights, by the name of their model.
-        updater: torchrl's or ours, if any.
+        schemes: the schemes that publish weights, by the name of their model.
+        updater: the weight updater, torchrl's or ours, if any.
     """
 
     def __init__(self, options: AsyncOptions, collector: Any) -> None:
@@ -57,11 +57,11 @@ class PublishedWeights:
 
     @property
     def come_from_others(self) -> bool:
-        """Whether somebody else publishes them, in a channel that is only read here."""
+        """Whether somebody else publishes the weights, in a channel that is only read here."""
         return self._reader is not None
 
     def brought(self) -> list[Tensor]:
-        """Tensors of the policy that need not be sent to the worker: the channel has them."""
+        """Tensors of the policy that the channel has, and that are not sent with the job."""
         scheme, policy = self.schemes.get("policy"), self._options.policy
         if scheme is None or not isinstance(policy, nn.Module):
             return []
@@ -69,11 +69,11 @@ class PublishedWeights:
         return [place.tensor for place in module_places(policy) if place.name in names]
 
     def set_updater(self, updater: Any, collector: Any) -> None:
-        """Register an updater, or a function that makes it, with the collector; ``None`` has none.
+        """Register an updater, or what a function makes, with the collector; ``None`` removes it.
 
         Raises:
             RuntimeError: somebody else publishes the weights.
-            ValueError: it is one for a policy without weights, or for several workers.
+            ValueError: the policy has no weights, or the updater is for several workers.
         """
         if updater is not None:
             if self._reader is not None:
@@ -87,7 +87,7 @@ class PublishedWeights:
         self.updater = updater
 
     def _after_update(self, updater: Any, collector: Any) -> Callable[[], None]:
-        """What makes one version of each update."""
+        """A post-hook that makes one version of each update."""
         scheme = self.schemes.get("policy")
         if not isinstance(updater, MultiProcessedRemoteWeightUpdate):
             return _OneVersion(scheme, collector)
@@ -104,7 +104,7 @@ class PublishedWeights:
         return _nothing
 
     def _numbered(self) -> Any:
-        """What numbers the policy's versions, if it is not the tracker."""
+        """The scheme or reader that numbers the policy's versions, if the tracker does not."""
         if self._reader is not None:
             return self._reader
         return next((scheme for name, scheme in self.schemes.items() if is_policy(name)), None)
@@ -120,7 +120,7 @@ class PublishedWeights:
         return tracker.version if newest is None else newest
 
     def count(self) -> Any:
-        """Count a version and return it; ``None`` where none is tracked, or a channel counts."""
+        """Count a version and return it; ``None`` if none is tracked, or if a channel counts."""
         tracker = self._options.tracker
         if tracker is None or self._numbered() is not None:
             return None
@@ -131,11 +131,11 @@ class PublishedWeights:
         """Publish the policy's weights out of a worker's state, as one version.
 
         Args:
-            state: of the worker; what a channel brings it is taken out.
-            version: theirs; a channel's number is not less.
+            state: the state of the worker, from which the policy's weights are removed.
+            version: the version of these weights; the number in a channel is at least that.
 
         Returns:
-            The version, where no channel has counted it; else ``None``.
+            The version, if no channel has counted it, and ``None`` otherwise.
         """
         scheme = self.schemes.get("policy")
         if scheme is None:
@@ -148,7 +148,7 @@ class PublishedWeights:
         return None
 
     def close(self) -> None:
-        """Close the channels; the version stays that of the end. May be called again."""
+        """Close the channels; the last version can still be read. May be called again."""
         if self._closed:
             return
         tracker, newest = self._options.tracker, self.version
@@ -158,16 +158,16 @@ class PublishedWeights:
             scheme.shutdown()
         if self._reader is not None:
             self._reader.close()
-        self._closed = True  # a scheme may have another collector from here on
+        self._closed = True  # from here on, a scheme may belong to another collector
 
 
 def _made(updater: Any) -> Any:
-    """An updater, or what a function makes."""
+    """An updater, or the one that a function makes."""
     return updater if updater is None or hasattr(updater, "register_collector") else updater()
 
 
 def _weights_of(policy: Any, updater: Any) -> Any:
-    """What a channel is made of, ``None`` if there are no weights."""
+    """The weights to create a channel from; ``None`` if there are none."""
     if isinstance(policy, nn.Module) and any(True for _ in module_places(policy)):
         return policy
     if policy is None and isinstance(updater, MultiProcessedRemoteWeightUpdate):
@@ -176,13 +176,13 @@ def _weights_of(policy: Any, updater: Any) -> Any:
 
 
 def _nothing() -> None:
-    """The updater publishes by itself."""
+    """Do nothing, because the updater publishes by itself."""
 
 
 class _OneVersion:
-    """A post-hook that publishes the trainer's policy, which the updater has written.
+    """A post-hook that publishes the trainer's policy after the updater has written it.
 
-    It does not keep the collector alive.
+    It keeps only a weak reference to the collector.
     """
 
     def __init__(self, scheme: Any, collector: Any) -> None:

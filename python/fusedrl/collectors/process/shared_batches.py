@@ -1,4 +1,4 @@
-"""Batches that one process writes into shared memory and another one uses where they lie."""
+"""Passes batches to another process in shared memory, which it uses without a copy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fusedrl.transport import Contents, put_together, take_apart
 
 SMALLEST = 1 << 16
 SPARE = 4  # free segments that keep their memory
-DESCRIPTORS_ASIDE = 256  # for all else that a process opens
+DESCRIPTORS_ASIDE = 256  # descriptors that are left for everything else that a process opens
 
 
 class SharedBatch(NamedTuple):
-    """Where a batch lies, and what it is made of: small, for a pipe.
+    """The description of a batch in shared memory, small enough for a pipe.
 
-    The segment is ``index``; ``path`` opens its file, whose number is ``inode``, and ``nbytes`` is
-    its size.
+    It lies in the segment ``index``. ``path`` opens the segment's file, whose inode is ``inode``,
+    and ``nbytes`` is the size of the segment.
     """
 
     index: int
@@ -40,10 +40,10 @@ class _Segment(NamedTuple):
 
 
 class Segments:
-    """The memory that a process writes batches into; what is given back is used again.
+    """The segments of memory that a process writes batches into, which are reused once released.
 
-    It has no name in any file system, so that nothing is left when the process is killed. Each
-    segment is an open file of this process, whose limit is raised where they are many.
+    They have no name in any file system, so that nothing is left when the process is killed. Each
+    segment is an open file of this process, and the limit of open files is raised if necessary.
 
     Example:
         >>> segments, mappings = Segments(), Mappings()  # in two processes
@@ -54,19 +54,20 @@ class Segments:
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
-        self._free: dict[int, bool] = {}  # has it pages; in the order they were given back
+        # Free segments in the order of their release, each with whether it still has its pages.
+        self._free: dict[int, bool] = {}
 
     def pack(self, batch: Any) -> SharedBatch:
-        """Copy a batch's tensors into a segment, without their gradient graphs.
+        """Copy a batch's tensors into a segment, without their autograd graphs.
 
-        CUDA tensors stay where they are, and are opened there by the other process.
+        CUDA tensors stay where they are, and the other process opens them there.
 
         Args:
             batch: a tensordict, or anything that can be pickled.
 
         Raises:
-            RuntimeError: this process may not open another file: the other one keeps too many
-                batches.
+            RuntimeError: this process has reached its limit of open files, because the other
+                process keeps too many batches.
         """
         contents, tensors = take_apart(batch, share=True)
         index = self._found(contents.nbytes)
@@ -77,8 +78,8 @@ class Segments:
         return SharedBatch(index, path, inode, len(memory), contents)
 
     def _found(self, nbytes: int) -> int:
-        """A free segment of so many bytes: the smallest that will do, or the largest, grown."""
-        # Of one size, the one that was given back last: it still has its pages.
+        """A free segment for ``nbytes``: the smallest that suffices, or the largest, enlarged."""
+        # Of several with the same size, the one that was released last, as it still has its pages.
         sizes = {index: len(self._segments[index].memory) for index in reversed(self._free)}
         enough = [index for index in sizes if sizes[index] >= nbytes]
         if enough:
@@ -89,7 +90,7 @@ class Segments:
                 sizes = {len(self._segments) - 1: 0}
                 self._free |= dict.fromkeys(sizes, False)
             index = max(sizes, key=sizes.__getitem__)
-            # More than is needed: memory that nothing is written to costs nothing.
+            # Larger than needed, as memory that is never written to costs nothing.
             size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
             segment = self._segments[index]
             os.ftruncate(segment.descriptor, size)
@@ -104,17 +105,17 @@ class Segments:
         return index
 
     def release(self, indices: Iterable[int]) -> None:
-        """Take segments back that :meth:`Mappings.released` named."""
+        """Mark the segments that :meth:`Mappings.released` returned as free."""
         self._free.update(dict.fromkeys(indices, True))
         for index in [index for index, full in list(self._free.items())[:-SPARE] if full]:
-            # Its pages go, its size stays: it reads as zeros until it is written again.
+            # This frees the pages and keeps the size: it reads as zeros until it is written again.
             descriptor, _, memory = self._segments[index]
             os.ftruncate(descriptor, 0)
             os.ftruncate(descriptor, len(memory))
             self._free[index] = False
 
     def close(self) -> None:
-        """Let go of the memory; batches that were unpacked keep theirs."""
+        """Free the memory; batches that were unpacked keep theirs."""
         for segment in self._segments:
             os.close(segment.descriptor)
         self._segments.clear()
@@ -130,23 +131,23 @@ def _new_segment() -> _Segment:
 
 
 def _mapped(descriptor: int, nbytes: int) -> Tensor:
-    # The tensor needs no open file: a process may keep more of them than it may open files.
+    # A mapping needs no open file, so a process may keep more batches than it may open files.
     path = f"/proc/self/fd/{descriptor}"
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
 class _Lent(weakref.ref[Any]):
-    """To the memory of a batch, which is that of segment ``index``."""
+    """A weak reference to the memory of a batch, which lies in segment ``index``."""
 
     __slots__ = ("index",)
     index: int
 
 
 class Mappings:
-    """Batches that :class:`Segments` were packed in, as another process sees them.
+    """The batches in another process's :class:`Segments`, mapped into this one.
 
-    They may be kept for as long as one likes: a segment is free once none of its tensors exists in
-    this process, nor any view of one. A process forked from this one sees the same memory; keep a
+    You may keep them for as long as you like: a segment becomes free once this process has none of
+    its tensors and no view of them. A process forked from this one sees the same memory; keep a
     batch here while such a process reads it.
     """
 
@@ -156,28 +157,29 @@ class Mappings:
         self._returned: deque[_Lent] = deque()
 
     def unpack(self, shared: SharedBatch) -> Any:
-        """The batch; its tensors are the segment's memory, and may be written to.
+        """The batch, whose tensors lie in the segment's memory and may be written to.
 
         Raises:
-            RuntimeError: the process that packed it is gone, and this one never saw the segment.
+            RuntimeError: the process that packed it has ended, and this one has not mapped the
+                segment before.
         """
         mapped = self._mapped.get(shared.index)
         if mapped is None or len(mapped) != shared.nbytes:
             mapped = self._mapped[shared.index] = _opened(shared)
-        buffer = mapped.numpy().data  # an object that ends with the last tensor over it
-        # Nothing that is written in Python runs at its end, which Ctrl-C could break off.
+        buffer = mapped.numpy().data  # an object that is freed with the last tensor over it
+        # No Python code runs when it is freed, which Ctrl-C could interrupt.
         lent = _Lent(buffer, self._returned.append)
         lent.index = shared.index
         self._lent[id(lent)] = lent
         return put_together(shared.contents, torch.frombuffer(buffer, dtype=torch.uint8))
 
     def released(self) -> list[int]:
-        """The segments that became free since the last call."""
+        """The indices of the segments that became free since the last call."""
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         return [self._lent.pop(id(lent)).index for lent in returned]
 
     def close(self) -> None:
-        """Let go of the memory that no tensor needs."""
+        """Unmap the memory that no tensor uses."""
         self._mapped.clear()
 
 
@@ -189,7 +191,7 @@ def _opened(shared: SharedBatch) -> Tensor:
         found = str(error)
     else:
         try:
-            # Another process may have the pid by now, and any file under the number.
+            # Another process may have the pid by now, and another file may have the descriptor.
             if os.fstat(descriptor).st_ino == shared.inode:
                 return _mapped(descriptor, shared.nbytes)
         finally:

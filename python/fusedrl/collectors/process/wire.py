@@ -1,4 +1,4 @@
-"""Messages between a trainer and its worker."""
+"""Sends pickled messages between a trainer and its worker, over a pair of sockets."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import threading
 from multiprocessing.connection import wait
 from typing import Any
 
-SIZE = struct.Struct("!Q")  # of the pickle that follows
+SIZE = struct.Struct("!Q")  # the size of the pickle that follows
 CHUNK = 1 << 20
-POLL_S = 0.5  # how often a process is looked at whose sentinel another one may hold
+POLL_S = 0.5  # how often to check a process whose sentinel another process may keep open
 
 
 class Wire:
-    """One end of a pair of sockets: several threads may send, one receives.
+    """One end of a pair of sockets, on which several threads may send and one receives.
 
-    An exception in the middle of a message spoils all later ones. In the trainer, which Ctrl-C
-    interrupts, threads of their own therefore send and receive; as neither waits for the other,
+    An exception in the middle of a message would spoil all later ones. In the trainer, which Ctrl-C
+    may interrupt, separate threads therefore send and receive. Neither waits for the other, so that
     both sides may send messages of any size at the same time.
 
     Args:
-        end: of the pair; it is closed with this.
+        end: one socket of the pair, which is closed with this object.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -35,7 +35,7 @@ class Wire:
         """Send a message.
 
         Raises:
-            OSError: nobody can receive it.
+            OSError: the other end is closed.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
@@ -45,8 +45,8 @@ class Wire:
         """The next message; ``None`` once there will be none.
 
         Args:
-            process: has the other end. Where it has started processes itself, these may hold its
-                end open after it has ended.
+            process: the process with the other end. Processes that it has started may keep the end
+                open after it has ended.
         """
         while True:
             end = SIZE.size + self._announced()
@@ -61,13 +61,13 @@ class Wire:
         return SIZE.unpack_from(self._arrived)[0] if len(self._arrived) >= SIZE.size else 0
 
     def _more(self, process: Any) -> bool:
-        """Wait for further bytes; whether there are any."""
+        """Wait for more bytes, and return whether there are any."""
         while process is not None:
             ready = wait([self._socket, process.sentinel], POLL_S)
             if self._socket in ready:
                 break
             if ready or not process.is_alive():
-                if wait([self._socket], 0):  # said just before it ended
+                if wait([self._socket], 0):  # it was sent just before the process ended
                     break
                 return False
         try:
@@ -78,7 +78,7 @@ class Wire:
         return bool(data)
 
     def hang_up(self) -> None:
-        """End what any thread of either process does here; what has arrived can still be read."""
+        """End all sending and waiting at both ends; what has arrived can still be read."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,7 +1,7 @@
-"""The process of an ``AsyncCollector``: a collector between a wire and shared memory.
+"""The worker process of an ``AsyncCollector``, which collects into shared memory.
 
-The main thread collects. A second one listens, so that the trainer is heard while a batch is
-collected, and a third one waits for the trainer's end.
+The main thread collects. A second one receives the trainer's messages, also while a batch is
+collected, and a third one waits for the trainer to end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fusedrl.collectors.process.worker_collector import make_collector, uses_buf
 from fusedrl.collectors.process.worker_errors import Failure
 from fusedrl.collectors.process.worker_job import PackedJob
 
-ORPHANED_S = 1.0  # to end in, once the trainer is gone
+ORPHANED_S = 1.0  # seconds to end in, once the trainer is gone
 
 logger = logging.getLogger("fusedrl")
 
@@ -45,22 +45,22 @@ class Interrupted(BaseException):
 
 
 def main(end: socket.socket, packed: PackedJob) -> None:
-    """Collect what is asked for through a wire, until it is closed or says stop."""
-    # Ctrl-C is sent to the trainer and its workers: the trainer says what it means for them.
+    """Collect what is requested through the socket ``end``, until it is closed or says stop."""
+    # Ctrl-C goes to the trainer and its workers, and the trainer tells the workers what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with warnings.catch_warnings():
         if torchrl.filter_warnings_subprocess:
             warnings.simplefilter("ignore")
         Worker(Wire(end)).run(packed)
-    # The first that a spawned process does at its exit; a forked one has none.
+    # A spawned process runs this first at its exit; a forked one does not run it.
     atexit.register(_leave)
 
 
 def _leave() -> None:
-    """End the process where its interpreter would go on to take all modules apart: that is seconds.
+    """End the process before the interpreter frees all modules, which takes seconds.
 
-    What others registered with atexit is called before.
+    Functions that others registered with atexit have run by then.
     """
     atexit.unregister(_leave)
     atexit._run_exitfuncs()
@@ -71,16 +71,16 @@ def _leave() -> None:
 
 
 class Worker:
-    """A collector and what it was asked for.
+    """Runs a collector for the trainer.
 
     Args:
-        wire: to the trainer.
+        wire: the connection to the trainer.
     """
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._changed = threading.Condition()
-        self._made = self._wanted = 0  # batches
+        self._made = self._wanted = 0  # numbers of batches
         self._released: list[int] = []
         self._calls: deque[messages.Call] = deque()
         self._stopping = self._orphaned = False
@@ -97,7 +97,7 @@ class Worker:
             for name, target in (("listen", self._listen), ("watch", self._watch)):
                 threading.Thread(target=target, daemon=True, name=f"fusedrl-{name}").start()
             self._work(packed)
-        except Interrupted:  # also where an error is being told: the trainer wants to hear no more
+        except Interrupted:  # also while an error is sent: the trainer needs no answer then
             pass
         finally:
             self._interruptible = False
@@ -117,11 +117,11 @@ class Worker:
                     self._collect(asked)
         except Interrupted:
             raise
-        except BaseException as error:  # also what a policy or a tool ends a program with
+        except BaseException as error:  # also SystemExit, which a policy or a tool may raise
             self._send(messages.Failed(Failure.of(error)))
 
     def _next(self) -> messages.Call | int | None:
-        """A call, or the number of a batch; ``None`` at the end."""
+        """The next call, or the number of the next batch; ``None`` at the end."""
         with self._changed:
             while not self._stopping:
                 if self._calls:
@@ -140,7 +140,7 @@ class Worker:
         self._batches = self._batches or iter(collector)
         batch = next(self._batches, None)
         if batch is None:
-            self._batches = None  # another state may be loaded, from which it goes on
+            self._batches = None  # another state may be loaded, with which collecting goes on
             self._send(messages.End(number))
             return
         frames = getattr(collector, "_frames", before + batch.numel()) - before
@@ -162,7 +162,7 @@ class Worker:
             self._send(messages.Answer(call.number, self._made, value))
 
     def _send(self, message: messages.ToTrainer) -> None:
-        with contextlib.suppress(OSError):  # the trainer is gone, which ends this process
+        with contextlib.suppress(OSError):  # the trainer is gone, and this process will end
             self._wire.send(message)
 
     def _close(self) -> None:
@@ -178,7 +178,7 @@ class Worker:
             self._interruptible = False
             raise Interrupted
 
-    # What follows runs in the threads that listen and watch.
+    # The next methods run in the threads that receive and watch.
 
     def _listen(self) -> None:
         try:
@@ -192,13 +192,13 @@ class Worker:
     def _watch(self) -> None:
         """Wait for the end of the trainer.
 
-        A process that it has forked may hold its ends of all pipes open.
+        Pipes do not tell, because a process that the trainer has forked may keep their ends open.
         """
         trainer = multiprocessing.parent_process()
         assert trainer is not None and trainer.pid is not None
         parent = os.getppid()
         ends: list[Any] = [trainer.sentinel]
-        # Some kernels, sandboxes and builds of Python have none.
+        # Some kernels, sandboxes and builds of Python have no pidfd_open.
         with contextlib.suppress(OSError, AttributeError):
             ends.append(os.pidfd_open(trainer.pid))
         while not wait(ends, POLL_S) and os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""The collector in a worker process, and what the trainer asks it between batches."""
+"""Makes the collector in a worker process, and has the functions that the trainer calls there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_collector(job: WorkerJob) -> Any:
         job.init_fn()
     policy = job.policy if job.policy_factory is None else job.policy_factory()
     scheme = job.schemes.get("policy")
-    if scheme is not None:  # the weights have to be there when the collector calls the policy
+    if scheme is not None:  # the collector calls the policy, which needs its weights by then
         scheme.init_on_receiver(model_id="policy", model=policy)
         scheme.connect()
     options = dict(job.options)
@@ -41,7 +41,7 @@ def make_collector(job: WorkerJob) -> Any:
     return collector
 
 
-# What the trainer asks; the collector comes first.
+# The functions that the trainer calls, with the collector as the first argument.
 
 
 def uses_buffers(collector: Any) -> bool | None:
@@ -59,12 +59,12 @@ def set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
 
 
 def state_dict(collector: Any) -> Any:
-    """The collector's, with tensors on the CPU."""
+    """The collector's state, with tensors on the CPU."""
     return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, collector.state_dict())
 
 
 def load_state_dict(collector: Any, state: Any, strict: bool) -> None:
-    """Restore the collector's; ``strict``: there are the policy's weights too."""
+    """Restore the collector's state, with the policy's weights if it is ``strict``."""
     collector.load_state_dict(state, strict=strict)
 
 
@@ -79,10 +79,10 @@ def getattr_env(collector: Any, name: str) -> Any:
 
 
 def profile(collector: Any) -> Any:
-    """Where the time went, of a collector that knows it.
+    """The time profile of the collector.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: the collector does not measure its time.
     """
     if not hasattr(collector, "profile"):
         raise RuntimeError(

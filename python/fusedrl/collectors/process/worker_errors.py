@@ -1,4 +1,4 @@
-"""Exceptions on their way out of a worker process."""
+"""Carries exceptions from a worker process to the trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import cloudpickle
 
 
 class ShutDown(RuntimeError):
-    """A collector that was shut down is used."""
+    """The error of using a collector that was shut down."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -28,17 +28,17 @@ class WorkerTraceback(Exception):
 
 
 class Failure(NamedTuple):
-    """An exception: its pickle, if it has one that can be read, and its traceback."""
+    """An exception as its pickle, if it can be pickled and read, and its traceback as text."""
 
     data: bytes | None
     text: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Make it portable, whatever it is."""
+        """Make any exception portable."""
         data = None
         with contextlib.suppress(Exception):
-            data = cloudpickle.dumps(error)  # its class may have come by value, or be a local one
+            data = cloudpickle.dumps(error)  # its class may be a local one, or pickled by value
         return cls(data if _read(data) is not None else None, _text(error))
 
     def exception(self) -> Exception:
@@ -54,7 +54,7 @@ class Failure(NamedTuple):
 
 
 def _read(data: bytes | None) -> Exception | None:
-    """The exception of a pickle, if it yields one: an ``__init__`` or ``__reduce__`` may not."""
+    """The exception in a pickle; ``None`` if its ``__init__`` or ``__reduce__`` prevents that."""
     with contextlib.suppress(Exception):
         error = None if data is None else pickle.loads(data)
         return error if isinstance(error, Exception) else None
@@ -64,6 +64,6 @@ def _read(data: bytes | None) -> Exception | None:
 def _text(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
-    except Exception:  # what the exception says of itself may raise anything
+    except Exception:  # its __str__ may raise anything
         frames = "".join(traceback.format_tb(error.__traceback__))
         return f"Traceback (most recent call last):\n{frames}{type(error).__qualname__}\n"

@@ -1,4 +1,4 @@
-"""What a worker process is started with, without the weights that a channel brings it."""
+"""What a worker process is started with; weights that a channel brings are left out."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fusedrl.channel import WeightHandle
 
 @dataclass
 class WorkerJob:
-    """What a worker makes its collector of.
+    """What a worker needs to make its collector.
 
     Args:
-        collector_class: is called with ``env``, ``policy`` and ``options``.
-        env: an environment, or what makes one.
+        collector_class: the class, which is called with ``env``, ``policy`` and ``options``.
+        env: an environment, or a function that makes one.
         policy: the policy; its weights may lie on the meta device.
-        policy_factory: makes the policy, in its place.
+        policy_factory: a function that makes the policy instead.
         options: further arguments of ``collector_class``.
-        schemes: what brings weights, by the name of the model.
-        channel: what brings those of the policy, in the place of schemes.
+        schemes: the schemes that bring weights, by the name of the model.
+        channel: the channel that brings the policy's weights, instead of a scheme.
         channel_mode: ``"alias"`` or ``"copy"``.
-        init_fn: is called first.
-        hooks: attributes of the collector.
-        threads: of torch.
+        init_fn: a function that is called first.
+        hooks: attributes to set on the collector.
+        threads: number of torch's threads.
         dated: whether the trainer wants to know the oldest version in each batch.
     """
 
@@ -49,11 +49,11 @@ class WorkerJob:
 
 
 class PackedJob:
-    """A job on its way to a worker, which unpacks it where errors can be reported.
+    """A pickled job, which the worker unpacks where it can report errors.
 
     Args:
-        job: may have functions that only cloudpickle takes.
-        brought: tensors that arrive as empty ones on the meta device.
+        job: the job, which may have functions that only cloudpickle can pickle.
+        brought: tensors that a channel brings, and that arrive on the meta device.
     """
 
     def __init__(self, job: WorkerJob, brought: Iterable[Tensor] = ()) -> None:
@@ -62,13 +62,13 @@ class PackedJob:
         self._data = b""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickled while the process is started, when locks and pipes can be, too."""
+        """Pickle the job, while the process is started and locks and pipes can be pickled too."""
         file = io.BytesIO()
         _Pickler(file, self._brought).dump(self._job)
         return {"_job": None, "_brought": {}, "_data": file.getvalue()}
 
     def unpack(self) -> WorkerJob:
-        """The job: in a forked process the trainer's own."""
+        """The job; in a forked process it is the trainer's own object."""
         return pickle.loads(self._data) if self._job is None else self._job
 
 

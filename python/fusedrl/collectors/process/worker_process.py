@@ -1,4 +1,4 @@
-"""A trainer's end of a worker process: what is said to it, what arrives, and how it ends."""
+"""The trainer's end of a worker process: starts it, talks to it, and ends it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from fusedrl.collectors.process.worker_errors import ShutDown
 from fusedrl.collectors.process.worker_job import PackedJob
 
 SHUTDOWN_S = 10.0
-KILL_S = 1.0  # beyond the time in which a worker ends itself
-LOOK_S = 10.0  # of waiting, after which it is looked at whether the worker can answer
+KILL_S = 1.0  # seconds that are added to the time in which a worker has to end by itself
+LOOK_S = 10.0  # seconds of waiting, after which to check whether the worker is stopped
 
 T = TypeVar("T")
 
@@ -38,12 +38,12 @@ logger = logging.getLogger("fusedrl")
 class WorkerProcess:
     """A worker, which has been started; several threads may use it.
 
-    What Ctrl-C breaks off here can be done again: a worker is asked for the batches up to a number,
-    a batch stays until the trainer has counted it, and calls are numbered.
+    Whatever Ctrl-C interrupts here can be repeated: requests name the number of the last batch that
+    is wanted, a batch stays until the trainer has counted it, and calls are numbered.
 
     Args:
-        context: of multiprocessing.
-        packed: what the worker makes its collector of.
+        context: the context of multiprocessing.
+        packed: the job from which the worker makes its collector.
 
     Raises:
         TypeError: something in the job cannot be pickled.
@@ -71,7 +71,7 @@ class WorkerProcess:
         self._ready = Awaited(anew=False)
         self._inbox.expect(messages.READY, self._ready)
         self._link = _Link(self.process, Wire(ours), self._inbox, self._outbox)
-        # Before multiprocessing joins its children at exit, and if nobody shuts the worker down.
+        # This ends the worker before multiprocessing joins its children at exit, if nobody has.
         self._finalizer = Finalize(self, self._link.end, (SHUTDOWN_S,), exitpriority=100)
 
     @property
@@ -80,7 +80,7 @@ class WorkerProcess:
         return self._trainer != os.getpid()
 
     def check(self) -> None:
-        """Raise ``RuntimeError`` where nothing more can be asked of the worker."""
+        """Raise ``RuntimeError`` if the worker can no longer be used from this process."""
         if self._stopped:
             raise ShutDown
         if self.is_inherited:
@@ -90,30 +90,30 @@ class WorkerProcess:
             )
 
     def ready(self) -> Any:
-        """Wait until there is a collector; returns whether it uses buffers."""
+        """Wait until the worker has its collector; returns whether that uses buffers."""
         return self._answer_to(self._ready)
 
     def under_way(self, taken: int) -> int:
-        """How many batches after those that are taken it was asked for."""
+        """How many batches were requested beyond those that are taken."""
         return self._asked - max(taken, self._inbox.outdated)
 
     def ask(self, taken: int, ahead: int) -> None:
-        """Have ``ahead`` batches made after those that are taken."""
+        """Request ``ahead`` batches after those that are taken."""
         last = max(taken, self._inbox.outdated) + ahead
         if last > self._asked:
             self._outbox.put(messages.More(last))
-            self._asked = last  # asked for once more if Ctrl-C comes before this: that is harmless
+            self._asked = last  # if Ctrl-C comes before this, the same request is sent again
 
     def batch(self, taken: int, timeout: float | None) -> ReceivedBatch:
-        """The first batch after those that are taken; it stays there until :meth:`drop`.
+        """The first batch after those that are taken, which is kept until :meth:`drop`.
 
         Raises:
-            TimeoutError: none arrives.
+            TimeoutError: no batch arrives in time.
         """
         self.check()
 
         def look() -> ReceivedBatch | None:
-            self.ask(taken, 1)  # another thread's call may have made outdated what was asked for
+            self.ask(taken, 1)  # a call of another thread may have outdated the requested batches
             return self._inbox.batch(taken)
 
         arrived = self._wait_for(look, timeout)
@@ -128,28 +128,28 @@ class WorkerProcess:
         )
 
     def is_outdated(self, number: int) -> bool:
-        """Whether a call has made a batch outdated since."""
+        """Whether a call has made a batch outdated."""
         return number <= self._inbox.outdated
 
     def drop(self, taken: int) -> None:
-        """Let go of batches that are taken."""
+        """Remove batches that are taken."""
         self.check()
         self._inbox.drop(taken)
 
     def set_version(self, version: Any) -> None:
-        """Let the worker's tracker have a version, also while it collects."""
+        """Set the version of the worker's tracker, also while it collects."""
         self._send(messages.SetVersion(version))
 
     def call(self, function: Callable[..., Any], *args: Any, anew: bool = False) -> Any:
-        """What ``function(collector, *args)`` returns in the worker, between batches.
+        """Call ``function(collector, *args)`` in the worker, between batches.
 
         Args:
-            function: of the worker's collector.
+            function: a function of the worker's collector.
             args: further arguments.
-            anew: whether nobody is to get batches from before it.
+            anew: whether the call makes batches from before it outdated.
 
         Raises:
-            Exception: what it raises, with the worker's traceback as its cause.
+            Exception: the function's exception, with the worker's traceback as its cause.
         """
         self.check()
         number, call = next(self._numbers), Awaited(anew)
@@ -166,7 +166,7 @@ class WorkerProcess:
         return pickle.loads(answer.pickled)
 
     def _wait_for(self, look: Callable[[], T | None], timeout: float | None) -> T | None:
-        """As of the inbox; say so where a worker that is stopped would be waited for in silence."""
+        """As :meth:`Inbox.wait_for`, with a warning if the worker is stopped by a signal."""
         left = float("inf") if timeout is None else timeout
         while (found := self._inbox.wait_for(look, min(left, LOOK_S))) is None and left > LOOK_S:
             left -= LOOK_S
@@ -184,9 +184,9 @@ class WorkerProcess:
         self._outbox.put(message)
 
     def stop(self, timeout: float) -> None:
-        """End the worker: by itself within ``timeout`` seconds, or else by force.
+        """Let the worker end by itself within ``timeout`` seconds, or else kill it.
 
-        May be called again, also if the call before was broken off.
+        It may be called again, also if the last call was interrupted.
         """
         self._stopped = True
         self._inbox.fail(ShutDown)
@@ -196,9 +196,9 @@ class WorkerProcess:
 
 
 class _Link:
-    """The threads between a worker's wire and what the trainer sees of it.
+    """The threads that send and receive on a worker's wire.
 
-    They know nothing of the collector, which may be dropped without a shutdown.
+    They have no reference to the collector, which may be freed without a shutdown.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class _Link:
             thread.start()
 
     def _write(self) -> None:
-        # The thread that reads tells why the worker does not.
+        # The thread that receives reports why the worker does not answer.
         with contextlib.suppress(OSError):
             while (message := self._outbox.get()) is not None:
                 if isinstance(message, messages.More):
@@ -230,7 +230,7 @@ class _Link:
         try:
             while (message := self._wire.receive(self._process)) is not None:
                 self._take(message)
-                del message  # it may be a batch
+                del message  # it may be a batch, whose memory must not be kept
         except BaseException as error:
             self._inbox.fail(functools.partial(_unreadable, error))
         else:
@@ -260,9 +260,9 @@ class _Link:
         self._inbox.put(arrived)
 
     def end(self, timeout: float) -> None:
-        """End the worker and the threads."""
+        """End the worker process and the threads."""
         process = self._process
-        with contextlib.suppress(ValueError):  # it was closed before
+        with contextlib.suppress(ValueError):  # the process object is closed already
             if process.is_alive():
                 self._outbox.put(messages.Stop(timeout))
                 process_tree.send(signal.SIGCONT, [process.pid])  # it may have been stopped
@@ -300,7 +300,7 @@ def _gone(pid: int, code: int | None) -> RuntimeError:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A process that is started here is not sent Ctrl-C before it can ignore it."""
+    """Protect a process that is started in this block from Ctrl-C until it ignores it itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

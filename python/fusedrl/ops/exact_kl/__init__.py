@@ -142,7 +142,7 @@ def exact_kl(
     p, q = _rows.with_unit_stride(p), _rows.with_unit_stride(q)
     args = (p, q, mask, offsets, shift, scale, divergence.beta, entropy)
     if _autograd.needs_grad(logits=logits, ref_logits=ref_logits, temperature=scale):
-        kl, entropies = _Autograd.apply(*args)
+        kl, entropies = _autograd.apply(_Autograd, *args)
     else:
         kl, entropies, _ = torch.ops.fusedrl.exact_kl(*args)
     return answer(divergence, kl, entropies if entropy else None)

@@ -137,6 +137,9 @@ def linear_policy_loss(
     ranks. Only kept rows are multiplied. Where gradients are needed, the forward pass makes them
     and sums them in float32, and the backward pass scales them.
 
+    In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
+    the gradients of logits to bfloat16 before they are multiplied, which is faster.
+
     Args:
         hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``; float32, bfloat16
             or float16 (float64 runs through the reference).

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch
+from fusedrl.ops import _autograd, _dispatch, _rounding
 from fusedrl.ops._head import Head
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
 
@@ -106,7 +106,7 @@ def run(task: Task, main_grad: Tensor | None = None, separate: bool = False) -> 
         entropy=entropy,
     )
     if task.needs_grad:
-        values, results = _Autograd.apply(main_grad, separate, *call)
+        values, results = _autograd.apply(_Autograd, main_grad, separate, *call)
     else:
         results, *_ = torch.ops.fusedrl.linear_policy_loss(*call, False, False, False, False)
         values = _values(results, call.weights)
@@ -123,7 +123,9 @@ def _with_gradients(
 ) -> tuple[Tensor, list[Tensor]]:
     """The op's rows, and the gradients of hidden states, weight and bias that are wanted."""
     if call.hidden.dtype != torch.float16:
-        results, *grads = torch.ops.fusedrl.linear_policy_loss(*call, *wanted, in_float)
+        results, *grads = torch.ops.fusedrl.linear_policy_loss(
+            *call, *wanted, in_float, rounds_grads=_rounding.rounds_grads(call.hidden, call.hidden)
+        )
         return results, grads
     # A loss scale comes too late for gradients that are made here: float16 holds those of a token
     # that counts about 1, not those of one among many.
@@ -209,7 +211,12 @@ REINFORCE = Surrogate("reinforce", 0.0, 0.0, 0.0, "k3")
 
 
 def _fake(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, *options: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: Tensor,
+    *options: Any,
+    rounds_grads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, of_hidden, of_weight, of_bias, in_float = options
     dtype = torch.float32 if in_float else weight.dtype

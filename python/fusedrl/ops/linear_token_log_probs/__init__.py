@@ -52,6 +52,9 @@ def linear_token_log_probs(
     (never with ``batch_invariant`` or under ``torch.compile``); it sums every gradient in float32
     and rounds it once. On CUDA, a mask or a shift makes the host wait for the number of kept rows.
 
+    In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
+    the gradients of logits to bfloat16 before they are multiplied, which is faster.
+
     Args:
         hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``; float32, bfloat16
             or float16 (float64 runs through the reference).

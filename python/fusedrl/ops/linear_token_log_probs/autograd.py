@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch
+from fusedrl.ops import _autograd, _dispatch, _rounding
 from fusedrl.ops.linear_token_log_probs.shards import gathered
 from fusedrl.ops.token_log_probs.reference import rows_of_tokens
 
@@ -38,7 +38,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy over the classes of all ranks of the group."""
     if needs_grad:
-        return _Autograd.apply(chosen, group, *args)
+        return _autograd.apply(_Autograd, chosen, group, *args)
     return _finish(statistics(chosen, args), group, args)[:2]
 
 
@@ -56,8 +56,8 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, chosen: str, group: Any, *args: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, tokens, mask, offsets, shift, temperature, *options = args
         scale, softcap, entropy, vocab_offset, batch_invariant = options
-        # A graph's shapes are those of its inputs, and say nothing of how many rows are kept.
-        stored_bytes = 0 if torch.compiler.is_compiling() else STORED_BYTES
+        # The shapes of traced tensors are those of the inputs: how many rows are kept is not known.
+        stored_bytes = STORED_BYTES if _dispatch.has_values(hidden) else 0
         parts, products = _statistics(chosen, args, stored_bytes)
         log_probs, row_entropy, normalizers = _finish(parts, group, args)
         ctx.save_for_backward(
@@ -83,6 +83,7 @@ class _Autograd(torch.autograd.Function):
             grad_entropy.contiguous() if entropy else None,
             *(hidden, weight, bias, tokens, mask, offsets, shift, temperature, scale, softcap),
             *(*results, vocab_offset, batch_invariant, of_hidden, of_weight, of_bias),
+            rounds_grads=_rounding.rounds_grads(hidden, grad_log_probs),
         )
         if group is not None and of_hidden:
             torch.distributed.all_reduce(of_head[0], group=group)
@@ -117,7 +118,7 @@ def _fake_finish(
     return log_probs, row_entropy, normalizers
 
 
-def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(*args: Any, rounds_grads: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     _, _, hidden, weight, bias, *_, vocab_offset, _, of_hidden, of_weight, of_bias = args
     # The ranks of a sharded vocabulary add theirs up before it is rounded.
     dtype = hidden.dtype if vocab_offset is None else _dispatch.result_dtype(hidden)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _head, _rows
+from fusedrl.ops import _autograd, _dispatch, _head, _rounding, _rows
 from fusedrl.ops._nested import accepts_nested
+from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.linear_top_k_kl import reference
 from fusedrl.ops.top_k_kl import teachers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["linear_top_k_kl"]
 
 
+@accepts_parts("ids", "teacher_log_probs", "mask")
 @accepts_nested("ids", "teacher_log_probs")
 def linear_top_k_kl(
     hidden: Tensor,
@@ -31,6 +36,7 @@ def linear_top_k_kl(
     scale: float | None = None,
     offsets: Tensor | None = None,
     shift: bool = False,
+    sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     batch_invariant: bool = False,
     impl: str = "auto",
@@ -41,6 +47,9 @@ def linear_top_k_kl(
     ``softcap * tanh(logits / softcap)`` where a softcap is given. They exist a tile at a time (see
     :func:`linear_token_log_probs`), and only for the kept rows; the backward pass computes them
     again. Gradients reach ``hidden``, ``weight`` and ``bias``, each only where it is required.
+
+    In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
+    the gradients of logits to bfloat16 before they are multiplied, which is faster.
 
     Args:
         hidden: the student's, ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``;
@@ -61,6 +70,11 @@ def linear_top_k_kl(
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads row *i - 1* of its own sequence; the first token of every sequence
             has divergence 0. Packed hidden states then need ``offsets``.
+        sequence_group: the process group over whose ranks sequences are split into contiguous
+            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
+            of a part reads the last row of the rank before. Every rank calls, and differentiates.
+            ``offsets`` are those of all ranks' tokens, ``k`` is the same on every rank; nested
+            input is refused.
         temperature: positive divisor of the logits. No gradient flows to it.
         batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
             depend on the batch around it.
@@ -87,8 +101,8 @@ def linear_top_k_kl(
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     _rows.check_rows("hidden", head.hidden, offsets, shift)
     teacher = teachers.prepare(
-        *(head.hidden, "hidden", ids, teacher_log_probs, mask, offsets, shift),
-        *(direction, beta, tail),
+        *(head.hidden, "hidden", len(head.weight), ids, teacher_log_probs),
+        *(mask, offsets, shift, direction, beta, tail),
     )
     chosen = _dispatch.choose(impl, "linear_top_k_kl", head.hidden.device, head.hidden.dtype)
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
@@ -107,10 +121,10 @@ def linear_top_k_kl(
         )
         tensors = {"hidden": head.hidden, "weight": head.weight, "bias": head.bias}
         if _autograd.needs_grad(**tensors, temperature=divisor):
-            log_probs = _Autograd.apply(*args)
+            log_probs = _autograd.apply(_Autograd, *args)
         else:
             log_probs = torch.ops.fusedrl.linear_top_k_kl_log_probs(*args)[0]
-    return teachers.divergence(log_probs, teacher, len(head.weight))
+    return teachers.divergence(log_probs, teacher)
 
 
 class _Autograd(torch.autograd.Function):
@@ -133,6 +147,7 @@ class _Autograd(torch.autograd.Function):
         found = torch.ops.fusedrl.linear_top_k_kl_log_probs_backward(
             *(grads[0].contiguous(), hidden, weight, bias, ids, mask, offsets, shift, temperature),
             *(scale, softcap, *results, batch_invariant, of_hidden, of_weight, of_bias),
+            rounds_grads=_rounding.rounds_grads(hidden, grads[0]),
         )
         of_head = (grad if want else None for grad, want in zip(found, wanted, strict=False))
         return *of_head, *(None,) * 8
@@ -144,7 +159,9 @@ def _fake(hidden: Tensor, weight: Tensor, bias: Any, ids: Tensor, *options: Any)
     return hidden.new_empty((*rows, k + 1), dtype=dtype), hidden.new_empty((*rows, 2), dtype=dtype)
 
 
-def _fake_backward(grad_log_probs: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _fake_backward(
+    grad_log_probs: Tensor, *args: Any, rounds_grads: Tensor | None = None
+) -> tuple[Tensor, ...]:
     hidden = args[0]
     return tuple(
         x.new_empty(x.shape) if want else hidden.new_empty((0,))

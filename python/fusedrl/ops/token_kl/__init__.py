@@ -202,7 +202,7 @@ def _batch_in_place(
     if reward is not None and reward.shape != log_probs.shape and reward.requires_grad:
         return None  # it has to be spread over the tokens by what carries its gradient
     coeff = _dispatch.scalar_tensor("coeff", options["coeff"], log_probs.device)
-    kl, penalised = _Autograd.apply(*columns, coeff, estimator, missing)
+    kl, penalised = _autograd.apply(_Autograd, *columns, coeff, estimator, missing)
     return kl, None if reward is None else penalised
 
 
@@ -239,11 +239,12 @@ def _dense(
         ESTIMATORS.index(options["estimator"]),
         missing,
     )
-    needs_grad = _autograd.needs_grad(
+    if _autograd.needs_grad(
         log_probs=log_probs, ref_log_probs=ref_log_probs, reward=reward, coeff=coeff
-    )
-    run = _Autograd.apply if needs_grad else torch.ops.fusedrl.token_kl.default
-    kl, penalised = run(*args)
+    ):
+        kl, penalised = _autograd.apply(_Autograd, *args)
+    else:
+        kl, penalised = torch.ops.fusedrl.token_kl.default(*args)
     return kl if work == dtype else kl.to(dtype), None if reward is None else penalised
 
 

@@ -114,7 +114,7 @@ def token_log_probs(
         offsets = None if offsets is None else offsets.to(torch.int64).contiguous()
         args = (logits, tokens, mask, offsets, shift, scale, entropy)
         if _autograd.needs_grad(logits=logits, temperature=scale):
-            log_probs, row_entropy = _Autograd.apply(*args)
+            log_probs, row_entropy = _autograd.apply(_Autograd, *args)
         else:
             log_probs, row_entropy, _ = torch.ops.fusedrl.token_log_probs(*args)
     if not entropy:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fusedrl.ops import _autograd, _dispatch, _rows
 from fusedrl.ops._nested import accepts_nested
+from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.top_k_kl import reference, teachers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["top_k_kl"]
 
 
+@accepts_parts("ids", "teacher_log_probs", "mask")
 @accepts_nested("ids", "teacher_log_probs")
 def top_k_kl(
     logits: Tensor,
@@ -26,6 +31,7 @@ def top_k_kl(
     tail: str = "bucket",
     offsets: Tensor | None = None,
     shift: bool = False,
+    sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     impl: str = "auto",
 ) -> Tensor:
@@ -45,7 +51,7 @@ def top_k_kl(
     has nothing outside of the ids (they are all classes, or all others have a logit of -inf) and
     the teacher has nothing but rounding there.
 
-    A class adds 0 where the distribution that weighs it gives it probability 0. It makes a KL +inf
+    A class adds 0 where the distribution that weighs it gives it probability 0 (or underflow). It makes a KL +inf
     where only the other distribution does. The gradient of a -inf logit is 0; other gradients of an
     infinite KL are not finite.
 
@@ -70,6 +76,11 @@ def top_k_kl(
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict, and
             its own ids and log-probs; the first token of every sequence has divergence 0. Packed
             logits then need ``offsets``.
+        sequence_group: the process group over whose ranks sequences are split into contiguous
+            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
+            of a part reads the last row of the rank before. Every rank calls, and differentiates.
+            ``offsets`` are those of all ranks' tokens, ``k`` is the same on every rank; nested
+            input is refused.
         temperature: positive divisor of the logits. Pass a 0-dim tensor to vary it under
             ``torch.compile`` without a recompile. No gradient flows to it.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
@@ -85,7 +96,8 @@ def top_k_kl(
         ValueError: an unknown direction or tail, a beta out of range or without
             ``"jensen_shannon"``, or shapes, dtypes, devices and offsets that do not fit.
         RuntimeError: a kept token with an id of V or more, with the same id twice, or whose
-            teacher's probabilities sum to more than 1.05 (a device-side assert on CUDA).
+            teacher's probabilities sum to more than 1.05, or with ``"bucket"`` to less than 0.95
+            though all classes are known (a device-side assert on CUDA).
 
     Example:
         >>> import torch
@@ -100,7 +112,7 @@ def top_k_kl(
     _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
     _rows.check_rows("logits", logits, offsets, shift)
     teacher = teachers.prepare(
-        *(logits, "logits", ids, teacher_log_probs, mask, offsets, shift),
+        *(logits, "logits", logits.shape[-1], ids, teacher_log_probs, mask, offsets, shift),
         *(direction, beta, tail),
     )
     chosen = _dispatch.choose(impl, "top_k_kl", logits.device, logits.dtype)
@@ -115,10 +127,10 @@ def top_k_kl(
         )
         args = (_rows.with_unit_stride(logits), *batch, shift, divisor)
         if _autograd.needs_grad(logits=logits, temperature=divisor):
-            log_probs = _Autograd.apply(*args)
+            log_probs = _autograd.apply(_Autograd, *args)
         else:
             log_probs = torch.ops.fusedrl.top_k_kl_log_probs(*args)[0]
-    return teachers.divergence(log_probs, teacher, logits.shape[-1])
+    return teachers.divergence(log_probs, teacher)
 
 
 class _Autograd(torch.autograd.Function):

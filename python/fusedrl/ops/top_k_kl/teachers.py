@@ -14,9 +14,11 @@ from fusedrl.ops.token_log_probs.reference import place_of, rows_of_tokens
 
 TAILS = ("bucket", "renormalize")
 LEAST_REST = 1e-6  # float32 log-probs do not tell a smaller one from none
-MOST_PROBABILITY = 1.05  # what log-probs rounded to bfloat16 may sum to
-AT_MOST_ONE = "teacher_log_probs: expected log-probs whose probabilities sum to at most 1 a token"
+# What log-probs of all classes may sum to that were rounded to bfloat16.
+LEAST_PROBABILITY, MOST_PROBABILITY = 0.95, 1.05
+SUM_EXPECTED = "teacher_log_probs: expected log-probs whose probabilities sum to"
 NORMALISE = "apply log_softmax over the whole vocabulary, and pass no class twice"
+RENORMALISE = "apply log_softmax over the whole vocabulary, or pass tail='renormalize'"
 
 
 class Teacher(NamedTuple):
@@ -26,6 +28,7 @@ class Teacher(NamedTuple):
     log_probs: Tensor  # [..., k], -inf where there is no class
     rest: Tensor  # [..., 1], the probability of all other classes, to rounding
     keep: Tensor  # [...], which tokens are compared
+    complete: Tensor  # [..., 1], whether the ids are all classes
     divergence: Divergence
     tail: str
 
@@ -33,6 +36,7 @@ class Teacher(NamedTuple):
 def prepare(
     rows: Tensor,
     like: str,
+    classes: int,
     ids: Tensor,
     log_probs: Tensor,
     mask: Tensor | None,
@@ -61,25 +65,29 @@ def prepare(
     dtype = _dispatch.result_dtype(rows)
     log_probs = log_probs.detach().to(dtype).masked_fill(~known, -torch.inf)
     total = log_probs.double().exp().sum(-1, keepdim=True)  # 1 less it keeps few digits
-    _check_total(total[..., 0])
+    more = total > MOST_PROBABILITY
+    _check_total(total, more, f"{SUM_EXPECTED} at most 1 a token", "more", NORMALISE)
+    complete = known.sum(-1, keepdim=True) == classes
+    if tail == "bucket":
+        less = complete & (total < LEAST_PROBABILITY)
+        expected = f"{SUM_EXPECTED} 1 a token of which all classes are known"
+        _check_total(total, less, expected, "less", RENORMALISE)
     ids = ids.to(torch.int64).contiguous()
-    return Teacher(ids, log_probs, (1 - total).to(dtype), keep, chosen, tail)
+    return Teacher(ids, log_probs, (1 - total).to(dtype), keep, complete, chosen, tail)
 
 
-def _check_total(total: Tensor) -> None:
-    """Refuse too much probability; the host does not wait for a device to say how much."""
+def _check_total(total: Tensor, refused: Tensor, expected: str, got: str, remedy: str) -> None:
+    """Refuse what tokens' probabilities sum to; no host waits for a device to say how much."""
     if total.is_cpu and _dispatch.has_values(total):
-        outside = (total.flatten() > MOST_PROBABILITY).nonzero()
+        outside = refused.flatten().nonzero()
         if len(outside):
             first = int(outside[0])
             raise RuntimeError(
-                f"{AT_MOST_ONE}, got {total.flatten()[first]:.3g} at "
-                f"{place_of(first, total.shape)}; {NORMALISE}"
+                f"{expected}, got {total.flatten()[first]:.3g} at "
+                f"{place_of(first, total.shape[:-1])}; {remedy}"
             )
         return
-    torch.ops.aten._assert_async.msg(
-        ~(total > MOST_PROBABILITY).any(), f"{AT_MOST_ONE}, got more; {NORMALISE}"
-    )
+    torch.ops.aten._assert_async.msg(~refused.any(), f"{expected}, got {got}; {remedy}")
 
 
 def _check_ids(ids: Tensor, rows: Tensor, like: str) -> None:
@@ -98,7 +106,7 @@ def _check_ids(ids: Tensor, rows: Tensor, like: str) -> None:
     _dispatch.check_device("ids", ids, rows.device)
 
 
-def divergence(log_probs: Tensor, teacher: Teacher, classes: int) -> Tensor:
+def divergence(log_probs: Tensor, teacher: Teacher) -> Tensor:
     """Of the student's log-probs ``[..., k + 1]``, those of the ids and that of the rest."""
     absent = (teacher.ids < 0) | ~teacher.keep[..., None]
     student = log_probs[..., :-1].masked_fill(absent, -torch.inf)
@@ -109,17 +117,16 @@ def divergence(log_probs: Tensor, teacher: Teacher, classes: int) -> Tensor:
             torch.log_softmax(x.masked_fill(~keep[..., None], 0), -1) for x in (student, known)
         )
     else:
-        rests = _rests(log_probs[..., -1:], teacher, absent, classes)
+        rests = _rests(log_probs[..., -1:], teacher)
         student, known = (torch.cat(pair, -1) for pair in zip((student, known), rests, strict=True))
     beta, swapped = teacher.divergence
     p, q = (known, student) if swapped else (student, known)
     return divergence_of(p, q, beta).masked_fill(~keep, 0)
 
 
-def _rests(rest: Tensor, teacher: Teacher, absent: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+def _rests(rest: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
     """The log-probs ``[..., 1]`` of what the student and the teacher have beside the ids."""
-    all_classes = (~absent).sum(-1, keepdim=True) == classes
-    neither = all_classes | ((rest == -torch.inf) & (teacher.rest <= LEAST_REST))
+    neither = teacher.complete | ((rest == -torch.inf) & (teacher.rest <= LEAST_REST))
     return (
         rest.masked_fill(neither, -torch.inf),
         teacher.rest.clamp(min=LEAST_REST).log().masked_fill(neither, -torch.inf),

@@ -1,0 +1,327 @@
+"""Gradients of a linear head in bfloat16: what is kept of those of its logits in the products."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fusedrl import (
+    _host,
+    linear_exact_kl,
+    linear_policy_loss,
+    linear_token_log_probs,
+    linear_top_k_kl,
+)
+
+ROWS, CLASSES, WIDTH = 29, 5000, 96
+HALF = 2.0**-9  # what rounding to bfloat16 takes of a number, at most
+ONE = torch.ones((), dtype=torch.float64)
+
+
+def error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((found.double() - truth).norm() / truth.norm()).item()
+
+
+def random_head(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(ROWS, WIDTH), scale * torch.randn(CLASSES, WIDTH) / WIDTH**0.5
+
+
+def sure() -> tuple[torch.Tensor, torch.Tensor]:
+    """One class of each row has a probability of 0.999."""
+    hidden, weight = random_head(1.0)
+    pull = torch.log(torch.tensor(0.999 / 0.001 * CLASSES)) + 0.5
+    weight[:ROWS] += pull * hidden / hidden.norm(dim=1, keepdim=True).square()
+    return hidden, weight
+
+
+def equal_classes() -> tuple[torch.Tensor, torch.Tensor]:
+    """All classes are about equally likely: all gradients but the target's would lose the same.
+
+    What the weights have in common cancels.
+    """
+    hidden, weight = random_head(1.0)
+    return hidden / 1024, weight + 2.0
+
+
+def many_equal_ones() -> tuple[torch.Tensor, torch.Tensor]:
+    """Hundreds of classes share the probability, and lie side by side.
+
+    Their weights are equal where the hidden states are not 0.
+    """
+    hidden, weight = random_head(0.3)
+    seen = WIDTH // 2
+    hidden[:, seen:], hidden[:, 0] = 0, 5.0
+    weight[1000:1400, :seen] = weight[1000, :seen]
+    weight[1000:1400, 0] = 2.0
+    return hidden, weight
+
+
+MODELS = {
+    "flat": lambda: random_head(0.3),
+    "as models are": lambda: random_head(4.0),
+    "sure": sure,
+    "equal classes": equal_classes,
+    "many equal ones": many_equal_ones,
+}
+
+
+def unrounded_hidden_gradient(hidden, weight, tokens, grads):
+    """In float32, as the ranks of a sharded vocabulary add it up."""
+    ops = torch.ops.fusedrl
+    args = (hidden, weight, None, tokens, None, None, False, ONE, 1.0, 0.0)
+    parts, products = ops.linear_token_log_probs(*args, True, 0, False, 0)
+    results = ops.linear_token_log_probs_finish(parts[None], ONE, True)
+    return ops.linear_token_log_probs_backward(
+        *grads, *args, *results, products, 0, False, True, False, False
+    )[0]
+
+
+@pytest.mark.parametrize("of_entropy", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_hidden_gradient_before_it_is_rounded(model, of_entropy):
+    """Its error is that of float32 products, or less than a 16th of what rounding may take."""
+    hidden, weight = (x.bfloat16() for x in MODELS[model]())
+    probs = (hidden.double() @ weight.double().T).softmax(-1)
+    tokens = probs.multinomial(1)[:, 0]
+    tokens[::2] = probs[::2].argmax(-1)
+    grads = torch.randn(ROWS), torch.randn(ROWS) if of_entropy else None
+
+    wide = hidden.double().requires_grad_()
+    log_p = (wide @ weight.double().T).log_softmax(-1)
+    values = grads[0] * log_p.gather(-1, tokens[:, None])[:, 0]
+    if of_entropy:
+        values = values - grads[1] * (log_p.exp() * log_p).sum(-1)
+    (truth,) = torch.autograd.grad(values.sum(), wide)
+
+    def worst_row(hidden, weight):
+        found = unrounded_hidden_gradient(hidden, weight, tokens, grads)
+        return ((found.double() - truth).norm(dim=1) / truth.norm(dim=1)).max()
+
+    assert worst_row(hidden, weight) < 1.5 * worst_row(hidden.float(), weight.float()) + HALF / 16
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen_shannon"])
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_of_two_heads(model, direction):
+    """Those of near models have both signs and cancel; no error is above that of float32 ones."""
+    hidden, weight = (x.bfloat16() for x in MODELS[model]())
+    ref_hidden = (hidden + 0.1 * torch.randn(ROWS, WIDTH)).bfloat16()
+    ref_weight = (weight * (1 + 0.1 * torch.randn(CLASSES, 1))).bfloat16()
+    upstream = torch.randn(ROWS)
+
+    def gradients_in(dtype, impl):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, ref_hidden, ref_weight)]
+        values = linear_exact_kl(*leaves, direction=direction, impl=impl)
+        return torch.autograd.grad(values, leaves, upstream.to(values.dtype))
+
+    found = gradients_in(torch.bfloat16, "cpu")
+    in_float = gradients_in(torch.float32, "cpu")
+    exact = gradients_in(torch.float64, "reference")
+    for got, other, truth in zip(found, in_float, exact, strict=True):
+        assert error(got, truth) < 1.1 * error(other.bfloat16(), truth) + 1e-5
+
+
+def rows_of_all_kinds():
+    """Rows that are rounded, that keep a few rests or all, and without any gradient."""
+    hidden, weight = (x.bfloat16() for x in many_equal_ones())
+    hidden[::3, 0] = 0
+    hidden[1::3] *= 12
+    upstream = torch.randn(ROWS)
+    upstream[::5] = 0
+    return hidden, weight, torch.arange(ROWS) * 131 % CLASSES, upstream
+
+
+def test_a_row_among_others_of_other_kinds():
+    hidden, weight, tokens, upstream = rows_of_all_kinds()
+
+    def gradient(rows):
+        leaf = hidden[rows].clone().requires_grad_()
+        out = linear_token_log_probs(leaf, weight, tokens[rows], batch_invariant=True)
+        return torch.autograd.grad(out, leaf, upstream[rows])[0]
+
+    whole = gradient(slice(None))
+    for i in range(ROWS):
+        assert torch.equal(gradient(slice(i, i + 1)), whole[i : i + 1]), i
+
+
+def test_any_number_of_threads():
+    hidden, weight, tokens, upstream = rows_of_all_kinds()
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            out = linear_token_log_probs(*leaves, tokens)
+            found.append(torch.autograd.grad(out, leaves, upstream))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        for got, want in zip(other, found[0], strict=True):
+            assert torch.equal(got, want)
+
+
+def test_classes_without_probability_keep_gradients_of_zero():
+    """What their neighbours lose in rounding does not meet their weights, whatever these are."""
+    hidden, weight = (x.bfloat16() for x in random_head(0.3))
+    bias = torch.zeros(CLASSES, dtype=torch.bfloat16)
+    bias[1::3] = -torch.inf
+    tokens, upstream = torch.full((ROWS,), 300), torch.randn(ROWS)
+
+    def gradient(weight):
+        leaf = hidden.clone().requires_grad_()
+        out = linear_token_log_probs(leaf, weight, tokens, bias=bias)
+        return torch.autograd.grad(out, leaf, upstream)[0]
+
+    large = weight.clone()
+    large[1::3] = 1e30
+    assert torch.equal(gradient(large), gradient(weight))
+
+
+@pytest.fixture
+def medium():
+    """Calls a function while float32 products may be rounded."""
+
+    def run(function, *args):
+        torch.set_float32_matmul_precision("medium")
+        try:
+            return function(*args)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
+    return run
+
+
+def log_probs(hidden, weight):
+    tokens = torch.arange(len(hidden)) * 131 % len(weight)
+    values = linear_token_log_probs(hidden, weight, tokens)
+    return (values * torch.linspace(-2, 1, len(hidden))).sum()
+
+
+def divergence(hidden, weight):
+    ref_hidden = hidden.detach().roll(1, 0)
+    values = linear_exact_kl(hidden, weight, ref_hidden, weight.detach())
+    return (values * torch.linspace(-2, 1, len(hidden))).sum()
+
+
+def policy_loss(hidden, weight):
+    tokens = (torch.arange(len(hidden)) * 131 % len(weight))[None]
+    mask = torch.ones(tokens.shape, dtype=torch.bool)
+    advantages = torch.linspace(-2, 1, len(hidden))[None]
+    return linear_policy_loss(hidden[None], weight, tokens, mask, advantages).loss
+
+
+def top_k(hidden, weight):
+    ids = torch.arange(len(hidden) * 4).view(-1, 4) * 131 % len(weight)
+    values = linear_top_k_kl(hidden, weight, ids, torch.full(ids.shape, -2.0))
+    return (values * torch.linspace(-2, 1, len(hidden))).sum()
+
+
+LOSSES = pytest.mark.parametrize("loss", [log_probs, divergence, policy_loss, top_k])
+
+
+def gradients(loss, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    leaves = [x.bfloat16().to(dtype).requires_grad_() for x in random_head(2.0)]
+    return torch.autograd.grad(loss(*leaves), leaves)
+
+
+def differ(found, others) -> bool:
+    """Whether the weight's gradient does, as it does where products are in bfloat16."""
+    return not torch.equal(found[1], others[1])
+
+
+ROUNDS = _host.cpu_level() == "avx512_bf16"
+
+
+@LOSSES
+def test_medium_precision_rounds_gradients_of_logits(loss, medium):
+    """Errors are those of rounding a gradient twice, and by default those of rounding it once."""
+    truth = gradients(loss, torch.float64)
+    before, rounded, after = gradients(loss), medium(gradients, loss), gradients(loss)
+    assert differ(rounded, before) == ROUNDS
+    for fine, coarse, again, exact in zip(before, rounded, after, truth, strict=True):
+        assert torch.equal(fine, again)
+        once = error(exact.bfloat16(), exact)
+        assert error(fine, exact) < 1.05 * once
+        assert error(coarse, exact) < 2 * once
+
+
+def test_medium_precision_is_no_worse_than_plain_torch(medium):
+    def plain(hidden, weight):
+        tokens = torch.arange(len(hidden)) * 131 % len(weight)
+        values = (hidden @ weight.T).float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        return (values * torch.linspace(-2, 1, len(hidden))).sum()
+
+    truth = gradients(log_probs, torch.float64)
+    rounded, theirs = medium(gradients, log_probs), medium(gradients, plain)
+    for ours, other, exact in zip(rounded, theirs, truth, strict=True):
+        assert error(ours, exact) < error(other, exact)
+
+
+def test_gradients_below_the_smallest_normal_number(medium):
+    def tiny(hidden, weight):
+        return log_probs(hidden, weight) * 1e-42
+
+    for found in (gradients(tiny), medium(gradients, tiny)):
+        assert all(grad.isfinite().all() for grad in found)
+
+
+def test_high_precision_rounds_nothing():
+    before = gradients(log_probs)
+    torch.set_float32_matmul_precision("high")
+    try:
+        high = gradients(log_probs)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not differ(high, before)
+
+
+def test_the_setting_of_the_cpu_alone(medium):
+    """It makes torch.get_float32_matmul_precision raise, as it has no name for a mixture."""
+    rounded, matmul = medium(gradients, log_probs), torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "bf16"
+        found = gradients(log_probs)
+    finally:
+        matmul.fp32_precision = before
+    assert not differ(found, rounded)
+
+
+@LOSSES
+def test_a_compiled_graph_follows_the_setting(loss, medium):
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    fine, coarse = gradients(loss), medium(gradients, loss)
+    assert not differ(gradients(compiled), fine)
+    assert not differ(medium(gradients, compiled), coarse)
+    assert not differ(gradients(compiled), fine)
+
+
+def test_a_compiled_backward_pass_reads_the_setting_itself(medium):
+    compiled = torch.compile(log_probs, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(0)
+    leaves = [x.bfloat16().requires_grad_() for x in random_head(2.0)]
+    value = compiled(*leaves)
+    found = medium(torch.autograd.grad, value, leaves)
+    assert not differ(found, medium(gradients, log_probs))
+
+
+def test_checkpoints_and_other_threads(medium):
+    def in_a_thread():
+        torch.manual_seed(0)
+        leaves = [x.bfloat16().requires_grad_() for x in random_head(2.0)]
+        value = checkpoint(log_probs, *leaves, use_reentrant=False)
+        thread = threading.Thread(target=value.backward)
+        thread.start()
+        thread.join()
+        return [leaf.grad for leaf in leaves]
+
+    assert not differ(in_a_thread(), gradients(log_probs))
+    assert not differ(medium(in_a_thread), medium(gradients, log_probs))
+
+
+def test_opcheck():
+    torch.library.opcheck(torch.ops.fusedrl.rounds_grads.default, (torch.randn(3),))
