@@ -194,8 +194,8 @@ def said_on(rank):
         f"{parts}{forms[rank]} on rank {rank} and {forms[other]} on rank {other}; pass the whole",
         "sequence_group: expected a value a token for the same arguments on all its ranks, got it "
         f"for {with_a_value[rank]} on rank {rank} and {with_a_value[other]} on rank {other}; pass",
-        f"sequence_group: expected as many numbers a token on all its ranks, got {2 + rank} on rank "
-        f"{rank} and {2 + other} on rank {other}; pass as many known classes on each",
+        f"sequence_group: expected as many numbers a token on all its ranks, got {2 + rank} on "
+        f"rank {rank} and {2 + other} on rank {other}; pass as many known classes on each",
     ]
 
 

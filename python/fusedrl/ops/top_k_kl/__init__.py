@@ -51,9 +51,9 @@ def top_k_kl(
     has nothing outside of the ids (they are all classes, or all others have a logit of -inf) and
     the teacher has nothing but rounding there.
 
-    A class adds 0 where the distribution that weighs it gives it probability 0 (or underflow). It makes a KL +inf
-    where only the other distribution does. The gradient of a -inf logit is 0; other gradients of an
-    infinite KL are not finite.
+    A class adds 0 where the distribution that weighs it gives it probability 0 (or underflow). It
+    makes a KL +inf where only the other distribution does. The gradient of a -inf logit is 0; other
+    gradients of an infinite KL are not finite.
 
     Args:
         logits: the student's, ``[N, V]`` packed, ``[B, T, V]`` padded, or jagged ``[B, j, V]``;
