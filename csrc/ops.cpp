@@ -87,11 +87,13 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
   m.def(
       "linear_top_k_kl_log_probs(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, "
       "Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
-      "bool batch_invariant) -> (Tensor log_probs, Tensor normalizers)");
+      "bool batch_invariant, int stored_bytes) "
+      "-> (Tensor log_probs, Tensor normalizers, Tensor products)");
   m.def(
       "linear_top_k_kl_log_probs_backward(Tensor grad_log_probs, Tensor hidden, Tensor weight, "
       "Tensor? bias, Tensor ids, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
-      "float scale, float softcap, Tensor log_probs, Tensor normalizers, bool batch_invariant, "
-      "bool of_hidden, bool of_weight, bool of_bias, *, Tensor? rounds_grads=None) "
+      "float scale, float softcap, Tensor log_probs, Tensor normalizers, Tensor products, "
+      "bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias, *, "
+      "Tensor? rounds_grads=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
 }

@@ -40,7 +40,8 @@ struct Batch {
 
 // The statistics of each kept row's logits but those of its ids, which go to `of_ids`.
 std::vector<SoftmaxPart<double>> split_rows(const CpuHead& head, const TileRows& tiles,
-                                            const Batch& batch, float* of_ids) {
+                                            const Batch& batch, const StoredProducts& stored,
+                                            float* of_ids) {
   const auto part_of = row_kernels<float>(cpu_level()).part;
   const std::vector<OrderedIds> ids = batch.ordered_ids(head.classes());
   const auto merged = [&](const SoftmaxPart<double>& x, const SoftmaxPart<double>& y) {
@@ -51,6 +52,7 @@ std::vector<SoftmaxPart<double>> split_rows(const CpuHead& head, const TileRows&
       [&](TileRoom& room, Span block, Span tile, SoftmaxPart<double>* rows) {
         float* x = mutable_data<float>(room.floats);
         head.logits(room.of_head, block, tile, {x, tile.count});
+        stored.store(block, tile, x);
         for (int64_t r = 0; r < block.count; ++r, x += tile.count) {
           const int64_t i = block.first + r, at = batch.at(batch.tokens[i]);
           tiles.shape(x, tile);
@@ -64,10 +66,11 @@ std::vector<SoftmaxPart<double>> split_rows(const CpuHead& head, const TileRows&
       merged);
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
-                                   Tensor ids, std::optional<Tensor> mask,
-                                   std::optional<Tensor> offsets, bool shift, Tensor temperature,
-                                   double scale, double softcap, bool batch_invariant) {
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
+                                           Tensor ids, std::optional<Tensor> mask,
+                                           std::optional<Tensor> offsets, bool shift,
+                                           Tensor temperature, double scale, double softcap,
+                                           bool batch_invariant, int64_t stored_bytes) {
   const Batch batch(hidden, ids, mask, offsets, shift, temperature);
   batch.ids.check_of(batch.tokens, weight.size(0));
   Tensor log_probs = empty_per_token(hidden, batch.ids.k + 1);
@@ -80,20 +83,24 @@ std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<T
   const CpuHead head(hidden, elements_of(batch.map, batch.tokens), weight, bias,
                      static_cast<float>(scale), batch_invariant);
   const TileRows tiles(head, batch.inv_temperature, softcap);
-  const std::vector<SoftmaxPart<double>> rests = split_rows(head, tiles, batch, out);
+  const StoredProducts stored(head, stored_bytes);
+  const std::vector<SoftmaxPart<double>> rests = split_rows(head, tiles, batch, stored, out);
   for (size_t i = 0; i < rests.size(); ++i) {
     const int64_t n = batch.tokens[i];
     out_normalizers[n] = finish_top_k(rests[i], batch.ids.of(n), batch.ids.k, batch.inv_temperature,
                                       out + batch.at(n));
   }
-  return {log_probs, normalizers};
+  return {log_probs, normalizers, stored.tensor()};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(
-    Tensor grad_log_probs, Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
-    std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
-    double scale, double softcap, Tensor log_probs, Tensor normalizers, bool batch_invariant,
-    bool of_hidden, bool of_weight, bool of_bias, std::optional<Tensor> rounds_grads) {
+std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_log_probs, Tensor hidden, Tensor weight,
+                                            std::optional<Tensor> bias, Tensor ids,
+                                            std::optional<Tensor> mask,
+                                            std::optional<Tensor> offsets, bool shift,
+                                            Tensor temperature, double scale, double softcap,
+                                            Tensor log_probs, Tensor normalizers, Tensor products,
+                                            bool batch_invariant, bool of_hidden, bool of_weight,
+                                            bool of_bias, std::optional<Tensor> rounds_grads) {
   const Batch batch(hidden, ids, mask, offsets, shift, temperature);
   const float factor = static_cast<float>(scale), inv_temperature = batch.inv_temperature;
   const float* up = data<float>(grad_log_probs);
@@ -121,7 +128,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     gradient.expect(i, largest);
   }
   const std::vector<OrderedIds> ordered_ids = batch.ordered_ids(head.classes());
-  add_gradients(head, gradient, StoredProducts(head, 0), [&](float* x, Span tile, int64_t i) {
+  add_gradients(head, gradient, StoredProducts(products), [&](float* x, Span tile, int64_t i) {
     const int64_t n = batch.tokens[i], at = batch.at(n);
     tiles.shape(x, tile);
     tiles.differentiate(

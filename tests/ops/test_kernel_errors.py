@@ -52,7 +52,7 @@ def top_k(rows=ROWS, offsets=None, temperature=ONE):
 def linear_top_k(rows=ROWS, offsets=None, temperature=ONE):
     head = (rows, HEAD.to(rows.dtype), None)
     return OPS.linear_top_k_kl_log_probs(
-        *head, IDS, None, offsets, False, temperature, 1.0, 0.0, False
+        *head, IDS, None, offsets, False, temperature, 1.0, 0.0, False, 0
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from programs import python
 
 from fusedrl import linear_token_log_probs
-from fusedrl.ops.linear_token_log_probs import autograd
+from fusedrl.ops import _stored
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -62,7 +62,7 @@ print(peak("cpu"), reference, rows * classes * 4, int(mask.sum()) * classes * 4,
 def test_memory_is_bounded(dtype):
     """Beside the weight's gradient, a tenth of what the logits would take."""
     extra, _, logits, kept, weight = map(int, run(PEAK.format(dtype=dtype, rows=2048)).split())
-    assert kept > autograd.STORED_BYTES
+    assert kept > _stored.MOST_BYTES
     assert extra - weight <= logits // 10
 
 
@@ -73,16 +73,16 @@ def test_few_kept_logits_are_stored(dtype):
     script = PEAK.format(dtype=dtype, rows=1024)
     extra, reference, logits, kept, weight = map(int, run(script).split())
     assert reference - weight > logits // 2  # the observation can see logits
-    assert kept < autograd.STORED_BYTES
+    assert kept < _stored.MOST_BYTES
     assert kept * 0.9 < extra - weight <= kept + logits // 10
 
 
 PRODUCTS = """
 import torch
 from fusedrl import linear_token_log_probs
-from fusedrl.ops.linear_token_log_probs import autograd
+from fusedrl.ops import _stored
 
-autograd.STORED_BYTES = {stored_bytes}
+_stored.MOST_BYTES = {stored_bytes}
 
 torch.manual_seed(0)
 mask, tokens = torch.arange(300) % 7 == 3, torch.randint(0, 9000, (300,))

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedrl import TokenLogProbs, linear_token_log_probs
-from fusedrl.ops.linear_token_log_probs import autograd
+from fusedrl.ops import _stored
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OFFSETS = torch.tensor([0, 3, 3, 4, 9])
@@ -39,7 +39,7 @@ def compiled(hidden, weight, bias, tokens, impl="cpu", **options):
 
 def multiplied_again(*inputs, **options):
     """Without logits that the forward pass stores for the backward pass."""
-    with mock.patch.object(autograd, "STORED_BYTES", 0):
+    with mock.patch.object(_stored, "MOST_BYTES", 0):
         return compiled(*inputs, **options)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _rounding
+from fusedrl.ops import _autograd, _dispatch, _rounding, _stored
 from fusedrl.ops.linear_token_log_probs.shards import gathered
 from fusedrl.ops.token_log_probs.reference import rows_of_tokens
 
@@ -15,22 +15,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# Logits of the kept rows that the CPU may keep for the backward pass, which would multiply the head
-# again: a quarter of its time. A bound, as what is promised is that memory is one.
-STORED_BYTES = 64 << 20
-
-
 def statistics(chosen: str, args: tuple[Any, ...]) -> Tensor:
     """Max, sum, dot and target ``[..., 4]`` of every token's logits over the weight's classes."""
     return _statistics(chosen, args, 0)[0]
 
 
-def _statistics(chosen: str, args: tuple[Any, ...], stored_bytes: int) -> tuple[Tensor, Tensor]:
-    """The same, and the logits that are stored, if they take at most as many bytes, else none."""
+def _statistics(chosen: str, args: tuple[Any, ...], most_bytes: int) -> tuple[Tensor, Tensor]:
+    """The same, and the products that are stored."""
     if chosen == "triton":
         parts = torch.ops.fusedrl.linear_token_log_probs_triton(*args)
         return parts, parts.new_empty(0)
-    return torch.ops.fusedrl.linear_token_log_probs(*args, stored_bytes)
+    return torch.ops.fusedrl.linear_token_log_probs(*args, most_bytes)
 
 
 def run(
@@ -56,9 +51,7 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, chosen: str, group: Any, *args: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, tokens, mask, offsets, shift, temperature, *options = args
         scale, softcap, entropy, vocab_offset, batch_invariant = options
-        # The shapes of traced tensors are those of the inputs: how many rows are kept is not known.
-        stored_bytes = STORED_BYTES if _dispatch.has_values(hidden) else 0
-        parts, products = _statistics(chosen, args, stored_bytes)
+        parts, products = _statistics(chosen, args, _stored.stored_bytes(hidden))
         log_probs, row_entropy, normalizers = _finish(parts, group, args)
         ctx.save_for_backward(
             *(hidden, weight, bias, tokens, mask, offsets, temperature),
@@ -96,10 +89,9 @@ class _Autograd(torch.autograd.Function):
 def _fake(
     hidden: Tensor, weight: Tensor, bias: Any, tokens: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    *_, stored_bytes = options
-    rows = torch.library.get_ctx().new_dynamic_size() if stored_bytes else 0
-    products = weight.new_empty((rows, len(weight)), dtype=torch.float32)
-    return _fake_triton(hidden, weight, bias, tokens), products
+    *_, most_bytes = options
+    parts = _fake_triton(hidden, weight, bias, tokens)
+    return parts, _stored.fake_products(weight, most_bytes)
 
 
 def _fake_triton(

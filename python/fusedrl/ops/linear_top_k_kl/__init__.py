@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _head, _rounding, _rows
+from fusedrl.ops import _autograd, _dispatch, _head, _rounding, _rows, _stored
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.linear_top_k_kl import reference
@@ -41,12 +41,13 @@ def linear_top_k_kl(
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    r"""Divergence of :func:`top_k_kl` of a linear head's logits, which never exist as a whole.
+    r"""Divergence of :func:`top_k_kl` of a linear head's logits, a tile at a time.
 
     The student's logits are ``scale * (hidden @ weight.T + bias)``, capped to
-    ``softcap * tanh(logits / softcap)`` where a softcap is given. They exist a tile at a time (see
-    :func:`linear_token_log_probs`), and only for the kept rows; the backward pass computes them
-    again. Gradients reach ``hidden``, ``weight`` and ``bias``, each only where it is required.
+    ``softcap * tanh(logits / softcap)`` where a softcap is given. They exist a tile at a time, and
+    only for the kept rows; the backward pass computes them again, or reads those that the CPU has
+    stored (see :func:`linear_token_log_probs`). Gradients reach ``hidden``, ``weight`` and
+    ``bias``, each only where it is required.
 
     In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
     the gradients of logits to bfloat16 before they are multiplied, which is faster.
@@ -123,7 +124,7 @@ def linear_top_k_kl(
         if _autograd.needs_grad(**tensors, temperature=divisor):
             log_probs = _autograd.apply(_Autograd, *args)
         else:
-            log_probs = torch.ops.fusedrl.linear_top_k_kl_log_probs(*args)[0]
+            log_probs = torch.ops.fusedrl.linear_top_k_kl_log_probs(*args, 0)[0]
     return teachers.divergence(log_probs, teacher)
 
 
@@ -131,12 +132,10 @@ class _Autograd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         hidden, weight, bias, ids, mask, offsets, shift, temperature, *options = args
-        log_probs, normalizers = torch.ops.fusedrl.linear_top_k_kl_log_probs(*args)
-        ctx.save_for_backward(
-            *(hidden, weight, bias, ids, mask, offsets, temperature, log_probs, normalizers)
-        )
+        results = torch.ops.fusedrl.linear_top_k_kl_log_probs(*args, _stored.stored_bytes(hidden))
+        ctx.save_for_backward(hidden, weight, bias, ids, mask, offsets, temperature, *results)
         ctx.options = (shift, *options)
-        return log_probs
+        return results[0]
 
     @staticmethod
     @_autograd.first_derivative_only("linear_top_k_kl")
@@ -153,10 +152,17 @@ class _Autograd(torch.autograd.Function):
         return *of_head, *(None,) * 8
 
 
-def _fake(hidden: Tensor, weight: Tensor, bias: Any, ids: Tensor, *options: Any) -> Any:
+def _fake(
+    hidden: Tensor, weight: Tensor, bias: Any, ids: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *_, most_bytes = options
     rows, k = hidden.shape[:-1], ids.shape[-1]
     dtype = _dispatch.result_dtype(hidden)
-    return hidden.new_empty((*rows, k + 1), dtype=dtype), hidden.new_empty((*rows, 2), dtype=dtype)
+    return (
+        hidden.new_empty((*rows, k + 1), dtype=dtype),
+        hidden.new_empty((*rows, 2), dtype=dtype),
+        _stored.fake_products(weight, most_bytes),
+    )
 
 
 def _fake_backward(

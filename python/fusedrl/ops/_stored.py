@@ -1,0 +1,27 @@
+"""Products of a linear head that a forward pass on the CPU stores for its backward pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedrl.ops import _dispatch
+
+# The backward pass would multiply the head again, which is a quarter of the time of both. Without a
+# bound the memory would grow like the logits, which is what these ops are there to avoid.
+MOST_BYTES = 64 << 20
+
+
+def stored_bytes(hidden: Tensor) -> int:
+    """How many bytes the products of the kept rows may take; if they take more, none is stored.
+
+    None of traced tensors, whose shapes are those of the inputs: how many rows are kept is not
+    known.
+    """
+    return MOST_BYTES if _dispatch.has_values(hidden) else 0
+
+
+def fake_products(weight: Tensor, most_bytes: int) -> Tensor:
+    """The shape ``[rows, V]`` of what is stored, with as many rows as turn out to be kept."""
+    rows = torch.library.get_ctx().new_dynamic_size() if most_bytes else 0
+    return weight.new_empty((rows, len(weight)), dtype=torch.float32)
