@@ -35,9 +35,9 @@ def calls(monkeypatch):
     for name in counts:
         op = getattr(torch.ops.fusedrl, name)
 
-        def count(*args, name=name, op=op):
+        def count(*args, name=name, op=op, **options):
             counts[name] += 1
-            return op(*args)
+            return op(*args, **options)
 
         monkeypatch.setattr(torch.ops.fusedrl, name, count)
     return counts

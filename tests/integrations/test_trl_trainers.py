@@ -34,7 +34,7 @@ def called(monkeypatch):
     places = [
         (ours, "token_log_probs"),
         (_trl_head, "linear_token_log_probs"),
-        (_trl_distillation, "divergence_of"),
+        (_trl_distillation, "head_divergence"),
         (_trl_gkd, "exact_kl"),
     ]
     counts = {name: 0 for _, name in places}
@@ -155,7 +155,7 @@ def another(folder: str) -> Qwen2ForCausalLM:
         (sft, "linear_token_log_probs"),
         (cpo, "token_log_probs"),
         (tpo, "token_log_probs"),
-        (distillation, "divergence_of"),
+        (distillation, "head_divergence"),
         (gkd, "exact_kl"),
     ],
 )
