@@ -52,15 +52,8 @@ exit codes:
 `fusedrl COMMAND --help` has examples of a command.
 """
 
-# module that a command could not import -> the EXTRA of `pip install "fusedrl[EXTRA]"` with it
-EXTRAS = {
-    "transformers": "score",
-    "tokenizers": "score",
-    "jinja2": "score",
-    "pyarrow": "score",
-    "rich": "score",
-    "matplotlib": "bench",
-}
+# Modules that commands import and that a plain installation may lack, named as their packages.
+OPTIONAL = ("transformers", "tokenizers", "jinja2", "pyarrow", "rich", "matplotlib")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,10 +115,13 @@ def _run(argv: list[str], named: str | None) -> int:
         args = parser.parse_args(argv)
         return args.run(args)
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        package = (error.name or "").partition(".")[0]
+        if package not in OPTIONAL:
             raise
-        print(f'{named}: needs {error.name}: pip install "fusedrl[{extra}]"', file=sys.stderr)
+        from fusedrl.cli.missing import requirement  # imports torch
+
+        wanted = requirement(package)
+        print(f'{named}: needs {package}: pip install "{wanted}"', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{named or 'fusedrl'}: interrupted", file=sys.stderr)

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     disable_progress_bar()
     policy, reference = args.out / "models" / "policy", args.out / "models" / "reference"
     into = printable(str(policy.parent))
-    print(f"training two tiny models into {into} (some seconds) ...", flush=True)
+    print(f"training two tiny models into {into} (about half a minute) ...", flush=True)
     try:
         for folder in (policy, reference):
             folder.mkdir(parents=True, exist_ok=True)

@@ -13,24 +13,23 @@ from fusedrl import native
 
 @dataclass(frozen=True)
 class Dependency:
-    """A part of fusedrl that takes a package; ``extra`` brings it, a dependency needs none."""
+    """A package, and which part of fusedrl takes it."""
 
     package: str
     purpose: str
-    extra: str | None
 
 
 DEPENDENCIES = (
-    Dependency("torchrl", "the torchrl classes, losses and collectors", None),
-    Dependency("tensordict", "the torchrl classes, losses and collectors", None),
-    Dependency("transformers", "log-probs of models", "llm"),
-    Dependency("pyarrow", "fusedrl score and fusedrl demo", "score"),
-    Dependency("rich", "fusedrl check, score, demo and bench", "score"),
-    Dependency("matplotlib", "fusedrl bench", "bench"),
-    Dependency("peft", "adapters", "peft"),
-    Dependency("trl", "patch_trl()", "trl"),
-    Dependency("ray", "the classes for a Ray cluster", "ray"),
-    Dependency("vllm", "weights of a vLLM engine", "vllm"),
+    Dependency("torchrl", "the torchrl classes, losses and collectors"),
+    Dependency("tensordict", "the torchrl classes, losses and collectors"),
+    Dependency("transformers", "log-probs of models"),
+    Dependency("pyarrow", "fusedrl score and fusedrl demo"),
+    Dependency("rich", "fusedrl check, score, demo and bench"),
+    Dependency("matplotlib", "fusedrl bench"),
+    Dependency("peft", "adapters"),
+    Dependency("trl", "patch_trl()"),
+    Dependency("ray", "the classes for a Ray cluster"),
+    Dependency("vllm", "weights of a vLLM engine"),
 )
 
 
@@ -50,11 +49,15 @@ def _packages() -> dict[str, str]:
             why = f"{installed} is installed, {least} or newer is needed"
         else:
             continue
-        wanted = f"fusedrl[{part.extra}]" if part.extra else part.package
-        if part.extra is None and least is not None:
-            wanted = f"{part.package}>={least}"
+        wanted = requirement(part.package)
         found[part.package] = f'{why}; needed for {part.purpose}: `pip install "{wanted}"`'
     return found
+
+
+def requirement(package: str) -> str:
+    """What to tell pip to install of a package: versions that fusedrl works with."""
+    least = _least_version(package)
+    return package if least is None else f"{package}>={least}"
 
 
 def _cuda() -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -54,10 +56,11 @@ def make_models(
         loaded = AutoTokenizer.from_pretrained(reference)
         chats = [tokenize_chat(chat, loaded) for chat in conversations]
         shuffle = random.Random(seed)
-        _train(model, chats, pretrain_steps, 5e-3, shuffle)
-        model.save_pretrained(reference)
-        _train(model, chats[::2], tune_steps, 5e-4, shuffle)
-        model.save_pretrained(policy)
+        with _one_thread():
+            _train(model, chats, pretrain_steps, 5e-3, shuffle)
+            model.save_pretrained(reference)
+            _train(model, chats[::2], tune_steps, 5e-4, shuffle)
+            model.save_pretrained(policy)
 
 
 def make_tokenizer(texts: list[str], size: int = 1500) -> PreTrainedTokenizerFast:
@@ -99,6 +102,20 @@ def make_model(vocabulary: int) -> Qwen2ForCausalLM:
             pad_token_id=_SPECIAL.index("<|endoftext|>"),
         )
     )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Lets torch compute on one thread: in products as small as these, others would wait for it.
+
+    On a busy machine they wait for most of the time.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _train(

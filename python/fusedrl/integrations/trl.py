@@ -346,7 +346,7 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
 def _ours(name: str) -> tuple[Any, str | None]:
     """The replacement of a name of TRL, or why there is none: it is missing or differs."""
     if importlib.util.find_spec("trl") is None:
-        raise ImportError('trl: expected it to be installed; pip install "fusedrl[trl]"')
+        raise ImportError("trl: expected it to be installed; pip install trl")
     try:
         with warnings.catch_warnings():
             if ".experimental." in _HOMES[name]:  # who uses it imports it, and gets the error then
