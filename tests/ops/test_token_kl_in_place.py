@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from programs import python
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedrl import token_kl
@@ -122,3 +125,43 @@ def test_the_gradient_of_a_reward_alone_is_not_rounded_twice():
     (grad,) = torch.autograd.grad(penalised, leaf, upstream)
     expected = coeff * upstream.float() * (q.float() - p.float())
     torch.testing.assert_close(grad, expected.bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_bits_of_a_token_are_its_own(dtype, estimator):
+    """Wherever it stands, and on any number of threads."""
+    count = 300_000  # more than one thread takes
+    p, q, reward = (torch.randn(count).to(dtype) for _ in range(3))
+    mask = torch.rand(count) < 0.7
+
+    def run(part):
+        leaf = p[part].detach().requires_grad_()
+        kl, left = token_kl(leaf, q[part], mask[part], reward=reward[part], estimator=estimator)
+        return kl.detach(), left.detach(), *torch.autograd.grad(left.sum() + 2 * kl.sum(), leaf)
+
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append(run(slice(None)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, *found))
+    for first, end in ((0, 1), (1, 2), (5, 38), (31, 64), (1000, 2100), (count - 33, count)):
+        part = slice(first, end)
+        for got, whole in zip(run(part), found[0], strict=True):
+            assert torch.equal(got, whole[part])
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_an_unusable_level_is_an_error(records):
+    script = f"""
+import torch
+from fusedrl import token_kl
+token_kl(torch.zeros(3, requires_grad={records}), torch.zeros(3))
+"""
+    done = python("-c", script, env={**os.environ, "FUSEDRL_CPU_LEVEL": "no such level"})
+    assert done.returncode == 1
+    assert "FUSEDRL_CPU_LEVEL: " in done.stderr.splitlines()[-1]

@@ -196,9 +196,11 @@ def _batch_in_place(
         return None
     columns = (log_probs, ref_log_probs, mask, offsets, reward)
     estimator, missing = ESTIMATORS.index(options["estimator"]), options["nan"] == "missing"
-    found = in_place.of_batch(*columns, options["coeff"], estimator, missing)
-    if found is not None or not in_place.may_record(*columns):
-        return found
+    records = any(getattr(x, "requires_grad", False) for x in (log_probs, ref_log_probs, reward))
+    if not (records and torch.is_grad_enabled()):
+        return in_place.of_batch(*columns, options["coeff"], estimator, missing)
+    if not in_place.may_record(*columns):
+        return None
     if reward is not None and reward.shape != log_probs.shape and reward.requires_grad:
         return None  # it has to be spread over the tokens by what carries its gradient
     coeff = _dispatch.scalar_tensor("coeff", options["coeff"], log_probs.device)
