@@ -6,6 +6,7 @@
 #include "host/channel_module.h"
 #include "host/cuda_module.h"
 #include "host/samples.h"
+#include "host/tensordicts.h"
 #include "host/trees.h"
 
 namespace py = pybind11;
@@ -64,6 +65,7 @@ PYBIND11_MODULE(_host, m) {
         "The levels that this CPU has the instructions for, the best one last.");
   fusedrl::bind_trees(m);
   fusedrl::bind_samples(m);
+  fusedrl::bind_tensordicts(m);
 #if defined(FUSEDRL_CHANNEL)
   fusedrl::bind_channel(m);
   fusedrl::bind_cuda(m);

@@ -8,93 +8,14 @@
 #include <vector>
 
 #include "host/dlpack.h"
+#include "host/expect.h"
+#include "host/python_objects.h"
 #include "token_kl/sample_memory.h"
 
 namespace py = pybind11;
 
 namespace fusedrl {
 namespace {
-
-bool is_exactly(py::handle value, py::handle type) {
-  return reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())) == type.ptr();
-}
-
-py::object checked(PyObject* owned) {
-  if (owned == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(owned);
-}
-
-py::object interned(const char* name) { return checked(PyUnicode_InternFromString(name)); }
-
-// What a dictionary has under a key; null for nothing.
-py::object entry(py::handle dict, py::handle key) {
-  PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
-  if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return py::reinterpret_borrow<py::object>(found);
-}
-
-bool is_true(py::handle object, py::handle attribute) {
-  return checked(PyObject_GetAttr(object.ptr(), attribute.ptr())).ptr() != Py_False;
-}
-
-// The dictionaries of plain tensordicts, and of the tensorclass that holds log-probs.
-class Plain {
- public:
-  Plain(py::object tensor, py::object tensordict, py::object wrapper)
-      : tensor_(std::move(tensor)),
-        tensordict_(std::move(tensordict)),
-        wrapper_(std::move(wrapper)) {}
-
-  // Those of samples that may be written to; None unless all are plain and not locked.
-  py::object unlocked(const py::list& samples) const {
-    py::list found(samples.size());
-    for (size_t s = 0; s < samples.size(); ++s) {
-      const py::object sample = samples[s];
-      if (!is_exactly(sample, tensordict_) || is_true(sample, locked_)) return py::none();
-      found[s] = checked(PyObject_GetAttr(sample.ptr(), entries_.ptr()));
-    }
-    return found;
-  }
-
-  // The tensors under a path of keys; None unless all dictionaries have one, of no subclass.
-  py::object column(const py::list& dicts, const py::tuple& path) const {
-    py::list found(dicts.size());
-    for (size_t s = 0; s < dicts.size(); ++s) {
-      py::object value = dicts[s];
-      for (size_t depth = 0; depth < path.size(); ++depth) {
-        const py::object inside = depth == 0 ? value : dict_of(value);
-        if (!inside || !PyDict_Check(inside.ptr())) return py::none();
-        value = entry(inside, path[depth]);
-        if (!value) return py::none();
-      }
-      if (!is_exactly(value, tensor_)) return py::none();
-      found[s] = value;
-    }
-    return found;
-  }
-
- private:
-  py::object dict_of(const py::object& value) const {
-    if (is_exactly(value, tensordict_)) {
-      return checked(PyObject_GetAttr(value.ptr(), entries_.ptr()));
-    }
-    if (!is_exactly(value, wrapper_)) return py::object();
-    const py::object held = entry(checked(PyObject_GenericGetDict(value.ptr(), nullptr)), entries_);
-    return held && is_exactly(held, tensordict_) ? dict_of(held) : py::object();
-  }
-
-  py::object tensor_, tensordict_, wrapper_;
-  py::object entries_ = interned("_tensordict"), locked_ = interned("_is_locked");
-};
-
-void put(const py::list& dicts, const py::object& key, const py::object& values_given) {
-  const py::tuple values(values_given);
-  if (dicts.size() != values.size()) throw py::value_error("values: expected one for each row");
-  for (size_t s = 0; s < dicts.size(); ++s) {
-    const py::object dict = dicts[s], value = values[s];
-    if (PyDict_SetItem(dict.ptr(), key.ptr(), value.ptr()) != 0) throw py::error_already_set();
-  }
-}
 
 // The dtype of kernels; nothing for another one.
 std::optional<SampleDtype> dtype_of(const dlpack::Tensor& tensor) {
@@ -130,6 +51,8 @@ bool same_shape(const dlpack::Tensor& one, const dlpack::Tensor& other) {
   return one.ndim == other.ndim && std::equal(one.shape, one.shape + one.ndim, other.shape);
 }
 
+using Column = std::vector<dlpack::Tensor>;
+
 // How tensors of torch are read: by the C functions of DLPack, which their class has.
 class Reader {
  public:
@@ -138,28 +61,33 @@ class Reader {
         functions_(functions.get_pointer<dlpack::ExchangeFunctions>()),
         may_require_grad_(may_require_grad) {}
 
-  // One value a row in contiguous memory of the CPU.
-  std::optional<dlpack::Tensor> read(const py::object& value) const {
-    const auto found = read_any(value);
-    const bool is_row = found && (found->ndim == 1 || (found->ndim == 2 && found->shape[1] == 1));
-    return is_row ? found : std::nullopt;
-  }
-
   // Contiguous memory of the CPU; nothing for a tensor that is more than that: of another class,
   // with a gradient to record, negated lazily, without memory.
   std::optional<dlpack::Tensor> read_any(const py::object& value) const {
-    if (!is_exactly(value, tensor_)) return std::nullopt;
-    if (!may_require_grad_ && is_true(value, requires_grad_)) return std::nullopt;
-    if (functions_->major != 1) return std::nullopt;
-    dlpack::Tensor found;
-    if (functions_->tensor_of(value.ptr(), &found) != 0) {
-      PyErr_Clear();
-      return std::nullopt;
+    return has_its_values(value) ? read(value) : std::nullopt;
+  }
+
+  // The same for each tensor of columns, which have one value a row; nothing if one is not so.
+  std::optional<std::vector<Column>> read_columns(const std::vector<py::tuple>& columns) const {
+    for (const py::tuple& column : columns) {
+      for (const py::handle value : column) {
+        if (is_exactly(value, tensor_)) expect_tensor(value.ptr());
+      }
     }
-    if (found.device.type != dlpack::kCpu || !is_contiguous(found)) return std::nullopt;
-    if (found.data == nullptr && elements(found) != 0) return std::nullopt;
-    if (checked(PyObject_CallMethodNoArgs(value.ptr(), is_neg_.ptr())).ptr() != Py_False) {
-      return std::nullopt;
+    // This comes first, because torch lets other threads run in it.
+    for (const py::tuple& column : columns) {
+      for (const py::handle value : column) {
+        if (!has_its_values(value)) return std::nullopt;
+      }
+    }
+    std::vector<Column> found(columns.size());
+    for (size_t c = 0; c < columns.size(); ++c) {
+      found[c].reserve(columns[c].size());
+      for (const py::handle value : columns[c]) {
+        const auto tensor = read(value);
+        if (!tensor || !has_one_value_a_row(*tensor)) return std::nullopt;
+        found[c].push_back(*tensor);
+      }
     }
     return found;
   }
@@ -169,6 +97,30 @@ class Reader {
   }
 
  private:
+  // Whether the memory of a tensor has its values, and not those of the other sign.
+  bool has_its_values(py::handle value) const {
+    if (!is_exactly(value, tensor_)) return false;
+    return checked(PyObject_CallMethodNoArgs(value.ptr(), is_neg_.ptr())).ptr() == Py_False;
+  }
+
+  // As `read_any`, for a tensor whose memory has its values.
+  std::optional<dlpack::Tensor> read(py::handle value) const {
+    if (!may_require_grad_ && is_true(value, requires_grad_)) return std::nullopt;
+    if (functions_->major != 1) return std::nullopt;
+    dlpack::Tensor found;
+    if (functions_->tensor_of(value.ptr(), &found) != 0) {
+      PyErr_Clear();
+      return std::nullopt;
+    }
+    if (found.device.type != dlpack::kCpu || !is_contiguous(found)) return std::nullopt;
+    if (found.data == nullptr && elements(found) != 0) return std::nullopt;
+    return found;
+  }
+
+  static bool has_one_value_a_row(const dlpack::Tensor& tensor) {
+    return tensor.ndim == 1 || (tensor.ndim == 2 && tensor.shape[1] == 1);
+  }
+
   static bool is_contiguous(const dlpack::Tensor& tensor) {
     int64_t inside = 1;
     for (int32_t d = tensor.ndim - 1; tensor.strides != nullptr && d >= 0; --d) {
@@ -189,37 +141,41 @@ class Reader {
 py::object sample_memory(const Reader& reader, const py::tuple& log_probs,
                          const py::tuple& ref_log_probs, const std::optional<py::tuple>& mask,
                          const std::optional<py::tuple>& reward) {
+  std::vector<py::tuple> given{log_probs, ref_log_probs};
+  if (mask) given.push_back(*mask);
+  if (reward) given.push_back(*reward);
   const size_t count = log_probs.size();
-  if (count == 0 || ref_log_probs.size() != count) return py::none();
-  if ((mask && mask->size() != count) || (reward && reward->size() != count)) return py::none();
+  const auto is_as_long = [=](const py::tuple& column) { return column.size() == count; };
+  if (count == 0 || !std::all_of(given.begin(), given.end(), is_as_long)) return py::none();
+  const auto columns = reader.read_columns(given);
+  if (!columns) return py::none();
+  const Column &policy = columns->at(0), &reference = columns->at(1);
+  const Column* masks = mask ? &columns->at(2) : nullptr;
+  const Column* rewards = reward ? &columns->back() : nullptr;
+  const auto dtype = dtype_of(policy[0]);
+  if (!dtype) return py::none();
   std::vector<SampleMemory> samples(count);
   py::list lengths(count);
-  std::optional<SampleDtype> dtype;
-  int32_t reward_dims = 0;
   for (size_t s = 0; s < count; ++s) {
     SampleMemory& sample = samples[s];
-    const auto policy = reader.read(log_probs[s]), reference = reader.read(ref_log_probs[s]);
-    if (!policy || !reference || policy->ndim != 1 || reference->ndim != 1) return py::none();
-    if (s == 0) dtype = dtype_of(*policy);
-    if (!dtype || dtype_of(*policy) != dtype || dtype_of(*reference) != dtype) return py::none();
-    sample.tokens = policy->shape[0];
-    if (reference->shape[0] != sample.tokens) return py::none();
-    sample.log_probs = Reader::address(*policy);
-    sample.ref_log_probs = Reader::address(*reference);
-    if (mask) {
-      const auto kept = reader.read((*mask)[s]);
-      if (!kept || kept->ndim != 1 || !is_bool(*kept)) return py::none();
-      if (kept->shape[0] != sample.tokens) return py::none();
-      sample.mask = Reader::address(*kept);
+    const dlpack::Tensor &p = policy[s], &q = reference[s];
+    if (p.ndim != 1 || !same_shape(p, q)) return py::none();
+    if (dtype_of(p) != dtype || dtype_of(q) != dtype) return py::none();
+    sample.tokens = p.shape[0];
+    sample.log_probs = Reader::address(p);
+    sample.ref_log_probs = Reader::address(q);
+    if (masks != nullptr) {
+      const dlpack::Tensor& kept = (*masks)[s];
+      if (!is_bool(kept) || !same_shape(kept, p)) return py::none();
+      sample.mask = Reader::address(kept);
     }
-    if (reward) {
-      const auto values = reader.read((*reward)[s]);
-      if (!values || dtype_of(*values) != dtype) return py::none();
-      if (s == 0) reward_dims = values->ndim;
-      if (values->ndim != reward_dims) return py::none();  // one of them lacks its dimension
-      sample.rewards = values->shape[0];
+    if (rewards != nullptr) {
+      const dlpack::Tensor& values = (*rewards)[s];
+      if (dtype_of(values) != dtype) return py::none();
+      if (values.ndim != (*rewards)[0].ndim) return py::none();  // one of them lacks its dimension
+      sample.rewards = values.shape[0];
       if (sample.rewards != sample.tokens && sample.rewards != 1) return py::none();
-      sample.reward = Reader::address(*values);
+      sample.reward = Reader::address(values);
     }
     lengths[s] = py::int_(sample.tokens);
   }
@@ -316,15 +272,6 @@ py::object batch_memory(const Reader& reader, const py::object& log_probs,
 }  // namespace
 
 void bind_samples(py::module_& m) {
-  py::class_<Plain>(m, "Plain", "Plain tensordicts by their dictionaries.")
-      .def(py::init<py::object, py::object, py::object>(), py::arg("tensor"), py::arg("tensordict"),
-           py::arg("wrapper"))
-      .def("unlocked", &Plain::unlocked, py::arg("samples"),
-           "The dictionaries of tensordicts; None unless all are plain and not locked.")
-      .def("column", &Plain::column, py::arg("dicts"), py::arg("path"),
-           "The tensors under a path of keys; None unless all have one, of no subclass.");
-  m.def("put", &put, py::arg("dicts"), py::arg("key"), py::arg("values"),
-        "Set one value in each dictionary.");
   py::class_<Reader>(m, "SampleReader", "Reads where tensors of the CPU lie.")
       .def(py::init<py::object, const py::capsule&, bool>(), py::arg("tensor"),
            py::arg("functions"), py::arg("may_require_grad"))

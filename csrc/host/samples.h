@@ -1,6 +1,6 @@
-// Lists of tensors, a tensor a sample: columns of tensordicts, and where their memory lies. Both
-// are asked for here because a call of Python for each of hundreds of tensors takes longer than the
-// arithmetic on their elements.
+// Lists of tensors, a tensor a sample, and where their memory lies. It is asked for here because a
+// call of Python for each of hundreds of tensors takes longer than the arithmetic on their
+// elements.
 #pragma once
 
 #include <pybind11/pybind11.h>

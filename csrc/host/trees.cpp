@@ -3,6 +3,8 @@
 #include <utility>
 #include <vector>
 
+#include "host/python_objects.h"
+
 namespace py = pybind11;
 
 namespace fusedrl {
@@ -14,10 +16,6 @@ using Values = std::vector<py::object>;
 enum class Kind { tensor, tensor_subclass, dict, stack, tensorclass, other };
 
 // Interned, so that looking one up compares pointers.
-py::object interned(const char* name) {
-  return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
-}
-
 struct Names {
   py::object entries = interned("_tensordict"), fields = interned("_non_tensordict"),
              batch_size = interned("_batch_size"), device = interned("_device"),
@@ -27,11 +25,6 @@ struct Names {
              locked = interned("_is_locked"), next = interned("next"), dtype = interned("dtype"),
              nested = interned("is_nested");
 };
-
-py::object checked(PyObject* owned) {
-  if (owned == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(owned);
-}
 
 py::object get(const py::object& object, const py::object& name) {
   return checked(PyObject_GetAttr(object.ptr(), name.ptr()));

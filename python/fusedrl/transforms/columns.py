@@ -20,7 +20,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.modules.llm.policies import LogProbs
 
 from fusedrl import ragged
-from fusedrl._host import Plain, put
+from fusedrl._host import Plain, entries, put
 
 Column = Tensor | Sequence[Tensor]
 
@@ -105,15 +105,16 @@ class SampleColumns:
     def __init__(self, samples: list[TensorDict], dicts: list[dict[str, Any]]) -> None:
         self.samples, self._dicts = samples, dicts
 
-    def entries(self, name: str) -> list[Any]:
-        """What each sample has under a plain name, or ``None``."""
-        return [entries.get(name) for entries in self._dicts]
+    def entries(self, name: str) -> list[Any] | None:
+        """What each sample has under a plain name, or ``None``; ``None`` if no sample has it."""
+        return entries(self._dicts, name)
 
     def get(self, key: NestedKey) -> list[Tensor] | None:
         """One tensor for each sample, or ``None`` if a sample has no tensor of this name."""
         rows = _PLAIN.column(self._dicts, (key,) if isinstance(key, str) else key)
-        if rows is None:
-            rows = [sample.get(key) for sample in self.samples]
+        if rows is not None:
+            return rows
+        rows = [sample.get(key) for sample in self.samples]
         return rows if all(isinstance(row, Tensor) for row in rows) else None
 
     def set(self, key: NestedKey, value: Column, layout: torch.layout = torch.strided) -> None:
@@ -149,7 +150,7 @@ def target_columns(td: TensorDictBase) -> SampleColumns | None:
     if rows is None:
         return None
     following = rows.entries("next")
-    return rows if all(td is None for td in following) else _plain(following)
+    return rows if following is None else _plain(following)
 
 
 def _samples_of(td: Any) -> list[Any] | None:

@@ -1,0 +1,32 @@
+// What pybind11 lacks for objects of Python that are looked at one after the other.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace fusedrl {
+
+inline bool is_exactly(pybind11::handle value, pybind11::handle type) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())) == type.ptr();
+}
+
+inline pybind11::object checked(PyObject* owned) {
+  if (owned == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::object>(owned);
+}
+
+inline pybind11::object interned(const char* name) {
+  return checked(PyUnicode_InternFromString(name));
+}
+
+// What a dictionary has under a key; null for nothing.
+inline pybind11::object entry(pybind11::handle dict, pybind11::handle key) {
+  PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
+  if (found == nullptr && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_borrow<pybind11::object>(found);
+}
+
+inline bool is_true(pybind11::handle object, pybind11::handle attribute) {
+  return checked(PyObject_GetAttr(object.ptr(), attribute.ptr())).ptr() != Py_False;
+}
+
+}  // namespace fusedrl
