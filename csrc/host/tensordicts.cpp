@@ -87,7 +87,9 @@ class Plain {
       value = checked(PyObject_GetAttr(value.ptr(), entries_.ptr()));
       expect_dict(value.ptr());
     }
-    for (const py::object& dict : values) expect_entries(dict.ptr());
+    for (const py::object& value : values) {
+      if (PyDict_Check(value.ptr())) expect_entries(value.ptr());
+    }
   }
 
   py::object tensor_, tensordict_, wrapper_;
