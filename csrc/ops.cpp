@@ -41,7 +41,7 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "Tensor? reward, Tensor coeff, int estimator, bool nan_missing) "
       "-> (Tensor kl, Tensor reward)");
   m.def(
-      "token_kl_backward(Tensor grad_kl, Tensor? grad_reward, Tensor log_probs, "
+      "token_kl_backward(Tensor? grad_kl, Tensor? grad_reward, Tensor log_probs, "
       "Tensor ref_log_probs, Tensor? mask, Tensor coeff, int estimator, bool nan_missing) "
       "-> Tensor grad_log_probs");
   m.def(

@@ -7,6 +7,7 @@
 #include "host/cuda_module.h"
 #include "host/samples.h"
 #include "host/tensordicts.h"
+#include "host/token_columns.h"
 #include "host/trees.h"
 
 namespace py = pybind11;
@@ -66,6 +67,7 @@ PYBIND11_MODULE(_host, m) {
   fusedrl::bind_trees(m);
   fusedrl::bind_samples(m);
   fusedrl::bind_tensordicts(m);
+  fusedrl::bind_token_columns(m);
 #if defined(FUSEDRL_CHANNEL)
   fusedrl::bind_channel(m);
   fusedrl::bind_cuda(m);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <exception>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "common/cpu_ops.h"
@@ -12,12 +13,23 @@
 namespace fusedrl {
 namespace {
 
-constexpr int64_t kGrain = 262144;  // about 100 us: waking a thread costs half of that
+// Tokens that a thread takes at least. Of columns as many as in torch's own elementwise ops,
+// several of which compute the same: whoever waits for a thread here would wait for each of them.
+// Of samples that lie apart about 100 us: nothing else has woken the threads then, which costs half
+// of that.
+constexpr int64_t kColumnGrain = 32768, kSampleGrain = 262144;
 
-// Calls f(begin, count) for pieces of all tokens, on torch's threads.
+// Calls f(begin, end) for ranges of all tokens, on torch's threads where there are enough of them.
+template <typename F>
+void share_out(int64_t tokens, int64_t grain, const F& f) {
+  if (tokens <= grain) return f(0, tokens);
+  torch::stable::parallel_for(0, tokens, grain, f);
+}
+
+// Calls f(begin, count) for pieces of columns.
 template <typename F>
 void for_each_piece(int64_t tokens, const F& f) {
-  torch::stable::parallel_for(0, tokens, kGrain, [&](int64_t begin, int64_t end) {
+  share_out(tokens, kColumnGrain, [&](int64_t begin, int64_t end) {
     for (; begin < end; begin += kTokenPiece) f(begin, std::min(kTokenPiece, end - begin));
   });
 }
@@ -79,10 +91,10 @@ std::tuple<Tensor, Tensor> forward(Tensor log_probs, Tensor ref_log_probs,
   return {kl, penalised};
 }
 
-// Packed results of samples that lie apart, on torch's threads where they have tokens enough.
+// Packed results of samples.
 template <typename T>
-void forward_samples(const SampleMemory* samples, int64_t count, double coeff, Estimator estimator,
-                     bool nan_missing, T* kl, T* penalised) {
+void forward_samples(const SampleMemory* samples, int64_t count, int64_t grain, double coeff,
+                     Estimator estimator, bool nan_missing, T* kl, T* penalised) {
   using A = typename Accumulate<T>::type;
   std::vector<int64_t> starts{0};
   starts.reserve(count + 1);
@@ -103,7 +115,7 @@ void forward_samples(const SampleMemory* samples, int64_t count, double coeff, E
     }
     run(from(pairs, begin), tokens, weight, rewards, out);
   };
-  torch::stable::parallel_for(0, starts.back(), kGrain, [&](int64_t begin, int64_t end) {
+  share_out(starts.back(), grain, [&](int64_t begin, int64_t end) {
     int64_t s = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
     while (begin < end) {
       while (begin == starts[s + 1]) ++s;
@@ -129,66 +141,111 @@ std::tuple<Tensor, Tensor> forward_list(std::vector<Tensor> log_probs,
                       log_probs[s].numel(), reward.empty() ? 0 : reward[s].numel()});
   }
   dispatch_floating(log_probs[0], "log_probs", [&]<typename T>() {
-    forward_samples(memory.data(), static_cast<int64_t>(memory.size()), *data<double>(coeff),
-                    static_cast<Estimator>(estimator), nan_missing, mutable_data<T>(kl),
-                    reward.empty() ? nullptr : mutable_data<T>(penalised));
+    forward_samples(memory.data(), static_cast<int64_t>(memory.size()), kSampleGrain,
+                    *data<double>(coeff), static_cast<Estimator>(estimator), nan_missing,
+                    mutable_data<T>(kl), reward.empty() ? nullptr : mutable_data<T>(penalised));
   });
   return {kl, penalised};
 }
 
-Tensor backward(Tensor grad_kl, std::optional<Tensor> grad_reward, Tensor log_probs,
+template <typename T>
+void backward_tokens(const TokenPairs<T>& pairs, int64_t tokens, double coeff, Estimator estimator,
+                     const PieceGradients<T>& upstream, T* grad_log_probs) {
+  using A = typename Accumulate<T>::type;
+  const A weight = static_cast<A>(coeff);
+  const auto run = token_kernels<T>(cpu_level(), estimator).backward;
+  for_each_piece(tokens, [=](int64_t begin, int64_t count) {
+    run(from(pairs, begin), count, weight, {from(upstream.kl, begin), from(upstream.reward, begin)},
+        grad_log_probs + begin);
+  });
+}
+
+Tensor backward(std::optional<Tensor> grad_kl, std::optional<Tensor> grad_reward, Tensor log_probs,
                 Tensor ref_log_probs, std::optional<Tensor> mask, Tensor coeff, int64_t estimator,
                 bool nan_missing) {
+  check_upstream(grad_kl.has_value(), grad_reward.has_value());
   Tensor grad_log_probs = empty_like_sizes(log_probs, log_probs, log_probs.scalar_type());
   dispatch_floating(log_probs, "log_probs", [&]<typename T>() {
-    using A = typename Accumulate<T>::type;
-    const A weight = static_cast<A>(*data<double>(coeff));
     const TokenPairs<T> pairs{data<T>(log_probs), data<T>(ref_log_probs), data<bool>(mask),
                               nan_missing};
-    const T *up = data<T>(grad_kl), *up_reward = data<T>(grad_reward);
-    T* out = mutable_data<T>(grad_log_probs);
-    const auto run = token_kernels<T>(cpu_level(), static_cast<Estimator>(estimator)).backward;
-    for_each_piece(log_probs.numel(), [=](int64_t begin, int64_t count) {
-      run(from(pairs, begin), count, weight, {up + begin, from(up_reward, begin)}, out + begin);
-    });
+    backward_tokens<T>(pairs, log_probs.numel(), *data<double>(coeff),
+                       static_cast<Estimator>(estimator), {data<T>(grad_kl), data<T>(grad_reward)},
+                       mutable_data<T>(grad_log_probs));
   });
   return grad_log_probs;
 }
 
-}  // namespace
-
-// token_kl_list without a handle of torch for each tensor: hundreds of them take longer than their
-// tokens. It is called by Python with memory that it has checked, and with memory for the results;
-// `penalised` is null where there is no reward. False, and nothing is written, where no CPU level
-// can be chosen: the op raises the error.
-extern "C" __attribute__((visibility("default"))) bool fusedrl_token_kl_samples(
-    const SampleMemory* samples, int64_t count, int64_t dtype, double coeff, int64_t estimator,
-    bool nan_missing, void* kl, void* penalised) {
+// Whether a CPU level can be chosen: if not, the ops raise the error.
+bool has_cpu_level() {
   try {
     cpu_level();
   } catch (const std::exception&) {
     return false;
   }
-  const auto run = [&]<typename T>() {
-    forward_samples(samples, count, coeff, static_cast<Estimator>(estimator), nan_missing,
-                    static_cast<T*>(kl), static_cast<T*>(penalised));
-  };
-  switch (static_cast<SampleDtype>(dtype)) {
-    case SampleDtype::float32:
-      run.operator()<float>();
-      break;
-    case SampleDtype::bfloat16:
-      run.operator()<BFloat16>();
-      break;
-    case SampleDtype::float16:
-      run.operator()<Half>();
-      break;
-    case SampleDtype::float64:
-      run.operator()<double>();
-      break;
-  }
   return true;
 }
+
+// Calls run.operator()<T>() with the element type of samples.
+template <typename F>
+void dispatch_samples(int64_t dtype, const F& run) {
+  switch (static_cast<SampleDtype>(dtype)) {
+    case SampleDtype::float32:
+      return run.template operator()<float>();
+    case SampleDtype::bfloat16:
+      return run.template operator()<BFloat16>();
+    case SampleDtype::float16:
+      return run.template operator()<Half>();
+    case SampleDtype::float64:
+      return run.template operator()<double>();
+  }
+}
+
+bool forward_memory(const SampleMemory* samples, int64_t count, int64_t grain, int64_t dtype,
+                    double coeff, int64_t estimator, bool nan_missing, void* kl, void* penalised) {
+  if (!has_cpu_level()) return false;
+  dispatch_samples(dtype, [&]<typename T>() {
+    forward_samples(samples, count, grain, coeff, static_cast<Estimator>(estimator), nan_missing,
+                    static_cast<T*>(kl), static_cast<T*>(penalised));
+  });
+  return true;
+}
+
+}  // namespace
+
+// The ops without a handle of torch for each tensor: hundreds of them take longer than their
+// tokens. All are called with memory that has been checked, and with memory for the results.
+extern "C" __attribute__((visibility("default"))) bool fusedrl_token_kl_samples(
+    const SampleMemory* samples, int64_t count, int64_t dtype, double coeff, int64_t estimator,
+    bool nan_missing, void* kl, void* penalised) {
+  return forward_memory(samples, count, kSampleGrain, dtype, coeff, estimator, nan_missing, kl,
+                        penalised);
+}
+
+// The samples are the sequences of columns, or columns as one.
+extern "C" __attribute__((visibility("default"))) bool fusedrl_token_kl_columns(
+    const SampleMemory* samples, int64_t count, int64_t dtype, double coeff, int64_t estimator,
+    bool nan_missing, void* kl, void* penalised) {
+  return forward_memory(samples, count, kColumnGrain, dtype, coeff, estimator, nan_missing, kl,
+                        penalised);
+}
+
+extern "C" __attribute__((visibility("default"))) bool fusedrl_token_kl_gradient(
+    const SampleMemory* sample, TokenKLUpstream upstream, int64_t dtype, double coeff,
+    int64_t estimator, bool nan_missing, void* grad_log_probs) {
+  if (!has_cpu_level()) return false;
+  dispatch_samples(dtype, [&]<typename T>() {
+    const TokenPairs<T> pairs{static_cast<const T*>(sample->log_probs),
+                              static_cast<const T*>(sample->ref_log_probs),
+                              static_cast<const bool*>(sample->mask), nan_missing};
+    backward_tokens<T>(pairs, sample->tokens, coeff, static_cast<Estimator>(estimator),
+                       {static_cast<const T*>(upstream.kl), static_cast<const T*>(upstream.reward)},
+                       static_cast<T*>(grad_log_probs));
+  });
+  return true;
+}
+
+static_assert(std::is_same_v<decltype(fusedrl_token_kl_columns), TokenKLKernel>);
+static_assert(std::is_same_v<decltype(fusedrl_token_kl_gradient), TokenKLGradientKernel>);
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrl, CPU, m) {
   m.impl("token_kl", TORCH_BOX(&forward));

@@ -120,7 +120,7 @@ void forward_together(const TokenPairs<T>& pairs, int64_t blocks, Wide<T> weight
   A *values = kl_out.place(), *after = reward_out.place();
   Input<T> reward_in;
   const A* before = rewards.before == nullptr ? nullptr : reward_in.of(rewards.before, tokens);
-  with_differences(pairs, tokens, [=](auto d, const Flag<A>* dropped, auto drops) {
+  with_differences(pairs, tokens, [=](auto d, Flag<A>* dropped, auto drops) {
     const auto kl_at = [=](int64_t i) {
       const A value = kl_of(d(i), kind);
       if constexpr (drops) return dropped[i] ? A(0) : value;
@@ -150,21 +150,19 @@ void backward_together(const TokenPairs<T>& pairs, int64_t blocks, Wide<T> weigh
   Output<T> out(grad_log_probs);
   A* grad = out.place();
   Input<T> kl_in, reward_in;
-  const A* of_kl = kl_in.of(upstream.kl, tokens);
+  const A* of_kl = upstream.kl == nullptr ? nullptr : kl_in.of(upstream.kl, tokens);
   const A* of_reward = upstream.reward == nullptr ? nullptr : reward_in.of(upstream.reward, tokens);
-  with_differences(pairs, tokens, [=](auto d, const Flag<A>* dropped, auto drops) {
-    const auto grad_at = [=](int64_t i, A of_both) {
-      const A value = -of_both * kl_slope_of(d(i), kind);
-      if constexpr (drops) return dropped[i] ? A(0) : value;
-      return value;
+  with_differences(pairs, tokens, [=](auto d, Flag<A>* dropped, auto drops) {
+    const auto write = [=](auto of_both) {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < tokens; ++i) {
+        const A value = -of_both(i) * kl_slope_of(d(i), kind);
+        grad[i] = drops && dropped[i] ? A(0) : value;
+      }
     };
-    if (of_reward == nullptr) {
-#pragma GCC ivdep
-      for (int64_t i = 0; i < tokens; ++i) grad[i] = grad_at(i, of_kl[i]);
-      return;
-    }
-#pragma GCC ivdep
-    for (int64_t i = 0; i < tokens; ++i) grad[i] = grad_at(i, of_kl[i] - weight * of_reward[i]);
+    if (of_reward == nullptr) return write([=](int64_t i) { return of_kl[i]; });
+    if (of_kl == nullptr) return write([=](int64_t i) { return -(weight * of_reward[i]); });
+    write([=](int64_t i) { return of_kl[i] - weight * of_reward[i]; });
   });
   out.finish(tokens);
 }
@@ -230,7 +228,7 @@ void backward(const TokenPairs<T>& piece, int64_t tokens, Wide<T> weight,
         backward_together<kind>(pairs, count / kTogether, weight, upstream, grad_log_probs);
       },
       [&](const TokenPairs<T>& pairs, int64_t count, int64_t done) {
-        const Padded<T> of_kl(upstream.kl + done, count);
+        const Padded<T> of_kl(upstream.kl == nullptr ? nullptr : upstream.kl + done, count);
         const Padded<T> of_reward(upstream.reward == nullptr ? nullptr : upstream.reward + done,
                                   count);
         T grad[kTogether];

@@ -15,7 +15,8 @@ struct PieceRewards {
   T* after;
 };
 
-// The upstream gradients of a piece's tokens; null for that of a reward there is not.
+// The upstream gradients of a piece's tokens: of the KL, of the penalised reward, or of both; null
+// for one there is not.
 template <typename T>
 struct PieceGradients {
   const T* kl;

@@ -80,9 +80,10 @@ std::tuple<Tensor, Tensor> forward_list(std::vector<Tensor> log_probs,
   return {kl, penalised};
 }
 
-Tensor backward(Tensor grad_kl, std::optional<Tensor> grad_reward, Tensor log_probs,
+Tensor backward(std::optional<Tensor> grad_kl, std::optional<Tensor> grad_reward, Tensor log_probs,
                 Tensor ref_log_probs, std::optional<Tensor> mask, Tensor coeff, int64_t estimator,
                 bool nan_missing) {
+  check_upstream(grad_kl.has_value(), grad_reward.has_value());
   const OnDeviceOf device(log_probs);
   const int64_t tokens = log_probs.numel();
   Tensor grad_log_probs = empty_like_sizes(log_probs, log_probs, log_probs.scalar_type());

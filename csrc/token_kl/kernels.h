@@ -67,8 +67,9 @@ __global__ void backward_tokens(TokenPairs<T> pairs, int64_t tokens, const T* gr
   for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < tokens; n += stride) {
     A result = 0;
     if (!pairs.dropped(n)) {
+      const A of_kl = grad_kl == nullptr ? A(0) : static_cast<A>(grad_kl[n]);
       const A of_reward = grad_reward == nullptr ? A(0) : weight * static_cast<A>(grad_reward[n]);
-      const A up = static_cast<A>(grad_kl[n]) - of_reward;
+      const A up = of_kl - of_reward;
       result = -up * kl_slope_of(pairs.difference(n), estimator);
     }
     grad_log_probs[n] = static_cast<T>(result);

@@ -1,4 +1,4 @@
-// Lists of samples, one tensor a sample, as both devices take them.
+// What both devices take: lists of samples, one tensor a sample, and upstream gradients.
 #pragma once
 
 #include <vector>
@@ -86,6 +86,12 @@ inline std::vector<int64_t> checked_starts(const Samples& samples) {
   starts.reserve(samples.count() + 1);
   for (const Tensor& sample : log_probs) starts.push_back(starts.back() + sample.numel());
   return starts;
+}
+
+inline void check_upstream(bool of_kl, bool of_reward) {
+  check(of_kl || of_reward,
+        "grad_kl: expected the upstream gradient of the KL, of the reward or of both, got neither; "
+        "pass one of them");
 }
 
 }  // namespace fusedrl

@@ -48,9 +48,38 @@ class SampleReader:
         mask: Sequence[Any] | None,
         reward: Sequence[Any] | None,
     ) -> tuple[bytes, int, list[int]] | None: ...
-    def batch_memory(
-        self, log_probs: Any, ref_log_probs: Any, mask: Any, offsets: Any, reward: Any
-    ) -> tuple[bytes, int, int] | None: ...
+
+class TokenColumns:
+    def __init__(
+        self,
+        tensor: type,
+        functions: object,
+        empty_like: Callable[..., Any],
+        forward: int,
+        backward: int,
+    ) -> None: ...
+    def forward(
+        self,
+        log_probs: Any,
+        ref_log_probs: Any,
+        mask: Any,
+        offsets: Any,
+        reward: Any,
+        coeff: float,
+        estimator: int,
+        nan_missing: bool,
+    ) -> tuple[Any, Any] | None: ...
+    def backward(
+        self,
+        grad_kl: Any,
+        grad_reward: Any,
+        log_probs: Any,
+        ref_log_probs: Any,
+        mask: Any,
+        coeff: float,
+        estimator: int,
+        nan_missing: bool,
+    ) -> Any | None: ...
 
 def entries(dicts: list[dict[str, Any]], key: str) -> list[Any] | None: ...
 def put(dicts: list[dict[str, Any]], key: str, values: Sequence[Any]) -> None: ...

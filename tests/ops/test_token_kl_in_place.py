@@ -7,10 +7,13 @@ import os
 import pytest
 import torch
 from programs import python
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedrl import token_kl
-from fusedrl.ops.token_kl import in_place, reference
+from fusedrl.ops.token_kl import columns as columns_in_place
+from fusedrl.ops.token_kl import reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -23,7 +26,7 @@ def columns(*shape, dtype=torch.float32):
 
 def read_in_place(*columns, offsets=None):
     p, q, mask, reward = columns
-    return in_place.of_batch(p, q, mask, offsets, reward, 0.3, 2, True)
+    return columns_in_place.of_columns(p, q, mask, offsets, reward, 0.3, 2, True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,7 +71,6 @@ def test_what_is_left_to_the_op():
         (p, torch.randn(12)[::2], mask, reward),
         (p, q, mask.long(), reward),
         (p, q, mask, reward[:2]),
-        (p, q, mask, reward.clone().requires_grad_()),
         (torch.nn.Parameter(p, requires_grad=False), q, mask, reward),
         (p, q.view(2, 3), mask, reward),
     ):
@@ -77,9 +79,10 @@ def test_what_is_left_to_the_op():
         assert read_in_place(p, q, mask, reward, offsets=offsets) is None
     padded = [x.view(2, 3) for x in (p, q, mask, reward)]
     assert read_in_place(*padded, offsets=bounds) is None
+    one_a_sequence = reward[:2].clone().requires_grad_()
+    assert read_in_place(p, q, mask, one_a_sequence, offsets=bounds) is None
     with torch.no_grad():
-        leaf = reward.clone().requires_grad_()
-        assert read_in_place(p, q, mask, leaf, offsets=bounds) is not None
+        assert read_in_place(p, q, mask, one_a_sequence, offsets=bounds) is not None
 
 
 def test_a_mode_sees_the_op():
@@ -114,6 +117,158 @@ def test_gradients_through_either_result(of, one_reward):
         found.append([torch.zeros(()) if g is None else g for g in grads])
     for mine, expected in zip(*found, strict=True):
         torch.testing.assert_close(mine, expected.expand_as(mine))
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_column_changed_before_the_backward_pass_is_an_error(changed):
+    """Those of a reward are not needed for the gradient, and may change."""
+    p, q, mask, reward = columns(6)
+    given = [p.requires_grad_(), q, mask]
+    penalised = token_kl(*given, reward=reward, estimator="k2").reward
+    reward.zero_()
+    with torch.no_grad():
+        given[changed].logical_not_() if changed == 2 else given[changed].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalised.sum().backward()
+
+
+def test_results_are_the_callers():
+    """Neither is needed for the gradient, and neither shares memory with anything else."""
+    p, q, _, reward = columns(6)
+    p[1] = 0
+    leaf = p.clone().requires_grad_()
+    kl, penalised = token_kl(leaf, q, reward=reward, coeff=0.5, estimator="k2")
+    kept = penalised.detach().clone()
+    kl.mul_(3)
+    assert torch.equal(penalised, kept)
+    penalised.mul_(2)
+    upstream = torch.randn(6)
+    (grad,) = torch.autograd.grad(kl + penalised, leaf, upstream)
+    torch.testing.assert_close(grad, 2 * upstream * (p - q))
+
+
+def test_the_weight_is_that_of_the_forward_pass():
+    p, q, _, reward = columns(6)
+    coeff = torch.tensor(0.5)
+    leaf = p.clone().requires_grad_()
+    penalised = token_kl(leaf, q, reward=reward, coeff=coeff).reward
+    coeff.fill_(100)
+    upstream = torch.randn(6)
+    (grad,) = torch.autograd.grad(penalised, leaf, upstream)
+    torch.testing.assert_close(grad, -0.5 * upstream)
+
+
+def test_a_second_pass_needs_a_retained_graph():
+    p, q, mask, reward = columns(6)
+    leaf = p.clone().requires_grad_()
+    total = token_kl(leaf, q, mask, reward=reward).reward.sum()
+    first = torch.autograd.grad(total, leaf, retain_graph=True)
+    assert torch.equal(*first, *torch.autograd.grad(total, leaf))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(total, leaf)
+
+
+def gradients(p, q, mask, reward, **options):
+    """That of the log-probs, by upstream gradients with gaps in memory."""
+    upstream = torch.arange(2.0 * p.numel()).view(*p.shape, 2)[..., 0].to(p.dtype)
+    leaf = p.clone().requires_grad_()
+    out = token_kl(leaf, q, mask, reward=reward, estimator="k2", nan="missing", **options)
+    return torch.autograd.grad(out.reward, leaf, upstream)[0]
+
+
+@pytest.mark.parametrize("unpack", [lambda x: x.clone(), lambda x: x.repeat_interleave(2)[::2]])
+def test_what_hooks_make_of_the_saved_columns(unpack):
+    """A hook may give back other memory, with gaps."""
+    given = columns(40)
+    expected = gradients(*given)
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (seen.append(x), x)[1], unpack):
+        assert torch.equal(gradients(*given), expected)
+    assert [x.dtype for x in seen] == [torch.float32, torch.float32, torch.bool]
+
+
+def test_a_checkpoint_computes_again():
+    p, q, mask, reward = columns(40)
+    expected = gradients(p, q, mask, reward)
+
+    def function(leaf):
+        out = token_kl(leaf, q, mask, reward=reward, estimator="k2", nan="missing")
+        return out.reward
+
+    leaf = p.clone().requires_grad_()
+    upstream = torch.arange(80.0).view(40, 2)[:, 0]
+    out = torch.utils.checkpoint.checkpoint(function, leaf, use_reentrant=False)
+    assert torch.equal(*torch.autograd.grad(out, leaf, upstream), expected)
+
+
+class Names(TorchDispatchMode):
+    """The ops that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_around_the_backward_pass_sees_the_op():
+    p, q, mask, reward = columns(40)
+    leaf = p.clone().requires_grad_()
+    penalised = token_kl(leaf, q, mask, reward=reward, nan="missing").reward
+    expected = torch.autograd.grad(penalised.sum(), leaf, retain_graph=True)
+    total = penalised.sum()
+    with Names() as mode:
+        found = torch.autograd.grad(total, leaf)
+    assert torch.equal(*found, *expected)
+    assert "fusedrl::token_kl_backward" in mode.seen
+
+
+def test_a_function_mode_that_makes_other_tensors_gets_the_op():
+    class Parameters(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.empty_like:
+                return torch.nn.Parameter(out, requires_grad=False)
+            return out
+
+    p, q, mask, reward = columns(6)
+    with Parameters():
+        assert read_in_place(p, q, mask, reward) is None
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_the_gradient_of_a_parameter(impl):
+    """A subclass of a tensor goes to the op."""
+    p, q, mask, reward = columns(6)
+    leaf = torch.nn.Parameter(p)
+    token_kl(leaf, q, mask, reward=reward, nan="missing", impl=impl).reward.sum().backward()
+    assert torch.equal(leaf.grad, -(mask & ~p.isnan()).float())
+
+
+def test_the_op_asks_for_an_upstream_gradient():
+    p, q, mask, _ = columns(6)
+    coeff = torch.tensor(1.0, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="grad_kl: expected the upstream gradient of the KL"):
+        torch.ops.fusedrl.token_kl_backward(None, None, p, q, mask, coeff, 0, False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of", ["kl", "reward", "both"])
+def test_gradient_bits_are_those_of_the_op(dtype, of):
+    p, q, mask, reward = columns(2500, dtype=dtype)
+    upstream = torch.randn(2, 2500).to(dtype)
+    of_kl = None if of == "reward" else upstream[0]
+    of_reward = None if of == "kl" else upstream[1]
+    leaf = p.clone().requires_grad_()
+    out = token_kl(leaf, q, mask, reward=reward, coeff=0.3, estimator="k3", nan="missing")
+    pairs = [(x, g) for x, g in zip(out, (of_kl, of_reward), strict=True) if g is not None]
+    results, grads = zip(*pairs, strict=True)
+    (found,) = torch.autograd.grad(results, leaf, grads)
+    coeff = torch.tensor(0.3, dtype=torch.float64)
+    expected = torch.ops.fusedrl.token_kl_backward(of_kl, of_reward, p, q, mask, coeff, 2, True)
+    assert torch.equal(found, expected)
 
 
 def test_the_gradient_of_a_reward_alone_is_not_rounded_twice():

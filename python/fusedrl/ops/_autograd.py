@@ -72,28 +72,39 @@ def _has_tangent(tensor: Tensor) -> bool:
     return is_batchedtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
 
 
+SECOND_DERIVATIVE = "pass impl='reference', which has one"
+
+
 def first_derivative_only(
-    op: str, remedy: str = "pass impl='reference', which has one"
+    op: str, remedy: str = SECOND_DERIVATIVE
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Mark the ``backward`` of an autograd function that no second derivative goes through.
 
-    What kernels compute has no history, so that a second derivative would come out as zeros. The
-    pass cannot know whether its result is differentiated later. It therefore raises
-    ``RuntimeError`` wherever autograd records it (``create_graph=True``). A compiled graph records
-    no pass, and torch refuses to differentiate its gradients.
+    See :func:`check_first_derivative`. A compiled graph records no pass, and torch refuses to
+    differentiate its gradients.
     """
 
     def mark(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def checked(ctx: Any, *grads: Tensor) -> Any:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                raise RuntimeError(
-                    f"{op}: expected a backward pass with create_graph=False, as its kernels have "
-                    f"no second derivative, got create_graph=True; {remedy}"
-                )
+            if not torch.compiler.is_compiling():
+                check_first_derivative(op, remedy)
             with torch.no_grad():
                 return backward(ctx, *grads)
 
         return checked
 
     return mark
+
+
+def check_first_derivative(op: str, remedy: str = SECOND_DERIVATIVE) -> None:
+    """Refuse a backward pass that autograd records (``create_graph=True``).
+
+    What kernels compute has no history, so that a second derivative would come out as zeros, and
+    the pass cannot know whether its result is differentiated later.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{op}: expected a backward pass with create_graph=False, as its kernels have no "
+            f"second derivative, got create_graph=True; {remedy}"
+        )

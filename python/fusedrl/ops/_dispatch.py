@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import numbers
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -113,14 +113,13 @@ def _fall_back(why: str) -> str:
 
 
 def check_choice(
-    name: str, value: object, choices: Iterable[str], remedy: str | None = None
+    name: str, value: object, choices: Collection[str], remedy: str | None = None
 ) -> str:
     """``value``, which has to be one of ``choices``, the default first."""
-    names = tuple(choices)
-    if not isinstance(value, str) or value not in names:
-        remedy = remedy or f"leave it out for {names[0]!r}"
-        raise ValueError(f"{name}: expected one of {', '.join(names)}, got {value!r}; {remedy}")
-    return value
+    if isinstance(value, str) and value in choices:
+        return value
+    remedy = remedy or f"leave it out for {next(iter(choices))!r}"
+    raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}; {remedy}")
 
 
 def scalar_tensor(
@@ -165,6 +164,8 @@ def scalar_tensor(
 
 def scalar_on_host(name: str, value: float | Tensor) -> float:
     """A scalar argument beside data on the CPU, which kernels there may take as a number."""
+    if type(value) is float and -LARGEST <= value <= LARGEST:
+        return value
     if isinstance(value, Tensor):
         return scalar_tensor(name, value, torch.device("cpu")).item()
     return _number(name, value, -LARGEST, LARGEST, "pass a number in that range")

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl import native, ragged
+from fusedrl import ragged
 from fusedrl.ops import _autograd, _dispatch
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._samples import PackedColumns, check_lists
 from fusedrl.ops.token_kl import in_place, reference
+from fusedrl.ops.token_kl.columns import contiguous, of_columns
 from fusedrl.ops.token_kl.samples import pack_samples
 
 __all__ = ["ESTIMATORS", "TokenKL", "kl_of_lists", "pack_samples", "token_kl"]
@@ -28,7 +29,6 @@ class TokenKL(NamedTuple):
     reward: Any
 
 
-@accepts_nested("ref_log_probs", per_sequence="reward", form="[B, j]", fields=("kl", "reward"))
 def token_kl(
     log_probs: Tensor | Sequence[Tensor],
     ref_log_probs: Tensor | Sequence[Tensor],
@@ -91,16 +91,29 @@ def token_kl(
         >>> reward
         tensor([0.9500, 1.1000, 2.0250])
     """
-    options: dict[str, Any] = {"estimator": estimator, "coeff": coeff, "nan": nan, "impl": impl}
     _check_options(estimator, nan)
+    if type(log_probs) is Tensor and log_probs.is_cpu and impl in ("auto", "cpu"):
+        number, missing = ESTIMATORS.index(estimator), nan == "missing"
+        found = of_columns(log_probs, ref_log_probs, mask, offsets, reward, coeff, number, missing)
+        if found is not None:
+            return found[0] if found[1] is None else TokenKL._make(found)
+    options = {"estimator": estimator, "coeff": coeff, "nan": nan, "impl": impl}
+    return _of_any_form(log_probs, ref_log_probs, mask, offsets, reward, options)
+
+
+@accepts_nested("ref_log_probs", per_sequence="reward", form="[B, j]", fields=("kl", "reward"))
+def _of_any_form(
+    log_probs: Any,
+    ref_log_probs: Any,
+    mask: Any,
+    offsets: Any,
+    reward: Any,
+    options: dict[str, Any],
+) -> Any:
     if isinstance(log_probs, (list, tuple)):
         return _list(log_probs, ref_log_probs, mask, offsets, reward, options)
-    found = _batch_in_place(log_probs, ref_log_probs, mask, offsets, reward, options)
-    if found is None:
-        _dispatch.check_tensor("log_probs", log_probs, _dispatch.DENSE, _dispatch.NESTED)
-        assert isinstance(log_probs, Tensor)
-        found = _dense(log_probs, ref_log_probs, mask, offsets, reward, options)  # pyright: ignore[reportArgumentType]
-    kl, penalised = found
+    _dispatch.check_tensor("log_probs", log_probs, _dispatch.DENSE, _dispatch.NESTED)
+    kl, penalised = _dense(log_probs, ref_log_probs, mask, offsets, reward, options)
     return kl if penalised is None else TokenKL(kl, penalised)
 
 
@@ -179,33 +192,6 @@ def _in_place(
         return None
     columns = (log_probs, ref_log_probs, mask, reward)
     return run(*columns, options["coeff"], estimator, options["nan"] == "missing")
-
-
-def _batch_in_place(
-    log_probs: Any,
-    ref_log_probs: Any,
-    mask: Any,
-    offsets: Any,
-    reward: Any,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None] | None:
-    # A library that does not load is the op's error.
-    if options["impl"] not in ("auto", "cpu") or native.load_error("_C") is not None:
-        return None
-    if type(log_probs) is not Tensor or not log_probs.is_cpu:
-        return None
-    columns = (log_probs, ref_log_probs, mask, offsets, reward)
-    estimator, missing = ESTIMATORS.index(options["estimator"]), options["nan"] == "missing"
-    records = any(getattr(x, "requires_grad", False) for x in (log_probs, ref_log_probs, reward))
-    if not (records and torch.is_grad_enabled()):
-        return in_place.of_batch(*columns, options["coeff"], estimator, missing)
-    if not in_place.may_record(*columns):
-        return None
-    if reward is not None and reward.shape != log_probs.shape and reward.requires_grad:
-        return None  # it has to be spread over the tokens by what carries its gradient
-    coeff = _dispatch.scalar_tensor("coeff", options["coeff"], log_probs.device)
-    kl, penalised = _autograd.apply(_Autograd, *columns, coeff, estimator, missing)
-    return kl, None if reward is None else penalised
 
 
 def _dense(
@@ -324,34 +310,11 @@ class _Autograd(torch.autograd.Function):
         if not of_pair or (grad_kl is None and of_reward is None):
             return None, None, None, None, of_reward, None, None, None
         log_probs, ref_log_probs, mask, coeff = ctx.saved_tensors
-        of_kl, penalty = _upstream_of(grad_kl, of_reward, coeff)
-        grad = torch.ops.fusedrl.token_kl_backward.default(
-            of_kl.contiguous(),
-            None if penalty is None else penalty.contiguous(),
-            log_probs,
-            ref_log_probs,
-            mask,
-            coeff,
-            *ctx.options,
-        )
+        columns = map(contiguous, (grad_kl, of_reward, log_probs, ref_log_probs, mask))
+        grad = torch.ops.fusedrl.token_kl_backward.default(*columns, coeff, *ctx.options)
         # Every estimator depends on ref - log_probs only, hence the opposite signs.
         grad_ref = -grad if ctx.needs_input_grad[1] else None
         return grad, grad_ref, None, None, of_reward, None, None, None
-
-
-def _upstream_of(
-    grad_kl: Tensor | None, grad_reward: Tensor | None, coeff: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """The upstream gradients of the KL and of the reward, at least one of which there is.
-
-    That of the reward alone is one of the KL, but where half types would round their product.
-    """
-    if grad_kl is not None:
-        return grad_kl, grad_reward
-    assert grad_reward is not None
-    if grad_reward.dtype in (torch.float32, torch.float64):
-        return grad_reward * -coeff, None
-    return torch.zeros_like(grad_reward), grad_reward
 
 
 def _fake(
@@ -380,7 +343,7 @@ def _fake_list(
 
 
 def _fake_backward(
-    grad_kl: Tensor, grad_reward: Tensor | None, log_probs: Tensor, *rest: Any
+    grad_kl: Tensor | None, grad_reward: Tensor | None, log_probs: Tensor, *rest: Any
 ) -> Tensor:
     return log_probs.new_empty(log_probs.shape)
 

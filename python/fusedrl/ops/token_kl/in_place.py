@@ -1,9 +1,7 @@
 """Samples for ``token_kl``, read where they lie: a concatenation of lists would copy them first.
 
 On CUDA an op takes the tensors. On the CPU a handle of torch for each of hundreds of tensors would
-take longer than their tokens, and so the kernel is told their addresses. Packed and padded columns
-are read in this way too: the checks of the public function and torch's dispatcher would take longer
-than thousands of tokens.
+take longer than their tokens, and so the kernel is told their addresses.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ def implementation_of(device: torch.device) -> Callable[..., PackedColumns | Non
     estimator's number, and whether NaN is missing. ``None`` comes back for lists that have to be
     packed: they do not fit, differ in dtype, are not contiguous, or a gradient is recorded.
     """
-    return _IMPLEMENTATIONS.get(device.type) if _has_memory() else None
+    return _IMPLEMENTATIONS.get(device.type) if has_memory() else None
 
 
-def _has_memory() -> bool:
+def has_memory() -> bool:
     """Whether tensors are what they seem.
 
     What is transformed has no memory of its own; a trace would keep the results as constants.
@@ -76,49 +74,6 @@ def by_address(
     if not kernel(samples, len(lengths), dtype, weight, estimator, missing, *addresses):
         return None
     return PackedColumns([kl] if penalised is None else [kl, penalised], lengths)
-
-
-def of_batch(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    reward: Tensor | None,
-    coeff: float | Tensor,
-    estimator: int,
-    missing: bool,
-) -> tuple[Tensor, Tensor | None] | None:
-    """Packed or padded columns on the CPU: the KL and, with ``reward``, the penalised reward.
-
-    ``None`` for what does not fit, differs in dtype, is not contiguous, or has a gradient to
-    record, of which the op knows what to say or to do.
-    """
-    found = _batch_memory(torch.is_grad_enabled(), log_probs, ref_log_probs, mask, offsets, reward)
-    if found is None:
-        return None
-    weight = _dispatch.scalar_on_host("coeff", coeff)
-    kl = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
-    penalised = None if reward is None else torch.empty_like(kl)
-    addresses = kl.data_ptr(), None if penalised is None else penalised.data_ptr()
-    return (kl, penalised) if _kernel()(*found, weight, estimator, missing, *addresses) else None
-
-
-def may_record(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    reward: Tensor | None,
-) -> bool:
-    """Whether columns on the CPU, with a gradient to record, are what the op takes as they are."""
-    return _batch_memory(False, log_probs, ref_log_probs, mask, offsets, reward) is not None
-
-
-def _batch_memory(records: bool, *columns: Tensor | None) -> Any:
-    if not _has_memory() or torch._C._len_torch_dispatch_stack():
-        return None
-    reader = _reader(records)
-    return None if reader is None else reader.batch_memory(*columns)
 
 
 def by_handle(
@@ -172,10 +127,15 @@ def _may_read(
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in chain(*values)))
 
 
+def exchange_functions() -> Any:
+    """What finds the memory of torch's tensors from C; ``None`` where torch has no such thing."""
+    return getattr(Tensor, _EXCHANGE, None)
+
+
 @cache
 def _reader(records: bool) -> Any:
     """What finds the addresses of tensors, but where a gradient is recorded; ``None`` for none."""
-    functions = getattr(Tensor, _EXCHANGE, None)
+    functions = exchange_functions()
     if functions is None:
         return None
     from fusedrl import _host
@@ -184,9 +144,14 @@ def _reader(records: bool) -> Any:
 
 
 @cache
+def library() -> ctypes.CDLL:
+    """The library of the CPU's ops, which has kernels over addresses beside them."""
+    return ctypes.CDLL(str(native.find("_C")))
+
+
+@cache
 def _kernel() -> Any:
-    """The kernel over addresses, which the library of the CPU's ops has beside them."""
-    kernel = ctypes.CDLL(str(native.find("_C"))).fusedrl_token_kl_samples
+    kernel = library().fusedrl_token_kl_samples
     count, pointer = ctypes.c_int64, ctypes.c_void_p
     kernel.argtypes = [
         *(ctypes.c_char_p, count, count, ctypes.c_double, count, ctypes.c_bool),

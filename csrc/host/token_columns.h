@@ -1,0 +1,12 @@
+// token_kl of packed or padded columns of the CPU, in one call from Python: to ask each tensor for
+// its memory, to allocate, and to call the kernel from there would take longer than thousands of
+// tokens.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace fusedrl {
+
+void bind_token_columns(pybind11::module_& m);
+
+}  // namespace fusedrl
