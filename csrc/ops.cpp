@@ -17,7 +17,7 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "linear_token_log_probs(Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, "
       "Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
       "bool entropy, int? vocab_offset, bool batch_invariant, int stored_bytes) "
-      "-> (Tensor parts, Tensor products)");
+      "-> (Tensor parts, Tensor logits)");
   m.def(
       "linear_token_log_probs_finish(Tensor parts, Tensor temperature, bool entropy) "
       "-> (Tensor log_probs, Tensor entropy, Tensor normalizers)");
@@ -25,7 +25,7 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "linear_token_log_probs_backward(Tensor grad_log_probs, Tensor? grad_entropy, "
       "Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, Tensor? mask, Tensor? offsets, "
       "bool shift, Tensor temperature, float scale, float softcap, Tensor log_probs, "
-      "Tensor entropy, Tensor normalizers, Tensor products, int? vocab_offset, "
+      "Tensor entropy, Tensor normalizers, Tensor logits, int? vocab_offset, "
       "bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias, *, Tensor? "
       "rounds_grads=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
@@ -66,15 +66,17 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "linear_exact_kl(Tensor hidden, Tensor weight, Tensor? bias, float scale, float softcap, "
       "Tensor ref_hidden, Tensor ref_weight, Tensor? ref_bias, float ref_scale, "
       "float ref_softcap, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
-      "float beta, bool entropies, bool batch_invariant) "
-      "-> (Tensor divergence, Tensor entropies, Tensor statistics)");
+      "float beta, bool entropies, bool batch_invariant, int stored_bytes) "
+      "-> (Tensor divergence, Tensor entropies, Tensor statistics, Tensor logits, "
+      "Tensor ref_logits)");
   m.def(
       "linear_exact_kl_backward(Tensor grad_divergence, Tensor? grad_entropies, Tensor hidden, "
       "Tensor weight, Tensor? bias, float scale, float softcap, Tensor ref_hidden, "
       "Tensor ref_weight, Tensor? ref_bias, float ref_scale, float ref_softcap, Tensor? mask, "
       "Tensor? offsets, bool shift, Tensor temperature, float beta, bool batch_invariant, "
-      "Tensor entropies, Tensor statistics, bool of_hidden, bool of_weight, bool of_bias, "
-      "bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias, *, Tensor? rounds_grads=None) "
+      "Tensor entropies, Tensor statistics, Tensor logits, Tensor ref_logits, bool of_hidden, "
+      "bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias, *, "
+      "Tensor? rounds_grads=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
       "Tensor grad_ref_hidden, Tensor grad_ref_weight, Tensor grad_ref_bias)");
   m.def(
@@ -88,11 +90,11 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "linear_top_k_kl_log_probs(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, "
       "Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
       "bool batch_invariant, int stored_bytes) "
-      "-> (Tensor log_probs, Tensor normalizers, Tensor products)");
+      "-> (Tensor log_probs, Tensor normalizers, Tensor logits)");
   m.def(
       "linear_top_k_kl_log_probs_backward(Tensor grad_log_probs, Tensor hidden, Tensor weight, "
       "Tensor? bias, Tensor ids, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
-      "float scale, float softcap, Tensor log_probs, Tensor normalizers, Tensor products, "
+      "float scale, float softcap, Tensor log_probs, Tensor normalizers, Tensor logits, "
       "bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias, *, "
       "Tensor? rounds_grads=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");

@@ -260,41 +260,61 @@ class CpuHead {
   std::vector<float> bias_;
 };
 
-// The head's products that a forward pass leaves for its backward pass, which would multiply
-// again: those of all rows and classes, in float32, or of none.
-class StoredProducts {
+// The head's logits that a forward pass leaves for its backward pass, which would multiply again:
+// those of all rows and classes, in float32, or of none.
+class StoredLogits {
  public:
-  // None where they would take more bytes, or where a row's bits may not depend on others.
-  StoredProducts(const CpuHead& head, int64_t most_bytes)
-      : products_(new_uninitialised(
-            head.weight(),
-            std::vector<int64_t>{stores(head, most_bytes) ? head.rows() : 0, head.classes()},
-            ScalarType::Float)) {}
-  explicit StoredProducts(const Tensor& products) : products_(products) {}
-
-  const Tensor& tensor() const { return products_; }
-  bool empty() const { return products_.numel() == 0; }
-
-  // `x` are those of a block of rows and a tile of classes, one row after the other.
-  void store(Span block, Span tile, const float* x) const {
-    if (empty()) return;
-    float* to = mutable_data<float>(products_) + block.first * products_.size(1) + tile.first;
-    for (int64_t r = 0; r < block.count; ++r) {
-      std::copy_n(x + r * tile.count, tile.count, to + r * products_.size(1));
+  // None where those of so many heads would take more bytes, or where a row's bits may not depend
+  // on others.
+  StoredLogits(const CpuHead& head, int64_t most_bytes, int64_t heads = 1)
+      : row_(row_floats(head)),
+        logits_(
+            new_floats(head.weight(), stores(head, most_bytes / heads) ? head.rows() * row_ : 0)) {
+    float* rows = mutable_data<float>(logits_);
+    for (int64_t i = 0; i < logits_.numel(); i += row_) {
+      std::fill(rows + i + head.classes(), rows + i + row_, 0.0f);
     }
   }
+  StoredLogits(const CpuHead& head, const Tensor& logits)
+      : row_(row_floats(head)), logits_(logits) {}
 
-  void load(int64_t row, Span tile, float* x) const {
-    std::copy_n(data<float>(products_) + row * products_.size(1) + tile.first, tile.count, x);
+  const Tensor& tensor() const { return logits_; }
+  bool empty() const { return logits_.numel() == 0; }
+
+  // Those of a block of rows and a tile of classes, or `other` where none are stored.
+  FloatMatrix of(Span block, Span tile, FloatMatrix other) const {
+    if (empty()) return other;
+    return {mutable_data<float>(logits_) + block.first * row_ + tile.first, row_};
   }
 
  private:
+  // In odd numbers of cache lines, as rows of pairs.
+  static int64_t row_floats(const CpuHead& head) { return pair_words(2 * head.classes()); }
   static bool stores(const CpuHead& head, int64_t most_bytes) {
-    const int64_t floats = head.rows() * head.classes();
-    return !head.batch_invariant() && floats <= most_bytes / int64_t(sizeof(float));
+    const int64_t bytes = head.rows() * row_floats(head) * int64_t(sizeof(float));
+    return !head.batch_invariant() && bytes <= most_bytes;
   }
 
-  Tensor products_;
+  int64_t row_;
+  Tensor logits_;
+};
+
+// A row's logits in a tile, as they are until its gradients are written, and after that if `kept`.
+class LogitsOfTile {
+ public:
+  LogitsOfTile(const float* x, const float* grads, int64_t count, bool kept) : data_(x) {
+    if (!kept || x != grads) return;
+    std::copy_n(x, count, copy_);
+    data_ = copy_;
+  }
+  LogitsOfTile(const LogitsOfTile&) = delete;
+  LogitsOfTile& operator=(const LogitsOfTile&) = delete;
+
+  const float* data() const { return data_; }
+
+ private:
+  float copy_[kTileClasses];
+  const float* data_;
 };
 
 // Calls f(room, block, tile) for all blocks of these rows and tiles of these classes, on torch's

@@ -79,7 +79,7 @@ class CpuHeadGradient {
   // is given with all rows, in their order, before another one's sums begin.
   void add(Span rows, Span classes, FloatMatrix grads) {
     const Spans blocks = head_.blocks(rows), tiles = head_.tiles(classes);
-    const Spans columns{{0, head_.width()}, kColumns};
+    const Spans columns = columns_of(blocks.count());
     const int64_t of_hidden = hidden_.has_value() ? blocks.count() * columns.count() : 0;
     const int64_t of_classes = weight_.has_value() || !bias_sums_.empty() ? tiles.count() : 0;
     if (waits_for_more_rows(rows) && rows.first == 0) {
@@ -145,7 +145,17 @@ class CpuHeadGradient {
   }
 
  private:
-  static constexpr int64_t kColumns = 256;  // of the hidden states' gradient, at a time
+  static constexpr int64_t kColumns = 256;  // of the hidden states' gradient, which caches hold
+
+  // Columns of the hidden states' gradient that a thread takes with a block of rows. No bit depends
+  // on how many these are, but gradients of logits are rounded for each of them again.
+  Spans columns_of(int64_t blocks) const {
+    const Span all{0, head_.width()};
+    if (head_.products() == nullptr) return {all, kColumns};
+    const int64_t spans = Spans{all, kColumns}.count();
+    const int64_t shares = (int64_t(torch::stable::get_num_threads()) + blocks - 1) / blocks;
+    return {all, (spans + shares - 1) / shares * kColumns};
+  }
 
   bool sums_in_half() const {
     return weight_.has_value() && weight_->scalar_type() != ScalarType::Float;
@@ -246,12 +256,17 @@ class CpuHeadGradient {
   void add_split_rows(Room& room, FloatMatrix out, Bf16Matrix weights, int64_t columns,
                       int64_t depth) const {
     const int64_t rows = room.split.size();
-    const FloatMatrix sums{room.of_rests.get(), columns};
-    head_.products()->multiply(sums, {room.rest.get(), nullptr, pair_words(depth), 1}, weights,
-                               {rows, columns, depth}, 1.0f, false);
-    for (int64_t i = 0; i < rows; ++i) {
-      float* to = out.at(room.split[i], 0);
-      for (int64_t c = 0; c < columns; ++c) to[c] += *sums.at(i, c);
+    const Spans parts{{0, columns}, kColumns};
+    for (int64_t i = 0; i < parts.count(); ++i) {
+      const Span part = parts[i];
+      const FloatMatrix sums{room.of_rests.get(), part.count};
+      head_.products()->multiply(sums, {room.rest.get(), nullptr, pair_words(depth), 1},
+                                 {weights.data + part.first, weights.row},
+                                 {rows, part.count, depth}, 1.0f, false);
+      for (int64_t r = 0; r < rows; ++r) {
+        float* to = out.at(room.split[r], part.first);
+        for (int64_t c = 0; c < part.count; ++c) to[c] += *sums.at(r, c);
+      }
     }
   }
 
@@ -303,26 +318,28 @@ class CpuHeadGradient {
   std::vector<float> limits_;     // of the part that is added: of its rows, tile by tile
 };
 
-// Makes the products of all rows and classes, a part at a time, or takes those that are stored,
-// lets differentiate(x, tile, row) overwrite those of a row in a tile with their gradients, and
-// adds these up.
-template <typename F>
-void add_gradients(const CpuHead& head, CpuHeadGradient& gradient, const StoredProducts& stored,
-                   const F& differentiate) {
+// Makes the logits of all rows and classes, a part at a time, with shape(x, tile) from the products
+// of each row in a tile, or takes those that are stored; lets differentiate(x, grads, tile, row)
+// write their gradients, which may be where they are, and adds these up.
+template <typename Shape, typename F>
+void add_gradients(const CpuHead& head, CpuHeadGradient& gradient, const StoredLogits& stored,
+                   const Shape& shape, const F& differentiate) {
   const GradientParts parts(head);
   const Tensor floats = new_floats(head.weight(), parts.floats(head));
   const auto make_room = [&] { return CpuHead::Room(head); };
   parts.for_each([&](Span rows, Span classes) {
-    const FloatMatrix grads{mutable_data<float>(floats), classes.count};
+    const FloatMatrix part{mutable_data<float>(floats), classes.count};
     for_each_tile(head, rows, classes, make_room, [&](auto& room, Span block, Span tile) {
-      float* x = grads.at(block.first - rows.first, tile.first - classes.first);
-      if (stored.empty()) head.logits(room, block, tile, {x, grads.row});
-      for (int64_t i = block.first; i < block.end(); ++i, x += grads.row) {
-        if (!stored.empty()) stored.load(i, tile, x);
-        differentiate(x, tile, i);
+      const FloatMatrix grads{part.at(block.first - rows.first, tile.first - classes.first),
+                              part.row};
+      const FloatMatrix logits = stored.of(block, tile, grads);
+      if (stored.empty()) head.logits(room, block, tile, grads);
+      for (int64_t r = 0; r < block.count; ++r) {
+        if (stored.empty()) shape(grads.at(r, 0), tile);
+        differentiate(logits.at(r, 0), grads.at(r, 0), tile, block.first + r);
       }
     });
-    gradient.add(rows, classes, grads);
+    gradient.add(rows, classes, part);
   });
 }
 

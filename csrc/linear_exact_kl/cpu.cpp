@@ -1,6 +1,5 @@
 // CPU ops: tiles of both heads' logits, the same rows and classes at a time, through the row
 // kernels of exact_kl.
-#include <algorithm>
 #include <tuple>
 #include <utility>
 
@@ -24,10 +23,13 @@ struct Side {
         cap(static_cast<float>(softcap)),
         head(hidden, elements_of(map, tokens), weight, bias, this->scale, batch_invariant) {}
 
-  // Logits of one row of a tile from its matrix product, in place.
-  void shape(float* row, Span tile) const {
+  // Makes the logits of a block of rows and a tile of classes.
+  void logits(CpuHead::Room& room, Span block, Span tile, FloatMatrix out) const {
+    head.logits(room, block, tile, out);
     const float* bias = head.bias(tile.first);
-    if (bias != nullptr || cap > 0) head_kernels(cpu_level()).shape(row, bias, tile.count, cap);
+    if (bias == nullptr && cap == 0) return;
+    const auto shape = head_kernels(cpu_level()).shape;
+    for (int64_t r = 0; r < block.count; ++r) shape(out.at(r, 0), bias, tile.count, cap);
   }
 
   RowMap map;
@@ -47,30 +49,40 @@ struct PairRoom {
   Tensor p, q;
 };
 
+// The logits of both sides that are stored, or none.
+struct StoredPair {
+  StoredLogits p, q;
+
+  StoredPair(const Side& p, const Side& q, int64_t most_bytes)
+      : p(p.head, most_bytes, 2), q(q.head, most_bytes, 2) {}
+};
+
 // Calls f(p_row, q_row, count, i, part) for the logits of the i-th row in every tile of classes,
-// and returns what `merge` makes of each row's parts.
+// and returns what `merge` makes of each row's parts. Stored logits are made the first time alone.
 template <typename Part, typename F, typename Merge>
-std::vector<Part> reduced(const Side& p, const Side& q, F&& f, Merge&& merge) {
+std::vector<Part> reduced(const Side& p, const Side& q, const StoredPair& stored, bool first_time,
+                          F&& f, Merge&& merge) {
   return reduced<Part>(
       p.head, {0, p.head.rows()}, [&] { return PairRoom(p, q); },
       [&](PairRoom& room, Span block, Span tile, Part* parts) {
-        float *x = mutable_data<float>(room.p), *y = mutable_data<float>(room.q);
-        p.head.logits(room.of_p, block, tile, {x, tile.count});
-        q.head.logits(room.of_q, block, tile, {y, tile.count});
-        for (int64_t r = 0; r < block.count; ++r, x += tile.count, y += tile.count) {
-          p.shape(x, tile);
-          q.shape(y, tile);
-          f(x, y, tile.count, block.first + r, parts[r]);
+        const FloatMatrix x = stored.p.of(block, tile, {mutable_data<float>(room.p), tile.count});
+        const FloatMatrix y = stored.q.of(block, tile, {mutable_data<float>(room.q), tile.count});
+        if (first_time || stored.p.empty()) {
+          p.logits(room.of_p, block, tile, x);
+          q.logits(room.of_q, block, tile, y);
+        }
+        for (int64_t r = 0; r < block.count; ++r) {
+          f(x.at(r, 0), y.at(r, 0), tile.count, block.first + r, parts[r]);
         }
       },
       merge);
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     Tensor hidden, Tensor weight, std::optional<Tensor> bias, double scale, double softcap,
     Tensor ref_hidden, Tensor ref_weight, std::optional<Tensor> ref_bias, double ref_scale,
     double ref_softcap, std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift,
-    Tensor temperature, double beta, bool entropies, bool batch_invariant) {
+    Tensor temperature, double beta, bool entropies, bool batch_invariant, int64_t stored_bytes) {
   const PairResults results(hidden, entropies);
   const int64_t tokens = results.divergence.numel();
   check_offsets(offsets, tokens);
@@ -80,15 +92,16 @@ std::tuple<Tensor, Tensor, Tensor> forward(
   const Side p(hidden, kept, offsets, shift, weight, bias, scale, softcap, batch_invariant);
   const Side q(ref_hidden, kept, offsets, shift, ref_weight, ref_bias, ref_scale, ref_softcap,
                batch_invariant);
+  const StoredPair stored(p, q, stored_bytes);
 
   const std::vector<PairPart<double>> parts = reduced<PairPart<double>>(
-      p, q,
+      p, q, stored, true,
       [&](float* x, float* y, int64_t count, int64_t, PairPart<double>& part) {
         part = merge(part, kernels.part(x, y, count, inv_temperature), inv_temperature);
       },
       [&](const auto& x, const auto& y) { return merge(x, y, inv_temperature); });
 
-  // A mixture needs both normalizers first, hence every product a second time.
+  // A mixture needs both normalizers first, hence all logits a second time.
   const auto plus = [](const Pair<double>& x, const Pair<double>& y) {
     return Pair<double>{x.p + y.p, x.q + y.q};
   };
@@ -97,7 +110,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(
   std::vector<Pair<double>> sums;
   if (mixture) {
     sums = reduced<Pair<double>>(
-        p, q,
+        p, q, stored, false,
         [&](float* x, float* y, int64_t count, int64_t i, Pair<double>& sum) {
           const Pair<Normalizer> normalizers = normalizers_of(parts[i]);
           sum = plus(sum, kernels.mixture_part(x, y, count, normalizers, shares, inv_temperature));
@@ -112,7 +125,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(
     out.write(kept[i], mixture ? finish(normalizers_of(part), entropies_of(part), sums[i], shares)
                                : finish(part));
   }
-  return results.tensors();
+  return std::tuple_cat(results.tensors(), std::tuple(stored.p.tensor(), stored.q.tensor()));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
@@ -120,9 +133,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     std::optional<Tensor> bias, double scale, double softcap, Tensor ref_hidden, Tensor ref_weight,
     std::optional<Tensor> ref_bias, double ref_scale, double ref_softcap,
     std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
-    double beta, bool batch_invariant, Tensor entropies, Tensor statistics, bool of_hidden,
-    bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias,
-    std::optional<Tensor> rounds_grads) {
+    double beta, bool batch_invariant, Tensor entropies, Tensor statistics, Tensor logits,
+    Tensor ref_logits, bool of_hidden, bool of_weight, bool of_bias, bool of_ref_hidden,
+    bool of_ref_weight, bool of_ref_bias, std::optional<Tensor> rounds_grads) {
   check_offsets(offsets, grad_divergence.numel());
   const std::vector<int64_t> kept = kept_tokens(row_map(hidden, offsets, shift), data<bool>(mask));
   const float inv_temperature = inverse_temperature(temperature);
@@ -141,36 +154,41 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   CpuHeadGradient grad_q(q.head, ref_hidden, ref_weight, ref_bias, of_ref_hidden, of_ref_weight,
                          of_ref_bias, is_set(rounds_grads));
 
-  const auto differentiate = [&](float* x, float* y, Span tile, int64_t i) {
-    const int64_t n = kept[i], count = tile.count;
-    p.shape(x, tile);
-    q.shape(y, tile);
-    float capped_x[kTileClasses], capped_y[kTileClasses];
-    if (p.cap > 0) std::copy_n(x, count, capped_x);
-    if (q.cap > 0) std::copy_n(y, count, capped_y);
-    run(x, y, of_p ? x : nullptr, of_q ? y : nullptr, count, upstream.of_token(n, inv_temperature));
-    if (of_p && p.cap > 0) chain(capped_x, x, count, p.cap);
-    if (of_q && q.cap > 0) chain(capped_y, y, count, q.cap);
+  const auto differentiate = [&](const float* x, const float* y, float* of_x, float* of_y,
+                                 int64_t count, int64_t i) {
+    const LogitsOfTile capped_x(x, of_x, count, of_p && p.cap > 0);
+    const LogitsOfTile capped_y(y, of_y, count, of_q && q.cap > 0);
+    run(x, y, of_p ? of_x : nullptr, of_q ? of_y : nullptr, count,
+        upstream.of_token(kept[i], inv_temperature));
+    if (of_p && p.cap > 0) chain(capped_x.data(), of_x, count, p.cap);
+    if (of_q && q.cap > 0) chain(capped_y.data(), of_y, count, q.cap);
   };
   if (of_p || of_q) {
+    const StoredLogits stored_p(p.head, logits), stored_q(q.head, ref_logits);
+    const bool again = stored_p.empty();
     const GradientParts parts(p.head);
-    const Tensor floats = new_floats(hidden, parts.floats(p.head));
-    const Tensor ref_floats = new_floats(hidden, parts.floats(q.head));
+    const Tensor floats = new_floats(hidden, again || of_p ? parts.floats(p.head) : 0);
+    const Tensor ref_floats = new_floats(hidden, again || of_q ? parts.floats(q.head) : 0);
     const auto make_room = [&] { return std::pair(CpuHead::Room(p.head), CpuHead::Room(q.head)); };
     parts.for_each([&](Span rows, Span classes) {
-      const FloatMatrix grads{mutable_data<float>(floats), classes.count};
-      const FloatMatrix ref_grads{mutable_data<float>(ref_floats), classes.count};
+      const FloatMatrix part{mutable_data<float>(floats), classes.count};
+      const FloatMatrix ref_part{mutable_data<float>(ref_floats), classes.count};
       for_each_tile(p.head, rows, classes, make_room, [&](auto& room, Span block, Span tile) {
         const int64_t row = block.first - rows.first, column = tile.first - classes.first;
-        float *x = grads.at(row, column), *y = ref_grads.at(row, column);
-        p.head.logits(room.first, block, tile, {x, grads.row});
-        q.head.logits(room.second, block, tile, {y, grads.row});
-        for (int64_t i = block.first; i < block.end(); ++i, x += grads.row, y += grads.row) {
-          differentiate(x, y, tile, i);
+        const FloatMatrix of_x{part.at(row, column), part.row};
+        const FloatMatrix of_y{ref_part.at(row, column), ref_part.row};
+        const FloatMatrix x = stored_p.of(block, tile, of_x), y = stored_q.of(block, tile, of_y);
+        if (again) {
+          p.logits(room.first, block, tile, x);
+          q.logits(room.second, block, tile, y);
+        }
+        for (int64_t r = 0; r < block.count; ++r) {
+          differentiate(x.at(r, 0), y.at(r, 0), of_x.at(r, 0), of_y.at(r, 0), tile.count,
+                        block.first + r);
         }
       });
-      if (of_p) grad_p.add(rows, classes, grads);
-      if (of_q) grad_q.add(rows, classes, ref_grads);
+      if (of_p) grad_p.add(rows, classes, part);
+      if (of_q) grad_q.add(rows, classes, ref_part);
     });
   }
   return {grad_p.hidden(p.map, kept, p.scale), grad_p.weight(), grad_p.bias(p.scale),

@@ -42,21 +42,26 @@ auto gradient_kernel(bool mixture, bool entropies) {
                               : differentiate_pair_tile<false, false, T>);
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(
+// No logits are stored: backward() multiplies again.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     Tensor hidden, Tensor weight, std::optional<Tensor> bias, double scale, double softcap,
     Tensor ref_hidden, Tensor ref_weight, std::optional<Tensor> ref_bias, double ref_scale,
     double ref_softcap, std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift,
-    Tensor temperature, double beta, bool entropies, bool batch_invariant) {
+    Tensor temperature, double beta, bool entropies, bool batch_invariant,
+    int64_t /*stored_bytes*/) {
   const OnDeviceOf device(hidden);
   const PairResults results(hidden, entropies);
+  const Tensor logits = empty_vector(hidden, ScalarType::Float);
+  const Tensor ref_logits = empty_vector(hidden, ScalarType::Float);
+  const auto outputs = std::tuple_cat(results.tensors(), std::tuple(logits, ref_logits));
   Tensor divergence = results.divergence, of_both = results.entropies;
   Tensor statistics = results.statistics;
   for (Tensor* tensor : {&divergence, &of_both, &statistics}) torch::stable::zero_(*tensor);
-  if (divergence.numel() == 0) return results.tensors();
+  if (divergence.numel() == 0) return outputs;
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
                       batch_invariant);
   const int64_t count = rows.kept.count;
-  if (count == 0) return results.tensors();
+  if (count == 0) return outputs;
   const bool mixture = is_mixture(beta);
   const Pair<float> shares = shares_of(beta);
   const Tensor parts =
@@ -91,7 +96,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(
   });
   device.launch(finish_pairs, element_blocks(count), kElementThreads, rows.kept, of_parts, of_sums,
                 shares, results.outputs());
-  return results.tensors();
+  return outputs;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
@@ -99,9 +104,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     std::optional<Tensor> bias, double scale, double softcap, Tensor ref_hidden, Tensor ref_weight,
     std::optional<Tensor> ref_bias, double ref_scale, double ref_softcap,
     std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
-    double beta, bool batch_invariant, Tensor entropies, Tensor statistics, bool of_hidden,
-    bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias,
-    std::optional<Tensor> /*rounds_grads*/) {
+    double beta, bool batch_invariant, Tensor entropies, Tensor statistics, Tensor /*logits*/,
+    Tensor /*ref_logits*/, bool of_hidden, bool of_weight, bool of_bias, bool of_ref_hidden,
+    bool of_ref_weight, bool of_ref_bias, std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
                       batch_invariant);

@@ -81,8 +81,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
     const auto no_room = [] { return nullptr; };
     for_each_tile(head, block, classes, no_room, [&](auto&, Span part, Span tile) {
       for (int64_t i = part.first; i < part.end(); ++i) {
-        tiles.differentiate(logits.at(i - block.first, tile.first), tile, kept.targets[i],
-                            gradients[i - block.first], results[kept.tokens[i]].log_prob);
+        float* x = logits.at(i - block.first, tile.first);
+        tiles.differentiate(x, x, tile, kept.targets[i], gradients[i - block.first],
+                            results[kept.tokens[i]].log_prob);
       }
     });
     gradient.add(block, classes, logits);

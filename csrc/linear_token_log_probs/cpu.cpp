@@ -12,15 +12,15 @@ namespace {
 
 std::vector<RowSoftmax> softmax_of(const CpuHead& head, const TileRows& tiles,
                                    const std::vector<int64_t>& targets, bool entropy,
-                                   const StoredProducts& stored) {
+                                   const StoredLogits& stored) {
   return reduced<RowSoftmax>(
       head, {0, head.rows()}, [&] { return TileRoom(head); },
       [&](TileRoom& room, Span block, Span tile, RowSoftmax* rows) {
-        float* x = mutable_data<float>(room.floats);
-        head.logits(room.of_head, block, tile, {x, tile.count});
-        stored.store(block, tile, x);
+        const FloatMatrix x =
+            stored.of(block, tile, {mutable_data<float>(room.floats), tile.count});
+        head.logits(room.of_head, block, tile, x);
         for (int64_t r = 0; r < block.count; ++r) {
-          tiles.add(x + r * tile.count, tile, targets[block.first + r], entropy, rows[r]);
+          tiles.add(x.at(r, 0), tile, targets[block.first + r], entropy, rows[r]);
         }
       },
       [&](const RowSoftmax& x, const RowSoftmax& y) { return tiles.merged(x, y); });
@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<T
   const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias,
                      static_cast<float>(scale), batch_invariant);
   const TileRows tiles(head, inv_temperature, softcap);
-  const StoredProducts stored(head, stored_bytes);
+  const StoredLogits stored(head, stored_bytes);
   const std::vector<RowSoftmax> rows = softmax_of(head, tiles, kept.targets, entropy, stored);
 
   VocabPart* out = mutable_data<VocabPart>(parts);
@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tensor hidden, Tensor weight,
     std::optional<Tensor> bias, Tensor tokens, std::optional<Tensor> mask,
     std::optional<Tensor> offsets, bool shift, Tensor temperature, double scale, double softcap,
-    Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor products,
+    Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor logits,
     std::optional<int64_t> vocab_offset, bool batch_invariant, bool of_hidden, bool of_weight,
     bool of_bias, std::optional<Tensor> rounds_grads) {
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
@@ -97,11 +97,13 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     const int64_t n = kept.tokens[i];
     tiles.expect(gradient, i, of_row(n), data<float>(log_probs)[n]);
   }
-  add_gradients(head, gradient, StoredProducts(products), [&](float* x, Span tile, int64_t i) {
-    const int64_t n = kept.tokens[i];
-    tiles.shape(x, tile);
-    tiles.differentiate(x, tile, kept.targets[i], of_row(n), data<float>(log_probs)[n]);
-  });
+  add_gradients(
+      head, gradient, StoredLogits(head, logits),
+      [&](float* x, Span tile) { tiles.shape(x, tile); },
+      [&](const float* x, float* grads, Span tile, int64_t i) {
+        const int64_t n = kept.tokens[i];
+        tiles.differentiate(x, grads, tile, kept.targets[i], of_row(n), data<float>(log_probs)[n]);
+      });
   // The ranks of a sharded vocabulary add theirs up before it is rounded.
   const ScalarType of_hidden_states =
       vocab_offset.has_value() ? ScalarType::Float : hidden.scalar_type();

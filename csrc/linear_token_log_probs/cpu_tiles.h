@@ -90,22 +90,22 @@ class TileRows {
     }
   }
 
-  // Overwrites a row's logits with the gradients of its products.
-  void differentiate(float* x, Span tile, int64_t target, const RowGradient& gradient,
-                     float target_log_prob) const {
-    differentiate(x, tile, gradient, [&] {
-      if (tile.has(target)) x[target - tile.first] = gradient.target(target_log_prob);
+  // The gradients of a row's products from its logits, which they may overwrite.
+  void differentiate(const float* x, float* grads, Span tile, int64_t target,
+                     const RowGradient& gradient, float target_log_prob) const {
+    differentiate(x, grads, tile, gradient, [&] {
+      if (tile.has(target)) grads[target - tile.first] = gradient.target(target_log_prob);
     });
   }
 
   // The same where put() sets the gradients of those logits that `gradient` is not of.
   template <typename Put>
-  void differentiate(float* x, Span tile, const RowGradient& gradient, Put&& put) const {
-    float capped[kTileClasses];
-    if (cap_ > 0) std::copy_n(x, tile.count, capped);
-    kernels_.backward(x, x, tile.count, gradient);
+  void differentiate(const float* x, float* grads, Span tile, const RowGradient& gradient,
+                     Put&& put) const {
+    const LogitsOfTile capped(x, grads, tile.count, cap_ > 0);
+    kernels_.backward(x, grads, tile.count, gradient);
     put();
-    if (cap_ > 0) kernels_of_head_.chain(capped, x, tile.count, cap_);
+    if (cap_ > 0) kernels_of_head_.chain(capped.data(), grads, tile.count, cap_);
   }
 
  private:

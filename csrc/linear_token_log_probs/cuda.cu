@@ -7,7 +7,7 @@
 namespace fusedrl {
 namespace {
 
-// No products are stored: backward() multiplies again.
+// No logits are stored: backward() multiplies again.
 std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
                                    Tensor tokens, std::optional<Tensor> mask,
                                    std::optional<Tensor> offsets, bool shift, Tensor temperature,
@@ -16,9 +16,8 @@ std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<T
                                    int64_t /*stored_bytes*/) {
   const OnDeviceOf device(hidden);
   Tensor parts = empty_per_token(hidden, 4);
-  const Tensor products =
-      torch::stable::new_empty(hidden, std::vector<int64_t>{0, weight.size(0)}, ScalarType::Float);
-  if (tokens.numel() == 0) return {parts, products};
+  const Tensor logits = empty_vector(hidden, ScalarType::Float);
+  if (tokens.numel() == 0) return {parts, logits};
   VocabPart* out = mutable_data<VocabPart>(parts);
   const int64_t* targets = data<int64_t>(tokens);
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
@@ -38,7 +37,7 @@ std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<T
         },
         [](int64_t) {});
   });
-  return {parts, products};
+  return {parts, logits};
 }
 
 std::tuple<Tensor, Tensor, Tensor> combine(Tensor parts, Tensor temperature, bool entropy) {
@@ -60,7 +59,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tensor hidden, Tensor weight,
     std::optional<Tensor> bias, Tensor tokens, std::optional<Tensor> mask,
     std::optional<Tensor> offsets, bool shift, Tensor temperature, double scale, double softcap,
-    Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor /*products*/,
+    Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor /*logits*/,
     std::optional<int64_t> vocab_offset, bool batch_invariant, bool of_hidden, bool of_weight,
     bool of_bias, std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);

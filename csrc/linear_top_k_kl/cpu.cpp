@@ -40,7 +40,7 @@ struct Batch {
 
 // The statistics of each kept row's logits but those of its ids, which go to `of_ids`.
 std::vector<SoftmaxPart<double>> split_rows(const CpuHead& head, const TileRows& tiles,
-                                            const Batch& batch, const StoredProducts& stored,
+                                            const Batch& batch, const StoredLogits& stored,
                                             float* of_ids) {
   const auto part_of = row_kernels<float>(cpu_level()).part;
   const std::vector<OrderedIds> ids = batch.ordered_ids(head.classes());
@@ -50,17 +50,21 @@ std::vector<SoftmaxPart<double>> split_rows(const CpuHead& head, const TileRows&
   return reduced<SoftmaxPart<double>>(
       head, {0, head.rows()}, [&] { return TileRoom(head); },
       [&](TileRoom& room, Span block, Span tile, SoftmaxPart<double>* rows) {
-        float* x = mutable_data<float>(room.floats);
-        head.logits(room.of_head, block, tile, {x, tile.count});
-        stored.store(block, tile, x);
-        for (int64_t r = 0; r < block.count; ++r, x += tile.count) {
+        const FloatMatrix logits =
+            stored.of(block, tile, {mutable_data<float>(room.floats), tile.count});
+        head.logits(room.of_head, block, tile, logits);
+        for (int64_t r = 0; r < block.count; ++r) {
           const int64_t i = block.first + r, at = batch.at(batch.tokens[i]);
+          float* x = logits.at(r, 0);
           tiles.shape(x, tile);
           ids[i].for_each_in(tile.first, tile.count, [&](int64_t j, int64_t place) {
             of_ids[at + j] = x[place];
             x[place] = -INFINITY;
           });
           rows[r] = merged(rows[r], part_of(x, tile.count, batch.inv_temperature));
+          // What is stored is stored whole.
+          ids[i].for_each_in(tile.first, tile.count,
+                             [&](int64_t j, int64_t place) { x[place] = of_ids[at + j]; });
         }
       },
       merged);
@@ -83,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::op
   const CpuHead head(hidden, elements_of(batch.map, batch.tokens), weight, bias,
                      static_cast<float>(scale), batch_invariant);
   const TileRows tiles(head, batch.inv_temperature, softcap);
-  const StoredProducts stored(head, stored_bytes);
+  const StoredLogits stored(head, stored_bytes);
   const std::vector<SoftmaxPart<double>> rests = split_rows(head, tiles, batch, stored, out);
   for (size_t i = 0; i < rests.size(); ++i) {
     const int64_t n = batch.tokens[i];
@@ -98,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_log_probs, Tensor hidden
                                             std::optional<Tensor> mask,
                                             std::optional<Tensor> offsets, bool shift,
                                             Tensor temperature, double scale, double softcap,
-                                            Tensor log_probs, Tensor normalizers, Tensor products,
+                                            Tensor log_probs, Tensor normalizers, Tensor logits,
                                             bool batch_invariant, bool of_hidden, bool of_weight,
                                             bool of_bias, std::optional<Tensor> rounds_grads) {
   const Batch batch(hidden, ids, mask, offsets, shift, temperature);
@@ -128,16 +132,18 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_log_probs, Tensor hidden
     gradient.expect(i, largest);
   }
   const std::vector<OrderedIds> ordered_ids = batch.ordered_ids(head.classes());
-  add_gradients(head, gradient, StoredProducts(products), [&](float* x, Span tile, int64_t i) {
-    const int64_t n = batch.tokens[i], at = batch.at(n);
-    tiles.shape(x, tile);
-    tiles.differentiate(
-        x, tile, of_rows[i].of_rest(data<Normalizer>(normalizers)[n], inv_temperature), [&] {
+  add_gradients(
+      head, gradient, StoredLogits(head, logits),
+      [&](float* x, Span tile) { tiles.shape(x, tile); },
+      [&](const float* x, float* grads, Span tile, int64_t i) {
+        const int64_t n = batch.tokens[i], at = batch.at(n);
+        const auto of_rest = of_rows[i].of_rest(data<Normalizer>(normalizers)[n], inv_temperature);
+        tiles.differentiate(x, grads, tile, of_rest, [&] {
           ordered_ids[i].for_each_in(tile.first, tile.count, [&](int64_t j, int64_t place) {
-            x[place] = of_rows[i].of_id(up[at + j], of_classes[at + j], inv_temperature);
+            grads[place] = of_rows[i].of_id(up[at + j], of_classes[at + j], inv_temperature);
           });
         });
-  });
+      });
   return {gradient.hidden(batch.map, batch.tokens, factor), gradient.weight(),
           gradient.bias(factor)};
 }

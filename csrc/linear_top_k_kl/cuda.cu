@@ -9,7 +9,7 @@ namespace {
 
 DeviceIds ids_of(const Tensor& ids) { return {data<int64_t>(ids), ids.size(ids.dim() - 1)}; }
 
-// No products are stored: backward() multiplies again.
+// No logits are stored: backward() multiplies again.
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
                                            Tensor ids, std::optional<Tensor> mask,
                                            std::optional<Tensor> offsets, bool shift,
@@ -19,8 +19,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::op
   const DeviceIds of_tokens = ids_of(ids);
   Tensor log_probs = empty_per_token(hidden, of_tokens.k + 1);
   Tensor normalizers = empty_per_token(hidden, 2);
-  const Tensor products =
-      torch::stable::new_empty(hidden, std::vector<int64_t>{0, weight.size(0)}, ScalarType::Float);
+  const Tensor logits = empty_vector(hidden, ScalarType::Float);
   const Tensor rest = empty_per_token(hidden, 3);
   const TopKOutputs out{of_tokens, mutable_data<float>(log_probs),
                         mutable_data<SoftmaxPart<float>>(rest),
@@ -28,7 +27,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::op
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
                       batch_invariant);
   const int64_t tokens = rows.rows.map.tokens;
-  if (tokens == 0) return {log_probs, normalizers, products};
+  if (tokens == 0) return {log_probs, normalizers, logits};
   device.launch(start_rests, element_blocks(tokens), kElementThreads, out.rest, tokens);
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
     const CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap);
@@ -42,15 +41,17 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::op
         [](int64_t) {});
   });
   device.launch(finish_top_k_rows, element_blocks(tokens), kElementThreads, rows.rows, out);
-  return {log_probs, normalizers, products};
+  return {log_probs, normalizers, logits};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(
-    Tensor grad_log_probs, Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
-    std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
-    double scale, double softcap, Tensor log_probs, Tensor normalizers, Tensor /*products*/,
-    bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias,
-    std::optional<Tensor> /*rounds_grads*/) {
+std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_log_probs, Tensor hidden, Tensor weight,
+                                            std::optional<Tensor> bias, Tensor ids,
+                                            std::optional<Tensor> mask,
+                                            std::optional<Tensor> offsets, bool shift,
+                                            Tensor temperature, double scale, double softcap,
+                                            Tensor log_probs, Tensor normalizers, Tensor /*logits*/,
+                                            bool batch_invariant, bool of_hidden, bool of_weight,
+                                            bool of_bias, std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);
   const Tensor of_rows = empty_per_token(hidden, 2);
   const TopKUpstream upstream{ids_of(ids), data<float>(grad_log_probs), data<float>(log_probs),

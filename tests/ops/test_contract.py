@@ -140,7 +140,7 @@ def test_opcheck_linear_token_log_probs(kind, dtype, full):
         arguments = (*batch, full, *options, stored_bytes)
         torch.library.opcheck(ops.linear_token_log_probs.default, arguments)
     shards = [ops.linear_token_log_probs(*batch, full, first, False, 0)[0] for first in (0, 7)]
-    products = ops.linear_token_log_probs(*batch, full, None, False, 1 << 20)[1]
+    logits = ops.linear_token_log_probs(*batch, full, None, False, 1 << 20)[1]
     arguments = (torch.stack(shards), temperature, full)
     torch.library.opcheck(ops.linear_token_log_probs_finish.default, arguments)
     results = ops.linear_token_log_probs_finish(*arguments)
@@ -148,7 +148,7 @@ def test_opcheck_linear_token_log_probs(kind, dtype, full):
     for wanted in ((True, True, full), (True, False, False), (False, False, full)):
         torch.library.opcheck(
             ops.linear_token_log_probs_backward.default,
-            (*upstream, *batch, *results, products, *options, *wanted),
+            (*upstream, *batch, *results, logits, *options, *wanted),
         )
 
 
@@ -167,8 +167,9 @@ def test_opcheck_linear_exact_kl(kind, dtype, batch_invariant):
     hidden, weight, bias, *ref_head = head_pair(logits.shape[:-1], dtype)
     beta, entropies = (1.0, False) if batch_invariant else (0.3, True)
     args = (hidden, weight, bias, 1.5, 3.0, *ref_head, 1.0, 0.0, *rows, beta)
-    options = (entropies, batch_invariant)
-    torch.library.opcheck(torch.ops.fusedrl.linear_exact_kl.default, (*args, *options))
+    for stored_bytes in (0, 1 << 20):
+        options = (entropies, batch_invariant, stored_bytes)
+        torch.library.opcheck(torch.ops.fusedrl.linear_exact_kl.default, (*args, *options))
     kl, *saved = torch.ops.fusedrl.linear_exact_kl(*args, *options)
     upstream = torch.randn_like(kl), torch.randn_like(saved[0]) if entropies else None
     for wants in ((True,) * 6, (True,) * 3 + (False,) * 3, (False, True, False) * 2):

@@ -246,7 +246,7 @@ def test_the_op_computes_no_gradient_that_nobody_wants(beta):
     head, ref_head = (hidden, weight, bias, 1.0, 0.0), (ref_hidden, ref_weight, ref_bias, 1.0, 0.0)
     one = torch.ones((), dtype=torch.float64)
     args = (*head, *ref_head, None, None, False, one, beta)
-    kl, *saved = torch.ops.fusedrl.linear_exact_kl(*args, True, False)
+    kl, *saved = torch.ops.fusedrl.linear_exact_kl(*args, True, False, 0)
     none = torch.ops.fusedrl.linear_exact_kl_backward(
         kl, saved[0], *args, False, *saved, *[False] * 6
     )

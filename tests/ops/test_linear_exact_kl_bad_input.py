@@ -128,5 +128,5 @@ def test_the_op_itself_refuses_wrong_offsets():
     one = torch.ones((), dtype=torch.float64)
     with pytest.raises(RuntimeError, match="offsets: expected non-decreasing values from 0 to 4"):
         torch.ops.fusedrl.linear_exact_kl(
-            *head, *ref_head, None, torch.tensor([0, 9]), True, one, 1.0, False, False
+            *head, *ref_head, None, torch.tensor([0, 9]), True, one, 1.0, False, False, 0
         )

@@ -147,8 +147,12 @@ def test_a_row_among_others_of_other_kinds():
         assert torch.equal(gradient(slice(i, i + 1)), whole[i : i + 1]), i
 
 
-def test_any_number_of_threads():
+@pytest.mark.parametrize("width", [WIDTH, 700])
+def test_any_number_of_threads(width):
+    """Each takes some of the hidden states' columns, in rows that are rounded for it."""
     hidden, weight, tokens, upstream = rows_of_all_kinds()
+    hidden, weight = (x.repeat(1, -(-width // WIDTH))[:, :width] for x in (hidden, weight))
+    hidden, weight = (x.clone().contiguous() for x in (hidden / (width / WIDTH), weight))
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     threads, found = torch.get_num_threads(), []
     try:

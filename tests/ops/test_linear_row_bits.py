@@ -69,7 +69,7 @@ def test_heads_that_are_multiplied_in_different_ways(dtype):
     def run(ref_weight):
         head, ref_head = (hidden, weight, None, 1.0, 0.0), (hidden, ref_weight, None, 1.0, 0.0)
         rows = (None, None, False, torch.ones((), dtype=torch.float64), 1.0)
-        kl, *saved = torch.ops.fusedrl.linear_exact_kl(*head, *ref_head, *rows, False, True)
+        kl, *saved = torch.ops.fusedrl.linear_exact_kl(*head, *ref_head, *rows, False, True, 0)
         args = (*head, *ref_head, *rows, True, *saved, *(True, True, False) * 2)
         return kl, *torch.ops.fusedrl.linear_exact_kl_backward(torch.ones(3), None, *args)
 

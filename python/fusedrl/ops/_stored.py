@@ -1,4 +1,4 @@
-"""Products of a linear head that a forward pass on the CPU stores for its backward pass."""
+"""Logits of a linear head that a forward pass on the CPU stores for its backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_BYTES = 64 << 20
 
 
 def stored_bytes(hidden: Tensor) -> int:
-    """How many bytes the products of the kept rows may take; if they take more, none is stored.
+    """How many bytes the logits of the kept rows may take; if they take more, none are stored.
 
     None of traced tensors, whose shapes are those of the inputs: how many rows are kept is not
     known.
@@ -21,7 +21,7 @@ def stored_bytes(hidden: Tensor) -> int:
     return MOST_BYTES if _dispatch.has_values(hidden) else 0
 
 
-def fake_products(weight: Tensor, most_bytes: int) -> Tensor:
-    """The shape ``[rows, V]`` of what is stored, with as many rows as turn out to be kept."""
-    rows = torch.library.get_ctx().new_dynamic_size() if most_bytes else 0
-    return weight.new_empty((rows, len(weight)), dtype=torch.float32)
+def fake_logits(weight: Tensor, most_bytes: int) -> Tensor:
+    """The shape of what is stored: as many numbers as rows turn out to be kept, or none."""
+    count = torch.library.get_ctx().new_dynamic_size() if most_bytes else 0
+    return weight.new_empty((count,), dtype=torch.float32)

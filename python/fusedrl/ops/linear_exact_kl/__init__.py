@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _head, _rounding, _rows
+from fusedrl.ops import _autograd, _dispatch, _head, _rounding, _rows, _stored
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.exact_kl import ExactKL, answer, chosen_divergence, fake_results
@@ -50,8 +50,9 @@ def linear_exact_kl(
     ``scale * (hidden @ weight.T + bias)``, capped to ``softcap * tanh(logits / softcap)`` where a
     softcap is given; the reference's are made in the same way. Both exist a tile at a time (see
     :func:`linear_token_log_probs`), and only for the kept rows. The Jensen-Shannon divergence
-    multiplies everything twice, as it needs the normalizers first. Each side gets gradients only
-    where they are required.
+    needs the normalizers first: it makes all logits twice, as the backward pass makes them again,
+    but for those of the kept rows that the CPU stores where both sides' take at most 64 MiB. Each
+    side gets gradients only where they are required.
 
     In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
     the gradients of logits to bfloat16 before they are multiplied, which is faster.
@@ -140,7 +141,9 @@ def linear_exact_kl(
     ):
         kl, entropies = _autograd.apply(_Autograd, *args)
     else:
-        kl, entropies, _ = torch.ops.fusedrl.linear_exact_kl(*args)
+        # Without a gradient, a mixture alone reads its logits twice.
+        most_bytes = _stored.stored_bytes(head.hidden) if divergence.beta < 1 else 0
+        kl, entropies, *_ = torch.ops.fusedrl.linear_exact_kl(*args, most_bytes)
     return answer(divergence, kl, entropies if entropy else None)
 
 
@@ -181,10 +184,11 @@ class _Autograd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *head, with_entropies, batch_invariant = args
-        kl, entropies, statistics = torch.ops.fusedrl.linear_exact_kl(*args)
+        most_bytes = _stored.stored_bytes(args[0])
+        kl, entropies, *results = torch.ops.fusedrl.linear_exact_kl(*args, most_bytes)
         saved = [*head, batch_invariant]
         tensors = [x if isinstance(x, Tensor) else None for x in saved]
-        ctx.save_for_backward(entropies, statistics, *tensors)
+        ctx.save_for_backward(entropies, *results, *tensors)
         ctx.constants = [None if isinstance(x, Tensor) else x for x in saved]
         ctx.with_entropies = with_entropies
         if not with_entropies:
@@ -195,15 +199,14 @@ class _Autograd(torch.autograd.Function):
     @_autograd.first_derivative_only("linear_exact_kl")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_kl, grad_entropies = grads
-        entropies, statistics, *tensors = ctx.saved_tensors
+        entropies, statistics, logits, ref_logits, *tensors = ctx.saved_tensors
         args = [c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True)]
         wanted = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
         found = torch.ops.fusedrl.linear_exact_kl_backward(
             grad_kl.contiguous(),
             grad_entropies.contiguous() if ctx.with_entropies else None,
             *args,
-            entropies,
-            statistics,
+            *(entropies, statistics, logits, ref_logits),
             *wanted,
             rounds_grads=_rounding.rounds_grads(args[0], grad_kl),
         )
@@ -213,9 +216,10 @@ class _Autograd(torch.autograd.Function):
         return tuple(results)
 
 
-def _fake(hidden: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, entropies, _ = options
-    return fake_results(hidden, entropies)
+def _fake(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    *_, entropies, _, most_bytes = options
+    stored = (_stored.fake_logits(weight, most_bytes) for _ in range(2))
+    return *fake_results(hidden, entropies), *stored
 
 
 def _fake_backward(

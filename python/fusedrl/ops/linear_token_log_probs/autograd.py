@@ -21,7 +21,7 @@ def statistics(chosen: str, args: tuple[Any, ...]) -> Tensor:
 
 
 def _statistics(chosen: str, args: tuple[Any, ...], most_bytes: int) -> tuple[Tensor, Tensor]:
-    """The same, and the products that are stored."""
+    """The same, and the logits that are stored."""
     if chosen == "triton":
         parts = torch.ops.fusedrl.linear_token_log_probs_triton(*args)
         return parts, parts.new_empty(0)
@@ -51,11 +51,11 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, chosen: str, group: Any, *args: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, tokens, mask, offsets, shift, temperature, *options = args
         scale, softcap, entropy, vocab_offset, batch_invariant = options
-        parts, products = _statistics(chosen, args, _stored.stored_bytes(hidden))
+        parts, logits = _statistics(chosen, args, _stored.stored_bytes(hidden))
         log_probs, row_entropy, normalizers = _finish(parts, group, args)
         ctx.save_for_backward(
             *(hidden, weight, bias, tokens, mask, offsets, temperature),
-            *(log_probs, row_entropy, normalizers, products),
+            *(log_probs, row_entropy, normalizers, logits),
         )
         ctx.options = (group, shift, scale, softcap, entropy, vocab_offset, batch_invariant)
         if not entropy:
@@ -91,7 +91,7 @@ def _fake(
 ) -> tuple[Tensor, Tensor]:
     *_, most_bytes = options
     parts = _fake_triton(hidden, weight, bias, tokens)
-    return parts, _stored.fake_products(weight, most_bytes)
+    return parts, _stored.fake_logits(weight, most_bytes)
 
 
 def _fake_triton(

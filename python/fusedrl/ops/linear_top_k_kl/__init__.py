@@ -161,7 +161,7 @@ def _fake(
     return (
         hidden.new_empty((*rows, k + 1), dtype=dtype),
         hidden.new_empty((*rows, 2), dtype=dtype),
-        _stored.fake_products(weight, most_bytes),
+        _stored.fake_logits(weight, most_bytes),
     )
 
 
