@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _rows
+from fusedrl.ops import _autograd, _dispatch, _rows, _saved_tensors
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.exact_kl import reference
@@ -207,7 +207,9 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         logits, ref_logits, mask, offsets, shift, temperature, beta, with_entropies = args
         kl, entropies, statistics = torch.ops.fusedrl.exact_kl(*args)
-        ctx.save_for_backward(logits, ref_logits, mask, offsets, temperature, entropies, statistics)
+        _saved_tensors.save(
+            ctx, logits, ref_logits, mask, offsets, temperature, entropies, statistics
+        )
         ctx.shift = shift
         ctx.beta = beta
         ctx.with_entropies = with_entropies
@@ -219,7 +221,8 @@ class _Autograd(torch.autograd.Function):
     @_autograd.first_derivative_only("exact_kl")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_kl, grad_entropies = grads
-        logits, ref_logits, mask, offsets, temperature, entropies, statistics = ctx.saved_tensors
+        saved = _saved_tensors.saved(ctx)
+        logits, ref_logits, mask, offsets, temperature, entropies, statistics = saved
         wants_grad, wants_grad_ref = ctx.needs_input_grad[:2]
         grad, grad_ref = torch.ops.fusedrl.exact_kl_backward(
             grad_kl.contiguous(),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _head, _rounding, _rows, _stored
+from fusedrl.ops import _autograd, _dispatch, _head, _rounding, _rows, _saved_tensors, _stored
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.exact_kl import ExactKL, answer, chosen_divergence, fake_results
@@ -188,7 +188,7 @@ class _Autograd(torch.autograd.Function):
         kl, entropies, *results = torch.ops.fusedrl.linear_exact_kl(*args, most_bytes)
         saved = [*head, batch_invariant]
         tensors = [x if isinstance(x, Tensor) else None for x in saved]
-        ctx.save_for_backward(entropies, *results, *tensors)
+        _saved_tensors.save(ctx, entropies, *results, *tensors)
         ctx.constants = [None if isinstance(x, Tensor) else x for x in saved]
         ctx.with_entropies = with_entropies
         if not with_entropies:
@@ -199,7 +199,7 @@ class _Autograd(torch.autograd.Function):
     @_autograd.first_derivative_only("linear_exact_kl")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_kl, grad_entropies = grads
-        entropies, statistics, logits, ref_logits, *tensors = ctx.saved_tensors
+        entropies, statistics, logits, ref_logits, *tensors = _saved_tensors.saved(ctx)
         args = [c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True)]
         wanted = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
         found = torch.ops.fusedrl.linear_exact_kl_backward(

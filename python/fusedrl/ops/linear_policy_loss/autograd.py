@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _rounding
+from fusedrl.ops import _autograd, _dispatch, _rounding, _saved_tensors
 from fusedrl.ops._head import Head
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
 
@@ -146,7 +146,7 @@ class _Autograd(torch.autograd.Function):
         # Gradients that are made need no constants. The head is kept to see that nobody changes it.
         kept = len(args) if separate else 3
         tensors = [x if isinstance(x, Tensor) and i < kept else None for i, x in enumerate(args)]
-        ctx.save_for_backward(results if separate else None, *grads, *tensors)
+        _saved_tensors.save(ctx, results if separate else None, *grads, *tensors)
         ctx.constants = [None if isinstance(x, Tensor) else x for x in args]
         ctx.options = (main_grad, separate)
         ctx.mark_non_differentiable(results)
@@ -157,7 +157,7 @@ class _Autograd(torch.autograd.Function):
         "linear_policy_loss", "pass impl='reference', which has a second one"
     )
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        results, grad_hidden, grad_weight, grad_bias, *tensors = ctx.saved_tensors
+        results, grad_hidden, grad_weight, grad_bias, *tensors = _saved_tensors.saved(ctx)
         args = (c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True))
         call, (main_grad, separate) = OpArguments(*args), ctx.options
         wanted, factors = ctx.needs_input_grad[2:5], upstream[0]

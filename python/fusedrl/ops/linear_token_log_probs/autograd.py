@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _rounding, _stored
+from fusedrl.ops import _autograd, _dispatch, _rounding, _saved_tensors, _stored
 from fusedrl.ops.linear_token_log_probs.shards import gathered
 from fusedrl.ops.token_log_probs.reference import rows_of_tokens
 
@@ -53,7 +53,8 @@ class _Autograd(torch.autograd.Function):
         scale, softcap, entropy, vocab_offset, batch_invariant = options
         parts, logits = _statistics(chosen, args, _stored.stored_bytes(hidden))
         log_probs, row_entropy, normalizers = _finish(parts, group, args)
-        ctx.save_for_backward(
+        _saved_tensors.save(
+            ctx,
             *(hidden, weight, bias, tokens, mask, offsets, temperature),
             *(log_probs, row_entropy, normalizers, logits),
         )
@@ -68,7 +69,8 @@ class _Autograd(torch.autograd.Function):
     )
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
-        hidden, weight, bias, tokens, mask, offsets, temperature, *results = ctx.saved_tensors
+        saved = _saved_tensors.saved(ctx)
+        hidden, weight, bias, tokens, mask, offsets, temperature, *results = saved
         group, shift, scale, softcap, entropy, vocab_offset, batch_invariant = ctx.options
         _, _, of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
         of_head = torch.ops.fusedrl.linear_token_log_probs_backward(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _head, _rounding, _rows, _stored
+from fusedrl.ops import _autograd, _dispatch, _head, _rounding, _rows, _saved_tensors, _stored
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.linear_top_k_kl import reference
@@ -133,14 +133,14 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         hidden, weight, bias, ids, mask, offsets, shift, temperature, *options = args
         results = torch.ops.fusedrl.linear_top_k_kl_log_probs(*args, _stored.stored_bytes(hidden))
-        ctx.save_for_backward(hidden, weight, bias, ids, mask, offsets, temperature, *results)
+        _saved_tensors.save(ctx, hidden, weight, bias, ids, mask, offsets, temperature, *results)
         ctx.options = (shift, *options)
         return results[0]
 
     @staticmethod
     @_autograd.first_derivative_only("linear_top_k_kl")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, mask, offsets, temperature, *results = ctx.saved_tensors
+        hidden, weight, bias, ids, mask, offsets, temperature, *results = _saved_tensors.saved(ctx)
         shift, scale, softcap, batch_invariant = ctx.options
         of_hidden, of_weight, of_bias, *_ = wanted = ctx.needs_input_grad
         found = torch.ops.fusedrl.linear_top_k_kl_log_probs_backward(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedrl import ragged
-from fusedrl.ops import _autograd, _dispatch
+from fusedrl.ops import _autograd, _dispatch, _saved_tensors
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._samples import PackedColumns, check_lists
 from fusedrl.ops.token_kl import in_place, reference
@@ -290,7 +290,7 @@ class _Autograd(torch.autograd.Function):
         log_probs, ref_log_probs, mask, _, reward, coeff, estimator, missing = args
         kl, penalised = torch.ops.fusedrl.token_kl.default(*args)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(log_probs, ref_log_probs, mask, coeff)
+        _saved_tensors.save(ctx, log_probs, ref_log_probs, mask, coeff)
         ctx.options = (estimator, missing)
         ctx.penalised = reward is not None
         constant = []
@@ -309,7 +309,7 @@ class _Autograd(torch.autograd.Function):
         of_pair = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         if not of_pair or (grad_kl is None and of_reward is None):
             return None, None, None, None, of_reward, None, None, None
-        log_probs, ref_log_probs, mask, coeff = ctx.saved_tensors
+        log_probs, ref_log_probs, mask, coeff = _saved_tensors.saved(ctx)
         columns = map(contiguous, (grad_kl, of_reward, log_probs, ref_log_probs, mask))
         grad = torch.ops.fusedrl.token_kl_backward.default(*columns, coeff, *ctx.options)
         # Every estimator depends on ref - log_probs only, hence the opposite signs.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedrl import native
-from fusedrl.ops import _autograd, _dispatch
+from fusedrl.ops import _autograd, _dispatch, _saved_tensors
 from fusedrl.ops.token_kl import in_place
 
 
@@ -61,7 +61,7 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
         log_probs, ref_log_probs, _, ((kl, penalised), mask, ctx.options) = args
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(log_probs, ref_log_probs, mask)
+        _saved_tensors.save(ctx, log_probs, ref_log_probs, mask)
         if not (log_probs.requires_grad or ref_log_probs.requires_grad):
             ctx.mark_non_differentiable(kl)
         return kl, penalised
@@ -73,14 +73,14 @@ class _Autograd(torch.autograd.Function):
         of_policy, of_reference, _, _ = ctx.needs_input_grad
         if not (of_policy or of_reference) or (grad_kl is None and grad_reward is None):
             return None, None, grad_reward, None
-        log_probs, ref_log_probs, mask = ctx.saved_tensors
+        log_probs, ref_log_probs, mask = _saved_tensors.saved(ctx)
         weight, estimator, missing = ctx.options
         grad = None
         if not torch._C._len_torch_dispatch_stack():
             grad = _kernels().backward(
                 grad_kl, grad_reward, log_probs, ref_log_probs, mask, weight, estimator, missing
             )
-        if grad is None:  # modes and hooks may have left something else of the tensors
+        if grad is None:  # a mode may have left something else of the tensors
             columns = map(contiguous, (grad_kl, grad_reward, log_probs, ref_log_probs, mask))
             coeff = torch.full((), weight, dtype=torch.float64, device="cpu")
             grad = torch.ops.fusedrl.token_kl_backward.default(*columns, coeff, estimator, missing)

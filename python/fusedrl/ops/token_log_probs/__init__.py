@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _rows
+from fusedrl.ops import _autograd, _dispatch, _rows, _saved_tensors
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.token_log_probs import reference
@@ -147,8 +147,8 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         logits, tokens, mask, offsets, shift, temperature, entropy = args
         log_probs, row_entropy, normalizers = torch.ops.fusedrl.token_log_probs(*args)
-        ctx.save_for_backward(
-            logits, tokens, mask, offsets, temperature, log_probs, row_entropy, normalizers
+        _saved_tensors.save(
+            ctx, logits, tokens, mask, offsets, temperature, log_probs, row_entropy, normalizers
         )
         ctx.shift = shift
         ctx.entropy = entropy
@@ -160,9 +160,8 @@ class _Autograd(torch.autograd.Function):
     @_autograd.first_derivative_only("token_log_probs")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
-        logits, tokens, mask, offsets, temperature, log_probs, row_entropy, normalizers = (
-            ctx.saved_tensors
-        )
+        saved = _saved_tensors.saved(ctx)
+        logits, tokens, mask, offsets, temperature, log_probs, row_entropy, normalizers = saved
         grad = torch.ops.fusedrl.token_log_probs_backward(
             grad_log_probs.contiguous(),
             grad_entropy.contiguous() if ctx.entropy else None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _rows
+from fusedrl.ops import _autograd, _dispatch, _rows, _saved_tensors
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.top_k_kl import reference, teachers
@@ -138,14 +138,14 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         logits, ids, mask, offsets, shift, temperature = args
         log_probs, normalizers = torch.ops.fusedrl.top_k_kl_log_probs(*args)
-        ctx.save_for_backward(logits, ids, mask, offsets, temperature, log_probs, normalizers)
+        _saved_tensors.save(ctx, logits, ids, mask, offsets, temperature, log_probs, normalizers)
         ctx.shift = shift
         return log_probs
 
     @staticmethod
     @_autograd.first_derivative_only("top_k_kl")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, ids, mask, offsets, temperature, log_probs, normalizers = ctx.saved_tensors
+        logits, ids, mask, offsets, temperature, log_probs, normalizers = _saved_tensors.saved(ctx)
         grad = torch.ops.fusedrl.top_k_kl_log_probs_backward(
             *(grads[0].contiguous(), logits, ids, mask, offsets, ctx.shift, temperature),
             *(log_probs, normalizers),
