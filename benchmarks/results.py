@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,14 @@ class Results:
         rows = [asdict(row) | {"correct": row not in self.wrong} for row in self.rows]
         notes = {name: getattr(self, name) for name in ("skipped", "failed", "interrupted")}
         unfinished = path.with_name(f"{path.name}.unfinished")
-        unfinished.write_text(json.dumps(self.facts | notes | {"rows": rows}, indent=1) + "\n")
-        unfinished.replace(path)
+        text = json.dumps(self.facts | notes | {"rows": rows}, indent=1) + "\n"
+        try:
+            unfinished.write_text(text)
+            unfinished.replace(path)
+        except OSError:
+            with suppress(OSError):
+                unfinished.unlink()  # it takes room on what may be a full disk
+            raise
 
     @property
     def trusted(self) -> list[Row]:

@@ -312,3 +312,39 @@ print(harness.measure(case, 0.001)[0].failed)
 """
     done = python("-c", program, taken_apart=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
+
+
+def test_a_result_that_cannot_be_written_is_named(run, tmp_path, capsys):
+    _, first = run({"fusedrl": double})
+    where = tmp_path / "bench.json.unfinished"
+    where.mkdir()
+    capsys.readouterr()
+    assert run({"fusedrl": double}) == (2, first)
+    printed = capsys.readouterr()
+    assert "doubling: medians" in printed.out
+    expected = f"bench: cannot write {where}: Is a directory; make room there, or name another"
+    assert printed.err == f"{expected} folder\n"
+
+
+def test_a_full_disk_keeps_the_last_whole_results(tmp_path):
+    """A limit on the size of files ends a write as a full disk does."""
+    path = tmp_path / "bench.json"
+    done = python("-c", WRITE_TWICE, str(path))
+    assert done.stdout == "File too large\n", done.stderr
+    assert json.loads(path.read_text())["note"] == "x"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+WRITE_TWICE = """
+import resource, sys
+from pathlib import Path
+from fusedrl.benchmarks.results import Results
+
+path = Path(sys.argv[1])
+Results({"note": "x"}).write(path)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, -1))
+try:
+    Results({"note": "x" * 5000}).write(path)
+except OSError as error:
+    print(error.strerror)
+"""

@@ -22,6 +22,7 @@ from fusedrl.benchmarks import results as files  # pyright: ignore[reportMissing
 from fusedrl.cli import bench_lines, numbers
 from fusedrl.cli.console import Console
 from fusedrl.cli.info import collect
+from fusedrl.cli.stdout import CannotWrite
 
 if TYPE_CHECKING:
     from fusedrl.benchmarks.harness import Case, Row  # pyright: ignore[reportMissingImports]
@@ -60,7 +61,7 @@ examples:
 exit codes:
   0    all answers of fusedrl are right
   1    an answer of fusedrl is wrong, or one of its ops did not run
-  2    the arguments are refused; nothing is measured
+  2    the arguments are refused, or a result cannot be written; nothing more is measured
   130  Ctrl-C; what was measured until then is printed, stored and plotted
 """
 
@@ -136,6 +137,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print each case's rows when they are known, write ``bench.json`` and plots."""
+    try:
+        return _run(args)
+    except (BrokenPipeError, CannotWrite):
+        raise
+    except OSError as error:  # contenders' own are in the results
+        folder = args.out if args.stored is None else args.plots
+        where, why = error.filename or folder, error.strerror or error
+        return _refuse(f"cannot write {where}: {why}; make room there, or name another folder")
+
+
+def _run(args: argparse.Namespace) -> int:
     if args.stored is not None:
         return _plot_stored(args)
     for option, folder in (("--out", args.out), ("--plots", args.plots)):
