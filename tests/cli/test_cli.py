@@ -34,6 +34,26 @@ def test_help_names_every_command_and_imports_none_of_them():
     assert "transformers" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("chats", "policy", "options", "told"),
+    [
+        ("none.jsonl", ".", [], "chats: expected a file, found none at none.jsonl; "),
+        ("chats.jsonl", "./none", [], "policy: expected a folder, found none at ./none; "),
+        ("chats.jsonl", ".", ["--chat-template", "none"], "chat_template: expected a file, "),
+    ],
+)
+def test_a_wrong_path_is_told_before_what_takes_seconds(tmp_path, chats, policy, options, told):
+    pytest.importorskip("pyarrow")
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    command = [sys.executable, "-X", "importtime", "-m", "fusedrl", "score", chats, *options]
+    command += ["--policy", policy, "--reference", ".", "--out", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"\nscore: {told}" in done.stderr
+    assert "| torch\n" not in done.stderr
+    assert "transformers" not in done.stderr
+
+
 def test_without_arguments_it_says_what_to_do_next(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from fusedrl.demo.models import make_model, make_tokenizer
-from fusedrl.scoring import ScoreError, Settings, batch_scores, checkpoint, score_chats
+from fusedrl.scoring import ScoreError, Settings, batch_scores, checkpoint, job, score_chats
 
 from .conftest import chat, rows
 
@@ -196,11 +196,64 @@ def test_an_id_behind_a_gap_in_the_vocabulary_is_seen(models, tokenizer):
 
 
 @pytest.mark.parametrize("role", ["policy", "reference"])
-@pytest.mark.parametrize("name", ["/no/such/model", "", "a b", "~/x", "a\nb", "\udcff"])
+@pytest.mark.parametrize("name", ["", "a b", "a\nb", "\udcff"])
 def test_a_model_that_is_not_there_is_named(write_chats, score, capsys, role, name):
     code, _ = score(write_chats(GOOD), **{role: name})
     assert code == 2
     assert f"score: {role}: cannot load a tokenizer from '" in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_loading(monkeypatch):
+    """Loading a model, which may ask a hub, fails the test."""
+
+    def load(*args):
+        pytest.fail("a model is loaded")
+
+    monkeypatch.setattr(job, "load_pair", load)
+
+
+@pytest.mark.parametrize("role", ["policy", "reference"])
+@pytest.mark.parametrize("name", ["/no/such/model", "./polcy", "runs/7/model", "model/", "~/x"])
+def test_a_folder_that_is_not_there_is_named(write_chats, score, capsys, no_loading, role, name):
+    code, _ = score(write_chats(GOOD), **{role: name})
+    assert code == 2
+    told = f"score: {role}: expected a folder, found none at {name}; check the path\n"
+    assert capsys.readouterr().err.endswith(told)
+
+
+def test_a_folder_whose_name_is_mistyped_is_told_the_nearest(models, write_chats, score, capsys):
+    code, _ = score(write_chats(GOOD), policy=models.policy.replace("policy", "polcy"))
+    assert code == 2
+    assert f"did you mean {models.policy}?" in capsys.readouterr().err
+
+
+def test_a_file_in_the_place_of_a_model_is_refused(folder, write_chats, score, capsys, no_loading):
+    code, _ = score(write_chats(GOOD), policy=folder / "config.json")
+    assert code == 2
+    assert "score: policy: expected a folder, found a file at " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gpt2", "owner/name"])
+def test_a_name_that_a_hub_may_have_is_loaded(write_chats, tmp_path, monkeypatch, name):
+    loaded = []
+
+    def load(policy, reference, *options):
+        loaded.append((policy, reference))
+        raise ScoreError("enough")
+
+    monkeypatch.setattr(job, "load_pair", load)
+    with pytest.raises(ScoreError, match="enough"):
+        score_chats(write_chats(GOOD), name, name, tmp_path / "out")
+    assert loaded == [(name, name)]
+
+
+@pytest.mark.parametrize("rows", [["no json", {"messages": []}], []])
+def test_no_model_is_loaded_for_a_file_without_a_chat(write_chats, score, capsys, no_loading, rows):
+    assert score(write_chats(*rows))[0] == 2
+    said = capsys.readouterr().err
+    assert said.count("; skipped\n") == len(rows)
+    assert f"no chat to score, {len(rows)} skipped" in said
 
 
 def test_a_model_without_memory_for_it_is_named(models, write_chats, monkeypatch, tmp_path):

@@ -7,20 +7,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from transformers.utils.logging import disable_progress_bar
 
 from fusedrl.cli import numbers
 from fusedrl.cli.console import Console
-from fusedrl.scoring import ChatError, ScoreError, Settings, Summary, score_chats
+from fusedrl.scoring import ChatError, ScoreError, Settings
 from fusedrl.scoring.chats import count_records
 from fusedrl.scoring.errors import printable
-from fusedrl.scoring.job import DTYPES, ESTIMATORS, TEMPERATURES
-from fusedrl.scoring.report import drift
+from fusedrl.scoring.inputs import check_inputs
+from fusedrl.scoring.settings import DTYPES, ESTIMATORS, TEMPERATURES
 from fusedrl.scoring.signals import Terminated, raised
-from fusedrl.scoring.tables import mismatch_row
+
+if TYPE_CHECKING:
+    from fusedrl.scoring import Summary
 
 EXAMPLES = """\
 examples:
@@ -153,9 +155,14 @@ def score_and_print(chats: Path, policy: str, reference: str, out: Path, setting
         The exit code: 0, 1 if chats were left out, 2 if the input is refused, 128 and the number of
         the signal that ended it.
     """
-    disable_progress_bar()  # that of transformers, which would break up ours
     errors = Console(stderr=True)
     try:
+        check_inputs(chats, policy, reference, settings.chat_template)  # before what takes seconds
+        from transformers.utils.logging import disable_progress_bar
+
+        from fusedrl.scoring.job import score_chats
+
+        disable_progress_bar()  # that of transformers, which would break up ours
         with raised(), _progress(errors) as progress:
             task = progress.add_task("scoring", total=_total(chats))
 
@@ -203,6 +210,8 @@ def _total(chats: Path) -> int | None:
 
 
 def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
+    from fusedrl.scoring.report import drift
+
     console = Console()
     table = Table(title="most-drifted chats", title_justify="left")
     for heading in ("chat (line)", "scored tokens", "total KL", "mean KL", "mean entropy"):
@@ -234,6 +243,8 @@ def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
 
 
 def _mismatch_line(summary: Summary, bound: float) -> Iterator[str]:
+    from fusedrl.scoring.tables import mismatch_row
+
     if summary.mismatch is None:
         return
     total = mismatch_row(summary.mismatch)

@@ -1,12 +1,31 @@
 """Score conversations under a policy and a reference: the job behind ``fusedrl score``.
 
-``job`` runs the whole. ``chats`` reads and checks the input, ``tokenization`` makes tokens of it
-and finds those of the assistant, ``pretrained`` and ``checkpoint`` load and check the two models,
-and ``batch_scores`` computes the scores. ``tables`` and ``report`` write the results, and
-``output`` and ``signals`` take care that all files appear, or none.
+``job`` runs the whole. ``settings`` has its options, and ``inputs`` checks the paths. ``chats``
+reads and checks the conversations, ``tokenization`` makes tokens of them and finds those of the
+assistant, ``pretrained`` and ``checkpoint`` load and check the two models, and ``batch_scores``
+computes the scores. ``tables`` and ``report`` write the results, and ``output`` and ``signals``
+take care that all files appear, or none.
+
+The job loads torch and transformers, on first use.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from fusedrl.scoring.errors import ChatError, ScoreError
-from fusedrl.scoring.job import Settings, Summary, score_chats
+from fusedrl.scoring.settings import Settings
+
+if TYPE_CHECKING:
+    from fusedrl.scoring.job import Summary as Summary
+    from fusedrl.scoring.job import score_chats as score_chats
 
 __all__ = ["ChatError", "ScoreError", "Settings", "Summary", "score_chats"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fusedrl.scoring import job
+
+    return getattr(job, name)

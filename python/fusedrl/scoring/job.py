@@ -14,83 +14,18 @@ import torch
 import fusedrl
 from fusedrl.ops import Mismatch
 from fusedrl.scoring.batch_scores import ScoredChat, score_batch
-from fusedrl.scoring.chats import count_records, parse_chat, read_records
+from fusedrl.scoring.chats import parse_chat, read_records
 from fusedrl.scoring.errors import ChatError, ScoreError, printable, reason
+from fusedrl.scoring.inputs import check_inputs, read_template
 from fusedrl.scoring.output import publish, unfinished
 from fusedrl.scoring.pretrained import ModelPair, load_pair
 from fusedrl.scoring.report import HtmlReport
+from fusedrl.scoring.settings import Settings
 from fusedrl.scoring.tables import Tables
 from fusedrl.scoring.tokenization import TokenizedChat, tokenize_chat
 
-ESTIMATORS = ("k1", "k2", "k3", "abs")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-TEMPERATURES = (1e-30, 1e30)  # the range that the ops take
-
 # So many chats are scored together and share forward passes.
 BATCH = 32
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The options of a scoring job.
-
-    Args:
-        estimator: KL estimator of ``kl`` and of the ranking: ``k1``, ``k2``, ``k3`` or ``abs``. The
-            default, ``k3``, is never negative for any token.
-        temperature: divisor of both models' logits.
-        device: torch device, or ``"auto"``.
-        dtype: a torch dtype, or ``"auto"``: float32 on the CPU, the checkpoint's own elsewhere.
-        max_tokens_per_batch: largest number of tokens in one forward pass, including padding.
-            ``None`` takes what :func:`fusedrl.models.causal_log_probs` chooses.
-        chat_template: path of a Jinja chat template that replaces the tokenizer's.
-        context: number of tokens of the longest chat that is scored. ``None`` takes the
-            ``max_position_embeddings`` of the two models, beyond which most models give no useful
-            results.
-        strict: stop at the first chat that cannot be scored, instead of skipping it.
-        report_chats: how many of the most drifted chats the report shows.
-        rollout_bound: where the ratios of the policy's probabilities to the engine's are truncated,
-            for chats with rollout log-probs.
-
-    Raises:
-        ScoreError: a value is out of its range.
-    """
-
-    estimator: str = "k3"
-    temperature: float = 1.0
-    device: str = "auto"
-    dtype: str = "auto"
-    max_tokens_per_batch: int | None = None
-    chat_template: Path | None = None
-    context: int | None = None
-    strict: bool = False
-    report_chats: int = 50
-    rollout_bound: float = 2.0
-
-    def __post_init__(self) -> None:
-        """Refuse values that make no sense, before anything is loaded."""
-        for name, known in (("estimator", ESTIMATORS), ("dtype", DTYPES)):
-            if getattr(self, name) not in known:
-                raise ScoreError(
-                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}; "
-                    f"leave it out for {getattr(type(self), name)!r}"
-                )
-        low, high = TEMPERATURES
-        if not low <= self.temperature <= high:
-            raise ScoreError(
-                f"temperature: expected from {low:g} to {high:g}, got {self.temperature!r}; "
-                "1.0 leaves the logits as they are"
-            )
-        if not 0 < self.rollout_bound <= TEMPERATURES[1]:
-            raise ScoreError(
-                f"rollout_bound: expected a number above 0, got {self.rollout_bound!r}; "
-                "2.0 is usual"
-            )
-        for name in ("max_tokens_per_batch", "context", "report_chats"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ScoreError(
-                    f"{name}: expected at least 1, got {value!r}; leave it out for the default"
-                )
 
 
 @dataclass
@@ -152,9 +87,8 @@ def score_chats(
     settings = settings or Settings()
     chats, out = Path(chats), Path(out)
     inputs = [chats] if settings.chat_template is None else [chats, settings.chat_template]
-    _check_file("chats", chats)
-    template = _template(settings.chat_template)
-    count_records(chats)
+    check_inputs(chats, policy, reference, settings.chat_template)
+    template = read_template(settings.chat_template)
     summary = Summary()
 
     def skip(error: ChatError) -> None:
@@ -164,6 +98,7 @@ def score_chats(
         on_skip(error)
         on_progress(1)
 
+    _check_some_chat(chats, skip)
     with unfinished(out, inputs) as folder:
         models = load_pair(policy, reference, settings.device, settings.dtype, template)
         facts = {
@@ -200,37 +135,19 @@ def score_chats(
     return summary
 
 
-def _check_file(name: str, path: Path) -> None:
-    try:
-        if path.is_file():
+def _check_some_chat(path: Path, skip: Callable[[ChatError], None]) -> None:
+    """Refuse a file without any conversation, so that no model is loaded for it."""
+    errors: list[ChatError] = []
+    for record in read_records(path):
+        try:
+            parse_chat(record)
+        except ChatError as error:
+            errors.append(error)
+        else:
             return
-        problem = "found none" if not path.exists() else "found something else"
-    except OSError as error:
-        problem = reason(error)
-    raise ScoreError(f"{name}: expected a file, {problem} at {path}; check the path")
-
-
-def _template(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    _check_file("chat_template", path)
-    try:
-        # A byte order mark would be rendered at the start of every chat, so it is dropped.
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ScoreError(
-            f"chat_template: cannot read {path}: {reason(error)}; check its permissions"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ScoreError(
-            f"chat_template: expected UTF-8 text in {path}: {reason(error)}; convert it to UTF-8"
-        ) from error
-    if not text.strip():
-        raise ScoreError(
-            f"chat_template: expected a Jinja template, got the empty file {path}; "
-            "leave it out for the policy's own"
-        )
-    return text
+    for error in errors:
+        skip(error)
+    raise ScoreError(_nothing(path, errors))
 
 
 def _nothing(chats: Path, skipped: list[ChatError]) -> str:

@@ -1,0 +1,75 @@
+"""The options of a scoring job; they load neither torch nor transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusedrl.scoring.errors import ScoreError
+
+ESTIMATORS = ("k1", "k2", "k3", "abs")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+TEMPERATURES = (1e-30, 1e30)  # the range that the ops take
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a scoring job.
+
+    Args:
+        estimator: KL estimator of ``kl`` and of the ranking: ``k1``, ``k2``, ``k3`` or ``abs``. The
+            default, ``k3``, is never negative for any token.
+        temperature: divisor of both models' logits.
+        device: torch device, or ``"auto"``.
+        dtype: a torch dtype, or ``"auto"``: float32 on the CPU, the checkpoint's own elsewhere.
+        max_tokens_per_batch: largest number of tokens in one forward pass, including padding.
+            ``None`` takes what :func:`fusedrl.models.causal_log_probs` chooses.
+        chat_template: path of a Jinja chat template that replaces the tokenizer's.
+        context: number of tokens of the longest chat that is scored. ``None`` takes the
+            ``max_position_embeddings`` of the two models, beyond which most models give no useful
+            results.
+        strict: stop at the first chat that cannot be scored, instead of skipping it.
+        report_chats: how many of the most drifted chats the report shows.
+        rollout_bound: where the ratios of the policy's probabilities to the engine's are truncated,
+            for chats with rollout log-probs.
+
+    Raises:
+        ScoreError: a value is out of its range.
+    """
+
+    estimator: str = "k3"
+    temperature: float = 1.0
+    device: str = "auto"
+    dtype: str = "auto"
+    max_tokens_per_batch: int | None = None
+    chat_template: Path | None = None
+    context: int | None = None
+    strict: bool = False
+    report_chats: int = 50
+    rollout_bound: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no sense, before anything is loaded."""
+        for name, known in (("estimator", ESTIMATORS), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ScoreError(
+                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}; "
+                    f"leave it out for {getattr(type(self), name)!r}"
+                )
+        low, high = TEMPERATURES
+        if not low <= self.temperature <= high:
+            raise ScoreError(
+                f"temperature: expected from {low:g} to {high:g}, got {self.temperature!r}; "
+                "1.0 leaves the logits as they are"
+            )
+        if not 0 < self.rollout_bound <= TEMPERATURES[1]:
+            raise ScoreError(
+                f"rollout_bound: expected a number above 0, got {self.rollout_bound!r}; "
+                "2.0 is usual"
+            )
+        for name in ("max_tokens_per_batch", "context", "report_chats"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ScoreError(
+                    f"{name}: expected at least 1, got {value!r}; leave it out for the default"
+                )
