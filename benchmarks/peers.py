@@ -43,7 +43,7 @@ def _why_absent(name: str, device: str, third_party: bool) -> str | None:
     if name == LINEAR_CE and not hasattr(F, "linear_cross_entropy"):
         return f"torch {torch.__version__} does not have it"
     if name in THIRD_PARTY and device != "cuda":
-        return f"needs a CUDA device, and this run is on {device}"
+        return f"its Triton kernels need a CUDA device, and this run is on {device}"
     if name in THIRD_PARTY and not third_party:
         return "not asked for: add --peers"
     return None

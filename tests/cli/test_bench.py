@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import re
+import sys
 from contextlib import suppress
 from dataclasses import fields
 
@@ -164,6 +166,38 @@ def test_rows_are_printed_before_the_next_case_is_measured(run, monkeypatch, cap
     before = shown[0].partition("doubling again")[0].splitlines()
     (line,) = (line for line in before if line.startswith("  fusedrl"))
     assert line.split()[0] == "fusedrl" and line.split()[-1] == "yes"
+
+
+def test_without_matplotlib_it_measures_and_draws_nothing(run, monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "fusedrl.benchmarks.plots", raising=False)
+    status, results = run({"torch": double, "fusedrl": double}, truth=exact)
+    assert (status, rows(results).keys()) == (0, {"torch", "fusedrl"})
+    assert not (tmp_path / "bench.png").exists()
+    said = capsys.readouterr().out
+    assert re.search(r'bench.png: not drawn: needs matplotlib: pip install "matplotlib', said)
+
+
+def test_plots_that_were_asked_for_are_refused_without_matplotlib(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "fusedrl.benchmarks.plots", raising=False)
+    monkeypatch.setattr(harness, "copy_bandwidth", fails)
+    assert main(["bench", "--out", str(tmp_path), "--plots", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("bench: needs matplotlib: pip install ")
+
+
+def test_what_the_figures_mean_is_printed_below_them(run, capsys):
+    run({"torch": double, "fusedrl": double}, truth=exact, goals={"torch": 3.0})
+    said = capsys.readouterr().out
+    assert "(>= 3.00x)" in said
+    assert "what stands in brackets is a goal, for which no exit code stands" in said
+
+
+def test_a_peer_that_runs_in_part_says_what_does_not():
+    if not peers.is_installed(peers.LIGER):
+        pytest.skip("needs liger_kernel")
+    why = peers.absent("cpu", True)[peers.LIGER]
+    assert why == "its Triton kernels need a CUDA device, and this run is on cpu"
 
 
 @pytest.mark.parametrize("plots", [False, True], ids=["", "plots"])

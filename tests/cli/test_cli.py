@@ -19,7 +19,7 @@ from programs import python
 
 import fusedrl
 from fusedrl import _host
-from fusedrl.cli import COMMANDS, NEXT, check, info, main
+from fusedrl.cli import COMMANDS, NEEDS, NEXT, check, info, main
 from fusedrl.ops import token_kl
 
 from .conftest import pasted
@@ -58,6 +58,31 @@ def test_without_arguments_it_says_what_to_do_next(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
     assert all(f"fusedrl {command} " in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("package", "commands"),
+    [("pyarrow", ["demo", "score"]), ("rich", ["demo", "check", "score", "bench"])],
+)
+def test_without_arguments_it_says_which_commands_need_a_package(package, commands):
+    block = f"import sys; sys.modules[{package!r}] = None; from fusedrl.cli import main; main([])"
+    lines = python("-c", block).stdout.splitlines()
+    told = f"# needs {package}; see fusedrl info"
+    assert [line.split()[1] for line in lines if line.endswith(told)] == commands
+    assert any(line.startswith("  fusedrl info ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("command", "package"), [(name, package) for name in NEEDS for package in NEEDS[name]]
+)
+def test_a_command_does_not_run_without_what_it_needs(command, package, tmp_path):
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
+    options = {"score": ["chats.jsonl", "--policy", ".", "--reference", ".", "--out", "out"]}
+    arguments = [command, *options.get(command, [])]
+    block = f"import os, sys; os.chdir({str(tmp_path)!r}); sys.modules[{package!r}] = None; "
+    done = python("-c", block + f"from fusedrl.cli import main; sys.exit(main({arguments}))")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{command}: needs {package}: pip install ")
 
 
 def test_what_the_first_lines_say_can_be_pasted(tmp_path):

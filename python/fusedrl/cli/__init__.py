@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
+import re
 import select
 import signal
 import sys
@@ -52,6 +54,10 @@ exit codes:
 `fusedrl COMMAND --help` has examples of a command.
 """
 
+# What the commands of ``NEXT`` cannot run without, beyond what a plain installation brings.
+_SCORING = ("transformers", "pyarrow", "rich")
+NEEDS = {"demo": _SCORING, "score": _SCORING, "check": ("rich",), "bench": ("rich",), "info": ()}
+
 # Modules that commands import and that a plain installation may lack, named as their packages.
 OPTIONAL = ("transformers", "tokenizers", "jinja2", "pyarrow", "rich", "matplotlib")
 
@@ -87,9 +93,20 @@ def _nobody_reads_stdout() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
+def _next() -> str:
+    """``NEXT``, which says of a command that cannot run here what it needs."""
+    lines = NEXT.splitlines(keepends=True)
+    for i, line in enumerate(lines):
+        if match := re.match(r"  fusedrl (\w+)[^#]*# ", line):
+            absent = [name for name in NEEDS[match[1]] if importlib.util.find_spec(name) is None]
+            if absent:
+                lines[i] = f"{match[0]}needs {', '.join(absent)}; see fusedrl info\n"
+    return "".join(lines)
+
+
 def _run(argv: list[str], named: str | None) -> int:
     if not argv:
-        print(NEXT, end="")
+        print(_next(), end="")
         return 0
     parser = argparse.ArgumentParser(
         prog="fusedrl",

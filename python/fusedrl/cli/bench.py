@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import math
 import subprocess
 import sys
@@ -17,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.progress import Progress
 
-from fusedrl.benchmarks import harness, peers, plots  # pyright: ignore[reportMissingImports]
+from fusedrl.benchmarks import harness, peers  # pyright: ignore[reportMissingImports]
 from fusedrl.benchmarks import results as files  # pyright: ignore[reportMissingImports]
 from fusedrl.cli import bench_lines, numbers
 from fusedrl.cli.console import Console
 from fusedrl.cli.info import collect
+from fusedrl.cli.missing import requirement
 from fusedrl.cli.stdout import CannotWrite
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ OPS = (
 SECONDS, QUICK_SECONDS = 2.0, 0.1
 QUICK_SETTINGS = 1  # of each op, with --quick
 QUICK_LIMIT = 100.0  # seconds, so that it ends within two minutes on a slow machine too
+_PLOTS = "fusedrl.benchmarks.plots"  # imports matplotlib
 NOT_QUICK = ("grpo_step", "async_collector", "vllm")  # they start processes, or train
 
 EXAMPLES = """\
@@ -153,6 +156,8 @@ def _run(args: argparse.Namespace) -> int:
     for option, folder in (("--out", args.out), ("--plots", args.plots)):
         if folder is not None and (why := _unmade(option, folder)):
             return _refuse(why)
+    if args.plots is not None:
+        importlib.import_module(_PLOTS)  # so that a missing package is told before hours of work
     if args.device == "cuda" and not torch.cuda.is_available():
         return _refuse("--device cuda: expected a CUDA device, torch finds none; use --device cpu")
     torch.set_num_threads(args.threads)
@@ -161,10 +166,10 @@ def _run(args: argparse.Namespace) -> int:
     results = files.Results(_facts(args, copy_rate))
     _measure(args, results, console, copy_rate)
     results.write(args.out / "bench.json")
-    plots.write_overview(results.trusted, args.out / "bench.png")
     for note in bench_lines.notes(results):
         _print(console, note)
-    _print(console, f"wrote {args.out / 'bench.json'} and {args.out / 'bench.png'}")
+    _print(console, f"wrote {args.out / 'bench.json'}")
+    _draw_overview(results, args.out / "bench.png", console)
     if args.plots is not None:
         _plot([results], args.plots, console)
     if results.interrupted is not None:
@@ -175,6 +180,16 @@ def _run(args: argparse.Namespace) -> int:
 def _refuse(why: str) -> int:
     print(f"bench: {why}", file=sys.stderr)
     return 2
+
+
+def _draw_overview(results: Results, path: Path, console: Console) -> None:
+    """Draw one picture of everything, where matplotlib is installed: figures need no package."""
+    if importlib.util.find_spec("matplotlib") is None:
+        wanted = requirement("matplotlib")
+        _print(console, f'{path}: not drawn: needs matplotlib: pip install "{wanted}"')
+        return
+    importlib.import_module(_PLOTS).write_overview(results.trusted, path)
+    _print(console, f"wrote {path}")
 
 
 def _plot_stored(args: argparse.Namespace) -> int:
@@ -201,7 +216,7 @@ def _unmade(option: str, folder: Path) -> str | None:
 
 def _plot(measured: list[Results], folder: Path, console: Console) -> None:
     rows = [row for results in measured for row in results.trusted]
-    written = plots.write(rows, files.caption(measured), folder)
+    written = importlib.import_module(_PLOTS).write(rows, files.caption(measured), folder)
     _print(console, f"wrote {len(written)} plots into {folder}")
 
 

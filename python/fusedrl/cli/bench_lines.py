@@ -6,6 +6,10 @@ from fusedrl.benchmarks import harness  # pyright: ignore[reportMissingImports]
 from fusedrl.benchmarks.harness import Row  # pyright: ignore[reportMissingImports]
 from fusedrl.benchmarks.results import Results  # pyright: ignore[reportMissingImports]
 
+SPEED_UP = (
+    "speed-up: the contender's time over that of fusedrl, the median of the ratios of adjacent "
+    "repetitions; what stands in brackets is a goal, for which no exit code stands"
+)
 _COLUMNS = {
     "contender": 32,
     "ms": 10,
@@ -30,9 +34,9 @@ def line(row: Row, wrong: bool) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """What is absent, was skipped, failed or interrupted, and what the copy rate means."""
+    """What the figures mean, and what is absent, was skipped, failed or was interrupted."""
     rate = results.facts["ceilings"]["copy GB/s"]
-    lines = [f"copy: {rate:.1f} GB/s: {harness.COPY_DEFINITION}"]
+    lines = [SPEED_UP, f"copy: {rate:.1f} GB/s: {harness.COPY_DEFINITION}"]
     lines += [f"{name}: absent: {why}" for name, why in results.facts["absent"].items()]
     lines += [f"{op}: skipped: {why}" for op, why in results.skipped.items()]
     lines += [f"{op}: failed: {why}" for op, why in results.failed.items()]

@@ -25,7 +25,7 @@ DEPENDENCIES = (
     Dependency("transformers", "log-probs of models"),
     Dependency("pyarrow", "fusedrl score and fusedrl demo"),
     Dependency("rich", "fusedrl check, score, demo and bench"),
-    Dependency("matplotlib", "fusedrl bench"),
+    Dependency("matplotlib", "the plots of fusedrl bench"),
     Dependency("peft", "adapters"),
     Dependency("trl", "patch_trl()"),
     Dependency("ray", "the classes for a Ray cluster"),
