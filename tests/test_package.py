@@ -50,6 +50,12 @@ def test_unknown_name_is_refused():
         _ = fusedrl.token_lk
 
 
+def test_a_traceback_suggests_the_nearest_public_name():
+    command = [sys.executable, "-c", "import fusedrl; fusedrl.patch_torchlr"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "has no attribute 'patch_torchlr'. Did you mean: 'patch_torchrl'?" in done.stderr
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_has_a_docstring_of_its_own(name):
     value = getattr(fusedrl, name)

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import logging
 import pickle
+import re
 import sys
 import threading
 from types import ModuleType
@@ -340,3 +341,25 @@ def test_the_report_says_what_runs_in_part(toys):
     with replace("toys", [], in_part=lambda: {"Thing": "all but its size"}) as report:
         assert report.in_part == {"Thing": "all but its size"}
         assert "in part:\n  Thing: all but its size" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("RetrieveKl", "RetrieveKL"), ("grpoloss", "GRPOLoss"), ("Retrieve", "RetrieveKL")],
+)
+def test_a_name_that_is_mistyped_is_told_the_nearest(name, nearest):
+    told = f"got '{name}'; did you mean '{nearest}'? Or leave names out to replace all of them"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        patching.chosen_of(["KLComputation", name], ["KLComputation", "RetrieveKL", "GRPOLoss"])
+
+
+@pytest.mark.parametrize("name", ["something else", 3, None])
+def test_a_name_that_is_like_none_is_refused(name):
+    told = f"names: expected some of A, B, got {name!r}; leave names out to replace all of them"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        patching.chosen_of([name], ["A", "B"])
+
+
+def test_names_are_chosen_once_each_and_all_by_default():
+    assert patching.chosen_of(["B", "B"], ["A", "B"]) == ["B"]
+    assert patching.chosen_of(None, ["A", "B"]) == ["A", "B"]

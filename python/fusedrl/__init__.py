@@ -8,6 +8,7 @@ almost no time, an op loads torch, and a transform loads torchrl. ``fusedrl.mode
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -106,7 +107,10 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'fusedrl' has no attribute {name!r}")
+        # With name and obj, Python's traceback suggests the nearest name.
+        raise AttributeError(
+            f"module 'fusedrl' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

@@ -8,6 +8,7 @@ import what lazy modules stand for.
 from __future__ import annotations
 
 import copyreg
+import difflib
 import importlib
 import logging
 import sys
@@ -171,6 +172,32 @@ class Report:
             lines.append("not touched:")
             lines += [f"  {name}: {reason}" for name, reason in self.untouched.items()]
         return "\n".join(lines)
+
+
+def chosen_of(names: Iterable[str] | None, known: Sequence[str]) -> list[str]:
+    """The names to replace, each once: those asked for, or all that are known.
+
+    Raises:
+        TypeError: ``names`` is a single string.
+        ValueError: a name is unknown.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"names: expected a list of names, got a string; pass [{names!r}]")
+    chosen = list(dict.fromkeys(known if names is None else names))
+    for name in chosen:
+        if name not in known:
+            raise ValueError(
+                f"names: expected some of {', '.join(known)}, got {name!r}; "
+                f"{_nearest(name, known)}leave names out to replace all of them"
+            )
+    return chosen
+
+
+def _nearest(name: object, known: Sequence[str]) -> str:
+    """A question that ends with the known name most like ``name``, if there is one."""
+    by_case = {each.casefold(): each for each in known}
+    found = difflib.get_close_matches(str(name).casefold(), by_case, n=1)
+    return f"did you mean {by_case[found[0]]!r}? Or " if found else ""
 
 
 def replace(

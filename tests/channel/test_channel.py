@@ -121,6 +121,13 @@ def test_a_lease_that_is_dropped_stays_held_and_says_so(channel, reader):
     assert workers.version_in(weights) == 1
 
 
+@pytest.mark.parametrize(("asked", "expected"), [(None, "a first one"), (3, "3 or later")])
+def test_a_lease_before_the_first_version_says_that_nothing_is_published(reader, asked, expected):
+    told = rf"^version: expected {expected} within 0.05 s, got none; .* call publish\(\) there, or"
+    with pytest.raises(TimeoutError, match=told):
+        reader.lease(min_version=asked, timeout=0.05)
+
+
 def test_leases_wait_for_the_version_they_are_asked_for(channel, reader):
     later = threading.Timer(0.1, publish, [channel])
     later.start()

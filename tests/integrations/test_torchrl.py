@@ -73,7 +73,7 @@ def test_only_the_named_classes_are_replaced():
 
 def test_unknown_names_are_refused_before_anything_changes():
     before = torchrl_kl.KLComputation
-    with pytest.raises(ValueError, match=r"expected some of KLComputation, .*; got KLPenalty"):
+    with pytest.raises(ValueError, match=r"expected some of KLComputation, .*, got 'KLPenalty'"):
         fusedrl.patch_torchrl(["KLComputation", "KLPenalty"])
     with pytest.raises(TypeError, match=r"pass \['KLComputation'\]"):
         fusedrl.patch_torchrl("KLComputation")

@@ -129,8 +129,6 @@ ERRORS = {
     "no advantage": (lambda: broken("advantage"), {}),
     "no log-probs": (lambda: broken(("log_probs", "full")), {}),
     "no reference": (lambda: broken(("next", "ref_log_probs", "full")), {}),
-    "flat advantages": (lambda: changed("advantage", lambda x: x.squeeze(-1)), {}),
-    "long advantages": (lambda: changed("advantage", lambda x: x.expand(-1, 7, 1)), {}),
     "fewer log-probs": (lambda: changed(("log_probs", "full"), lambda x: x[:, 1:]), {}),
     "fewer of the reference": (
         lambda: changed(("next", "ref_log_probs", "full"), lambda x: x[:, 1:]),
@@ -159,3 +157,38 @@ def test_errors_are_those_of_torchrl(title):
             kind(actor, **RLHF | options)(data)
         messages.append((type(caught.value), str(caught.value)))
     assert messages[0] == messages[1]
+
+
+MISSHAPEN = {
+    "one dimension": (lambda x: x.view(-1), "reshape it with .view(-1, 1, 1)"),
+    "two dimensions": (lambda x: x.squeeze(-1), "reshape it with .view(-1, 1, 1)"),
+    "no column": (
+        lambda x: x.expand(-1, WIDTH, 1).squeeze(-1),
+        "append a dimension with .unsqueeze(-1)",
+    ),
+    "other tokens": (
+        lambda x: x.expand(-1, 7, 1),
+        "give one value for each answer, or one for each token",
+    ),
+}
+WIDTH = batch_of(PADDED)["log_probs", "full"].shape[1]
+
+
+@pytest.mark.parametrize("change", MISSHAPEN)
+@pytest.mark.parametrize("options", [{}, {"kl_mask_threshold": 1.0}], ids=["fused", "in_parts"])
+def test_an_advantage_of_another_shape_is_named_with_those_that_fit(change, options):
+    reshape, remedy = MISSHAPEN[change]
+    data = changed("advantage", reshape)
+    shape, count = tuple(data["advantage"].shape), len(data)
+    told = (
+        f"advantage: expected shape ({count}, 1, 1), one for each answer, or ({count}, {WIDTH}, 1)"
+        f", one for each token, got {shape}; {remedy}"
+    )
+    kinds = []
+    for kind in (fusedrl.GRPOLoss, torchrl_grpo.GRPOLoss):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            kind(actor_of(model_of(), PADDED), **RLHF | options)(copy.deepcopy(data))
+        kinds.append(type(caught.value))
+        if kind is fusedrl.GRPOLoss:
+            assert str(caught.value) == told
+    assert kinds[0] is kinds[1]  # so that a program which catches torchrl's catches ours

@@ -157,6 +157,12 @@ class WeightReader:
     ) -> RuntimeError | TimeoutError:
         publisher = f"the publisher (pid {self._end.publisher_pid()})"
         got = f"got {self.version}" if self.version is not None else "got none"
+        if state == _host.PublisherState.open and self.version is None:
+            return TimeoutError(
+                f"version: expected {f'{version} or later' if version else 'a first one'} within "
+                f"{limit} s, got none; {publisher} runs and has published nothing yet: call "
+                "publish() there, or raise timeout"
+            )
         if state == _host.PublisherState.open:
             return TimeoutError(
                 f"version: expected {version} or later within {limit} s, {got}; {publisher} runs: "

@@ -95,7 +95,7 @@ def _nobody_reads_stdout() -> bool:
 
 def _next() -> str:
     """``NEXT``, which says of a command that cannot run here what it needs."""
-    lines = NEXT.splitlines(keepends=True)
+    lines: list[str] = NEXT.splitlines(keepends=True)
     for i, line in enumerate(lines):
         if match := re.match(r"  fusedrl (\w+)[^#]*# ", line):
             absent = [name for name in NEEDS[match[1]] if importlib.util.find_spec(name) is None]

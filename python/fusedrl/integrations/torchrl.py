@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import fusedrl
-from fusedrl.patching import Replacement, Report, replace
+from fusedrl.patching import Replacement, Report, chosen_of, replace
 
 _KL = "torchrl.envs.llm.transforms.kl"
 
@@ -71,12 +71,7 @@ def patch_torchrl(names: Iterable[str] | None = None) -> Report:
         False
     """
     known = (*HOMES, *FORMER)
-    if isinstance(names, str):
-        raise TypeError(f"names: expected a list of names, got a string; pass [{names!r}]")
-    chosen = dict.fromkeys(known if names is None else names)
-    unknown = [name for name in chosen if name not in known]
-    if unknown:
-        raise ValueError(f"names: expected some of {', '.join(known)}; got {', '.join(unknown)}")
+    chosen = chosen_of(names, known)
     # All fused classes are imported before torchrl's are replaced, because they derive from those.
     ours = {name: getattr(fusedrl, name) for name in known}
     return replace(

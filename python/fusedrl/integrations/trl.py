@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedrl.integrations import _trl_trainers
 from fusedrl.ops._autograd import first_derivative_only
 from fusedrl.ops.token_log_probs import TokenLogProbs, normalizers, token_log_probs
-from fusedrl.patching import Replacement, Report, replace
+from fusedrl.patching import Replacement, Report, chosen_of, replace
 
 __all__ = [
     "entropy_from_logits",
@@ -312,12 +312,7 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
         >>> trl.trainer.utils.entropy_from_logits is entropy_from_logits
         False
     """
-    if isinstance(names, str):
-        raise TypeError(f"names: expected a list of names, got a string; pass [{names!r}]")
-    wanted = list(_HOMES if names is None else names)
-    unknown = [name for name in wanted if name not in _HOMES]
-    if unknown:
-        raise ValueError(f"names: expected some of {', '.join(_HOMES)}; got {', '.join(unknown)}")
+    wanted = chosen_of(names, tuple(_HOMES))
     replacements = []
     for name in _HOMES:  # the head comes before the losses that tell it their plans
         if name not in wanted:

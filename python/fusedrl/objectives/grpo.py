@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.objectives.llm import DAPO as _DAPO
 from torchrl.objectives.llm import CISPOLoss as _CISPOLoss
 from torchrl.objectives.llm import GRPOLoss as _GRPOLoss
@@ -74,13 +75,18 @@ class GRPOLoss(_GRPOLoss):
     def forward(self, tensordict: TensorDictBase) -> Any:
         """The losses and metrics of a batch, in the form of torchrl's class."""
         scores = scores_of(self, GRPOLoss, tensordict)
-        if scores is None:
-            return super().forward(tensordict)
-        token = _running.set((self, scores))
         try:
-            output = super().forward(tensordict)
-        finally:
-            _running.reset(token)
+            if scores is None:
+                return super().forward(tensordict)
+            token = _running.set((self, scores))
+            try:
+                output = super().forward(tensordict)
+            finally:
+                _running.reset(token)
+        except (ValueError, RuntimeError) as error:
+            if (problem := _misshapen_advantage(self, tensordict)) is None:
+                raise
+            raise type(error)(problem) from error  # torchrl's error names neither key nor remedy
         return scores.differentiable(output)
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase) -> Any:
@@ -89,6 +95,29 @@ class GRPOLoss(_GRPOLoss):
             return super()._get_cur_log_prob(tensordict)
         _, scores = running
         return scores.log_probs, scores.distribution, False
+
+
+def _misshapen_advantage(loss: Any, td: TensorDictBase) -> str | None:
+    """What is wrong with the shape of the advantage, for an error; ``None`` if it fits."""
+    key = loss.tensor_keys.advantage
+    value, old = (
+        td.get(name, None, as_padded_tensor=True)  # pyright: ignore[reportCallIssue]
+        for name in (key, loss.tensor_keys.sample_log_prob)
+    )
+    if not isinstance(value, Tensor) or not isinstance(old, Tensor) or old.dim() != 2:
+        return None
+    (rows, tokens), shape = old.shape, value.shape
+    if len(shape) == 3 and shape[0] in (1, rows) and shape[1] in (1, tokens):
+        return None
+    remedy = "give one value for each answer, or one for each token"
+    if value.numel() == rows:
+        remedy = "reshape it with .view(-1, 1, 1)"
+    elif shape == old.shape:
+        remedy = "append a dimension with .unsqueeze(-1)"
+    return (
+        f"{key}: expected shape ({rows}, 1, 1), one for each answer, or ({rows}, {tokens}, 1), "
+        f"one for each token, got {tuple(shape)}; {remedy}"
+    )
 
 
 class CISPOLoss(GRPOLoss, _CISPOLoss):

@@ -25,6 +25,22 @@ LARGEST = 1e30  # a scalar argument; it, its reciprocal and products with either
 LIBRARY = {"cpu": "_C", "cuda": "_C_cuda"}
 # What several errors tell to do.
 ONE_A_TOKEN = "give one value for each token"
+# What the tensors are that a caller cannot leave out, for errors about a ``None``.
+_MEANING = {
+    "hidden": "the hidden states of the tokens",
+    "weight": "the weight of the head",
+    "ref_hidden": "the hidden states of the reference",
+    "ref_weight": "the weight of the reference's head",
+    "logits": "the logits of the tokens",
+    "ref_logits": "the logits of the reference",
+    "tokens": "the ids of the tokens",
+    "log_probs": "the policy's log-probs of the tokens",
+    "ref_log_probs": "the reference's log-probs of the same tokens",
+    "rollout_log_probs": "the engine's log-probs of the same tokens",
+    "advantages": "one advantage for each token, or one for each sequence",
+    "ids": "the ids of the teacher's likeliest classes",
+    "teacher_log_probs": "the teacher's log-probs of those classes",
+}
 RUNNING_SUM = "pass 0 and the running sum of the sequence lengths"
 for _library in LIBRARY.values():
     native.load_error(_library)  # before any tracing starts
@@ -246,11 +262,11 @@ def check_tensor(name: str, value: object, *kinds: str, like: str = "") -> None:
     got, kinds = kind(value), kinds or (DENSE,)
     if got in kinds:
         return
-    remedy = _remedy(value, bool(like))
+    remedy = _remedy(name, value, bool(like))
     raise TypeError(f"{name}: expected {' or '.join(kinds)}{like}, got {got}; {remedy}")
 
 
-def _remedy(value: object, has_companion: bool) -> str:
+def _remedy(name: str, value: object, has_companion: bool) -> str:
     """What makes a tensor of the expected kind of ``value``."""
     if isinstance(value, Tensor):
         if kind(value) not in (DENSE, NESTED):
@@ -261,7 +277,7 @@ def _remedy(value: object, has_companion: bool) -> str:
     if hasattr(value, "last_hidden_state"):
         return "pass its .last_hidden_state"
     if value is None:
-        return "pass a tensor"
+        return f"pass {_MEANING.get(name, 'a tensor')}"
     if isinstance(value, Mapping):
         return "pass the tensor in it"
     return "convert it with torch.as_tensor"

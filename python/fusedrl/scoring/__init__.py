@@ -25,7 +25,7 @@ __all__ = ["ChatError", "ScoreError", "Settings", "Summary", "score_chats"]
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module 'fusedrl.scoring' has no attribute {name!r}")
     from fusedrl.scoring import job
 
     return getattr(job, name)

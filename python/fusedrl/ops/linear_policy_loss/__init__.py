@@ -387,14 +387,24 @@ def _advantages(
     elif value.shape == (sequences.count,):
         spread = value[sequences.index.to(value.device)].view(tokens.shape)
     else:
-        flat = value.numel() == sequences.count
         raise ValueError(
             f"advantages: expected shape {tuple(tokens.shape)}, one for each token, or "
             f"({sequences.count},), one for each sequence, got {tuple(value.shape)}; "
-            + ("flatten it with .flatten()" if flat else _dispatch.ONE_A_TOKEN)
+            + _reshaped(value, tokens, sequences.count)
         )
     _dispatch.check_device("advantages", spread, tokens.device)
     return spread.to(dtype).contiguous()
+
+
+def _reshaped(advantages: Tensor, tokens: Tensor, sequences: int) -> str:
+    """What makes advantages fit, for an error."""
+    if advantages.numel() == sequences:
+        return "flatten it with .flatten()"
+    if advantages.numel() == tokens.numel():
+        return f"reshape it with .reshape({', '.join(map(str, tokens.shape))})"
+    if tokens.dim() == 1 and sequences == 1 and advantages.dim() == 1:
+        return "packed tokens without offsets are one sequence: pass offsets if they are several"
+    return "give one value for each token, or one for each sequence"
 
 
 def _check_constant(name: str, value: Tensor) -> None:
