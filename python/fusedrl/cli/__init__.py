@@ -95,13 +95,14 @@ def _nobody_reads_stdout() -> bool:
 
 def _next() -> str:
     """``NEXT``, which says of a command that cannot run here what it needs."""
-    lines: list[str] = NEXT.splitlines(keepends=True)
-    for i, line in enumerate(lines):
-        if match := re.match(r"  fusedrl (\w+)[^#]*# ", line):
-            absent = [name for name in NEEDS[match[1]] if importlib.util.find_spec(name) is None]
-            if absent:
-                lines[i] = f"{match[0]}needs {', '.join(absent)}; see fusedrl info\n"
-    return "".join(lines)
+    return "".join(map(_with_needs, NEXT.splitlines(keepends=True)))
+
+
+def _with_needs(line: str) -> str:
+    match = re.match(r"  fusedrl (\w+)[^#]*# ", line)
+    needs = NEEDS[match[1]] if match else ()
+    absent = [name for name in needs if importlib.util.find_spec(name) is None]
+    return f"{match[0]}needs {', '.join(absent)}; see fusedrl info\n" if match and absent else line
 
 
 def _run(argv: list[str], named: str | None) -> int:

@@ -1,4 +1,4 @@
-"""The kernels, one package an op: the public function, its reference, its autograd."""
+"""The ops: each a package of a public function, its definition in plain torch, and its autograd."""
 
 from fusedrl.ops.exact_kl import ExactKL, exact_kl
 from fusedrl.ops.importance_weights import ImportanceWeights, Mismatch, importance_weights

@@ -131,7 +131,7 @@ def _fall_back(why: str) -> str:
 def check_choice(
     name: str, value: object, choices: Collection[str], remedy: str | None = None
 ) -> str:
-    """``value``, which has to be one of ``choices``, the default first."""
+    """Return ``value``, which has to be one of ``choices``, of which the default is the first."""
     if isinstance(value, str) and value in choices:
         return value
     remedy = remedy or f"leave it out for {next(iter(choices))!r}"
@@ -149,8 +149,9 @@ def scalar_tensor(
 ) -> Tensor:
     """``value`` as a 0-dim float64 tensor, so that a compiled graph does not specialise on it.
 
-    Refuses what is not in ``[low, high]``. A tensor is read for that where it is on the CPU, and
-    with ``wait`` on any device; in a traced graph it is not.
+    Refuses what is not in ``[low, high]``. To compare a tensor with the bounds, its value has to be
+    read: that is done where it is on the CPU, with ``wait`` on any device, and never in a traced
+    graph.
     """
     if not isinstance(value, Tensor):
         number = _number(name, value, low, high, remedy)
@@ -199,7 +200,7 @@ def _number(name: str, value: object, low: float, high: float, remedy: str) -> f
 
 
 def real_number(value: object) -> Any:
-    """``value`` as a number to compare with any bound, ``None`` where it is no real one."""
+    """``value`` as a number to compare with any bound; ``None`` if it is no real number."""
     if isinstance(value, (int, float, numbers.Rational)):
         return value  # an integer may be too large for a float
     # Bounds that numpy's float16 and float32 cannot hold overflow in a comparison with them.
@@ -207,7 +208,7 @@ def real_number(value: object) -> Any:
 
 
 def temperature_tensor(value: float | Tensor, device: torch.device, chosen: str) -> Tensor:
-    """``value`` as a kernel takes a temperature; the reference reads one on any device."""
+    """``value`` as kernels take a temperature. The reference reads it, on whatever device it is."""
     return scalar_tensor(
         *("temperature", value, device),
         low=1 / LARGEST,
@@ -233,12 +234,12 @@ def check_without_kernel(name: str, value: object, default: object) -> None:
 
 
 def result_dtype(values: Tensor) -> torch.dtype:
-    """What ops over rows answer in: float32, or float64 for float64."""
+    """The dtype of the results of ops over rows: float64 for float64 input, else float32."""
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has values that Python can read, which one that is traced has not."""
+    """Whether a tensor has values that Python can read; a tensor that is being traced has none."""
     return (
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
@@ -258,7 +259,7 @@ def kind(value: object) -> str:
 
 
 def check_tensor(name: str, value: object, *kinds: str, like: str = "") -> None:
-    """Refuse what is no tensor of these kinds, dense where none is named."""
+    """Refuse a value that is no tensor of one of these kinds; without kinds, of the dense kind."""
     got, kinds = kind(value), kinds or (DENSE,)
     if got in kinds:
         return
@@ -309,9 +310,10 @@ def check_same(
     rows: Tensor | None = None,
     remedy: str = ONE_A_TOKEN,
 ) -> None:
-    """Refuse a companion tensor of another shape, for which ``like`` is the reason, or device.
+    """Refuse a companion tensor that has another shape or is on another device.
 
-    The reason ends with the shape of ``rows``, where the companion has a value for each of them.
+    ``like`` says in the error why that shape is expected, and ends with the shape of ``rows`` if
+    the companion has a value for each of them.
     """
     if tensor.shape != shape:
         like += "" if rows is None else f" of shape {tuple(rows.shape)}"
@@ -328,7 +330,7 @@ def check_mask(
     like: str = " like tokens",
     rows: Tensor | None = None,
 ) -> None:
-    """Refuse a mask that is no bool tensor of ``shape``; see :func:`check_same` for the reason."""
+    """Refuse a mask that is no bool tensor of ``shape``; ``like`` is as for :func:`check_same`."""
     if mask is None:
         return
     check_tensor("mask", mask)
@@ -353,7 +355,7 @@ def check_offsets(offsets: Tensor | None, count: int, device: torch.device) -> N
 
 
 def _shown(bounds: list[int]) -> str:
-    """Offsets in a line: the ends of many."""
+    """Offsets in one line, of which only the first and the last are shown if there are many."""
     if len(bounds) <= 8:
         return str(bounds)
     first, last = (", ".join(map(str, part)) for part in (bounds[:4], bounds[-2:]))
@@ -361,7 +363,7 @@ def _shown(bounds: list[int]) -> str:
 
 
 def check_offsets_kind(offsets: Tensor, device: torch.device) -> None:
-    """Refuse what is no 1-D tensor of integers on the device, whatever its values are."""
+    """Refuse offsets that are no 1-D tensor of integers on the device; values are not read."""
     check_tensor("offsets", offsets)
     if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or len(offsets) < 1:
         raise ValueError(

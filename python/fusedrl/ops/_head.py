@@ -11,7 +11,7 @@ from fusedrl.ops import _dispatch, _rows
 
 
 class Head(NamedTuple):
-    """Hidden states and the head that makes logits of them; a ``softcap`` of 0 is none."""
+    """Hidden states, and the head that makes logits of them; a ``softcap`` of 0 means no cap."""
 
     hidden: Tensor
     weight: Tensor
@@ -28,7 +28,7 @@ def prepare(
     scale: float | None,
     softcap: float | None,
 ) -> Head:
-    """The head as kernels take it, under autocast in its dtype; errors prefix the names."""
+    """The head as kernels take it, in autocast's dtype if that is on; errors prefix the names."""
     _dispatch.check_tensor(f"{prefix}hidden", hidden)
     _dispatch.check_tensor(f"{prefix}weight", weight)
     if bias is not None:
@@ -78,7 +78,7 @@ def check_dtype(name: str, tensor: Tensor, like: str, dtype: torch.dtype) -> Non
 def reference_logits(head: Head) -> Tensor:
     """Logits ``scale * (hidden W^T + bias)``, capped by ``softcap * tanh(logits / softcap)``.
 
-    In float32 (float64 for float64 input) whatever the dtype of the head, under autocast too.
+    They are float32 (float64 for float64 input), whatever the head's dtype, under autocast too.
     """
     dtype = _dispatch.result_dtype(head.hidden)
     with torch.autocast(head.hidden.device.type, enabled=False):
@@ -89,13 +89,13 @@ def reference_logits(head: Head) -> Tensor:
 
 
 def scaled_and_capped(logits: Tensor, scale: float, softcap: float) -> Tensor:
-    """Logits as a head makes them of its product; a ``softcap`` of 0 is none."""
+    """The logits that a head makes of its matrix product; a ``softcap`` of 0 means no cap."""
     logits = logits * scale
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """As ``torch.nn.functional.linear`` takes its arguments under autocast."""
+    """The arguments in the dtype that ``torch.nn.functional.linear`` gives them under autocast."""
     kind = tensor.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensor

@@ -26,13 +26,13 @@ def accepts_nested(
     form: str = "[B, j, columns]",
     fields: Sequence[str] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let an op over packed values take its first argument nested; anything else is its own.
+    """Let an op over packed values take a nested first argument; other calls go to the op itself.
 
     The op runs once, on packed values with their ``offsets``. Its answer, or ``fields`` of an
     answer that is a named tuple, becomes nested over the offsets of the argument ``over``, or of
     the first one, so that it composes with that tensor.
 
-    ``accepts_parts`` goes above it: that wrapper refuses nested rows of a rank.
+    Where an op has ``accepts_parts`` too, that is the outer wrapper: it refuses nested rows.
 
     Args:
         companions: arguments that are nested beside the first one, with its sequence lengths.
@@ -98,7 +98,7 @@ def _pack(name: str, nested: Tensor, offsets: Tensor | None, form: str) -> Ragge
 
 
 def _companion(name: str, value: Any, like: str, offsets: Tensor) -> Tensor:
-    """Packed values of the nested companion of ``like``, whose packed offsets are ``offsets``."""
+    """The packed values of a nested companion of ``like``, which has these ``offsets``."""
     _dispatch.check_tensor(name, value, _dispatch.NESTED, like=f" like {like}")
     values, own = ragged.from_nested(value, name)
     if own is offsets:
@@ -116,7 +116,7 @@ def _companion(name: str, value: Any, like: str, offsets: Tensor) -> Tensor:
 
 
 def _spread(name: str, value: Any, like: str, packed: Ragged) -> Tensor:
-    """Nested values packed; dense ones are as they are, but for those of one value a sequence."""
+    """Values for each token: nested ones are packed, and one for each sequence is repeated."""
     _dispatch.check_tensor(name, value, _dispatch.DENSE, _dispatch.NESTED)
     if value.is_nested:
         return _companion(name, value, like, packed.offsets)
@@ -128,7 +128,7 @@ def _spread(name: str, value: Any, like: str, packed: Ragged) -> Tensor:
 
 
 def _rewrapped(flat: Tensor, model: Tensor, offsets: Tensor) -> Tensor:
-    """Packed values a token, nested in the layout of ``model``."""
+    """Packed values, one for each token, as a nested tensor in the layout of ``model``."""
     if model.layout == torch.jagged:
         return ragged.to_jagged(Ragged(flat, ragged.jagged_parts(model)[1]))
     return ragged.to_strided(Ragged(flat, offsets))

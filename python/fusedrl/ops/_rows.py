@@ -1,4 +1,4 @@
-"""What ops over rows share: checks of ``[N, ...]`` and ``[B, T, ...]``, and whose sequence."""
+"""What ops over rows share: checks of their shapes, and which sequence a token belongs to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_rows(name: str, rows: Tensor, offsets: Tensor | None, shift: bool) -> None:
-    """Refuse what is no batch of rows, packed with offsets where a shift needs them, or padded."""
+    """Refuse what is neither a padded batch of rows nor a packed one with the offsets it needs."""
     _dispatch.check_floating(name, rows)
     width = "V" if "logits" in name else "H"
     if rows.dim() not in (2, 3):
@@ -38,7 +38,7 @@ def check_rows(name: str, rows: Tensor, offsets: Tensor | None, shift: bool) -> 
 
 
 def check_tokens(tokens: Tensor, name: str, rows: Tensor) -> None:
-    """Refuse tokens that are no integers, one for each of the rows of the argument ``name``."""
+    """Refuse tokens that are not integers, one for each row of the argument ``name``."""
     _dispatch.check_tensor("tokens", tokens, like=f" like {name}")
     if tokens.dtype not in TOKEN_DTYPES:
         raise TypeError(
@@ -57,14 +57,14 @@ def with_unit_stride(rows: Tensor) -> Tensor:
 
 
 def count_sequences(tokens: Tensor, offsets: Tensor | None) -> int:
-    """Sequences of a packed ``[N]`` batch with offsets, or rows of a padded one; else one."""
+    """How many sequences a batch has; packed rows without offsets are one sequence."""
     if offsets is not None:
         return len(offsets) - 1
     return len(tokens) if tokens.dim() == 2 else 1
 
 
 def sequence_of_tokens(tokens: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:
-    """The number of the sequence that each token is of, flat, and how many sequences there are."""
+    """The number of each token's sequence, flat, and how many sequences there are."""
     count = count_sequences(tokens, offsets)
     if offsets is not None:
         each = torch.arange(count, device=tokens.device)

@@ -1,4 +1,4 @@
-"""Lists of tensors, one a sample: checked against each other and packed, one concatenation each."""
+"""Lists with one tensor for each sample, which are checked against each other and packed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FAST_CAT = 32767
 
 
 class PackedColumns(NamedTuple):
-    """Columns of a list of samples, each packed ``[N]``, and the samples' lengths on the host."""
+    """Packed columns ``[N]`` of a list of samples, and the lengths of the samples on the host."""
 
     columns: list[Tensor]
     lengths: list[int]
@@ -28,17 +28,17 @@ class PackedColumns(NamedTuple):
 def pack_columns(
     log_probs: Sequence[Tensor], companions: Mapping[str, Sequence[Tensor]]
 ) -> PackedColumns:
-    """Pack 1-D log-probs and, behind them, lists of the same shapes, whose names are for errors.
+    """Pack 1-D log-probs, and lists whose samples have the same shapes; their names are for errors.
 
-    Raises ``ValueError`` naming the first sample whose shapes disagree, ``TypeError`` for one that
-    is no tensor.
+    Raises ``ValueError``, which names the first sample whose shapes disagree, and ``TypeError`` for
+    a sample that is no tensor.
     """
     if len(log_probs) == 0:
         raise ValueError(
             "log_probs: expected at least one sample, got an empty list; give all lists one tensor "
             "for each sample"
         )
-    # Hundreds of short samples spend their time in loops over them, hence few and in C.
+    # With hundreds of short samples the loops over them take the time: there are few, and in C.
     lengths = sizes_of("log_probs", log_probs)
     packed = concatenated("log_probs", log_probs, lengths)
     if packed.dim() != 1:
@@ -51,7 +51,7 @@ def pack_columns(
 
 
 def check_lists(**companions: Any) -> None:
-    """Refuse companions of listed log-probs that are no lists."""
+    """Refuse companions that are not lists where the log-probs are a list."""
     for name, value in companions.items():
         if not isinstance(value, (list, tuple)):
             raise TypeError(
@@ -60,7 +60,7 @@ def check_lists(**companions: Any) -> None:
 
 
 def sizes_of(name: str, column: Sequence[Tensor]) -> list[int]:
-    """Elements of each sample."""
+    """The number of elements of each sample."""
     try:
         return list(map(Tensor.numel, column))
     except TypeError:
@@ -92,7 +92,7 @@ def _packed_like(
 
 
 def concatenated(name: str, column: Sequence[Tensor], lengths: list[int]) -> Tensor:
-    """The samples of a column one after the other."""
+    """The samples of a column, one after the other in one tensor."""
     try:
         if _cat_is_slow(column, lengths):
             return _cat_in_pieces(column, lengths)
@@ -106,7 +106,7 @@ def concatenated(name: str, column: Sequence[Tensor], lengths: list[int]) -> Ten
 
 
 def _explain(name: str, column: Sequence[Tensor]) -> None:
-    """Raise for the first sample that cannot stand behind sample 0."""
+    """Raise an error about the first sample that cannot be concatenated with sample 0."""
     first = column[0]
     for i, sample in enumerate(column):
         check_tensor(f"{name}: sample {i}", sample)
@@ -124,9 +124,10 @@ def _explain(name: str, column: Sequence[Tensor]) -> None:
 
 
 def _cat_is_slow(column: Sequence[Tensor], lengths: list[int]) -> bool:
-    """Whether torch.cat would copy these one by one, at microseconds each, and pieces can help.
+    """Whether torch.cat would copy the samples one by one, and concatenating in pieces helps.
 
-    On the CPU it does so for results from 32768 elements on, where several threads may run.
+    With several threads on the CPU it does so for results of at least 32768 elements, and each copy
+    takes microseconds.
     """
     return (
         not torch.compiler.is_compiling()

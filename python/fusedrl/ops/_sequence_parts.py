@@ -27,15 +27,15 @@ TO_NEXT, TO_PREVIOUS = 1, -1
 def accepts_parts(
     *columns: str, per_sequence: str | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let an op over rows take a ``sequence_group``; without one, a call is the op's own.
+    """Let an op over rows take a ``sequence_group``; calls without one go to the op itself.
 
     The op gets each column as its rows need it, ``shift=False``, and the offsets of its own part.
     Its answer, or what has one value a token in a named tuple, belongs to the rows that it computed
     and is brought back to their tokens.
 
     Args:
-        columns: arguments with an entry a token, a number or a row of them, which a shift moves.
-        per_sequence: the one of them that may have one entry a sequence instead, and then stays.
+        columns: arguments with an entry for each token, a number or a row, which a shift moves.
+        per_sequence: the column that may have one entry for each sequence, which is not moved.
     """
 
     def wrap(op: Callable[P, R]) -> Callable[P, R]:
@@ -91,7 +91,7 @@ class Part(NamedTuple):
     goes_on: Tensor
 
     def of_rows(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Each column as the rows need it: the entry of the token that a row predicts."""
+        """Each column as rows need it: at a row, the entry of the token that it predicts."""
         place = self.goes_on.dim() - 1  # of tokens among the dimensions
         firsts = [_carried(column.narrow(place, 0, 1)) for column in columns.values()]
         count = self.goes_on.shape[-1]
@@ -105,13 +105,13 @@ class Part(NamedTuple):
         return moved
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """What the rows have computed for the tokens that they predict, at those tokens."""
+        """What the rows computed, brought to the tokens that they predict."""
         first = _Moved.apply(values[..., -1:], self.group, TO_NEXT)
         return torch.cat((first, values[..., :-1]), -1)
 
 
 def summed(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over the ranks, with the gradient of what all of them make of it."""
+    """The sum over the ranks; its gradient is summed over what all ranks computed from it."""
     return values if group is None else _Summed.apply(values, group)
 
 
@@ -136,7 +136,7 @@ def _check_rows(name: str, rows: Any, offsets: Tensor | None, shift: bool) -> No
 def _columns(
     given: dict[str, Any], columns: Sequence[str], rows: Tensor, per_sequence: str | None
 ) -> dict[str, Tensor]:
-    """Those that are there and have an entry a token, and a mask; what has others is refused."""
+    """The columns that were given, and a mask; one without an entry for each token is refused."""
     shape, device = rows.shape[:-1], rows.device
     mask, like = given.get("mask"), f" for {next(iter(given))}"
     _dispatch.check_mask(mask, shape, device, like, rows)
@@ -155,7 +155,7 @@ def _columns(
 
 
 def _numbers_a_token(columns: dict[str, Tensor], rows: Tensor) -> int:
-    """How many the columns have that have a row of them; refuses rows of unequal shapes."""
+    """How many numbers a token has in the columns of rows; refuses rows of unequal shapes."""
     shape = rows.shape[:-1]
     of_rows = {name: x for name, x in columns.items() if x.dim() > len(shape)}
     if not of_rows:
@@ -187,7 +187,7 @@ class _Layout(NamedTuple):
         return f"packed rows with {self.sequences} offsets up to {self.offsets_end}"
 
     def of_tokens(self, columns: Sequence[str]) -> str:
-        """Which of the columns have a value a token."""
+        """Which of the columns have an entry for each token."""
         return ", ".join(name for i, name in enumerate(columns) if self.columns >> i & 1)
 
 
@@ -248,7 +248,7 @@ def _layouts(group: Any, mine: _Layout, device: torch.device) -> list[_Layout]:
 
 
 def _check_layouts(layouts: list[_Layout], rank: int, columns: Sequence[str]) -> None:
-    """Refuse parts that do not fit together: every rank does, as all know of all."""
+    """Refuse parts that do not fit together. Every rank raises, as each knows all layouts."""
     mine = layouts[rank]
     for other, layout in enumerate(layouts):
         if layout.form != mine.form:
@@ -282,12 +282,15 @@ def _check_layouts(layouts: list[_Layout], rank: int, columns: Sequence[str]) ->
 
 
 def _carried(column: Tensor) -> Tensor:
-    """In a dtype that holds every value exactly, which ranks need not agree on."""
+    """The column in a dtype that holds all values exactly: dtypes may differ between ranks."""
     return column.to(torch.float64 if column.is_floating_point() else torch.int64)
 
 
 def _sent(tensors: Sequence[Tensor], group: dist.ProcessGroup, step: int) -> list[Tensor]:
-    """What the rank ``step`` before this one has sent, as this one does; zeros if there is none."""
+    """Send tensors to the rank ``step`` further on, and return what the rank ``step`` before sent.
+
+    A rank that has none before it gets zeros.
+    """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     arriving = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors]
     transfers = []
@@ -305,7 +308,7 @@ def _sent(tensors: Sequence[Tensor], group: dist.ProcessGroup, step: int) -> lis
 
 
 class _Moved(torch.autograd.Function):
-    """A value of the neighbour before, whose gradient goes back to it."""
+    """A value from a neighbouring rank, to which its gradient is sent back."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup, step: int) -> Tensor:

@@ -21,12 +21,12 @@ def exact_kl(
     beta: float,
     entropies: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """From two ``log_softmax`` over the kept rows; 0 elsewhere.
+    """Compute the divergence from two ``log_softmax`` over the kept rows; it is 0 elsewhere.
 
-    With p of the logits and q of the reference's, KL(p || q) for a ``beta`` of 1, and
-    ``(1 - beta) KL(p || m) + beta KL(q || m)`` with ``m = (1 - beta) p + beta q`` below; and the
-    entropies of p and q in a last dimension. Computes in float32 (float64 for float64 logits) and
-    differentiates through torch's autograd.
+    With p from the logits and q from the reference's, it is KL(p || q) if ``beta`` is 1, and
+    ``(1 - beta) KL(p || m) + beta KL(q || m)`` with ``m = (1 - beta) p + beta q`` if it is less.
+    The last dimension of the result also has the entropies of p and of q. Everything is computed in
+    float32 (float64 for float64 logits) and differentiates through torch's autograd.
     """
     shape = logits.shape[:-1]
     rows, keep = rows_of_tokens(logits[..., 0], offsets, shift)
@@ -52,7 +52,7 @@ def exact_kl(
 
 
 def divergence_of(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """What ``beta`` says of log-probs over the same classes, the last dimension."""
+    """The divergence that ``beta`` asks for; the last dimension of the log-probs has the classes."""
     return _kl(log_p, log_q) if beta == 1 else _jensen_shannon(log_p, log_q, beta)
 
 
@@ -77,7 +77,7 @@ def _jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
 
 
 def _log_mixture(x: Tensor, rest: float, share: float) -> Tensor:
-    """``log(rest + share * e^x)``, their sum 1, which keeps its digits where it is small."""
+    """``log(rest + share * e^x)`` for ``rest + share = 1``, which keeps its digits near 0."""
     near = x < 60  # e^x is far from an overflow
     if share > 0.5:
         near &= x > -1  # and the mixture from 0

@@ -268,7 +268,7 @@ def _check(
 def _bounds(
     low: float | Tensor | None, high: float | Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Both as 0-dim float64 tensors: 0 and infinity, which no ratio passes, where there is none."""
+    """Both bounds as 0-dim float64 tensors: 0 or infinity, which no ratio passes, for ``None``."""
 
     def bound(name: str, value: float | Tensor | None, none: float) -> Tensor:
         if value is None:

@@ -20,7 +20,7 @@ def importance_weights(
     mode: str,
     nan_missing: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of packed tokens, of which token ``i`` is of sequence ``sequences[i]`` of ``count``.
+    """Weights of packed tokens; token ``i`` belongs to sequence ``sequences[i]`` of ``count``.
 
     Returns:
         The weights ``[N]``, and for each sequence the numbers of its known and of its clipped

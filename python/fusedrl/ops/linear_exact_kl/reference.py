@@ -19,7 +19,7 @@ def linear_exact_kl(
     beta: float,
     entropies: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """``exact_kl`` of the kept rows' logits; 0 elsewhere."""
+    """The ``exact_kl`` of the logits of the kept rows; it is 0 elsewhere."""
     shape = head.hidden.shape[:-1]
     rows, keep = rows_of_tokens(head.hidden[..., 0], offsets, shift)
     if mask is not None:

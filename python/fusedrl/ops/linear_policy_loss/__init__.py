@@ -370,7 +370,7 @@ def _check_main_grad(main_grad: Tensor | None, weight: Tensor, group: object) ->
 
 
 def _constant(name: str, value: Tensor | None, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A constant of each token, as kernels read it."""
+    """A constant for each token, in the form that kernels read."""
     if value is None:
         return None
     _check_constant(name, value)

@@ -62,7 +62,7 @@ class Surrogate(NamedTuple):
 
     @property
     def codes(self) -> tuple[int, float, float, float, int]:
-        """The arguments of the compiled ops."""
+        """The values as the compiled ops take them, in the order of their arguments."""
         return (
             SURROGATES.index(self.kind),
             *(self.low, self.high, self.most),
@@ -71,7 +71,7 @@ class Surrogate(NamedTuple):
 
 
 class TermWeights(NamedTuple):
-    """How much of each term of each token the loss takes, ``None`` for nothing of any."""
+    """How much each token counts in each term of the loss; ``None`` if none counts in a term."""
 
     objective: Tensor
     kl: Tensor | None = None
@@ -79,7 +79,7 @@ class TermWeights(NamedTuple):
     entropy: Tensor | None = None
 
     def stacked(self) -> Tensor:
-        """float32 ``[..., 4]``, as kernels read them."""
+        """The weights as kernels read them: float32 ``[..., 4]``."""
         zeros = torch.zeros_like(self.objective, dtype=torch.float32)
         columns = (zeros if column is None else column.to(zeros) for column in self)
         return torch.stack(tuple(columns), -1)
@@ -90,8 +90,8 @@ class PolicyBatch(NamedTuple):
 
     Args:
         advantages: of each token.
-        old_log_probs: of the policy that generated; ``None``: the policy itself.
-        ref_log_probs: of the reference policy; ``None``: there is no KL to one.
+        old_log_probs: of the policy that generated; ``None`` if that is the policy itself.
+        ref_log_probs: of the reference policy; ``None`` if the loss has no KL to one.
     """
 
     advantages: Tensor
@@ -161,10 +161,10 @@ class Sequences(NamedTuple):
 
     Args:
         index: the number of each token's sequence.
-        count: of all sequences.
+        count: the number of sequences.
         kept: whether the token counts.
         offsets: where each sequence starts and ends.
-        group: the ranks over which sequences are split, if they are: what is of a whole sequence
+        group: the ranks over which sequences are split, or ``None``. What concerns a whole sequence
             is summed over them.
     """
 
@@ -180,7 +180,7 @@ class Sequences(NamedTuple):
         return summed(values.new_zeros(self.count).index_add(0, self.index, values), self.group)
 
     def lengths(self, dtype: torch.dtype) -> Tensor:
-        """The kept tokens of each sequence, at least one."""
+        """The number of kept tokens of each sequence, and 1 where there is none."""
         return self.sums(self.kept.to(dtype)).clamp(min=1)
 
 
@@ -208,7 +208,7 @@ def sequences_of(
 
 
 def log_ratios(log_ratio: Tensor, level: str, sequences: Sequences) -> Tensor:
-    """Each token's log-ratio: its own, or the sum or mean over the kept tokens of its sequence."""
+    """The log-ratio of each token, or their sum or mean over the kept tokens of its sequence."""
     if level == "token":
         return log_ratio
     of_sequences = sequences.sums(log_ratio)
@@ -220,9 +220,9 @@ def log_ratios(log_ratio: Tensor, level: str, sequences: Sequences) -> Tensor:
 def shares(sequences: Sequences, aggregation: str, normalizer: Tensor | None) -> Tensor:
     """How much each token counts in the loss, packed; 0 for a dropped one.
 
-    ``"token"``: 1 over the kept tokens. ``"sequence"``: 1 over the sequences and over the kept
-    tokens of its own. ``"constant"``: 1 over ``normalizer``, which replaces the number of tokens
-    or of sequences where it is given for the others.
+    With ``"token"``, 1 divided by the number of kept tokens. With ``"sequence"``, 1 divided by the
+    number of sequences and by that of the kept tokens of its own sequence. With ``"constant"``, 1
+    divided by ``normalizer``, which for the other two replaces the number of tokens or sequences.
     """
     kept = sequences.kept.float()
     if aggregation == "sequence":

@@ -55,7 +55,7 @@ def policy_terms(
     level: str = "token",
     sequences: Sequences | None = None,
 ) -> Tensor:
-    """Objective, KL to the reference, KL to the old policy and entropy ``[4]``, each weighted.
+    """The weighted objective, KL to the reference, KL to the old policy and entropy, ``[4]``.
 
     Differentiates through torch's autograd. A token of weight 0 contributes neither value nor
     gradient, whatever its entries are.

@@ -31,7 +31,7 @@ def corrected(
     vocab_offset: int | None = None,
     group: ProcessGroup | None = None,
 ) -> Task:
-    """The task with its objective weighted by how the policy differs from what generated."""
+    """The task, its objective weighted by how far the policy is from the one that generated."""
     log_probs = task.batch.old_log_probs
     if log_probs is None:
         with torch.no_grad():
@@ -52,7 +52,7 @@ def from_log_probs(
     group: ProcessGroup | None = None,
     main_grad: Tensor | None = None,
 ) -> Terms:
-    """The definition over log-probs that differentiate: the reference's, or those of all ranks."""
+    """The definition over differentiable log-probs: the reference's, or those of all ranks."""
     if group is None:
         head, rows = task.head, task.rows
         if main_grad is not None:
@@ -88,7 +88,7 @@ class _IntoMainGrad(torch.autograd.Function):
 def from_sequence_ratios(
     task: Task, level: str, sequences: Sequences, main_grad: Tensor | None
 ) -> Terms:
-    """A loss whose ratio is that of a sequence: its log-probs come first, then its gradients."""
+    """A loss with ratios of whole sequences: log-probs are computed first, and then gradients."""
     differentiates = task.needs_grad
     with torch.no_grad():
         log_probs, entropy = _log_probs(task)
@@ -109,7 +109,7 @@ def from_sequence_ratios(
 
 
 class _WithGradientsOf(torch.autograd.Function):
-    """Values that differentiate as others do, which may be infinite."""
+    """Values with the gradients of other ones, which may be infinite."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, others: Tensor) -> Tensor:

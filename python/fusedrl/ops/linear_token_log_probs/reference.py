@@ -18,7 +18,7 @@ def linear_token_log_probs(
     temperature: Tensor,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """``token_log_probs`` of the kept rows' logits; 0 elsewhere."""
+    """The ``token_log_probs`` of the logits of the kept rows; they are 0 elsewhere."""
     rows, keep = reference.rows_of_tokens(tokens, offsets, shift)
     if mask is not None:
         keep = keep & mask.flatten()

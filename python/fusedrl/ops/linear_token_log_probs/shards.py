@@ -82,7 +82,7 @@ class VocabPart:
 
 
 def _check_temperature(i: int, temperature: Tensor, first: Tensor) -> None:
-    """Refuse a part whose temperature is known, without waiting for a device, to be another."""
+    """Refuse a part with another temperature, if it can be read without waiting for a device."""
     known = all(t.is_cpu and _dispatch.has_values(t) for t in (temperature, first))
     if known and temperature.item() != first.item():
         raise ValueError(

@@ -16,7 +16,7 @@ def log_probs(
     shift: bool,
     temperature: Tensor,
 ) -> Tensor:
-    """Those of ``top_k_kl`` from the kept rows' logits; 0 for dropped tokens."""
+    """The log-probs of ``top_k_kl``, from the logits of the kept rows; 0 for dropped tokens."""
     kept, rows = reference.kept_rows(ids, mask, offsets, shift)
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[rows]
     logits = reference_logits(head._replace(hidden=hidden))

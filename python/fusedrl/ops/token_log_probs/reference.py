@@ -29,7 +29,7 @@ def rows_of_tokens(tokens: Tensor, offsets: Tensor | None, shift: bool) -> tuple
 
 
 def place_of(token: int, shape: torch.Size) -> str:
-    """Where a flat token is among tokens of this shape, for an error about it."""
+    """The place of a flat token among tokens of this shape, in words, for an error about it."""
     if len(shape) == 1:
         return f"token {token}"
     return "row {}, column {}".format(*divmod(token, shape[-1]))
@@ -38,7 +38,7 @@ def place_of(token: int, shape: torch.Size) -> str:
 def check_targets(targets: Tensor, kept: Tensor, shape: torch.Size, classes: int) -> None:
     """Refuse a target outside the classes.
 
-    Targets are those of the flat tokens ``kept``, of tokens of ``shape``.
+    They are the targets of the flat tokens ``kept``; ``shape`` is that of all tokens.
     """
     if torch.compiler.is_compiling():
         return  # gather then checks them itself
@@ -59,7 +59,7 @@ def token_log_probs(
     temperature: Tensor,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather from a ``log_softmax`` over the kept rows; 0 elsewhere.
+    """Gather the log-probs from a ``log_softmax`` over the kept rows; they are 0 elsewhere.
 
     Computes in float32 (float64 for float64 logits) and differentiates through torch's autograd.
     """

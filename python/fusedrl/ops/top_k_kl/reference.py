@@ -28,7 +28,7 @@ def log_probs(
     shift: bool,
     temperature: Tensor,
 ) -> Tensor:
-    """Log-probs ``[..., k + 1]`` of the ids and of the rest; 0 for dropped tokens.
+    """Log-probs ``[..., k + 1]`` of the ids and of all other classes; 0 for dropped tokens.
 
     Computes in float32 (float64 for float64 logits) and differentiates through torch's autograd.
     """
@@ -38,7 +38,7 @@ def log_probs(
 
 
 def of_rows(logits: Tensor, ids: Tensor, kept: Tensor, temperature: Tensor) -> Tensor:
-    """Log-probs ``[M, k + 1]`` of the ``kept`` tokens, of whom ``logits`` are the rows."""
+    """Log-probs ``[M, k + 1]`` of the ``kept`` tokens, from their rows of ``logits``."""
     classes = logits.shape[-1]
     shape, ids = ids.shape[:-1], ids.reshape(-1, ids.shape[-1])[kept].long()
     there, places = ids >= 0, ids.clamp(min=0)
@@ -55,7 +55,7 @@ def of_rows(logits: Tensor, ids: Tensor, kept: Tensor, temperature: Tensor) -> T
 
 
 def scattered(values: Tensor, kept: Tensor, ids: Tensor) -> Tensor:
-    """The ``values`` of kept tokens in their places among all, whose others are 0."""
+    """The ``values`` of kept tokens at their places among all tokens; the others have 0."""
     width = values.shape[-1]
     zeros = values.new_zeros(ids.shape[:-1].numel(), width)
     return zeros.index_put((kept,), values).view(*ids.shape[:-1], width)

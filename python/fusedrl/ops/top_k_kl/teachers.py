@@ -1,4 +1,4 @@
-"""A teacher of whom the log-probs of k classes are known: its checks, and how far a student is."""
+"""Teachers of whom the log-probs of k classes are known: checks, and divergences from them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prepare(
     beta: float | None,
     tail: str,
 ) -> Teacher:
-    """Refuse what does not fit the rows called ``like``; no gradient flows to what is known."""
+    """Refuse what does not fit the rows of the argument ``like``. The teacher gets no gradient."""
     chosen = chosen_divergence(direction, beta)
     _dispatch.check_choice("tail", tail, TAILS)
     _check_ids(ids, rows, like)
@@ -77,7 +77,7 @@ def prepare(
 
 
 def _check_total(total: Tensor, refused: Tensor, expected: str, got: str, remedy: str) -> None:
-    """Refuse what tokens' probabilities sum to; no host waits for a device to say how much."""
+    """Refuse probabilities with a wrong sum; on a GPU by an assert, for which nobody waits."""
     if total.is_cpu and _dispatch.has_values(total):
         outside = refused.flatten().nonzero()
         if len(outside):
@@ -107,7 +107,7 @@ def _check_ids(ids: Tensor, rows: Tensor, like: str) -> None:
 
 
 def divergence(log_probs: Tensor, teacher: Teacher) -> Tensor:
-    """Of the student's log-probs ``[..., k + 1]``, those of the ids and that of the rest."""
+    """The divergence of a student with log-probs ``[..., k + 1]`` of the ids and of the rest."""
     absent = (teacher.ids < 0) | ~teacher.keep[..., None]
     student = log_probs[..., :-1].masked_fill(absent, -torch.inf)
     known, keep = teacher.log_probs, teacher.keep
@@ -125,7 +125,7 @@ def divergence(log_probs: Tensor, teacher: Teacher) -> Tensor:
 
 
 def _rests(rest: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """The log-probs ``[..., 1]`` of what the student and the teacher have beside the ids."""
+    """The log-probs ``[..., 1]`` of all other classes, under the student and under the teacher."""
     neither = teacher.complete | ((rest == -torch.inf) & (teacher.rest <= LEAST_REST))
     return (
         rest.masked_fill(neither, -torch.inf),
