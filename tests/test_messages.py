@@ -41,7 +41,7 @@ def test_every_error_says_what_to_do():
     ]
     # Python's own sentence, and a key that makes a line unreadable, which the next error names.
     assert len(sources.compiled_messages(ROOT / "csrc")) > 20
-    allowed = ("module 'fusedrl' has no attribute", "module 'fusedrl.scoring' has", "the key {twice} stands twice")
+    allowed = ("' has no attribute {name}", "the key {twice} stands twice")
     assert [line for line in without if not any(text in line for text in allowed)] == []
 
 

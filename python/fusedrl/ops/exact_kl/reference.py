@@ -52,7 +52,7 @@ def exact_kl(
 
 
 def divergence_of(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """The divergence that ``beta`` asks for; the last dimension of the log-probs has the classes."""
+    """The divergence that ``beta`` asks for; the last dimension of the log-probs is of classes."""
     return _kl(log_p, log_q) if beta == 1 else _jensen_shannon(log_p, log_q, beta)
 
 
