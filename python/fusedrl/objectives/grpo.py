@@ -86,7 +86,9 @@ class GRPOLoss(_GRPOLoss):
         except (ValueError, RuntimeError) as error:
             if (problem := _misshapen_advantage(self, tensordict)) is None:
                 raise
-            raise type(error)(problem) from error  # torchrl's error names neither key nor remedy
+            # torchrl's own error names neither the key nor a remedy; its type is kept.
+            kind = ValueError if isinstance(error, ValueError) else RuntimeError
+            raise kind(problem) from error
         return scores.differentiable(output)
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase) -> Any:
