@@ -64,7 +64,7 @@ examples:
 exit codes:
   0    all answers of fusedrl are right
   1    an answer of fusedrl is wrong, or one of its ops did not run
-  2    the arguments are refused, or a result cannot be written; nothing more is measured
+  2    the arguments are refused, or a result cannot be written
   130  Ctrl-C; what was measured until then is printed, stored and plotted
 """
 
