@@ -49,6 +49,7 @@ def collect() -> dict[str, dict[str, Any]]:
             "fusedrl": fusedrl.__version__,
             "python": platform.python_version(),
             **{name: _version(name) for name in _PACKAGES},
+            "torch": torch.__version__,  # it tells which build it is
         },
         "machine": {
             "platform": platform.platform(),
