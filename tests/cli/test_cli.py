@@ -308,6 +308,14 @@ def test_info_says_the_level_of_the_kernels_and_who_chose_it(monkeypatch, capsys
     assert refused.startswith("none: FUSEDRL_CPU_LEVEL: expected portable or a level up to")
 
 
+@pytest.mark.parametrize("level", _host.cpu_levels())
+def test_info_says_where_plain_torch_can_be_faster(monkeypatch, capsys, level):
+    monkeypatch.setenv("FUSEDRL_CPU_LEVEL", level)
+    main(["info", "--json"])
+    libraries = json.loads(capsys.readouterr().out)["libraries"]
+    assert ("gradients of bfloat16 heads" in libraries) == (level == "avx512_bf16")
+
+
 def test_info_json_has_versions_machine_and_libraries(capsys):
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

@@ -49,7 +49,7 @@ def collect() -> dict[str, dict[str, Any]]:
             "fusedrl": fusedrl.__version__,
             "python": platform.python_version(),
             **{name: _version(name) for name in _PACKAGES},
-            "torch": torch.__version__,  # it tells which build it is
+            "torch": torch.__version__,  # with its build
         },
         "machine": {
             "platform": platform.platform(),
@@ -100,20 +100,28 @@ def _host() -> dict[str, Any]:
         "built for": ", ".join(f"{key} {fact}" for key, fact in _host.build_info().items() if fact),
         "cpu features": ", ".join(features) or "none beyond the baseline",
         "cpu levels": ", ".join(_host.cpu_levels()),
-        "cpu level": _cpu_level(_host),
+        **_cpu_level(_host),
     }
 
 
-def _cpu_level(host: Any) -> str:
-    """The level of the CPU kernels, and whether this CPU or the environment chose it."""
+def _cpu_level(host: Any) -> dict[str, str]:
+    """The level of the CPU kernels, who chose it, and how it multiplies gradients in bfloat16."""
     best = host.cpu_levels()[-1]
     try:
         level = host.cpu_level()
     except RuntimeError as error:
-        return f"none: {error}"
+        return {"cpu level": f"none: {error}"}
     if os.environ.get("FUSEDRL_CPU_LEVEL"):
-        return f"{level}, as FUSEDRL_CPU_LEVEL says; this CPU has up to {best}"
-    return f"{level}, the best of this CPU; FUSEDRL_CPU_LEVEL is not set"
+        chosen = f"{level}, as FUSEDRL_CPU_LEVEL says; this CPU has up to {best}"
+    else:
+        chosen = f"{level}, the best of this CPU; FUSEDRL_CPU_LEVEL is not set"
+    if level != "avx512_bf16":
+        return {"cpu level": chosen}
+    return {
+        "cpu level": chosen,
+        "gradients of bfloat16 heads": "with the errors of float32 products; after "
+        'torch.set_float32_matmul_precision("medium") with those of plain torch, and faster',
+    }
 
 
 def _markdown(facts: dict[str, dict[str, Any]]) -> str:
