@@ -33,7 +33,9 @@ def exact(rows=ROWS, offsets=None, temperature=ONE):
 
 def linear_exact(rows=ROWS, offsets=None, temperature=ONE):
     head = (rows, HEAD.to(rows.dtype), None, 1.0, 0.0)
-    return OPS.linear_exact_kl(*head, *head, None, offsets, False, temperature, 1.0, False, False)
+    return OPS.linear_exact_kl(
+        *head, *head, None, offsets, False, temperature, 1.0, False, False, 0
+    )
 
 
 def policy_loss(rows=ROWS, offsets=None, temperature=ONE):
