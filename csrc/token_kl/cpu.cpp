@@ -13,10 +13,9 @@
 namespace fusedrl {
 namespace {
 
-// Tokens that a thread takes at least. Of columns as many as in torch's own elementwise ops,
-// several of which compute the same: whoever waits for a thread here would wait for each of them.
-// Of samples that lie apart about 100 us: nothing else has woken the threads then, which costs half
-// of that.
+// How many tokens a thread takes at least. Columns are shared out as finely as torch's elementwise
+// ops share them, of which a program runs several around this one: its threads are awake. A list of
+// samples comes alone, and waking a thread takes about 50 us: its grain is about 100 us of work.
 constexpr int64_t kColumnGrain = 32768, kSampleGrain = 262144;
 
 // Calls f(begin, end) for ranges of all tokens, on torch's threads where there are enough of them.

@@ -16,7 +16,7 @@ import fusedrl
 from fusedrl import native
 from fusedrl.cli.missing import missing
 
-_PACKAGES = ("torch", "torchrl", "tensordict", "transformers", "triton", "numpy")
+_PACKAGES = ("torchrl", "tensordict", "transformers", "triton", "numpy")
 _PACKAGES += ("ray", "trl", "peft", "vllm")
 _LIBRARIES = ("_C", "_C_cuda")
 
@@ -48,8 +48,8 @@ def collect() -> dict[str, dict[str, Any]]:
         "versions": {
             "fusedrl": fusedrl.__version__,
             "python": platform.python_version(),
-            **{name: _version(name) for name in _PACKAGES},
             "torch": torch.__version__,  # with its build
+            **{name: _version(name) for name in _PACKAGES},
         },
         "machine": {
             "platform": platform.platform(),

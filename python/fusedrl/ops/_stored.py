@@ -22,6 +22,6 @@ def stored_bytes(hidden: Tensor) -> int:
 
 
 def fake_logits(weight: Tensor, most_bytes: int) -> Tensor:
-    """The shape of what is stored: as many numbers as rows turn out to be kept, or none."""
+    """What is stored: a vector, whose length is known when it is known how many rows are kept."""
     count = torch.library.get_ctx().new_dynamic_size() if most_bytes else 0
     return weight.new_empty((count,), dtype=torch.float32)

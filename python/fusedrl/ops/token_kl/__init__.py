@@ -13,7 +13,7 @@ from fusedrl.ops import _autograd, _dispatch, _saved_tensors
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._samples import PackedColumns, check_lists
 from fusedrl.ops.token_kl import in_place, reference
-from fusedrl.ops.token_kl.columns import contiguous, of_columns
+from fusedrl.ops.token_kl.columns import gradient_by_op, of_columns
 from fusedrl.ops.token_kl.samples import pack_samples
 
 __all__ = ["ESTIMATORS", "TokenKL", "kl_of_lists", "pack_samples", "token_kl"]
@@ -310,8 +310,8 @@ class _Autograd(torch.autograd.Function):
         if not of_pair or (grad_kl is None and of_reward is None):
             return None, None, None, None, of_reward, None, None, None
         log_probs, ref_log_probs, mask, coeff = _saved_tensors.saved(ctx)
-        columns = map(contiguous, (grad_kl, of_reward, log_probs, ref_log_probs, mask))
-        grad = torch.ops.fusedrl.token_kl_backward.default(*columns, coeff, *ctx.options)
+        columns = grad_kl, of_reward, log_probs, ref_log_probs, mask
+        grad = gradient_by_op(columns, coeff, *ctx.options)
         # Every estimator depends on ref - log_probs only, hence the opposite signs.
         grad_ref = -grad if ctx.needs_input_grad[1] else None
         return grad, grad_ref, None, None, of_reward, None, None, None

@@ -81,9 +81,9 @@ class _Autograd(torch.autograd.Function):
                 grad_kl, grad_reward, log_probs, ref_log_probs, mask, weight, estimator, missing
             )
         if grad is None:  # a mode may have left something else of the tensors
-            columns = map(contiguous, (grad_kl, grad_reward, log_probs, ref_log_probs, mask))
+            columns = grad_kl, grad_reward, log_probs, ref_log_probs, mask
             coeff = torch.full((), weight, dtype=torch.float64, device="cpu")
-            grad = torch.ops.fusedrl.token_kl_backward.default(*columns, coeff, estimator, missing)
+            grad = gradient_by_op(columns, coeff, estimator, missing)
         # Every estimator depends on ref - log_probs only, hence the opposite signs.
         return grad, -grad if of_reference else None, grad_reward, None
 
@@ -92,9 +92,16 @@ class _Autograd(torch.autograd.Function):
 _record: Callable[..., Any] = super(torch.autograd.Function, _Autograd).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def contiguous(tensor: Tensor | None) -> Tensor | None:
-    """A tensor as kernels take it; asking first is cheaper than a copy of nothing."""
-    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
+def gradient_by_op(
+    columns: tuple[Tensor | None, ...], coeff: Tensor, estimator: int, missing: bool
+) -> Tensor:
+    """The gradient of the log-probs by the op, which takes contiguous columns.
+
+    These are the upstream gradients of the KL and of the reward, both log-probs, and the mask.
+    """
+    # Asking first is cheaper than a copy of nothing.
+    given = (x if x is None or x.is_contiguous() else x.contiguous() for x in columns)
+    return torch.ops.fusedrl.token_kl_backward.default(*given, coeff, estimator, missing)
 
 
 @cache
