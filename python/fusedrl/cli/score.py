@@ -15,7 +15,6 @@ from rich.table import Table
 from fusedrl.cli import numbers
 from fusedrl.cli.console import Console
 from fusedrl.scoring import ChatError, ScoreError, Settings
-from fusedrl.scoring.chats import count_records
 from fusedrl.scoring.errors import printable
 from fusedrl.scoring.inputs import check_inputs
 from fusedrl.scoring.settings import DTYPES, ESTIMATORS, TEMPERATURES
@@ -157,14 +156,15 @@ def score_and_print(chats: Path, policy: str, reference: str, out: Path, setting
     """
     errors = Console(stderr=True)
     try:
-        check_inputs(chats, policy, reference, settings.chat_template)  # before what takes seconds
+        # Before the imports, which take seconds.
+        count = check_inputs(chats, policy, reference, settings.chat_template)
         from transformers.utils.logging import disable_progress_bar
 
         from fusedrl.scoring.job import score_chats
 
         disable_progress_bar()  # that of transformers, which would break up ours
         with raised(), _progress(errors) as progress:
-            task = progress.add_task("scoring", total=_total(chats))
+            task = progress.add_task("scoring", total=count)
 
             def on_skip(error: ChatError) -> None:
                 errors.print(f"{error}; skipped", markup=False, highlight=False, soft_wrap=True)
@@ -176,7 +176,7 @@ def score_and_print(chats: Path, policy: str, reference: str, out: Path, setting
                 out,
                 settings,
                 on_skip=on_skip,
-                on_progress=lambda count: progress.advance(task, count),
+                on_progress=lambda done: progress.advance(task, done),
             )
     except ScoreError as error:
         print(f"score: {error}", file=sys.stderr)
@@ -199,14 +199,6 @@ def _progress(console: Console) -> Iterator[Progress]:
     finally:
         with suppress(OSError):  # a terminal that hung up takes no more text
             progress.stop()
-
-
-def _total(chats: Path) -> int | None:
-    """How many chats there are, for the bar; ``None`` where the job is going to refuse the file."""
-    try:
-        return count_records(chats) if chats.is_file() else None
-    except (ScoreError, OSError):
-        return None
 
 
 def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:

@@ -13,7 +13,7 @@ from fusedrl.scoring.chats import count_records
 from fusedrl.scoring.errors import ScoreError, reason
 
 
-def check_inputs(chats: Path, policy: str, reference: str, template: Path | None) -> None:
+def check_inputs(chats: Path, policy: str, reference: str, template: Path | None) -> int:
     """Refuse a file or a folder that is not there, or that cannot be read.
 
     A model's name that may be one on a hub is left to whoever loads the model.
@@ -24,6 +24,9 @@ def check_inputs(chats: Path, policy: str, reference: str, template: Path | None
         reference: directory or hub name.
         template: the file of a chat template, or ``None``.
 
+    Returns:
+        The number of records in the file of conversations.
+
     Raises:
         ScoreError: an input is refused; the message names it.
     """
@@ -31,7 +34,7 @@ def check_inputs(chats: Path, policy: str, reference: str, template: Path | None
     read_template(template)
     for role, name in (("policy", policy), ("reference", reference)):
         _check_model(role, str(name))
-    count_records(chats)
+    return count_records(chats)
 
 
 def read_template(path: Path | None) -> str | None:
