@@ -100,16 +100,20 @@ def choose(
             raise ValueError(
                 f"impl: expected {_names(dtypes)} with {impl!r}, got {dtype}; use 'auto'"
             )
-        native.require(LIBRARY[device.type])
+        _require_library(device)
         return impl
     if device.type not in LIBRARY:
         return _fall_back(f"{op}: no compiled kernel for {device.type}")
     if dtype not in dtypes:
         return _fall_back(f"{op}: no compiled kernel for {dtype}")
-    if device.type == "cuda" and (error := native.load_error("_C_cuda")) is not None:
+    if device.type == "cuda" and (error := native.device_error(device.index or 0)) is not None:
         return _fall_back(f"{op}: {error}")
-    native.require(LIBRARY[device.type])
+    _require_library(device)
     return device.type
+
+
+def _require_library(device: torch.device) -> None:
+    native.require(LIBRARY[device.type], (device.index or 0) if device.type == "cuda" else None)
 
 
 def _require_triton(device: torch.device) -> None:
