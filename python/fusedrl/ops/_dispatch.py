@@ -100,20 +100,17 @@ def choose(
             raise ValueError(
                 f"impl: expected {_names(dtypes)} with {impl!r}, got {dtype}; use 'auto'"
             )
-        _require_library(device)
+        native.require(LIBRARY[device.type], device.index if device.type == "cuda" else None)
         return impl
     if device.type not in LIBRARY:
         return _fall_back(f"{op}: no compiled kernel for {device.type}")
     if dtype not in dtypes:
         return _fall_back(f"{op}: no compiled kernel for {dtype}")
-    if device.type == "cuda" and (error := native.device_error(device.index or 0)) is not None:
+    if device.type == "cpu":
+        native.require("_C")
+    elif (error := native.device_error(device.index or 0)) is not None:
         return _fall_back(f"{op}: {error}")
-    _require_library(device)
     return device.type
-
-
-def _require_library(device: torch.device) -> None:
-    native.require(LIBRARY[device.type], (device.index or 0) if device.type == "cuda" else None)
 
 
 def _require_triton(device: torch.device) -> None:
