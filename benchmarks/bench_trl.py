@@ -171,7 +171,7 @@ def loss_case(job: policy.Job) -> Case:
 
 def plan_of(job: policy.Job) -> Any:
     """What TRL's trainer tells of the loss of these tokens."""
-    from fusedrl.integrations._trl_loss import Plan, Record
+    from fusedrl.integrations._trl_loss import Plan, PlanMisses
     from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
 
     return Plan(
@@ -184,7 +184,7 @@ def plan_of(job: policy.Job) -> Any:
         surrogate=Surrogate("clip", 1 - policy.LOW, 1 + policy.HIGH, math.inf, "k3"),
         level="token",
         trainer="GRPOTrainer",
-        record=Record(),
+        record=PlanMisses(),
     )
 
 

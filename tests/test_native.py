@@ -13,6 +13,8 @@ import torch
 from programs import python
 
 from fusedrl import _host, native
+from fusedrl.cli import missing
+from fusedrl.ops import _dispatch
 
 FEATURES = {
     "avx2": ("avx2", "fma", "f16c"),
@@ -26,8 +28,10 @@ LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
 def fresh_load():
     """Libraries are looked for again, in the test and after it."""
     native._outcomes.clear()
+    native._devices.clear()
     yield
     native._outcomes.clear()
+    native._devices.clear()
 
 
 def usable(level: str) -> bool:
@@ -121,6 +125,87 @@ def test_ops_without_the_library_refuse_instead_of_running_slowly():
 def test_cuda_library_under_a_cpu_build_of_torch_is_explained():
     with pytest.raises(native.NativeLibraryError, match="_C_cuda: expected a CUDA build of torch"):
         native.require("_C_cuda")
+
+
+RELEASE = "80-real 90-real 100"
+
+
+@pytest.fixture
+def gpus(monkeypatch, fresh_load):
+    """A function that fakes a driver and its GPUs, and what the library was compiled for."""
+
+    def fake(*capabilities, driver=13000, built=RELEASE):
+        facts = _host.build_info() | {"cuda_compiler": "13.0.88", "cuda_architectures": built}
+        monkeypatch.setattr(_host, "build_info", lambda: facts)
+        monkeypatch.setattr(native, "find", lambda name: Path(__file__))
+        monkeypatch.setattr(torch.version, "cuda", "12.6")
+        monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+        monkeypatch.setattr(_dispatch, "_warned", set())
+
+    return fake
+
+
+def chosen(index: int, impl: str = "auto") -> str:
+    device = torch.device("cuda", index)
+    return _dispatch.choose(impl, "token_kl", device, torch.float32)
+
+
+def test_a_driver_older_than_the_library_leaves_the_reference(gpus, caplog):
+    gpus((9, 0), driver=12080)
+    assert [chosen(0), chosen(0)] == ["reference", "reference"]
+    (said,) = caplog.messages
+    assert "expected a driver for CUDA 13.0 or newer, got one for CUDA 12.8; update" in said
+    assert said.endswith("using the reference implementation")
+    with pytest.raises(native.NativeLibraryError, match=r"a driver for CUDA 13\.0 or newer"):
+        chosen(0, "cuda")
+
+
+@pytest.mark.parametrize("driver", [13000, 13020, 14000, 0])
+def test_a_driver_that_is_as_new_or_absent_does_not_stand_in_the_way(gpus, driver):
+    gpus(driver=driver)
+    assert native.load_error("_C_cuda") is None
+    assert native.device_error(0) is None  # a fake tensor's GPU, which is not there
+
+
+def test_each_gpu_is_asked_for_itself(gpus, caplog):
+    gpus((9, 0), (7, 5))
+    assert [chosen(i) for i in (0, 1, 1, 0)] == ["cuda", "reference", "reference", "cuda"]
+    (said,) = caplog.messages
+    assert f"architectures {RELEASE}, got sm_75 on cuda:1; use a GPU from sm_80 on" in said
+    with pytest.raises(native.NativeLibraryError, match="sm_75"):
+        chosen(1, "cuda")
+    assert chosen(0, "cuda") == "cuda"
+    assert missing.missing().keys() >= {"CUDA kernels for cuda:1"}
+    assert "CUDA kernels for cuda:0" not in missing.missing()
+
+
+@pytest.mark.parametrize(
+    ("built", "served", "refused"),
+    [
+        (RELEASE, [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)], [(7, 5)]),
+        ("80-real", [(8, 0), (8, 9)], [(7, 0), (9, 0), (12, 0)]),
+        ("86", [(8, 6), (8, 9), (9, 0)], [(8, 0), (7, 5)]),
+        ("90-virtual", [(9, 0), (10, 0)], [(8, 9)]),
+    ],
+)
+def test_which_gpus_a_binary_serves(gpus, built, served, refused):
+    """Machine code serves its generation from its own minor version on, PTX all that is newer."""
+    gpus(*served, *refused, built=built)
+    errors = [native.device_error(i) for i in range(len(served) + len(refused))]
+    assert [error is None for error in errors] == [True] * len(served) + [False] * len(refused)
+
+
+def test_a_traced_graph_takes_the_answer_about_a_gpu_as_a_constant(gpus):
+    gpus((9, 0), (7, 5))
+
+    def first_alone_is_served(x):
+        return x + (1 if native.device_error(0) is None and native.device_error(1) else 2)
+
+    compiled = torch.compile(first_alone_is_served, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.zeros(2)), torch.ones(2))
 
 
 COMPARE = """

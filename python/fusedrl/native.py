@@ -1,14 +1,16 @@
 """Find, load and explain the compiled libraries.
 
 ``_C`` holds the CPU ops, ``_C_cuda`` the CUDA ops, which are loaded only under a CUDA build of
-torch, and ``_host`` the Python bindings that do not need torch. A library that does not load never
-fails silently: the reason is kept, logged, and raised by the first call that needs it.
+torch, and ``_host`` the Python bindings that do not need torch. A library that does not load, or
+was not compiled for the driver or the GPU, never fails silently: the reason is kept, logged, and
+raised by the first call that needs it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -79,6 +81,8 @@ def _load(name: str) -> str | None:
             f"(built for: {built_for()}; there is: {_present()}); {REMEDY}"
             + (", with nvcc on PATH" if name == "_C_cuda" else "")
         )
+    if name == "_C_cuda" and (driver_error := _driver_error()) is not None:
+        return f"fusedrl.{name}: {driver_error}"
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -89,8 +93,62 @@ def _load(name: str) -> str | None:
     return None
 
 
-def require(name: str) -> None:
-    """Raise :class:`NativeLibraryError` unless the op library ``name`` is loaded."""
-    error = load_error(name)
+def _driver_error() -> str | None:
+    """Why the driver does not run a binary of our compiler, whose runtime is in ``_C_cuda``.
+
+    A driver for CUDA n.0 runs all of CUDA n. Torch brings a runtime of its own, which may be older.
+    """
+    from fusedrl import _host
+
+    compiler = _host.build_info()["cuda_compiler"].partition(".")[0]
+    version = torch._C._cuda_getDriverVersion()  # pyright: ignore[reportAttributeAccessIssue]
+    major, rest = divmod(version, 1000)
+    if not 0 < major < int(compiler or 0):  # 0: there is none, and no GPU that it could serve
+        return None
+    return (
+        f"expected a driver for CUDA {compiler}.0 or newer, got one for CUDA {major}.{rest // 10}; "
+        f"update NVIDIA's driver, or compile fusedrl with nvcc of CUDA {major}"
+    )
+
+
+# By the device's index; a plain dict, as above.
+_devices: dict[int, str | None] = {}
+
+
+def device_error(index: int) -> str | None:
+    """``None`` if ``_C_cuda`` is loaded and serves this GPU, else the explanation; asked once."""
+    if index not in _devices:
+        _devices[index] = load_error("_C_cuda") or _architecture_error(index)
+    return _devices[index]
+
+
+# What is traced takes the answer as a constant, as torch.compiler.assume_constant_result has it,
+# which imports the compiler.
+device_error._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _architecture_error(index: int) -> str | None:
+    """Why the binary has no code for a GPU: none of its generation, and no PTX of an older one."""
+    from fusedrl import _host
+
+    if index >= torch.cuda.device_count():  # a traced graph may name a device of another machine
+        return None
+    major, minor = torch.cuda.get_device_capability(index)
+    built = _host.build_info()["cuda_architectures"]
+    for arch, form in re.findall(r"(\d+)[a-z]?(-real|-virtual)?", built):
+        generation, least = divmod(int(arch), 10)
+        of_generation = form != "-virtual" and (generation == major and least <= minor)
+        if of_generation or (form != "-real" and (generation, least) <= (major, minor)):
+            return None
+    remedy = f"compile fusedrl with -C cmake.define.FUSEDRL_CUDA_ARCHS={major}{minor}"
+    return (
+        f"fusedrl._C_cuda: expected a GPU of the architectures {built}, got sm_{major}{minor} on "
+        f"cuda:{index}; {remedy if major >= 8 else 'use a GPU from sm_80 on'}"
+    )
+
+
+def require(name: str, device: int | None = None) -> None:
+    """Raise :class:`NativeLibraryError` unless the op library ``name`` is loaded, for the GPU."""
+    error = load_error(name) if device is None else device_error(device)
     if error is not None:
         raise NativeLibraryError(error)

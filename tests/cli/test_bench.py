@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import re
 import sys
 from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -285,9 +287,33 @@ def test_no_case_is_started_when_the_time_is_up(run):
     assert results["skipped"] == {"the rest": "not started: 0 s were over"}
 
 
-def test_every_op_has_a_module():
-    for op in bench.OPS:
-        assert callable(__import__(f"fusedrl.benchmarks.bench_{op}", fromlist=["cases"]).cases)
+def modules():
+    """Every benchmark of the folder; those that start processes or train are slow."""
+    for path in sorted(Path(harness.__file__).parent.glob("bench_*.py")):
+        name = path.stem.removeprefix("bench_")
+        yield pytest.param(name, marks=pytest.mark.slow if name in bench.NOT_QUICK else ())
+
+
+def test_every_benchmark_can_be_named():
+    assert sorted(bench.OPS) == [param.values[0] for param in modules()]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_ours_run_in_every_benchmark(name):
+    """Once, in the setting of each op that a quick run measures; of those that are slow, in one."""
+    module = importlib.import_module(f"fusedrl.benchmarks.bench_{name}")
+    usable = set(peers.MODULES) - peers.absent("cpu", False).keys()
+    seen = set()
+    for case in module.cases("cpu", True, usable):
+        if isinstance(case, harness.Skipped) or case.op in seen:
+            continue
+        seen.add(case.op)
+        ours = [run for who, run in case.contenders.items() if who.startswith(harness.OURS)]
+        assert ours
+        for run in ours:
+            run(case.make_input())
+        if name in bench.NOT_QUICK:
+            break
 
 
 @pytest.mark.parametrize("keep", [0.5, 1.0])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose
 from torchrl.envs.llm.transforms import KLComputation as TorchrlKLComputation
 from torchrl.modules.llm.policies import LogProbs
 
 from fusedrl import KLComputation
+from fusedrl.transport import deserialize, serialize
 
 from .dialogs import GEN, LENGTHS, REF, stack
 
@@ -286,6 +289,50 @@ def test_bad_input_is_refused_before_anything_changes(samples, spoil, message):
         KLComputation()(data)
     for sample, row in zip(samples, data.tensordicts, strict=True):
         assert "kl_penalty" not in row and row["reward"] is sample["reward"]
+
+
+class Untouchable(TensorDict):
+    """A subclass, which is read through tensordict's public interface."""
+
+
+STACKS = {
+    "stack": lazy_stack,
+    "stack of stacks": lambda tds: lazy_stack([lazy_stack(tds[:1]), lazy_stack(tds[1:2])]),
+    "subclass": lambda tds: lazy_stack([Untouchable(td) for td in tds]),
+    "sent": lambda tds: deserialize(serialize((lazy_stack(tds),)))[0],
+}
+
+
+@pytest.mark.parametrize("build", STACKS.values(), ids=STACKS)
+@pytest.mark.parametrize("lacking", [0, 1])
+@pytest.mark.parametrize("key", [GEN, REF, "reward", "next"])
+def test_a_column_that_one_sample_lacks_is_refused(samples, build, lacking, key):
+    """A stack hides such a column, and its rewards would go without a penalty."""
+    made = [TensorDict(sample) for sample in samples]
+    if key == "next":
+        made = [td.set("next", td.clone()) for td in made]
+    del made[lacking][key]
+    data = build(made)
+    before = leaves(data)
+    with pytest.raises(ValueError, match=rf"under {re.escape(repr(key))} .* sample {lacking}"):
+        KLComputation()(data)
+    assert leaves(data) == before
+
+
+def test_a_reward_that_is_no_tensor_is_refused(samples):
+    data = stack(samples)
+    data.tensordicts[2].set_non_tensor("reward", "high")
+    before = leaves(data)
+    with pytest.raises(ValueError, match=r"'reward'.* got a NonTensorData in sample 2"):
+        KLComputation()(data)
+    assert leaves(data) == before
+
+
+def leaves(data) -> list[dict]:
+    """What each sample has: the very objects, whose values no transform changes."""
+    if isinstance(data, LazyStackedTensorDict):
+        return [sample for inner in data.tensordicts for sample in leaves(inner)]
+    return [{key: id(value) for key, value in data.items(True, True)}]
 
 
 def test_unknown_arguments_are_refused():

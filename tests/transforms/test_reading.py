@@ -135,6 +135,15 @@ def test_masks_that_do_not_fit_are_refused(wrap, policy, policy_model):
         RetrieveLogProb(wrapper, assistant_only=False)(data)
 
 
+def test_a_mask_that_one_sample_lacks_is_refused(wrap, policy, policy_model):
+    """The others would be told by their padding, as if there were no mask."""
+    made = [TensorDict({TOKENS: row, ATTENTION: row > 0}) for row in _ids(policy)]
+    del made[1][ATTENTION]
+    transform = RetrieveLogProb(wrap(policy_model, input_mode="tokens"), assistant_only=False)
+    with pytest.raises(ValueError, match=r"'all_attention_mask'.* got none in sample 1"):
+        transform(lazy_stack(made))
+
+
 @pytest.mark.parametrize(
     ("mode", "key", "message"),
     [

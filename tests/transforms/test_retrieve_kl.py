@@ -73,6 +73,15 @@ def test_nothing_is_written_where_the_second_model_cannot_read(policy, reference
     assert set(map(str, data.keys(True))) == before
 
 
+def test_nothing_is_written_where_one_sample_lacks_the_reward(policy, reference):
+    data = conversations(stacked=True).set("reward", torch.ones(len(CHATS), 1, 1))
+    del data.tensordicts[1]["reward"]
+    before = [set(map(str, row.keys(True))) for row in data.tensordicts]
+    with pytest.raises(ValueError, match=r"'reward' .* sample 1"):
+        RetrieveKL(policy(), reference())(data)
+    assert [set(map(str, row.keys(True))) for row in data.tensordicts] == before
+
+
 def test_padded_models_answer_dense(policy, reference):
     data = conversations().set("reward", torch.ones(len(CHATS), 1, 1))
     out = RetrieveKL(policy(pad_output=True), reference(pad_output=True), coeff=0.1)(data)

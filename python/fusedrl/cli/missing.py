@@ -82,6 +82,10 @@ def _cuda() -> dict[str, str]:
         )
     elif torch.version.cuda is not None and (error := native.load_error("_C_cuda")) is not None:
         found["CUDA kernels"] = f"needed for GPUs: {error}"
+    else:
+        for index in range(torch.cuda.device_count()):
+            if (error := native.device_error(index)) is not None:
+                found[f"CUDA kernels for cuda:{index}"] = f"needed for this GPU: {error}"
     return found
 
 

@@ -49,11 +49,17 @@ _warned: set[str] = set()
 
 
 def register_fakes(fakes: dict[str, Callable]) -> None:
-    """Register shape functions of the compiled ops; without the library there are no ops."""
+    """Register shape functions of ops, and keep the ops out of the CUDA graphs of Inductor.
+
+    A graph would keep the first value of a scalar on the CPU, which is read at the launch, and
+    cannot wait to be told how many rows a mask keeps. Without the library there are no ops.
+    """
     if native.load_error("_C") is not None:
         return
     for name, fake in fakes.items():
         torch.library.register_fake(f"fusedrl::{name}", fake)
+        # The stable ABI takes tags from torch 2.12 on. Inductor reads these.
+        getattr(torch.ops.fusedrl, name).default._tags.append(torch.Tag.cudagraph_unsafe)
 
 
 def choose(
@@ -94,15 +100,16 @@ def choose(
             raise ValueError(
                 f"impl: expected {_names(dtypes)} with {impl!r}, got {dtype}; use 'auto'"
             )
-        native.require(LIBRARY[device.type])
+        native.require(LIBRARY[device.type], device.index if device.type == "cuda" else None)
         return impl
     if device.type not in LIBRARY:
         return _fall_back(f"{op}: no compiled kernel for {device.type}")
     if dtype not in dtypes:
         return _fall_back(f"{op}: no compiled kernel for {dtype}")
-    if device.type == "cuda" and (error := native.load_error("_C_cuda")) is not None:
+    if device.type == "cpu":
+        native.require("_C")
+    elif (error := native.device_error(device.index or 0)) is not None:
         return _fall_back(f"{op}: {error}")
-    native.require(LIBRARY[device.type])
     return device.type
 
 
@@ -149,7 +156,8 @@ def scalar_tensor(
 ) -> Tensor:
     """``value`` as a 0-dim float64 tensor, so that a compiled graph does not specialise on it.
 
-    Refuses what is not in ``[low, high]``. To compare a tensor with the bounds, its value has to be
+    Refuses what is not in ``[low, high]``, and in the capture of a CUDA graph a tensor on the CPU,
+    which is read once. To compare a tensor with the bounds, its value has to be
     read: that is done where it is on the CPU, with ``wait`` on any device, and never in a traced
     graph.
     """
@@ -173,10 +181,34 @@ def scalar_tensor(
             f"{name}: expected a constant, got a tensor that requires grad; "
             f"no gradient flows to {name}: pass {name}.detach()"
         )
+    if value.is_cpu and is_capturing(device):
+        raise RuntimeError(
+            f"{name}: expected a number, or a tensor on {device}, in the capture of a CUDA graph, "
+            "got a tensor on the CPU, whose value the graph would keep; move it with "
+            f".to({str(device)!r}) before the capture"
+        )
     scalar = value.reshape(()).to(torch.float64)
     if (wait or scalar.is_cpu) and has_values(scalar):
         _check_range(name, scalar.item(), low, high, remedy)
     return scalar
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what runs on the device is captured as a CUDA graph; a traced graph never is."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
+def check_counted_on_host(mask: Tensor | None, shift: bool, device: torch.device) -> None:
+    """Refuse to drop rows of a matrix product in a capture, where the host cannot count them."""
+    if (mask is not None or shift) and is_capturing(device):
+        got = "shift=True" if mask is None else "a mask"
+        raise RuntimeError(
+            "mask: expected none, and shift=False, in the capture of a CUDA graph, in which the "
+            f"host cannot wait for how many rows are kept, got {got}; pass the kept rows alone, or "
+            "call it outside of the capture"
+        )
 
 
 def scalar_on_host(name: str, value: float | Tensor) -> float:

@@ -9,11 +9,18 @@ interface, for all other data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    TensorDict,
+    TensorDictBase,
+    is_tensorclass,
+    lazy_stack,
+)
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torchrl.data import Composite, Unbounded
@@ -47,6 +54,38 @@ def check_some(td: TensorDictBase) -> None:
         raise ValueError("tensordict: expected at least one sample, got none; skip empty batches")
 
 
+def check_all_or_none(key: NestedKey, found: Sequence[Any], kind: type = Tensor) -> None:
+    """Refuse an entry that some samples have and others lack, or have as something else.
+
+    A stack hides such an entry, as if no sample had it.
+    """
+    if all(value is None for value in found):
+        return
+    for i, value in enumerate(found):
+        if not isinstance(value, kind):
+            got = "none" if value is None else f"a {type(value).__name__}"
+            raise ValueError(
+                f"tensordict: expected a {kind.__name__} under {key!r} in every sample, or in "
+                f"none, got {got} in sample {i}; give every sample one, or delete the others'"
+            )
+
+
+def entries_of(td: Any, key: NestedKey) -> Iterator[Any]:
+    """What each sample of any tensordict has under ``key``, or ``None`` for it."""
+    if is_tensorclass(td):
+        td = td._tensordict
+    if isinstance(td, LazyStackedTensorDict):
+        for inner in td.tensordicts:
+            yield from entries_of(inner, key)
+        return
+    first, *rest = (key,) if isinstance(key, str) else key
+    value = td.get(first, None) if isinstance(td, TensorDictBase) else None
+    if rest and value is not None:
+        yield from entries_of(value, tuple(rest))
+    else:
+        yield value
+
+
 def column_rows(column: Column) -> Sequence[Tensor]:
     """The rows of a dense, nested or stacked column, one for each sample."""
     return column.unbind(0) if isinstance(column, Tensor) else column
@@ -74,8 +113,14 @@ class Columns:
         self.td = td
 
     def get(self, key: NestedKey) -> Column | None:
-        """The column: a list of rows for a stack of samples, else the tensor as it is stored."""
-        return self.td.get(key, as_list=True)  # pyright: ignore[reportCallIssue]
+        """The column: a list of rows for a stack of samples, else the tensor as it is stored.
+
+        ``None`` if no sample has it; an error if some have it.
+        """
+        column = self.td.get(key, as_list=True)  # pyright: ignore[reportCallIssue]
+        if column is None:
+            check_all_or_none(key, list(entries_of(self.td, key)))
+        return column
 
     def set(self, key: NestedKey, value: Column, layout: torch.layout = torch.strided) -> None:
         """Store a dense or nested column, or rows as a nested tensor of this layout."""
@@ -110,12 +155,13 @@ class SampleColumns:
         return entries(self._dicts, name)
 
     def get(self, key: NestedKey) -> list[Tensor] | None:
-        """One tensor for each sample, or ``None`` if a sample has no tensor of this name."""
+        """One tensor for each sample, or ``None`` if no sample has it; an error if some have it."""
         rows = _PLAIN.column(self._dicts, (key,) if isinstance(key, str) else key)
         if rows is not None:
             return rows
         rows = [sample.get(key) for sample in self.samples]
-        return rows if all(isinstance(row, Tensor) for row in rows) else None
+        check_all_or_none(key, rows)
+        return None if rows[0] is None else rows
 
     def set(self, key: NestedKey, value: Column, layout: torch.layout = torch.strided) -> None:
         """Store one row in each sample; the layout has no effect."""

@@ -48,8 +48,8 @@ class KLComputation(_KLComputation):
 
     Raises:
         TypeError: an unknown argument, or an argument under its former and its present name.
-        ValueError: the two log-probs have one key, or columns are missing or do not fit each
-            other. The tensordict is then unchanged.
+        ValueError: the two log-probs have one key, or columns do not fit each other or are
+            missing, also in some of the samples only. The tensordict is then unchanged.
 
     Example:
         >>> import torch
@@ -104,7 +104,7 @@ class KLComputation(_KLComputation):
         if rows is not None:
             self._penalise(rows)
             return data
-        following = data.get("next")
+        following = transitions.following(data)
         if following is None:
             return self._step(data, data)
         return data.set("next", self._step(data, following))
@@ -116,6 +116,10 @@ class KLComputation(_KLComputation):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         self._penalise(columns.columns_of(next_tensordict))
         return next_tensordict
+
+    def reward_of(self, data: Data) -> Column | None:
+        """The reward that the KL is subtracted from; ``None`` if there is none, or is not to be."""
+        return data.get("reward") if self.add_to_reward else None
 
     def _penalise(self, data: Data) -> None:
         log_probs = data.get(self.gen_log_probs_full_key)
@@ -131,7 +135,7 @@ class KLComputation(_KLComputation):
                     "run RetrieveLogProb before, or name the keys where they are"
                 )
         assert log_probs is not None and ref_log_probs is not None
-        reward = data.get("reward") if self.add_to_reward else None
+        reward = self.reward_of(data)
         given = (log_probs, ref_log_probs) if reward is None else (log_probs, ref_log_probs, reward)
         if all(map(is_dense, given)):
             self._dense(data, *given)  # pyright: ignore[reportArgumentType]

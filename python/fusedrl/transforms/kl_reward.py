@@ -207,10 +207,10 @@ class KLRewardTransform(_KLRewardTransform):
         if tokens is None:
             return self._without_tokens(key, next_tensordict)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-            ref_log_probs = self._score(tensordict, key, tokens)
             log_probs = policy_log_probs(data, self.log_prob_full_key, tokens)
             mask = assistant_mask(data, tokens) if self.assistant_only else None
             reward = target.get(self.in_keys[0]) if self.add_to_reward else None
+            ref_log_probs = self._score(tensordict, key, tokens)
             self._penalise(target, log_probs, ref_log_probs, mask, reward)
         return next_tensordict
 

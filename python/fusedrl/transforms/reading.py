@@ -15,7 +15,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl.transforms.assistant_masks import MarkingTokenizer
-from fusedrl.transforms.columns import column_rows, is_dense
+from fusedrl.transforms.columns import Columns, column_rows, is_dense
 from fusedrl.transforms.rollout_columns import ATTENTION
 
 
@@ -212,7 +212,7 @@ def _read_tokens(reading: Reading, td: TensorDictBase, column: Any) -> TokenBatc
     rows = column_rows(column)
     masks = None
     for key in (ATTENTION, reading.attention_mask_key):
-        masks = td.get(key, as_list=True) if masks is None else masks  # pyright: ignore[reportCallIssue]
+        masks = Columns(td).get(key) if masks is None else masks
     if masks is not None:
         attended = [mask.bool() for mask in column_rows(masks)]
         for i, (row, mask) in enumerate(zip(rows, attended, strict=True)):

@@ -222,6 +222,8 @@ class RetrieveKL(_RetrieveKL):
                 batch = transform.read(tensordict, shared=batch)
                 steps.append(partial(transform.score, tensordict, batch=batch))
             else:
+                if isinstance(transform, KLComputation):
+                    transform.reward_of(columns.columns_of(next_tensordict))
                 steps.append(partial(transform._step, tensordict))
         for step in steps:
             next_tensordict = step(next_tensordict)

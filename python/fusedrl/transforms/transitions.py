@@ -7,6 +7,8 @@ from collections.abc import Callable
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
+from fusedrl.transforms.columns import check_all_or_none, entries_of
+
 Step = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
 
 
@@ -22,8 +24,16 @@ def writable(transform: Transform, tensordict: TensorDictBase) -> TensorDictBase
     return tensordict.clone(recurse=False)
 
 
+def following(tensordict: TensorDictBase) -> TensorDictBase | None:
+    """The ``"next"`` entry, or ``None`` if no sample has it; an error if some have it."""
+    found = tensordict.get("next", None)
+    if found is None:
+        check_all_or_none("next", list(entries_of(tensordict, "next")), TensorDictBase)
+    return found
+
+
 def run(transform: Transform, step: Step, tensordict: TensorDictBase) -> TensorDictBase:
     """Let ``step`` write into ``"next"``, or into the root if there is no ``"next"``."""
     data = writable(transform, tensordict)
-    following = data.get("next", None)
-    return step(data, data) if following is None else data.set("next", step(data, following))
+    target = following(data)
+    return step(data, data) if target is None else data.set("next", step(data, target))

@@ -116,6 +116,7 @@ def linear_exact_kl(
     _check_heads(head, ref_head)
     chosen = _dispatch.choose(impl, "linear_exact_kl", head.hidden.device, head.hidden.dtype)
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
+    _dispatch.check_counted_on_host(mask, shift, head.hidden.device)
     p, q = (ref_head, head) if divergence.swapped else (head, ref_head)
     if chosen == "reference":
         _dispatch.check_without_kernel("batch_invariant", batch_invariant, False)

@@ -238,6 +238,7 @@ def linear_policy_loss(
     _check_main_grad(main_grad, head.weight, group)
     _check_importance(importance, rollout_log_probs, sequence_group)
     chosen = _dispatch.choose(impl, "linear_policy_loss", head.hidden.device, head.hidden.dtype)
+    _dispatch.check_counted_on_host(mask, shift, head.hidden.device)
     rows = autograd.Rows(
         tokens.to(torch.int64).contiguous(),
         None if mask is None else mask.contiguous(),

@@ -180,7 +180,7 @@ class _Autograd(torch.autograd.Function):
 
 def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     # Where the loss itself is differentiated: no pass over the gradients.
-    if _dispatch.has_values(scale) and scale == 1:
+    if _dispatch.has_values(scale) and scale.is_cpu and scale == 1:
         return grad.to(dtype)
     return (grad * scale.to(grad.dtype)).to(dtype)
 

@@ -129,6 +129,7 @@ def linear_token_log_probs(
         impl, "linear_token_log_probs", head.hidden.device, head.hidden.dtype, triton=True
     )
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
+    _dispatch.check_counted_on_host(mask, shift, head.hidden.device)
     if chosen == "reference":
         _dispatch.check_without_kernel("vocab_offset", vocab_offset, None)
         _dispatch.check_without_kernel("batch_invariant", batch_invariant, False)

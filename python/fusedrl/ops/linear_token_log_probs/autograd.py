@@ -156,22 +156,33 @@ def _triton(
     columns = triton.partials(
         hidden.reshape(-1, hidden.shape[-1])[rows[kept]],
         *(weight, bias, targets),
-        temperature.reciprocal().to(hidden.device, torch.float32).reshape(1),
+        _inverse_on(hidden, temperature),
         *(scale, softcap, entropy),
     )
     parts = torch.stack((*columns[:3], columns[3].masked_fill(outside, -torch.inf)), -1)
     # A dropped token's part: its log-prob and entropy come out as 0, whatever parts join.
-    dropped = [0.0, 1.0, 0.0, 0.0] if not vocab_offset else [-torch.inf, 0.0, 0.0, -torch.inf]
-    out = parts.new_tensor(dropped).expand(tokens.numel(), 4).contiguous()
+    out = parts.new_zeros(tokens.numel(), 4)
+    if vocab_offset:
+        out[:, ::3] = -torch.inf
+    else:
+        out[:, 1] = 1.0
     out[kept] = parts
     return out.view(*tokens.shape, 4)
 
 
-_triton.register_fake(_fake_triton)
+def _inverse_on(hidden: Tensor, temperature: Tensor) -> Tensor:
+    """``1 / temperature`` as Triton reads it, beside the hidden states; nothing waits for them."""
+    inverse = temperature.reciprocal()
+    if inverse.device != hidden.device:
+        return hidden.new_full((1,), inverse.item(), dtype=torch.float32)
+    return inverse.to(torch.float32).reshape(1)
+
+
 _dispatch.register_fakes(
     {
         "linear_token_log_probs": _fake,
         "linear_token_log_probs_finish": _fake_finish,
         "linear_token_log_probs_backward": _fake_backward,
+        "linear_token_log_probs_triton": _fake_triton,
     }
 )

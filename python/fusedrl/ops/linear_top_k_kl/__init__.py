@@ -107,6 +107,7 @@ def linear_top_k_kl(
     )
     chosen = _dispatch.choose(impl, "linear_top_k_kl", head.hidden.device, head.hidden.dtype)
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
+    _dispatch.check_counted_on_host(mask, shift, head.hidden.device)
     if chosen == "reference":
         _dispatch.check_without_kernel("batch_invariant", batch_invariant, False)
         log_probs = reference.log_probs(head, ids, mask, offsets, shift, divisor)

@@ -1,0 +1,135 @@
+"""What CUDA graphs ask of every op, seen without a GPU: ``meta`` stands for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._inductor.utils import (
+    get_first_incompatible_cudagraph_node,
+    is_cudagraph_unsafe_fx_node,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedrl import linear_exact_kl, token_kl, token_log_probs
+from fusedrl.ops import _dispatch, _stored
+from fusedrl.ops.linear_token_log_probs import autograd
+
+from .test_meta import CASES, CONSTANT, Inputs, flat
+
+OURS = {name: case for name, case in CASES.items() if not name.startswith("selective")}
+DROPS_ROWS = {name for name in OURS if name.startswith("linear") and "its entropy" not in name}
+
+
+class NoWaits(TorchDispatchMode):
+    """Fails at a copy between host and device; torch fails where a value on meta is read."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+            source = args[1] if func.overloadpacket is torch.ops.aten.copy_ else args[0]
+            assert source.device == out.device, f"{func} from {source.device} to {out.device}"
+        return out
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device whose tensors count as tensors with values, so that what reads them shows."""
+    monkeypatch.setattr(_dispatch, "has_values", lambda tensor: True)
+    monkeypatch.setattr(_stored, "MOST_BYTES", 0)  # as on a GPU, which stores no logits
+    return "meta"
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    monkeypatch.setattr(_dispatch, "is_capturing", lambda device: True)
+
+
+def ops():
+    names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    return sorted(name for name in names if name.startswith("fusedrl::"))
+
+
+@pytest.mark.parametrize("name", ops())
+def test_inductor_captures_no_op(name):
+    """They read scalars on the host, which a graph would keep, or wait for a number of rows."""
+    if name == "fusedrl::rounds_grads":
+        pytest.skip("its result is on the CPU, where nothing is captured")
+    op = getattr(torch.ops.fusedrl, name.removeprefix("fusedrl::")).default
+    node = torch.fx.Graph().call_function(op)
+    assert is_cudagraph_unsafe_fx_node(node)
+
+
+def test_inductor_finds_the_op_in_what_is_traced():
+    def penalised(log_probs, coeff):
+        return token_kl(log_probs, log_probs - 1, reward=log_probs, coeff=coeff).reward
+
+    traced = make_fx(penalised, tracing_mode="fake")(torch.randn(4), torch.tensor(0.1))
+    found = get_first_incompatible_cudagraph_node(traced)
+    assert found.target is torch.ops.fusedrl.token_kl.default
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_nothing_waits_for_the_device(device, name):
+    inputs = Inputs(device, torch.bfloat16, name not in CONSTANT)
+    with NoWaits():
+        results = flat(OURS[name](inputs))
+        if name not in CONSTANT:
+            torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+
+
+@pytest.mark.parametrize("vocab_offset", [None, 0, 5])
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_triton_waits_for_nothing_but_how_many_rows_are_kept(monkeypatch, vocab_offset, where):
+    triton = pytest.importorskip("fusedrl.ops.linear_token_log_probs.triton")
+    inverses = []
+
+    def partials(hidden, weight, bias, targets, inverse, *options):
+        inverses.append(inverse)
+        return [hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(4)]
+
+    monkeypatch.setattr(triton, "partials", partials)
+    i, temperature = Inputs("meta", torch.bfloat16, False), torch.ones((), dtype=torch.float64)
+    temperature = temperature.to(where)
+    with NoWaits():
+        out = autograd._triton._init_fn(
+            *(*i.head(), None, i.tokens(4), None, None, False, temperature),
+            *(1.0, 0.0, True, vocab_offset, False),
+        )
+    assert out.is_meta and out.shape == (4, 4)
+    assert [(x.is_meta, x.dtype, x.shape) for x in inverses] == [(True, torch.float32, (1,))]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_capture_is_refused_where_the_host_has_to_count_rows(capturing, name):
+    inputs = Inputs("meta", torch.bfloat16, False)
+    if name in DROPS_ROWS:
+        with pytest.raises(RuntimeError, match=r"mask: expected none.* capture of a CUDA graph"):
+            OURS[name](inputs)
+    else:
+        OURS[name](inputs)
+
+
+def test_a_shift_drops_rows_too(capturing):
+    inputs = Inputs("meta", torch.bfloat16, False)
+    hidden, weight = inputs.values(2, 4, 3), inputs.values(5, 3)
+    with pytest.raises(RuntimeError, match=r"shift=False, in the capture .*got shift=True"):
+        linear_exact_kl(hidden, weight, hidden, weight, shift=True)
+
+
+def test_a_scalar_on_the_cpu_is_refused_in_a_capture(capturing):
+    inputs = Inputs("meta", torch.bfloat16, False)
+    given = inputs.values(4, 5), inputs.tokens(4)
+    for fits in (0.7, inputs.scalar()):
+        token_log_probs(*given, temperature=fits)
+    with pytest.raises(RuntimeError, match=r"temperature: .*\.to\('meta'\) before the capture"):
+        token_log_probs(*given, temperature=torch.ones(()))
+
+
+def test_a_capture_is_of_the_current_stream_of_cuda(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        torch.cuda, "is_current_stream_capturing", lambda: asked.append(True) or True
+    )
+    assert not _dispatch.is_capturing(torch.device("cpu")) and not asked
+    assert _dispatch.is_capturing(torch.device("cuda", 0)) and asked
