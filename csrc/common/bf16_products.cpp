@@ -180,8 +180,8 @@ void multiply_transposed(FloatMatrix out, Pairs a, Bf16Matrix b, ProductSizes si
 }  // namespace
 
 Bf16Products bf16_products() {
-  return {multiply,  multiply_transposed, pairs_of_rows, limit_of_rests,
-          round_row, split_row,           add_rests};
+  return {multiply,       multiply_transposed, pairs_of_rows, norms_of_rows,
+          limit_of_rests, round_row,           split_row,     add_rests};
 }
 
 }  // namespace fusedrl::avx512_bf16

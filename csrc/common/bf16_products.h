@@ -52,13 +52,18 @@ struct Bf16Products {
   // `rest` it is rounded.
   void (*pairs_of_rows)(uint32_t* to, uint32_t* rest, FloatMatrix from, int64_t rows,
                         int64_t columns);
-  // The magnitude up to which entries of a row of gradients may be rounded in its next tile, or
-  // kKeepsAll; the sum of squares of what is rounded stays below 2^-12 of the largest entry's, but
-  // where it `rounds` what is finite: then no more rests are kept than round_row takes.
-  float (*limit_of_rests)(const float* from, int64_t columns, bool rounds, RowScale& row);
+  // The Euclidean norms of the rows of b [rows, columns].
+  void (*norms_of_rows)(float* to, Bf16Matrix b, int64_t rows, int64_t columns);
+  // The term up to which entries of a row of gradients may be rounded in its next tile, or
+  // kKeepsAll; `norms` are those of the classes' weights. The sum of squares of the terms that are
+  // rounded stays below 2^-12 of the largest's, but where it `rounds` what is finite: then no more
+  // rests are kept than round_row takes.
+  float (*limit_of_rests)(const float* from, const float* norms, int64_t columns, bool rounds,
+                          RowScale& row);
   // Rounds a row to pairs along its columns. Returns the number of `rests` that have to be added,
-  // at most kMostRests + 1: those of the entries above the limit, and one of what all others lose.
-  int (*round_row)(uint32_t* to, const float* from, int64_t columns, float limit, Rest* rests);
+  // at most kMostRests + 1: those of the terms above the limit, and one of what all others lose.
+  int (*round_row)(uint32_t* to, const float* from, const float* norms, int64_t columns,
+                   float limit, Rest* rests);
   // The same, with the rests of all entries as pairs.
   void (*split_row)(uint32_t* to, uint32_t* rest, const float* from, int64_t columns);
   // to [columns] += the product of the rests and the rows of b that they are at.
@@ -68,8 +73,11 @@ struct Bf16Products {
 #if defined(FUSEDRL_BF16_PRODUCTS)
 namespace avx512_bf16 {
 Bf16Products bf16_products();
-float limit_of_rests(const float* from, int64_t columns, bool rounds, RowScale& row);
-int round_row(uint32_t* to, const float* from, int64_t columns, float limit, Rest* rests);
+void norms_of_rows(float* to, Bf16Matrix b, int64_t rows, int64_t columns);
+float limit_of_rests(const float* from, const float* norms, int64_t columns, bool rounds,
+                     RowScale& row);
+int round_row(uint32_t* to, const float* from, const float* norms, int64_t columns, float limit,
+              Rest* rests);
 void split_row(uint32_t* to, uint32_t* rest, const float* from, int64_t columns);
 void add_rests(float* to, const Rest* rests, int count, Bf16Matrix b, int64_t columns);
 void pairs_of_rows(uint32_t* to, uint32_t* rest, FloatMatrix from, int64_t rows, int64_t columns);

@@ -10,10 +10,11 @@ namespace fusedrl {
 
 using torch::headeronly::BFloat16;
 
-// What has been seen of a row of gradients, a tile of its classes at a time.
+// What has been seen of a row of gradients, a tile of its classes at a time. A class's term is its
+// gradient times the norm of its weights: how much it adds to the hidden state's gradient.
 struct RowScale {
-  float largest = 0;  // magnitude in the row, or a lower bound of it
-  float dropped = 0;  // squares of the entries whose rests were dropped, in squares of `largest`
+  float largest = 0;  // term in the row, or a lower bound of it
+  float dropped = 0;  // squares of the terms whose rests were dropped, in squares of `largest`
 };
 
 // What bfloat16 leaves of an entry of a row.

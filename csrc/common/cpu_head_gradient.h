@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -58,7 +59,7 @@ class CpuHeadGradient {
     if (of_hidden) {
       hidden_ = torch::stable::new_zeros(hidden, {head.padded(head.rows()), head.width()},
                                          ScalarType::Float);
-      if (head.products() != nullptr) scales_.resize(head.rows());
+      if (head.products() != nullptr) find_norms();
     }
     if (of_weight) {
       const ScalarType dtype = weight_dtype.value_or(weight.scalar_type());
@@ -69,10 +70,13 @@ class CpuHeadGradient {
     if (of_bias) bias_sums_.resize(bias->numel());
   }
 
-  // Says that a gradient of this row's logits is as large as `magnitude`, or larger, before it
-  // comes: of smaller ones less has to be kept.
-  void expect(int64_t row, float magnitude) {
-    if (!scales_.empty()) scales_[row].largest = std::fabs(magnitude);
+  // Says what the gradient of this row's logit of a class will be, before it comes: of smaller ones
+  // less has to be kept. The weights of a class in another shard are taken for average ones.
+  void expect(int64_t row, int64_t of_class, float grad) {
+    if (scales_.empty()) return;
+    const bool here = of_class >= 0 && of_class < head_.classes();
+    const float term = std::fabs(grad) * (here ? norms_[of_class] : mean_norm_);
+    scales_[row].largest = std::fmax(scales_[row].largest, term);
   }
 
   // Adds what `grads`, the gradients of the logits of these rows and classes, contribute. A class
@@ -188,6 +192,16 @@ class CpuHeadGradient {
     Tensor sums;
   };
 
+  void find_norms() {
+    scales_.resize(head_.rows());
+    norms_.resize(head_.classes());
+    torch::stable::parallel_for(0, head_.classes(), 256, [&](int64_t begin, int64_t end) {
+      head_.products()->norms_of_rows(norms_.data() + begin, head_.weights_in_bf16(begin),
+                                      end - begin, head_.width());
+    });
+    mean_norm_ = std::accumulate(norms_.begin(), norms_.end(), 0.0) / norms_.size();
+  }
+
   // The limits of all rests, a row at a time and its tiles in order.
   void find_limits(Span rows, Span classes, FloatMatrix grads) {
     const Spans tiles{classes, kTileClasses};
@@ -195,9 +209,10 @@ class CpuHeadGradient {
     torch::stable::parallel_for(0, rows.count, 16, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         for (int64_t i = 0; i < tiles.count(); ++i) {
-          const float* row = grads.at(r, tiles[i].first - classes.first);
+          const Span tile = tiles[i];
           limits_[i * rows.count + r] = head_.products()->limit_of_rests(
-              row, tiles[i].count, rounds_, scales_[rows.first + r]);
+              grads.at(r, tile.first - classes.first), norms_.data() + tile.first, tile.count,
+              rounds_, scales_[rows.first + r]);
         }
       }
     });
@@ -243,7 +258,8 @@ class CpuHeadGradient {
           products.split_row(high, room.rest.get() + room.split.size() * words, row, tile.count);
           room.split.push_back(r);
         } else {
-          const int count = products.round_row(high, row, tile.count, limits[r], rests);
+          const int count = products.round_row(high, row, norms_.data() + tile.first, tile.count,
+                                               limits[r], rests);
           products.add_rests(out.at(r, 0), rests, count, weights, columns.count);
         }
       }
@@ -315,7 +331,9 @@ class CpuHeadGradient {
   std::optional<Tensor> hidden_, weight_, sums_;
   std::vector<double> bias_sums_;
   std::vector<RowScale> scales_;  // of each row of a product in bfloat16
-  std::vector<float> limits_;     // of the part that is added: of its rows, tile by tile
+  std::vector<float> norms_;      // of each class's weights, likewise
+  float mean_norm_ = 0;
+  std::vector<float> limits_;  // of the part that is added: of its rows, tile by tile
 };
 
 // Makes the logits of all rows and classes, a part at a time, with shape(x, tile) from the products

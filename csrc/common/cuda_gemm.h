@@ -10,7 +10,8 @@
 
 namespace fusedrl {
 
-// out = a b, summed in float32; `out` is float32 or of the dtype of both.
+// out = a b, for a float32 `out`: a half one may be summed in its own dtype, where torch is set so
+// (allow_bf16_reduced_precision_reduction, which is its default).
 inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   using torch::stable::detail::from;
   if (out.scalar_type() == a.scalar_type()) {

@@ -173,7 +173,7 @@ class CudaHeadGradient {
     const ScalarType dtype = in_float ? ScalarType::Float : weight.scalar_type();
     if (of_weight) weight_ = new_zeros(weight, {weight.size(0), width_}, dtype);
     if (of_bias) bias_ = new_zeros(weight, {weight.size(0)}, ScalarType::Float);
-    // With one block, the GEMM writes its products to their place and rounds them once itself.
+    // The products of one block are rounded to their place.
     if (of_weight && rows.kept.count > rows.block && !in_float) {
       weight_sum_ = new_matrix(weight, rows.tile, width_, ScalarType::Float);
     }
@@ -250,7 +250,8 @@ class CudaHeadGradient {
                   const Tensor& block) {
     const Tensor sum = weight_sum_.has_value() ? rows_of(*weight_sum_, 0, tile.classes)
                                                : rows_of(*weight_, first_class, tile.classes);
-    if (tile.first_row == 0) {
+    const bool starts = tile.first_row == 0;
+    if (starts && sum.scalar_type() == ScalarType::Float) {
       multiply(sum, grads, block);
       return;
     }
@@ -259,7 +260,12 @@ class CudaHeadGradient {
       const int64_t classes = std::min(most, tile.classes - first);
       const Tensor term = new_matrix(like_, classes, width_, ScalarType::Float);
       multiply(term, rows_of(grads, first, classes), block);
-      add_to(rows_of(sum, first, classes), term);
+      Tensor part = rows_of(sum, first, classes);
+      if (starts) {
+        torch::stable::copy_(part, term);
+      } else {
+        add_to(part, term);
+      }
     }
   }
 

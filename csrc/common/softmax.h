@@ -9,7 +9,7 @@
 namespace fusedrl {
 
 // Softmax statistics of a part of a row, relative to one logit: d_v = (x_v - max) / temperature.
-// `max` is the largest logit of the part, or one so near that no e^{d_v} overflows.
+// `max` is the largest logit of the part, or one that rises_too_far() leaves.
 template <typename Acc>
 struct SoftmaxPart {
   float max = -INFINITY;
@@ -30,6 +30,13 @@ FUSEDRL_HD SoftmaxPart<Acc> merge(SoftmaxPart<Acc> x, SoftmaxPart<Acc> y, float 
   const Acc scale = std::exp(Acc(shift));
   return {high.max, high.sum + scale * low.sum,
           high.dot + scale * (low.dot + low.sum * Acc(shift))};
+}
+
+// Whether the largest logit, 2^rise times as likely as the one that `sum` is relative to, has to
+// take its place. A log-prob and an entropy are what is left where that distance cancels, so it has
+// to be short; and where the largest has much of the probability, little may be left: then it is 0.
+FUSEDRL_HD bool rises_too_far(float rise, double sum) {
+  return rise > 4 || (rise > 0 && 8 * std::exp2(rise) > sum);
 }
 
 // log sum_v e^{z_v} = max / temperature + log_sum. Added up, large logits would take log_sum's

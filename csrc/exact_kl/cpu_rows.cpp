@@ -1,5 +1,5 @@
 // One pass over two rows, in chunks that stay in L1: the first, a short one, finds its maxima
-// before it exponentiates, the others are relative to those unless they rise far above them.
+// before it exponentiates, the others are relative to those unless they rise above them too far.
 // A mixture takes a second pass, with the normalizers. Compiled once a CPU level. Every choice
 // depends on the two rows alone.
 //
@@ -43,11 +43,11 @@ struct Dots {
   }
 };
 
-// The part of these logits relative to `max_p` and `max_q`. A logit so far above them that powers
-// of two leave the safe range spoils the part: then `overflow` is set.
+// The part of these logits relative to `max_p` and `max_q`, and how far they rise above these, as
+// exponents of 2: above kExp2Max the part is spoiled.
 template <bool kEntropies, typename T>
 PairPart<double> chunk_part(const T* logits, const T* ref_logits, int64_t count,
-                            float inv_temperature, float max_p, float max_q, bool& overflow) {
+                            float inv_temperature, float max_p, float max_q, Pair<float>& rise) {
   const float scale = inv_temperature * kLog2E;
   const float base_p = max_p == -INFINITY ? 0.0f : max_p;
   const float base_q = max_q == -INFINITY ? 0.0f : max_q;
@@ -63,8 +63,7 @@ PairPart<double> chunk_part(const T* logits, const T* ref_logits, int64_t count,
                         add(a, dots_a, x.a - base_p, y.a - base_q);
                         add(b, dots_b, x.b - base_p, y.b - base_q);
                       });
-  const float top = std::max(max_of(max(a.top_p, b.top_p)), max_of(max(a.top_q, b.top_q)));
-  overflow = top * scale > kExp2Max / 2;
+  rise = {max_of(max(a.top_p, b.top_p)) * scale, max_of(max(a.top_q, b.top_q)) * scale};
   const auto sum = [](F x, F y) { return sum_of(x) + sum_of(y); };
   PairPart<double> part{max_p, max_q, sum(a.sum_p, b.sum_p), sum(a.sum_q, b.sum_q),
                         sum(a.cross, b.cross) * inv_temperature};
@@ -83,14 +82,15 @@ PairPart<double> pair_part(const T* logits, const T* ref_logits, int64_t count,
     size = std::min(start == 0 ? kFirstChunk : kChunk, count - start);
     const T *x = logits + start, *y = ref_logits + start;
     PairPart<double> part;
-    // A chunk rarely exceeds what came before by 2^62: relative to the same logits, one read.
-    bool again = all.max_p == -INFINITY || all.max_q == -INFINITY;
-    if (!again) {
-      part = chunk_part<kEntropies>(x, y, size, inv_temperature, all.max_p, all.max_q, again);
+    Pair<float> rise{INFINITY, INFINITY};
+    // A chunk rarely rises far above what came before: relative to the same logits, one read.
+    if (all.max_p > -INFINITY && all.max_q > -INFINITY) {
+      part = chunk_part<kEntropies>(x, y, size, inv_temperature, all.max_p, all.max_q, rise);
     }
-    if (again) {
+    if (rises_too_far(rise.p, all.sum_p + part.sum_p) ||
+        rises_too_far(rise.q, all.sum_q + part.sum_q)) {
       part = chunk_part<kEntropies>(x, y, size, inv_temperature, max_element(x, size),
-                                    max_element(y, size), again);
+                                    max_element(y, size), rise);
     }
     all = merge(all, part, inv_temperature);
   }

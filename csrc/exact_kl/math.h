@@ -19,7 +19,7 @@ struct Pair {
 
 // Statistics of a part of two rows x and y, relative to one logit of each:
 // dp_v = (x_v - max_p) / temperature, dq_v = (y_v - max_q) / temperature. The maxima are the
-// largest logits of the part, or so near them that no exponential overflows.
+// largest logits of the part, or ones that rises_too_far() leaves.
 template <typename Acc>
 struct PairPart {
   float max_p = -INFINITY;

@@ -75,7 +75,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
       results[n] = policy.row(n, row.log_prob, entropy ? row.entropy : 0.0f);
       gradients[i] = {policy.slope(n, results[n]), policy.weights[n].entropy, row.entropy,
                       row.normalizer, inv_temperature};
-      tiles.expect(gradient, block.first + i, gradients[i], row.log_prob);
+      const int64_t target = kept.targets[block.first + i];
+      tiles.expect(gradient, block.first + i, target, gradients[i], row.log_prob);
     }
     if (!of_hidden && !of_weight && !of_bias) continue;
     const auto no_room = [] { return nullptr; };

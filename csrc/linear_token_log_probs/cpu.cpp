@@ -95,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   };
   for (size_t i = 0; i < kept.tokens.size(); ++i) {
     const int64_t n = kept.tokens[i];
-    tiles.expect(gradient, i, of_row(n), data<float>(log_probs)[n]);
+    tiles.expect(gradient, i, kept.targets[i], of_row(n), data<float>(log_probs)[n]);
   }
   add_gradients(
       head, gradient, StoredLogits(head, logits),

@@ -83,10 +83,10 @@ class TileRows {
 
   // Tells the head's gradient of a row what the target's will be, wherever in the vocabulary it is.
   // A softcap may leave nothing of it, and a target without probability may be in no shard.
-  void expect(CpuHeadGradient& head, int64_t row, const RowGradient& gradient,
+  void expect(CpuHeadGradient& head, int64_t row, int64_t target, const RowGradient& gradient,
               float target_log_prob) const {
     if (cap_ == 0 && target_log_prob > -INFINITY) {
-      head.expect(row, gradient.target(target_log_prob));
+      head.expect(row, target, gradient.target(target_log_prob));
     }
   }
 

@@ -7,7 +7,7 @@
 namespace fusedrl {
 
 struct VocabPart {
-  float max = -INFINITY;     // largest logit, or one so near that no e^{d_v} overflows
+  float max = -INFINITY;     // largest logit, or one that rises_too_far() leaves
   float sum = 0;             // sum_v e^{d_v}, d_v = (x_v - max) / temperature
   float dot = 0;             // sum_v d_v e^{d_v}
   float target = -INFINITY;  // the target's logit, where it is in this part

@@ -123,13 +123,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_log_probs, Tensor hidden
   const TileRows tiles(head, inv_temperature, softcap);
   for (size_t i = 0; softcap == 0 && i < batch.tokens.size(); ++i) {
     const int64_t n = batch.tokens[i], at = batch.at(n);
-    float largest = 0;
     for (int64_t j = 0; j < batch.ids.k; ++j) {
-      if (batch.ids.of(n)[j] < 0) continue;
-      const float of_id = of_rows[i].of_id(up[at + j], of_classes[at + j], inv_temperature);
-      largest = std::max(largest, std::fabs(of_id));
+      const int64_t id = batch.ids.of(n)[j];
+      if (id < 0) continue;
+      gradient.expect(i, id, of_rows[i].of_id(up[at + j], of_classes[at + j], inv_temperature));
     }
-    gradient.expect(i, largest);
   }
   const std::vector<OrderedIds> ordered_ids = batch.ordered_ids(head.classes());
   add_gradients(

@@ -1,5 +1,5 @@
 // One pass over a row, in chunks that stay in L1: the first, a short one, finds its maximum before
-// it exponentiates, the others are relative to that one unless they rise far above it. Compiled
+// it exponentiates, the others are relative to that one unless they rise above it too far. Compiled
 // once a CPU level. Every choice depends on the row alone, so its bits do not depend on the batch
 // around it or on the number of threads.
 #include "token_log_probs/cpu_rows.h"
@@ -14,10 +14,10 @@ namespace {
 constexpr int64_t kFirstChunk = 512;
 constexpr int64_t kChunk = 4096;
 
-// The part of these logits relative to the logit `base`. A logit so far above it that powers of two
-// leave the safe range spoils the part: then `overflow` is set.
+// The part of these logits relative to the logit `base`, and how far they rise above it, as an
+// exponent of 2: above kExp2Max the part is spoiled.
 template <bool kEntropy, typename T>
-SoftmaxPart<double> part_of(const T* p, int64_t count, float scale, float base, bool& overflow) {
+SoftmaxPart<double> part_of(const T* p, int64_t count, float scale, float base, float& rise) {
   const float finite_base = base == -INFINITY ? 0.0f : base;
   const float lowest = kExp2Min / scale;
   F top_a = splat(-INFINITY), top_b = top_a, sum_a{}, sum_b{}, dot_a{}, dot_b{};
@@ -33,7 +33,7 @@ SoftmaxPart<double> part_of(const T* p, int64_t count, float scale, float base, 
     add(x.a, top_a, sum_a, dot_a);
     add(x.b, top_b, sum_b, dot_b);
   });
-  overflow = max_of(max(top_a, top_b)) * scale > kExp2Max / 2;
+  rise = max_of(max(top_a, top_b)) * scale;
   SoftmaxPart<double> part{base, sum_of(sum_a) + sum_of(sum_b), sum_of(dot_a) + sum_of(dot_b)};
   // The clamp turned 2^-inf into a tiny number; only a NaN may remain of logits that are all -inf.
   if (base == -INFINITY && part.sum == part.sum) part.sum = part.dot = 0;
@@ -48,10 +48,12 @@ SoftmaxPart<double> softmax_part(const T* logits, int64_t count, float inv_tempe
     size = std::min(start == 0 ? kFirstChunk : kChunk, count - start);
     const T* chunk = logits + start;
     SoftmaxPart<double> part;
-    // A chunk rarely exceeds what came before by 2^62: relative to the same logit, one read.
-    bool overflow = all.max == -INFINITY;
-    if (!overflow) part = part_of<kEntropy>(chunk, size, scale, all.max, overflow);
-    if (overflow) part = part_of<kEntropy>(chunk, size, scale, max_element(chunk, size), overflow);
+    float rise = INFINITY;
+    // A chunk rarely rises far above what came before: relative to the same logit, one read.
+    if (all.max > -INFINITY) part = part_of<kEntropy>(chunk, size, scale, all.max, rise);
+    if (rises_too_far(rise, all.sum + part.sum)) {
+      part = part_of<kEntropy>(chunk, size, scale, max_element(chunk, size), rise);
+    }
     part.dot *= inv_temperature;
     all = merge(all, part, inv_temperature);
   }

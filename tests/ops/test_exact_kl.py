@@ -219,6 +219,22 @@ def test_a_later_chunk_that_dwarfs_the_first(direction):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("at", [600, 19999])
+@pytest.mark.parametrize("peak", [8.0, 20.0, 42.0])
+def test_peaks_late_in_their_rows(direction, at, peak):
+    """What came before may be 2^60 times less likely than one class, and than two alike."""
+    p, q = sample((4, 20000))
+    p[0, at] = q[0, at] = p[1, at] = q[2, at] = p[3, at] = q[3, at] = peak
+    p[3, 9000], q[3, 9000] = peak - 0.5, peak + 0.5
+    truth, theirs = (torch_path(x, y, direction) for x, y in ((p.double(), q.double()), (p, q)))
+    ours = exact_kl(p, q, direction=direction, entropy=True)
+    entropies = [torch.distributions.Categorical(logits=x).entropy() for x in (p, p.double())]
+    for row in range(len(p)):
+        no_worse(ours.kl[row], theirs[row], truth[row], 3e-7)
+        no_worse(ours.entropy[row], *(x[row] for x in entropies), 3e-7)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("scale", "temperature"), [(30.0, 0.01), (1e4, 1e-3)])
 def test_large_scaled_logits(direction, scale, temperature):
     """One number for a normalizer would leave no digits for the softmax of such logits."""

@@ -401,6 +401,22 @@ def test_gradient_of_either_result_alone():
             torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("at", [900, 4095])  # late in a tile
+@pytest.mark.parametrize("peak", [8.0, 20.0, 42.0])
+def test_a_peak_late_in_its_tile(at, peak):
+    bias = torch.randn(5000)
+    bias[at] = peak
+    head = torch.zeros(1, 4), torch.zeros(5000, 4), bias
+    truth, theirs = (
+        torch_path(*(x.to(t) for x in head), torch.tensor([at]))
+        for t in (torch.float64, torch.float32)
+    )
+    ours = compiled(*head, torch.tensor([at]))
+    for mine, other, exact in zip(ours, theirs, truth, strict=True):
+        no_worse(mine, other, exact, 3e-7)
+    assert ours.log_probs <= 0 <= ours.entropy
+
+
 @pytest.mark.parametrize("certainty", [2.0, 8.0, 14.0])
 def test_sure_token_keeps_its_gradient(certainty):
     """The true class has gradient 1 - p, -expm1(log p): 1 - exp loses all digits near p = 1."""

@@ -224,6 +224,26 @@ def test_a_later_chunk_that_dwarfs_the_first():
         no_worse(mine, other, exact, 2e-6)
 
 
+@pytest.mark.parametrize("at", [0, 600, 5000, 31999])  # in the first chunk, at its end, and later
+@pytest.mark.parametrize("peak", [3.0, 8.0, 20.0, 30.0, 42.0])
+@pytest.mark.parametrize("rival", [False, True])
+def test_a_peak_anywhere_in_its_row(at, peak, rival):
+    """Where it comes late, what came before it may be 2^60 times less likely."""
+    logits = torch.randn(16, 32000)
+    logits[:, at] = peak
+    if rival:
+        logits[:, 20000] = peak - 0.5
+    tokens = torch.full((16,), at)
+    truth, theirs = torch_path(logits.double(), tokens), torch_path(logits, tokens)
+    logits.requires_grad_()
+    ours = token_log_probs(logits, tokens, entropy=True)
+    for mine, other, exact in zip(ours, theirs, truth, strict=True):
+        no_worse(mine.detach(), other, exact, 3e-7)
+    assert (ours.log_probs <= 0).all() and (ours.entropy >= 0).all()
+    (grad,) = torch.autograd.grad(ours.log_probs.sum(), logits)
+    torch.testing.assert_close(grad[:, at].double(), -torch.expm1(truth[0]), rtol=0.2, atol=0)
+
+
 @pytest.mark.parametrize("certainty", [2.0, 8.0, 14.0])
 def test_sure_token_keeps_its_gradient(certainty):
     """The true class has gradient 1 - p, -expm1(log p): 1 - exp loses all digits near p = 1."""

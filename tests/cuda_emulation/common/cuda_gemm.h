@@ -14,8 +14,9 @@ inline Tensor in_float(const Tensor& matrix) {
 // Every element is summed in the same order, which CPU libraries do not where matrices are narrow.
 inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   check(a.scalar_type() == b.scalar_type(), "multiply: expected one dtype");
+  check(out.scalar_type() == ScalarType::Float, "multiply: expected a float32 result");
   const std::vector<int64_t> sizes(out.sizes().begin(), out.sizes().end());
-  Tensor product = torch::stable::new_empty(out, sizes, ScalarType::Float), target = out;
+  Tensor product = torch::stable::new_empty(out, sizes), target = out;
   const Tensor left = in_float(a), right = in_float(b);
   const int64_t depth = a.size(1), columns = b.size(1);
   for (int64_t i = 0; i < product.numel(); ++i) {
