@@ -135,7 +135,8 @@ def linear_policy_loss(
     one block exist at a time: at most 256 MiB, or one row. A ratio of whole sequences takes four
     products, as it needs their log-probs first, and so does a vocabulary that is sharded over
     ranks. Only kept rows are multiplied. Where gradients are needed, the forward pass makes them
-    and sums them in float32, and the backward pass scales them.
+    and sums them in float32, and the backward pass scales and rounds them. That of a bfloat16
+    weight is kept rounded, and rounded once more where it is scaled by no power of two.
 
     In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
     the gradients of logits to bfloat16 before they are multiplied, which is faster.
@@ -177,7 +178,8 @@ def linear_policy_loss(
             ``"geometric"`` (its geometric mean).
         clip: ``low`` and ``high``, the distances of the bounds from 1, or one number for both: the
             ratio is clamped to ``[1 - low, 1 + high]``. Without effect on ``reinforce``.
-        dual_clip: upper bound of the ratio where the advantage is negative, for clipped losses.
+        dual_clip: upper bound of the ratio where the advantage is negative; for clipped losses
+            alone.
         aggregation: ``"token"``, the mean over kept tokens; ``"sequence"``, the mean over sequences
             of the mean over their kept tokens, 0 where there is none; ``"constant"``, the sum over
             ``normalizer``. KL and entropy are aggregated in the same way.
@@ -193,8 +195,8 @@ def linear_policy_loss(
         temperature: divisor of the logits, from 1e-30 to 1e30. No gradient flows to it.
         vocab_offset: the first class of ``weight``, where that is a shard of a larger vocabulary.
         group: the process group whose ranks hold the other shards.
-        main_grad: float32 ``[V, H]``; the backward pass adds the weight's gradient to it, not
-            rounded, in place of ``weight.grad``. Not with ``group``.
+        main_grad: float32 ``[V, H]``; a backward pass that the weight's gradient is asked of adds it
+            to this tensor, not rounded, in place of ``weight.grad``. Not with ``group``.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
             ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 

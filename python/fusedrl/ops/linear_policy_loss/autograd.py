@@ -241,7 +241,8 @@ def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype, last_pass: bool) ->
     out = grad if in_place else torch.empty_like(grad, dtype=dtype)
     rows = max(_PART * len(grad) // max(grad.numel(), 1), 1)
     for part, of_part in zip(grad.split(rows), out.split(rows), strict=True):
-        torch.mul(part.float(), scale, out=of_part)
+        # Torch multiplies halves by a number on the CPU in float32, and by one elsewhere in half.
+        torch.mul(part if scale.is_cpu else part.float(), scale, out=of_part)
     return out
 
 
