@@ -138,7 +138,7 @@ REFUSALS = [
     (WITH_TEACHER, {"teacher_log_probs": TEACHER[:, :1]}, "teacher_log_probs"),
     (WITH_TEACHER, {"teacher_log_probs": TEACHER.long()}, "teacher_log_probs"),
     (WITH_TEACHER, {"teacher_log_probs": TEACHER + 2}, "teacher_log_probs"),
-    (["linear_token_log_probs"], {"group": object()}, "group"),
+    (["linear_token_log_probs"], {"group": object()}, "vocab_offset"),
     (["linear_token_log_probs"], {"vocab_offset": -1}, "vocab_offset"),
     (["linear_token_log_probs"], {"vocab_offset": 0, "impl": "reference"}, "vocab_offset"),
     (LOSS, {"vocab_offset": 0}, "vocab_offset, group"),

@@ -195,8 +195,8 @@ def linear_policy_loss(
         temperature: divisor of the logits, from 1e-30 to 1e30. No gradient flows to it.
         vocab_offset: the first class of ``weight``, where that is a shard of a larger vocabulary.
         group: the process group whose ranks hold the other shards.
-        main_grad: float32 ``[V, H]``; a backward pass that the weight's gradient is asked of adds it
-            to this tensor, not rounded, in place of ``weight.grad``. Not with ``group``.
+        main_grad: float32 ``[V, H]``; a backward pass that is asked for the weight's gradient adds
+            it there, not rounded, in place of ``weight.grad``. Not with ``group``.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
             ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 

@@ -161,8 +161,6 @@ def linear_token_log_probs(
 
 def check_shard(vocab_offset: int | None, group: ProcessGroup | None) -> None:
     """Refuse a group without the first class of its shard, and what is no group or class."""
-    if group is not None:
-        check_group("group", group)
     if vocab_offset is None:
         if group is not None:
             raise ValueError(
@@ -174,3 +172,5 @@ def check_shard(vocab_offset: int | None, group: ProcessGroup | None) -> None:
             f"vocab_offset: expected an integer >= 0, got {vocab_offset!r}; "
             "pass how many classes the shards before this one have"
         )
+    if group is not None:
+        check_group("group", group)
