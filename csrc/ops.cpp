@@ -34,7 +34,8 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
       "Tensor advantages, Tensor? old_log_probs, Tensor? ref_log_probs, Tensor weights, "
       "int surrogate, float low, float high, float most, int estimator, bool entropy, "
-      "bool of_hidden, bool of_weight, bool of_bias, bool in_float, *, Tensor? rounds_grads=None) "
+      "bool of_hidden, bool of_weight, bool of_bias, bool weight_in_float, *, "
+      "Tensor? rounds_grads=None) "
       "-> (Tensor rows, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
   m.def(
       "token_kl(Tensor log_probs, Tensor ref_log_probs, Tensor? mask, Tensor? offsets, "

@@ -44,6 +44,7 @@ LAYOUTS = {
         "goes on": Layout([0, 9, 24], [0, 3, 3, 13, 24]),
         "ends at the boundary": Layout([0, 13, 24], [0, 3, 3, 13, 24]),
         "starts with one token": Layout([0, 12, 24], [0, 4, 12, 13, 24]),
+        "as many tokens as sequences": Layout([0, 4, 24], [0, 3, 9, 13, 24]),
     },
     3: {
         "padded": Layout([0, 1, 4, 6]),
@@ -266,6 +267,70 @@ def on_a_rank(rank: int, ranks: int, folder: str) -> None:
                 found[name, case, shift] = run(call, mine, **options | {"shift": shift})
         found[name, "second derivative"] = second_derivative(mine, **options)
     found["refusals"] = refusals(rank, group) if ranks == 2 else []
+    torch.save(found, f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+class Split(NamedTuple):
+    """A few tokens of a few sequences, of which parts may have as many."""
+
+    lengths: list[int]  # of the ranks' parts
+    offsets: Tensor
+    shift: bool
+    hidden: Tensor
+    weight: Tensor
+    tokens: Tensor
+    advantages: dict[str, Tensor]  # of sequences and of tokens, in one and in two dimensions
+
+    def loss(self, rank: int | None, form: str, **options: Any) -> Tensor:
+        """Of a rank's part, or of all."""
+        start = sum(self.lengths[:rank]) if rank is not None else 0
+        end = len(self.tokens) if rank is None else start + self.lengths[rank]
+        advantages = self.advantages[form]
+        if form in ("[N]", "[1, N]"):
+            advantages = advantages[..., start:end]
+        return linear_policy_loss(
+            *(self.hidden[start:end], self.weight, self.tokens[start:end], None, advantages),
+            **{"offsets": self.offsets, "shift": self.shift, "loss": "reinforce", **options},
+        ).loss
+
+
+def split_of(seed: int, ranks: int) -> Split:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, count: int = 1) -> list[int]:
+        return torch.randint(low, high + 1, (count,), generator=generator).tolist()
+
+    (sequences,) = draw(1, 4)
+    lengths = draw(1, 4, ranks) if seed % 2 else [sequences] * ranks
+    count = sum(lengths)
+    of_sequences, of_tokens = (torch.randn(n, generator=generator) for n in (sequences, count))
+    return Split(
+        lengths,
+        torch.tensor([0, *sorted(draw(0, count, sequences - 1)), count]),
+        seed % 3 == 0,
+        torch.randn(count, 5, generator=generator),
+        torch.randn(7, 5, generator=generator),
+        torch.tensor(draw(0, 6, count)),
+        {
+            "[B]": of_sequences,
+            "[B, 1]": of_sequences[:, None],
+            "[N]": of_tokens,
+            "[1, N]": of_tokens[None],
+        },
+    )
+
+
+def on_a_rank_of_splits(rank: int, ranks: int, seeds: range, folder: str) -> None:
+    join(rank, ranks, folder)
+    found: dict[tuple[int, str], Tensor | str] = {}
+    for seed in seeds:
+        split = split_of(seed, ranks)
+        for form in split.advantages:
+            try:
+                found[seed, form] = split.loss(rank, form, sequence_group=dist.group.WORLD)
+            except ValueError as error:
+                found[seed, form] = str(error)
     torch.save(found, f"{folder}/{rank}")
     dist.destroy_process_group()
 

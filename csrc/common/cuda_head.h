@@ -160,21 +160,20 @@ class CudaHeadGradient {
  public:
   CudaHeadGradient(const OnDeviceOf& device, const HeadRows& rows, const CudaHead<T>& head,
                    const Tensor& hidden, const Tensor& weight, bool of_hidden, bool of_weight,
-                   bool of_bias, bool in_float = false)
+                   bool of_bias, bool weight_in_float = false)
       : device_(device),
         rows_(rows),
         head_(head),
         like_(hidden),
         width_(weight.size(1)),
-        in_float_(in_float),
         grads_(new_matrix(hidden, std::min(rows.block, rows.padded), rows.tile,
                           hidden.scalar_type())) {
     if (of_hidden) hidden_ = new_zeros(hidden, {rows.padded, width_}, ScalarType::Float);
-    const ScalarType dtype = in_float ? ScalarType::Float : weight.scalar_type();
+    const ScalarType dtype = weight_in_float ? ScalarType::Float : weight.scalar_type();
     if (of_weight) weight_ = new_zeros(weight, {weight.size(0), width_}, dtype);
     if (of_bias) bias_ = new_zeros(weight, {weight.size(0)}, ScalarType::Float);
     // The products of one block are rounded to their place.
-    if (of_weight && rows.kept.count > rows.block && !in_float) {
+    if (of_weight && rows.kept.count > rows.block && !weight_in_float) {
       weight_sum_ = new_matrix(weight, rows.tile, width_, ScalarType::Float);
     }
   }
@@ -209,15 +208,16 @@ class CudaHeadGradient {
     torch::stable::copy_(out, rows_of(*weight_sum_, 0, classes));
   }
 
-  // The gradients of hidden states (in their dtype or float32), weight and bias; those that are not
-  // wanted are empty.
-  std::tuple<Tensor, Tensor, Tensor> result(bool hidden_in_float = false) const {
+  // The gradients of hidden states and bias (in their dtype or float32) and of the weight; those
+  // that are not wanted are empty.
+  std::tuple<Tensor, Tensor, Tensor> result(bool hidden_in_float = false,
+                                            bool bias_in_float = false) const {
     // Separate tensors, as outputs of an op must not share storage.
     Tensor hidden = none(), weight = none(), bias = none();
     if (hidden_.has_value()) hidden = hidden_in_float ? scattered<float>() : scattered<T>();
     if (weight_.has_value()) weight = *weight_;
     if (bias_.has_value()) {
-      bias = in_float_ ? *bias_ : torch::stable::to(*bias_, like_.scalar_type());
+      bias = bias_in_float ? *bias_ : torch::stable::to(*bias_, like_.scalar_type());
     }
     return {hidden, weight, bias};
   }
@@ -274,7 +274,6 @@ class CudaHeadGradient {
   const CudaHead<T>& head_;
   Tensor like_;
   int64_t width_;
-  bool in_float_;
   Tensor grads_;
   std::optional<Tensor> hidden_, weight_, bias_, weight_sum_;
 };

@@ -111,6 +111,8 @@ class TokenColumns {
           return py::none();
         }
         sequences = one_a_sequence(*columns, *bounds, *dtype);
+      } else if (bounds && bounds->sequences == columns->tokens) {
+        return py::none();  // as many sequences as tokens: the op sees which of them it is of
       }
     }
     const py::object kl = empty_like(log_probs);

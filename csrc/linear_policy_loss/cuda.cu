@@ -16,7 +16,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
     double scale, double softcap, Tensor advantages, std::optional<Tensor> old_log_probs,
     std::optional<Tensor> ref_log_probs, Tensor weights, int64_t surrogate, double low, double high,
     double most, int64_t estimator, bool entropy, bool of_hidden, bool of_weight, bool of_bias,
-    bool in_float, std::optional<Tensor> /*rounds_grads*/) {
+    bool weight_in_float, std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);
   std::vector<int64_t> sizes(tokens.sizes().begin(), tokens.sizes().end());
   sizes.push_back(kPolicyRowFloats);
@@ -31,7 +31,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
     const CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap);
     std::optional<CudaHeadGradient<T>> gradient;
     if (of_hidden || of_weight || of_bias) {
-      gradient.emplace(device, rows, head, hidden, weight, of_hidden, of_weight, of_bias, in_float);
+      gradient.emplace(device, rows, head, hidden, weight, of_hidden, of_weight, of_bias,
+                       weight_in_float);
     }
     const auto run = entropy ? policy_rows<true, T> : policy_rows<false, T>;
     for_each_tile(
@@ -46,7 +47,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
         [&](int64_t first_class) {
           if (gradient.has_value()) gradient->finish_classes(first_class);
         });
-    if (gradient.has_value()) grads = gradient->result(in_float);
+    if (gradient.has_value()) grads = gradient->result(true, true);
   });
   const auto& [grad_hidden, grad_weight, grad_bias] = grads;
   return {results, grad_hidden, grad_weight, grad_bias};

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorClass, TensorDict
+from torch.utils.checkpoint import checkpoint
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import grpo as torchrl_grpo
 
@@ -319,6 +320,33 @@ def test_float64():
     for name, grad in other.grads.items():
         # Its norms compute in float32, on rows that lie elsewhere.
         assert (mine.grads[name] - grad).abs().max() <= 1e-6 * grad.abs().max()
+
+
+def test_how_much_tokens_count_in_float64(monkeypatch):
+    """A float32 share of a token is off by 1e-8, and with it the sum of all."""
+    seen = []
+    plain = scores.causal_policy_terms
+    monkeypatch.setattr(
+        scores, "causal_policy_terms", lambda *a, **o: seen.append(a[4:6]) or plain(*a, **o)
+    )
+    loss = fusedrl.GRPOLoss(actor_of(model_of().double(), STACK), **RLHF)
+    loss(batch_of(STACK))
+    ((batch, weights),) = seen
+    assert batch.advantages.dtype == weights.kl.dtype == torch.float64
+    assert abs(weights.objective.double().sum() - 1) < 1e-14
+
+
+@pytest.mark.parametrize("name", ["GRPOLoss", "DAPO"])
+def test_a_checkpoint_runs_the_loss_twice(name):
+    runs = []
+    loss = getattr(fusedrl, name)(actor_of(model_of(), STACK), **RLHF)
+
+    def segment(factor):
+        runs.append(name)
+        return factor * loss(batch_of(STACK)).loss_objective
+
+    checkpoint(segment, torch.ones((), requires_grad=True), use_reentrant=False).backward()
+    assert len(runs) == 2
 
 
 @pytest.mark.parametrize("autocast", [True, False])

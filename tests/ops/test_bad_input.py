@@ -271,10 +271,3 @@ def test_a_scalar_may_vary_under_vmap():
     temperatures = torch.tensor([0.5, 2.0])
     expected = torch.stack([scaled(0.5), scaled(2.0)])
     assert torch.equal(torch.vmap(scaled)(temperatures), expected)
-
-
-def test_as_many_rewards_as_packed_tokens_are_one_a_token():
-    offsets = torch.tensor([0, 0, 2])
-    reward = torch.tensor([9.0, 5.0])
-    out = token_kl(P[:2], P[:2], offsets=offsets, reward=reward)
-    assert out.reward.tolist() == [9.0, 5.0]

@@ -53,7 +53,7 @@ def test_opcheck(dtype, full):
         )
 
 
-@pytest.mark.parametrize("loss", ["grpo", "cispo"])
+@pytest.mark.parametrize("loss", ["grpo", "cispo", "gspo", "rloo"])
 def test_one_graph_over_twenty_temperatures(loss):
     advantages, old, ref = constants()
     hidden, weight, bias = inputs()
@@ -162,8 +162,8 @@ def test_three_products_of_the_kept_rows():
         ({"clip": [0.1]}, r"clip: expected a number or a pair \(low, high\), got \[0.1\]"),
         ({"dual_clip": 1.1}, r"dual_clip: expected at least 1 \+ clip\[1\] = 1.2"),
         ({"kl_coeff": 0.1}, "ref_log_probs: expected a tensor with kl_coeff=0.1"),
-        ({"kl_coeff": "much"}, "kl_coeff: expected a finite number"),
-        ({"entropy_coeff": float("nan")}, "entropy_coeff: expected a finite number"),
+        ({"kl_coeff": "much"}, "kl_coeff: expected a number from -1e30 to 1e30, got 'much'; 0.0"),
+        ({"entropy_coeff": float("nan")}, "entropy_coeff: expected a number from -1e30"),
         ({"kl_estimator": "k4"}, "kl_estimator: expected one of k1"),
         ({"old_log_probs": torch.zeros(8)}, r"old_log_probs: expected shape \(9,\)"),
         (
@@ -193,7 +193,7 @@ def test_refused_options(options, message):
             ValueError,
             r"advantages: expected shape \(9,\), one for each token, or \(1,\)",
         ),
-        (torch.zeros(1, 1), ValueError, r"advantages: .* got \(1, 1\); .*\.flatten\(\)"),
+        (torch.zeros(1, 1, 1), ValueError, r"advantages: .* got \(1, 1, 1\); .*\.flatten\(\)"),
         (torch.zeros(9, 1), ValueError, r"got \(9, 1\); reshape it with \.reshape\(9\)$"),
         (torch.zeros(3), ValueError, r"got \(3,\); .* one sequence: pass offsets if they are"),
         (torch.zeros(2, 2), ValueError, r"got \(2, 2\); give one value for each token, or one"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import re
 
 import pytest
@@ -52,8 +54,28 @@ def lists(op, **change):
     return (op, dict.fromkeys(GOOD[op], LIST) | change)
 
 
+# No flag, and no number.
+FLAGS = ("shift", "entropy", "batch_invariant")
+NUMBERS = ("temperature", "scale", "softcap", "ref_scale", "coeff", "low", "high", "clip")
+NUMBERS += ("dual_clip", "normalizer", "kl_coeff", "entropy_coeff")
+
+
+def options_of_another_type():
+    """Every flag and every number of every op, in each of both implementations."""
+    for op in GOOD:
+        known = inspect.signature(getattr(fusedrl, op)).parameters
+        flags = [name for name in known if isinstance(known[name].default, bool)]
+        assert set(flags) <= set(FLAGS), "a flag that nothing checks"
+        for impl in ("auto", "reference"):
+            for name, value in itertools.product(flags, ("no", 0.01, 1, None, torch.tensor(True))):
+                yield [op], {name: value, "impl": impl}, name
+            for name in filter(known.__contains__, NUMBERS):
+                yield [op], {name: True, "impl": impl}, name
+
+
 # The ops, what is changed of their good arguments, and whose fault the message says it is.
 REFUSALS = [
+    *options_of_another_type(),
     (list(GOOD), {"mask": SHORT > 0}, "mask"),
     (list(GOOD), {"mask": VALUES}, "mask"),
     (list(GOOD), {"mask": nested(1, 3) > 0}, "mask"),
@@ -130,7 +152,11 @@ REFUSALS = [
     (LOSS, {"clip": "0.2"}, "clip"),
     (LOSS, {"dual_clip": 1.1}, "dual_clip"),
     (LOSS, {"dual_clip": "3"}, "dual_clip"),
+    (LOSS, {"dual_clip": 3.0, "loss": "cispo"}, "dual_clip"),
+    (LOSS, {"dual_clip": 3.0, "loss": "reinforce"}, "dual_clip"),
     (LOSS, {"kl_coeff": 0.1}, "ref_log_probs"),
+    (LOSS, {"kl_coeff": 1e300, "ref_log_probs": VALUES}, "kl_coeff"),
+    (LOSS, {"entropy_coeff": -1e300}, "entropy_coeff"),
     (LOSS, {"kl_coeff": float("nan")}, "kl_coeff"),
     (LOSS, {"entropy_coeff": "0.1"}, "entropy_coeff"),
     (LOSS, {"loss": "dr_grpo"}, "normalizer"),
@@ -140,6 +166,12 @@ REFUSALS = [
     (LOSS, {"importance": {"levels": "token"}}, "importance"),
     (LOSS, {"main_grad": WEIGHT.bfloat16()}, "main_grad"),
     (LOSS, {"main_grad": WEIGHT[:2]}, "main_grad"),
+    (LOSS, {"main_grad": WEIGHT}, "main_grad"),
+    (LOSS, {"main_grad": WEIGHT[:1].expand(V, H)}, "main_grad"),
+    (LOSS, {"vocab_offset": 0, "group": "tensor"}, "group"),
+    (["linear_token_log_probs"], {"vocab_offset": True}, "vocab_offset"),
+    (LOSS, {"advantages": VALUES, "offsets": torch.tensor([0, 2, 2, 3, 4])}, "advantages"),
+    (["token_kl"], {"reward": VALUES, "offsets": torch.tensor([0, 2, 2, 3, 4])}, "reward"),
     (LOSS, {"advantages": SHORT}, "advantages"),
     (LOSS, {"advantages": VALUES.clone().requires_grad_()}, "advantages"),
     (LOSS, {"old_log_probs": SHORT}, "old_log_probs"),
@@ -178,6 +210,7 @@ OF_LISTS = [
     *(lists(op, mask=VALUES > 0) for op in OF_VALUES),
     lists("token_kl", reward=[SHORT]),
     lists("token_kl", reward=LIST * 2),
+    lists("token_kl", reward=VALUES),
 ]
 NESTED = [
     ("token_log_probs", {"logits": nested(1, 3, width=(V,)), "tokens": nested(2, 2).long()}),
@@ -190,6 +223,7 @@ NESTED = [
             "offsets": torch.tensor([0, 1, 4]),
         },
     ),
+    ("token_kl", {"log_probs": nested(1, 3), "ref_log_probs": nested(1, 3), "reward": VALUES}),
 ]
 CASES = [
     pytest.param(op, change, name, id=f"{op}-{i}-{name}")

@@ -47,7 +47,7 @@ def test_advantages_of_sequences_are_not_those_of_tokens():
     hidden, weight, tokens = torch.randn(2, 4), torch.randn(7, 4), torch.tensor([1, 5])
     advantages = torch.tensor([9.0, -2.0])  # the first is of a sequence without a token
     ours = linear_policy_loss(nested(hidden), weight, nested(tokens), None, advantages)
-    spread = advantages[[1, 1]]
+    spread = advantages[None, [1, 1]]
     expected = linear_policy_loss(hidden, weight, tokens, None, spread, offsets=OFFSETS)
     assert torch.equal(ours.loss, expected.loss)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from fusedrl import (
     exact_kl,
@@ -16,6 +17,7 @@ from fusedrl import (
     token_log_probs,
     top_k_kl,
 )
+from fusedrl.ops.linear_policy_loss.losses import RECIPES
 
 ROWS, CLASSES, WIDTH = 12, 40, 8
 TOKENS = torch.arange(ROWS) * 7 % CLASSES
@@ -101,3 +103,41 @@ def one_less(tensor):
 def test_another_dtype_or_shape_is_refused(op, unpack):
     with pytest.raises(RuntimeError, match=r"saved tensors: expected torch\.float32 .*; let the "):
         gradients(OPS[op], torch.float32, unpack)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("op", OPS)
+def test_no_gradient_is_what_was_saved(op, dtype):
+    """As of a caller that clips the gradients of a graph it keeps, in place."""
+    leaves = [torch.linspace(-1, 2, n * WIDTH).view(n, WIDTH) for n in (ROWS, CLASSES)]
+    leaves = [x.to(dtype).requires_grad_() for x in leaves]
+    total = OPS[op](*leaves).sum()
+    expected = [x.clone() for x in torch.autograd.grad(total, leaves, retain_graph=True)]
+    for keeps in (True, True, False):
+        found = torch.autograd.grad(total, leaves, retain_graph=keeps)
+        assert all(map(torch.equal, found, expected))
+        for grad in found:
+            grad.zero_()
+
+
+@pytest.mark.parametrize("loss", RECIPES)
+def test_hooks_get_what_the_backward_pass_needs_and_nothing_else(loss):
+    """Tensors of a pass within the forward pass would make a checkpoint run once more."""
+    runs, hidden = [], torch.randn(ROWS, WIDTH, requires_grad=True)
+    weight = torch.randn(CLASSES, WIDTH, requires_grad=True)
+
+    def segment(hidden):
+        runs.append(loss)
+        return linear_policy_loss(
+            *(hidden, weight, TOKENS, None, torch.linspace(-2, 1, ROWS)), loss=loss,
+            old_log_probs=torch.full((ROWS,), -3.0), normalizer=5.0,
+            ref_log_probs=torch.full((ROWS,), -3.0), kl_coeff=0.1,
+        ).loss  # fmt: skip
+
+    seen = []
+    with saved_tensors_hooks(lambda x: seen.append(x.shape) or x, same):
+        segment(hidden).backward()
+    assert seen.count((ROWS,)) == 0
+    runs.clear()
+    checkpoint(segment, hidden, use_reentrant=False).backward()
+    assert len(runs) == 2

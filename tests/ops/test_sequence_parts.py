@@ -16,9 +16,11 @@ from sequence_ranks import (
     SHARDS,
     on_a_grid,
     on_a_rank,
+    on_a_rank_of_splits,
     problem,
     run,
     second_derivative,
+    split_of,
 )
 
 from fusedrl import (
@@ -178,11 +180,30 @@ def test_layouts_have_every_kind_of_boundary():
     assert kinds == set(itertools.product((True, False), repeat=2))
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "seeds", [range(30), pytest.param(range(30, 600), marks=pytest.mark.slow)], ids=str
+)
+def test_whose_advantages_these_are_depends_on_no_size(ranks, seeds, tmp_path):
+    found = found_by(on_a_rank_of_splits, ranks, tmp_path, ranks, seeds)
+    refused = 0
+    for seed, form in found[0]:
+        split, parts = split_of(seed, ranks), [x[seed, form] for x in found]
+        count = len(split.offsets) - 1
+        ambiguous = "1" not in form and set(split.lengths) == {count} and count > 1
+        refused += ambiguous
+        if ambiguous:
+            assert all(part.startswith("advantages: expected [B, 1] or [1, N]") for part in parts)
+        else:
+            whole = split.loss(None, {"[B]": "[B, 1]", "[N]": "[1, N]"}.get(form, form))
+            torch.testing.assert_close(torch.stack(parts).sum(), whole)
+    assert 0 < refused < len(found[0]) / 2
+
+
 def said_on(rank):
     """What a rank says where its part does not fit that of the other one."""
     other = 1 - rank
     ends, forms = (3, 6), ("packed rows with 2 offsets up to 6", "2 padded sequences")
-    with_a_value = ("tokens, mask", "tokens, mask, advantages")
     parts = "sequence_group: expected parts of the same sequences on all its ranks, got "
     return [
         "offsets: expected those of the 6 tokens of all ranks, the same on each, got 3 as the last",
@@ -192,8 +213,8 @@ def said_on(rank):
         "sequence_group: expected at least one token on each rank, got none on rank 0; split",
         f"{parts}{rank + 1} padded sequences on rank {rank} and {other + 1} padded",
         f"{parts}{forms[rank]} on rank {rank} and {forms[other]} on rank {other}; pass the whole",
-        "sequence_group: expected a value a token for the same arguments on all its ranks, got it "
-        f"for {with_a_value[rank]} on rank {rank} and {with_a_value[other]} on rank {other}; pass",
+        "advantages: expected a shape of tokens or one of sequences on all ranks of "
+        "sequence_group, got one of sequences on rank 0, of tokens on rank 1; pass them alike",
         f"sequence_group: expected as many numbers a token on all its ranks, got {2 + rank} on "
         f"rank {rank} and {2 + other} on rank {other}; pass as many known classes on each",
     ]

@@ -28,6 +28,7 @@ from fusedrl.ops.linear_policy_loss.losses import (
     TermWeights,
     sequences_of,
 )
+from fusedrl.ops.linear_policy_loss.reference import policy_slopes
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
@@ -109,7 +110,7 @@ def _expected(task: Task, level: str, sequences: Sequences, terms: Terms) -> tup
     as these do. A KL is a difference of terms that are larger than itself.
     """
     log_probs, weights, batch = terms.log_probs, task.weights, task.batch
-    _, slopes = two_pass.slopes_of(task, level, sequences, log_probs, terms.entropy)
+    slopes = policy_slopes(log_probs, batch, weights, task.surrogate, level, sequences)
     of_entropy = torch.zeros_like(slopes) if weights.entropy is None else weights.entropy
     expected = torch.stack((slopes, of_entropy))
     sizes = log_probs.abs()

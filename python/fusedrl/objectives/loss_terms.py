@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torchrl.objectives.llm import CISPOLoss, GRPOLoss
 
+from fusedrl.ops import _dispatch
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
 
 # The surrogate of each objective that torchrl has.
@@ -51,9 +53,10 @@ def loss_terms_of(
     surrogate = _surrogate(loss)
     if surrogate is None or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return None
-    advantages = _advantages(loss, td, mask)
+    dtype = _dispatch.result_dtype(next(loss.actor_network.model.parameters()))
+    advantages = _advantages(loss, td, mask, dtype)
     coefficients = _coefficients(loss)
-    share = _share(loss, td, mask)
+    share = _share(loss, td, mask, dtype)
     if advantages is None or coefficients is None or share is None:
         return None
     of_ref, of_old, of_entropy = coefficients
@@ -68,7 +71,7 @@ def loss_terms_of(
         if read is None or not torch.equal(read, torch.where(mask, old_log_probs, 0)):
             return None
     # torchrl takes the mean of a KL over all places, those of padding too.
-    each = mask.to(torch.float32) / mask.numel()
+    each = mask.to(dtype) / mask.numel()
     return LossTerms(
         PolicyBatch(advantages, torch.where(mask, old_log_probs, 0), ref_log_probs),
         TermWeights(
@@ -105,7 +108,7 @@ def _coefficients(loss: Any) -> tuple[float | None, float | None, float | None] 
     return of_ref, of_old, of_entropy
 
 
-def _advantages(loss: Any, td: TensorDictBase, mask: Tensor) -> Tensor | None:
+def _advantages(loss: Any, td: TensorDictBase, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
     value: Any = td.get(loss.tensor_keys.advantage, None, as_padded_tensor=True)  # pyright: ignore[reportCallIssue]
     wanted = (*mask.shape, 1)
     spreads = value.dim() == 3 and all(
@@ -113,20 +116,26 @@ def _advantages(loss: Any, td: TensorDictBase, mask: Tensor) -> Tensor | None:
     )
     if value.requires_grad or not spreads:
         return None
-    spread = value.to(mask.device, torch.float32).expand(wanted).squeeze(-1)
+    spread = value.to(mask.device, dtype).expand(wanted).squeeze(-1)
     return torch.where(mask, spread, 0)
 
 
-def _share(loss: Any, td: TensorDictBase, mask: Tensor) -> Tensor | None:
+def _share(loss: Any, td: TensorDictBase, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
     """How much each token counts in the mean, which is what torchrl's mean differentiates to."""
     if "none" in (loss.aggregation, loss.reduction):
         return None
-    values = torch.zeros(*mask.shape, 1, device=mask.device, requires_grad=True)
-    mean = loss._aggregate_loss_value(values, mask, tensordict=td)
-    if mean.numel() != 1:
-        return None
-    (share,) = torch.autograd.grad(mean.sum(), values)
+    values = torch.zeros(*mask.shape, 1, device=mask.device, dtype=dtype, requires_grad=True)
+    # Hooks of the caller, as a checkpoint has them, would run its whole segment once more.
+    with saved_tensors_hooks(_as_it_is, _as_it_is):
+        mean = loss._aggregate_loss_value(values, mask, tensordict=td)
+        if mean.numel() != 1:
+            return None
+        (share,) = torch.autograd.grad(mean.sum(), values)
     return share.squeeze(-1)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _other_log_probs(loss: Any, td: TensorDictBase, key: Any, mask: Tensor) -> Tensor | None:

@@ -22,6 +22,7 @@ DENSE, NESTED = "a dense tensor", "a nested tensor"
 IMPLS = ("auto", "cpu", "cuda", "triton", "reference")
 NANS = ("propagate", "missing")
 LARGEST = 1e30  # a scalar argument; it, its reciprocal and products with either stay in float32
+FLAGS = ("shift", "entropy", "batch_invariant")  # the options of ops that are on or off
 LIBRARY = {"cpu": "_C", "cuda": "_C_cuda"}
 # What several errors tell to do.
 ONE_A_TOKEN = "give one value for each token"
@@ -145,6 +146,14 @@ def check_choice(
     raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}; {remedy}")
 
 
+def check_flags(options: Mapping[str, object]) -> None:
+    """Refuse anything but a bool for those of an op's options that are flags."""
+    for name in FLAGS:
+        value = options.get(name, False)
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected True or False, got {value!r}; pass one of the two")
+
+
 def scalar_tensor(
     name: str,
     value: float | Tensor,
@@ -232,7 +241,12 @@ def _number(name: str, value: object, low: float, high: float, remedy: str) -> f
 
 
 def real_number(value: object) -> Any:
-    """``value`` as a number to compare with any bound; ``None`` if it is no real number."""
+    """``value`` as a number to compare with any bound; ``None`` if it is no real number.
+
+    A bool is none: it is a flag that came to the wrong option.
+    """
+    if isinstance(value, bool):
+        return None
     if isinstance(value, (int, float, numbers.Rational)):
         return value  # an integer may be too large for a float
     # Bounds that numpy's float16 and float32 cannot hold overflow in a comparison with them.

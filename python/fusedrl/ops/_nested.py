@@ -38,7 +38,7 @@ def accepts_nested(
         companions: arguments that are nested beside the first one, with its sequence lengths.
         optional: companions that may be ``None``.
         per_sequence: an argument that may be nested as well, or dense with one value a sequence,
-            which is spread over its tokens.
+            which is spread over its tokens. The op gets ``[1, N]``.
         over: the argument whose offsets the answer has.
         form: the dimensions of the first argument.
         fields: what of a named tuple has one value a token.
@@ -116,15 +116,19 @@ def _companion(name: str, value: Any, like: str, offsets: Tensor) -> Tensor:
 
 
 def _spread(name: str, value: Any, like: str, packed: Ragged) -> Tensor:
-    """Values for each token: nested ones are packed, and one for each sequence is repeated."""
+    """Values for each token, ``[1, N]``: nested ones, or dense ones of sequences repeated."""
     _dispatch.check_tensor(name, value, _dispatch.DENSE, _dispatch.NESTED)
     if value.is_nested:
-        return _companion(name, value, like, packed.offsets)
-    if value.shape != (len(packed.offsets) - 1,):
-        return value
+        return _companion(name, value, like, packed.offsets)[None]
+    count = len(packed.offsets) - 1
+    if value.shape not in ((count,), (count, 1)):
+        raise ValueError(
+            f"{name}: expected shape ({count},), one for each sequence of nested {like}, got "
+            f"{tuple(value.shape)}; nest what has one value for each token like {like}"
+        )
     _dispatch.check_device(name, value, packed.values.device)
     tokens = len(packed.values)
-    return torch.repeat_interleave(value, packed.offsets.diff(), output_size=tokens)
+    return torch.repeat_interleave(value.flatten(), packed.offsets.diff(), output_size=tokens)[None]
 
 
 def _rewrapped(flat: Tensor, model: Tensor, offsets: Tensor) -> Tensor:

@@ -72,3 +72,37 @@ def sequence_of_tokens(tokens: Tensor, offsets: Tensor | None) -> tuple[Tensor, 
         return index, count
     places = torch.arange(tokens.numel(), device=tokens.device)
     return places // max(tokens.shape[-1], 1), count
+
+
+def is_of_sequences(
+    name: str, value: Tensor, shape: torch.Size, count: int, offsets: Tensor | None
+) -> bool | None:
+    """Whether a column has one value for each of ``count`` sequences, and not one for each token.
+
+    ``None`` if it fits neither. Of packed tokens, ``[B, 1]`` is of sequences and ``[1, N]`` of
+    tokens. One dimension tells them apart by its length, and is refused where that is both.
+    """
+    of_tokens, of_sequences = fits(value.shape, shape, count)
+    if of_tokens and of_sequences and offsets is not None:
+        _check_one_token_each(name, value, offsets)
+    return of_sequences and not of_tokens if of_tokens or of_sequences else None
+
+
+def fits(value: torch.Size, shape: torch.Size, count: int) -> tuple[bool, bool]:
+    """Whether a column of shape ``value`` may be of tokens of this shape, and of sequences."""
+    packed = len(shape) == 1
+    of_tokens = value == shape or (packed and value == (1, *shape))
+    return of_tokens, value in ((count,), (count, 1))
+
+
+def _check_one_token_each(name: str, value: Tensor, offsets: Tensor) -> None:
+    """Refuse what may be of tokens and of sequences, unless both are the same."""
+    others = offsets.diff() != 1
+    expected = (
+        f"{name}: expected [B, 1] or [1, N] where there are as many packed tokens as sequences"
+    )
+    remedy = "reshape it with .view(-1, 1) if it is of sequences, or with .view(1, -1) if of tokens"
+    if not (others.is_cpu and _dispatch.has_values(others)):
+        torch.ops.aten._assert_async.msg(~others.any(), f"{expected}, got one dimension; {remedy}")
+    elif bool(others.any()):
+        raise ValueError(f"{expected}, got {tuple(value.shape)}; {remedy}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -29,13 +30,16 @@ def accepts_parts(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let an op over rows take a ``sequence_group``; calls without one go to the op itself.
 
+    As this is what a call of any such op meets first, flags that are no bools are refused here.
+
     The op gets each column as its rows need it, ``shift=False``, and the offsets of its own part.
     Its answer, or what has one value a token in a named tuple, belongs to the rows that it computed
     and is brought back to their tokens.
 
     Args:
         columns: arguments with an entry for each token, a number or a row, which a shift moves.
-        per_sequence: the column that may have one entry for each sequence, which is not moved.
+        per_sequence: a column with an entry for each token or, not moved, for each sequence. The op
+            gets it as ``[1, N]`` or ``[B, 1]``, as a part may have as many tokens as sequences.
     """
 
     def wrap(op: Callable[P, R]) -> Callable[P, R]:
@@ -43,6 +47,7 @@ def accepts_parts(
 
         @functools.wraps(op)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            _dispatch.check_flags(kwargs)
             if kwargs.get("sequence_group") is None:
                 return op(*args, **kwargs)
             return on_a_part(*args, **kwargs)
@@ -50,15 +55,26 @@ def accepts_parts(
         def on_a_part(*args: P.args, **kwargs: P.kwargs) -> R:
             given = signature.bind(*args, **kwargs).arguments
             name = next(iter(given))
-            shift = bool(given.get("shift", False))
+            shift = given.get("shift", False)
             rows, offsets = given[name], given.get("offsets")
             _check_rows(name, rows, offsets, shift)
-            moving = _columns(given, columns, rows, per_sequence)
-            part = _part_of(given["sequence_group"], rows, offsets, columns, moving)
-            if not shift:
-                return op(**(given | {"offsets": part.offsets}))  # pyright: ignore[reportCallIssue]
-            given |= part.of_rows(moving) | {"offsets": part.offsets, "shift": False}
+            moving = _columns(given, columns, rows)
+            either = _Either(per_sequence or "", given.get(per_sequence or ""))
+            part = _part_of(given["sequence_group"], rows, offsets, columns, moving, either)
+            given["offsets"] = part.offsets
+            if either.value is not None:
+                if part.either_is_of_tokens:
+                    given[either.name] = either.value.reshape(rows.shape[:-1])
+                    moving[either.name] = given[either.name]
+                else:
+                    given[either.name] = either.value.reshape(-1, 1)
+            if shift:
+                given |= part.of_rows(moving) | {"shift": False}
+            if part.either_is_of_tokens and rows.dim() == 2:
+                given[either.name] = given[either.name][None]
             result: Any = op(**given)  # pyright: ignore[reportCallIssue]
+            if not shift:
+                return result
             if isinstance(result, Tensor):
                 return part.of_tokens(result)  # pyright: ignore[reportReturnType]
             of_rows = {
@@ -84,11 +100,13 @@ class Part(NamedTuple):
         offsets: of this part alone, with an entry for each sequence of all ranks.
         goes_on: whether the token behind each row is one of the row's sequence, shaped like the
             tokens; the rank does not know of the last one whether it exists.
+        either_is_of_tokens: whether the column of tokens or sequences is of tokens, on all ranks.
     """
 
     group: dist.ProcessGroup
     offsets: Tensor | None
     goes_on: Tensor
+    either_is_of_tokens: bool
 
     def of_rows(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
         """Each column as rows need it: at a row, the entry of the token that it predicts."""
@@ -115,6 +133,16 @@ def summed(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return values if group is None else _Summed.apply(values, group)
 
 
+def check_group(name: str, group: Any) -> None:
+    """Refuse what is no process group."""
+    if not isinstance(group, dist.ProcessGroup):
+        kind = repr(group) if isinstance(group, str) else type(group).__name__
+        raise TypeError(
+            f"{name}: expected a torch.distributed.ProcessGroup, got {kind}; pass "
+            "torch.distributed.group.WORLD, or what torch.distributed.new_group returns"
+        )
+
+
 def _check_rows(name: str, rows: Any, offsets: Tensor | None, shift: bool) -> None:
     _dispatch.check_tensor(name, rows, _dispatch.DENSE, _dispatch.NESTED)
     if rows.is_nested:
@@ -133,9 +161,7 @@ def _check_rows(name: str, rows: Any, offsets: Tensor | None, shift: bool) -> No
         )
 
 
-def _columns(
-    given: dict[str, Any], columns: Sequence[str], rows: Tensor, per_sequence: str | None
-) -> dict[str, Tensor]:
+def _columns(given: dict[str, Any], columns: Sequence[str], rows: Tensor) -> dict[str, Tensor]:
     """The columns that were given, and a mask; one without an entry for each token is refused."""
     shape, device = rows.shape[:-1], rows.device
     mask, like = given.get("mask"), f" for {next(iter(given))}"
@@ -146,12 +172,30 @@ def _columns(
         if value is None or name == "mask":
             continue
         _dispatch.check_tensor(name, value)
-        if value.shape[: len(shape)] == shape:
-            _dispatch.check_device(name, value, device)
-            moving[name] = value
-        elif name != per_sequence:
+        start = torch.Size(value.shape[: len(shape)])
+        if start != shape:
             _dispatch.check_same(name, value, shape, device, like, rows)
+        _dispatch.check_device(name, value, device)
+        moving[name] = value
     return moving
+
+
+class _Either(NamedTuple):
+    """A column with an entry for each token, or for each sequence; no value where none is given."""
+
+    name: str
+    value: Tensor | None
+
+    def meanings(self, rows: Tensor, sequences: int) -> int:
+        """What it may be of on this rank, a bit each: tokens, sequences."""
+        if not isinstance(self.value, Tensor):
+            return 0
+        of_tokens, of_sequences = _rows.fits(self.value.shape, rows.shape[:-1], sequences)
+        return of_tokens * _OF_TOKENS + of_sequences * _OF_SEQUENCES
+
+
+_OF_TOKENS, _OF_SEQUENCES = 1, 2
+_MEANINGS = ("of neither tokens nor sequences", "of tokens", "of sequences", "of either")
 
 
 def _numbers_a_token(columns: dict[str, Tensor], rows: Tensor) -> int:
@@ -174,6 +218,7 @@ class _Layout(NamedTuple):
     offsets_end: int  # -1 without offsets
     offsets_sum: int  # of each times its number, which tells those of ranks apart
     columns: int  # a bit each
+    meanings: int  # what the column of tokens or sequences may be of, a bit each
     numbers: int  # a token, in the columns that have a row of them
     tokens: int  # in this part of each sequence, or of all packed ones
 
@@ -197,20 +242,25 @@ def _part_of(
     offsets: Tensor | None,
     columns: Sequence[str],
     moving: dict[str, Tensor],
+    either: _Either,
 ) -> Part:
     present = sum(1 << i for i, column in enumerate(columns) if column in moving)
     numbers = _numbers_a_token(moving, rows)
     sequences = len(rows) if rows.dim() == 3 else 0 if offsets is None else len(offsets)
     end, of_offsets = (-1, 0) if offsets is None else _end_and_sum(offsets)
-    mine = _Layout(rows.dim(), sequences, end, of_offsets, present, numbers, rows.shape[-2])
+    meanings = either.meanings(rows, _rows.count_sequences(rows[..., 0], offsets))
+    mine = _Layout(
+        rows.dim(), sequences, end, of_offsets, present, meanings, numbers, rows.shape[-2]
+    )
     layouts = _layouts(group, mine, rows.device)
     rank = dist.get_rank(group)
     _check_layouts(layouts, rank, columns)
+    is_of_tokens = either.value is not None and _is_of_tokens(either, layouts, rank)
     start = sum(layout.tokens for layout in layouts[:rank])
     total = sum(layout.tokens for layout in layouts)
     goes_on = torch.ones(rows.shape[:-1], dtype=torch.bool, device=rows.device)
     if offsets is None:
-        return Part(group, None, goes_on)
+        return Part(group, None, goes_on, is_of_tokens)
     if end != total:
         raise ValueError(
             f"offsets: expected those of the {total} tokens of all ranks, the same on each, got "
@@ -221,7 +271,7 @@ def _part_of(
     offsets = offsets.to(torch.int64)
     behind = torch.arange(start + 1, start + 1 + len(rows), device=rows.device)
     goes_on = torch.isin(behind, offsets, invert=True)
-    return Part(group, (offsets - start).clamp(0, len(rows)), goes_on)
+    return Part(group, (offsets - start).clamp(0, len(rows)), goes_on, is_of_tokens)
 
 
 def _end_and_sum(offsets: Tensor) -> list[int]:
@@ -230,12 +280,7 @@ def _end_and_sum(offsets: Tensor) -> list[int]:
 
 
 def _layouts(group: Any, mine: _Layout, device: torch.device) -> list[_Layout]:
-    if not isinstance(group, dist.ProcessGroup):
-        kind = repr(group) if isinstance(group, str) else type(group).__name__
-        raise TypeError(
-            f"sequence_group: expected a torch.distributed.ProcessGroup, got {kind}; pass "
-            "torch.distributed.group.WORLD, or what torch.distributed.new_group returns"
-        )
+    check_group("sequence_group", group)
     if dist.get_rank(group) < 0:
         raise ValueError(
             "sequence_group: expected a group that this rank is in, got another; call on the ranks "
@@ -279,6 +324,32 @@ def _check_layouts(layouts: list[_Layout], rank: int, columns: Sequence[str]) ->
                 "sequence_group: expected at least one token on each rank, got none on rank "
                 f"{other}; split the sequences so that every rank has some, or use fewer ranks"
             )
+
+
+def _is_of_tokens(either: _Either, layouts: list[_Layout], rank: int) -> bool:
+    """Whether the column is of tokens on all ranks, rather than of sequences on all.
+
+    Every rank raises where neither fits all ranks, or where both do and differ.
+    """
+    name = either.name
+    _dispatch.check_tensor(name, either.value)
+    common = functools.reduce(operator.and_, (layout.meanings for layout in layouts))
+    if common == 0:
+        each = ", ".join(f"{_MEANINGS[x.meanings]} on rank {i}" for i, x in enumerate(layouts))
+        raise ValueError(
+            f"{name}: expected a shape of tokens or one of sequences on all ranks of "
+            f"sequence_group, got one {each}; pass them alike on each"
+        )
+    # One token of each sequence on a rank is that sequence's there, in whichever way it is meant.
+    mine = layouts[rank]
+    if common == _OF_TOKENS | _OF_SEQUENCES and mine.dimensions == 2 and mine.sequences > 2:
+        raise ValueError(
+            f"{name}: expected [B, 1] or [1, N] where every rank of sequence_group has as many "
+            f"packed tokens as there are sequences, got {mine.sequences - 1} in one dimension; "
+            "reshape them with .view(-1, 1) if they are of sequences, or with .view(1, -1) if of "
+            "tokens"
+        )
+    return bool(common & _OF_TOKENS)
 
 
 def _carried(column: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +19,7 @@ from fusedrl.ops.linear_policy_loss.two_pass import (
     from_log_probs,
     from_sequence_ratios,
 )
+from fusedrl.ops.linear_token_log_probs import check_shard
 from fusedrl.ops.token_kl.reference import estimate
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class PolicyLoss(NamedTuple):
     Args:
         loss: ``objective + kl_coeff * kl - entropy_coeff * entropy``, which differentiates.
         objective: the aggregated term of the advantages. Like all that follows it has no gradient.
-        kl: the aggregated KL to the reference policy, 0 without one.
-        entropy: the aggregated entropy, 0 where it was not asked for.
+        kl: the aggregated KL to the reference policy, ``None`` without one.
+        entropy: the aggregated entropy, ``None`` where it was not asked for.
         log_probs: float32, shaped like the tokens; 0 for a dropped one.
         entropies: the entropy of each token's distribution, ``None`` where it was not asked for.
         ratio: statistics of the ratios of kept tokens: ``mean``, ``smallest``, ``largest``,
@@ -59,15 +59,15 @@ class PolicyLoss(NamedTuple):
 
     loss: Tensor
     objective: Tensor
-    kl: Tensor
-    entropy: Tensor
+    kl: Tensor | None
+    entropy: Tensor | None
     log_probs: Tensor
     entropies: Tensor | None
     ratio: RatioStatistics
 
 
 @accepts_parts(
-    *("tokens", "mask", "advantages"),
+    *("tokens", "mask"),
     *("old_log_probs", "ref_log_probs", "token_weights", "rollout_log_probs"),
     per_sequence="advantages",
 )
@@ -135,7 +135,8 @@ def linear_policy_loss(
     one block exist at a time: at most 256 MiB, or one row. A ratio of whole sequences takes four
     products, as it needs their log-probs first, and so does a vocabulary that is sharded over
     ranks. Only kept rows are multiplied. Where gradients are needed, the forward pass makes them
-    and sums them in float32, and the backward pass scales them.
+    and sums them in float32, and the backward pass scales and rounds them. That of a bfloat16
+    weight is kept rounded, and rounded once more where it is scaled by no power of two.
 
     In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
     the gradients of logits to bfloat16 before they are multiplied, which is faster.
@@ -147,8 +148,9 @@ def linear_policy_loss(
         tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged, as is every other tensor
             of one entry a token.
         mask: bool, shaped like ``tokens``; ``None`` keeps all. Nothing of a dropped token is read.
-        advantages: one for each token, shaped like ``tokens``, or one for each sequence, ``[B]``.
-            Where there are as many packed tokens as sequences, they count as those of the tokens.
+        advantages: one for each token, shaped like ``tokens``, or one for each sequence, ``[B]`` or
+            ``[B, 1]``. Where there are as many packed tokens as sequences, one dimension may mean
+            either: pass ``[B, 1]``, or ``[1, N]`` for those of tokens.
         old_log_probs: log-probs of the policy that generated, shaped like ``tokens``. With ``None``
             those of the policy itself are taken, so that every ratio is 1.
         ref_log_probs: log-probs of the reference policy, which ``kl_coeff`` needs. Where that is 0
@@ -176,7 +178,8 @@ def linear_policy_loss(
             ``"geometric"`` (its geometric mean).
         clip: ``low`` and ``high``, the distances of the bounds from 1, or one number for both: the
             ratio is clamped to ``[1 - low, 1 + high]``. Without effect on ``reinforce``.
-        dual_clip: upper bound of the ratio where the advantage is negative, for clipped losses.
+        dual_clip: upper bound of the ratio where the advantage is negative; for clipped losses
+            alone.
         aggregation: ``"token"``, the mean over kept tokens; ``"sequence"``, the mean over sequences
             of the mean over their kept tokens, 0 where there is none; ``"constant"``, the sum over
             ``normalizer``. KL and entropy are aggregated in the same way.
@@ -192,8 +195,8 @@ def linear_policy_loss(
         temperature: divisor of the logits, from 1e-30 to 1e30. No gradient flows to it.
         vocab_offset: the first class of ``weight``, where that is a shard of a larger vocabulary.
         group: the process group whose ranks hold the other shards.
-        main_grad: float32 ``[V, H]``; the backward pass adds the weight's gradient to it, not
-            rounded, in place of ``weight.grad``. Not with ``group``.
+        main_grad: float32 ``[V, H]``; a backward pass that is asked for the weight's gradient adds
+            it there, not rounded, in place of ``weight.grad``. Not with ``group``.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
             ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
@@ -234,7 +237,10 @@ def linear_policy_loss(
             f"{vocab_offset!r} and {group!r}; pass the first class of this rank's shard and the "
             "group of all shards"
         )
-    _check_coefficients(kl_coeff, entropy_coeff, ref_log_probs, aggregation, normalizer)
+    check_shard(vocab_offset, group)
+    kl_coeff = _coefficient("kl_coeff", kl_coeff)
+    entropy_coeff = _coefficient("entropy_coeff", entropy_coeff)
+    _check_terms(kl_coeff, ref_log_probs, aggregation, normalizer)
     _check_main_grad(main_grad, head.weight, group)
     _check_importance(importance, rollout_log_probs, sequence_group)
     chosen = _dispatch.choose(impl, "linear_policy_loss", head.hidden.device, head.hidden.dtype)
@@ -262,7 +268,7 @@ def linear_policy_loss(
             *("normalizer", normalizer, head.hidden.device, low),
             remedy="pass how many tokens or sequences there are",
         )
-    share = losses.shares(sequences, aggregation, normalizer).to(dtype).view(tokens.shape)
+    share = losses.shares(sequences, aggregation, normalizer, dtype).view(tokens.shape)
     weights = losses.TermWeights(
         share if factors is None else torch.where(share > 0, share * factors, 0),
         kl=share * kl_coeff if kl_coeff else None,
@@ -299,25 +305,27 @@ def linear_policy_loss(
     )
 
 
-def _aggregated(share: Tensor, column: Tensor | None) -> Tensor:
+def _aggregated(share: Tensor, column: Tensor | None) -> Tensor | None:
     if column is None:
-        return share.new_zeros(())
+        return None
     return torch.where(share > 0, share * column, 0).sum()
 
 
-def _check_coefficients(
+def _coefficient(name: str, value: float) -> float:
+    number = _dispatch.real_number(value)
+    if number is None or not -_dispatch.LARGEST <= number <= _dispatch.LARGEST:
+        raise ValueError(
+            f"{name}: expected a number from -1e30 to 1e30, got {value!r}; 0.0 leaves the term out"
+        )
+    return float(number)
+
+
+def _check_terms(
     kl_coeff: float,
-    entropy_coeff: float,
     ref_log_probs: Tensor | None,
     aggregation: str,
     normalizer: float | Tensor | None,
 ) -> None:
-    for name, value in (("kl_coeff", kl_coeff), ("entropy_coeff", entropy_coeff)):
-        number = _dispatch.real_number(value)
-        if number is None or not math.isfinite(number):
-            raise ValueError(
-                f"{name}: expected a finite number, got {value!r}; 0.0 leaves the term out"
-            )
     if kl_coeff and ref_log_probs is None:
         raise ValueError(
             f"ref_log_probs: expected a tensor with kl_coeff={kl_coeff}, got None; pass the "
@@ -368,6 +376,18 @@ def _check_main_grad(main_grad: Tensor | None, weight: Tensor, group: object) ->
         raise ValueError(f"main_grad: expected torch.float32, got {main_grad.dtype}; {MAIN_GRAD}")
     like = (weight.shape, weight.device, " like weight", None)
     _dispatch.check_same("main_grad", main_grad, *like, MAIN_GRAD)
+    if any(
+        n > 1 and step == 0 for n, step in zip(main_grad.shape, main_grad.stride(), strict=True)
+    ):
+        raise ValueError(
+            f"main_grad: expected memory of its own for each element, got strides "
+            f"{main_grad.stride()}; {MAIN_GRAD}"
+        )
+    if torch.is_grad_enabled() and not weight.requires_grad:
+        raise ValueError(
+            "main_grad: expected None with a weight that requires no grad, got a tensor; leave it "
+            "out, or call weight.requires_grad_()"
+        )
 
 
 def _constant(name: str, value: Tensor | None, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -383,18 +403,19 @@ def _advantages(
     value: Tensor, tokens: Tensor, sequences: losses.Sequences, dtype: torch.dtype
 ) -> Tensor:
     _check_constant("advantages", value)
-    if value.shape == tokens.shape:
-        spread = value
-    elif value.shape == (sequences.count,):
-        spread = value[sequences.index.to(value.device)].view(tokens.shape)
-    else:
+    count = sequences.count
+    of_sequences = _rows.is_of_sequences(
+        "advantages", value, tokens.shape, count, sequences.offsets if tokens.dim() == 1 else None
+    )
+    if of_sequences is None:
         raise ValueError(
             f"advantages: expected shape {tuple(tokens.shape)}, one for each token, or "
-            f"({sequences.count},), one for each sequence, got {tuple(value.shape)}; "
-            + _reshaped(value, tokens, sequences.count)
+            f"({count},), one for each sequence, got {tuple(value.shape)}; "
+            + _reshaped(value, tokens, count)
         )
-    _dispatch.check_device("advantages", spread, tokens.device)
-    return spread.to(dtype).contiguous()
+    _dispatch.check_device("advantages", value, tokens.device)
+    spread = value.flatten()[sequences.index] if of_sequences else value
+    return spread.reshape(tokens.shape).to(dtype).contiguous()
 
 
 def _reshaped(advantages: Tensor, tokens: Tensor, sequences: int) -> str:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 
 from fusedrl.ops import _autograd, _dispatch, _rounding, _saved_tensors
 from fusedrl.ops._head import Head
@@ -106,7 +107,11 @@ def run(task: Task, main_grad: Tensor | None = None, separate: bool = False) -> 
         entropy=entropy,
     )
     if task.needs_grad:
-        values, results = _autograd.apply(_Autograd, main_grad, separate, *call)
+        of_weight = None
+        if main_grad is not None:
+            of_weight = into_main_grad(call.weight, main_grad)
+            call = call._replace(weight=call.weight.detach())
+        values, results = _autograd.apply(_Autograd, of_weight, separate, *call)
     else:
         results, *_ = torch.ops.fusedrl.linear_policy_loss(*call, False, False, False, False)
         values = _values(results, call.weights)
@@ -121,7 +126,10 @@ def _values(results: Tensor, weights: Tensor) -> Tensor:
 def _with_gradients(
     call: OpArguments, wanted: Sequence[bool], in_float: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """The op's rows, and the gradients of hidden states, weight and bias that are wanted."""
+    """The op's rows, and the gradients of hidden states, weight and bias that are wanted.
+
+    They are float32, but that of the weight is of its dtype unless it is wanted ``in_float``.
+    """
     if call.hidden.dtype != torch.float16:
         results, *grads = torch.ops.fusedrl.linear_policy_loss(
             *call, *wanted, in_float, rounds_grads=_rounding.rounds_grads(call.hidden, call.hidden)
@@ -136,19 +144,43 @@ def _with_gradients(
     return results, [grad / gain for grad in grads]
 
 
+def into_main_grad(weight: Tensor, main_grad: Tensor) -> Tensor:
+    """Zeros of a weight's shape, in float32 or better; their gradient is added to ``main_grad``.
+
+    They are a node of their own, which autograd runs where the weight's gradient is asked for.
+    """
+    return _IntoMainGrad.apply(weight, main_grad)  # pyright: ignore[reportReturnType]
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.main_grad = main_grad
+        return weight.new_zeros((), dtype=_dispatch.result_dtype(weight)).expand(weight.shape)
+
+    @staticmethod
+    @_autograd.first_derivative_only(
+        "linear_policy_loss", "leave out main_grad, and pass impl='reference'"
+    )
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.main_grad.add_(grads[0])
+        return None, None
+
+
 class _Autograd(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, main_grad: Tensor | None, separate: bool, *args: Any
+        ctx: Any, of_weight: Tensor | None, separate: bool, *args: Any
     ) -> tuple[Tensor, Tensor]:
-        call = OpArguments(*args)
-        results, grads = _with_gradients(call, ctx.needs_input_grad[2:5], main_grad is not None)
+        """``of_weight`` takes the gradient of the weight in float32, in place of the weight."""
+        call, in_float = OpArguments(*args), of_weight is not None
+        results, grads = _with_gradients(call, _wanted(ctx), in_float)
         # Gradients that are made need no constants. The head is kept to see that nobody changes it.
         kept = len(args) if separate else 3
         tensors = [x if isinstance(x, Tensor) and i < kept else None for i, x in enumerate(args)]
         _saved_tensors.save(ctx, results if separate else None, *grads, *tensors)
         ctx.constants = [None if isinstance(x, Tensor) else x for x in args]
-        ctx.options = (main_grad, separate)
+        ctx.options = (in_float, separate)
         ctx.mark_non_differentiable(results)
         return _values(results, call.weights), results
 
@@ -159,30 +191,59 @@ class _Autograd(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         results, grad_hidden, grad_weight, grad_bias, *tensors = _saved_tensors.saved(ctx)
         args = (c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True))
-        call, (main_grad, separate) = OpArguments(*args), ctx.options
-        wanted, factors = ctx.needs_input_grad[2:5], upstream[0]
+        call, (in_float, separate) = OpArguments(*args), ctx.options
+        wanted, factors = _wanted(ctx), upstream[0]
         grads, scale = [grad_hidden, grad_weight, grad_bias], factors[0]
         if separate:
             counting = factors[(call.weights != 0).flatten(0, -2).any(0)]
             if len(counting) and bool((counting != counting[0]).any()):
-                grads = _again(results, call, factors, wanted, main_grad is not None)
+                grads = _again(results, call, factors, wanted, in_float)
                 counting = torch.ones_like(counting)
             scale = counting[0] if len(counting) else scale
-        if main_grad is not None and wanted[1]:
-            main_grad.add_(grads[1] * scale)
-            wanted = (wanted[0], False, wanted[2])
-        found = (
-            _scaled(grad, scale, call.hidden.dtype) if want else None
-            for grad, want in zip(grads, wanted, strict=True)
+        last_pass = ctx.saved_forms is None and _is_last_pass(scale)
+        dtype = call.hidden.dtype
+        dtypes = (dtype, torch.float32 if in_float else dtype, dtype)
+        of_hidden, of_weight, of_bias = (
+            _scaled(grad, scale, dtype, last_pass) if want else None
+            for grad, want, dtype in zip(grads, wanted, dtypes, strict=True)
         )
-        return (None, None, *found, *(None,) * (len(call) - 3))
+        of_head = (None, of_hidden, None) if in_float else (None, of_hidden, of_weight)
+        first = of_weight if in_float else None
+        return (first, *of_head, of_bias, *(None,) * (len(call) - 3))
 
 
-def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    # Where the loss itself is differentiated: no pass over the gradients.
-    if _dispatch.has_values(scale) and scale.is_cpu and scale == 1:
-        return grad.to(dtype)
-    return (grad * scale.to(grad.dtype)).to(dtype)
+def _wanted(ctx: Any) -> tuple[bool, bool, bool]:
+    """Whether hidden states, weight and bias require gradients."""
+    into_float, _, hidden, weight, bias, *_ = ctx.needs_input_grad
+    return hidden, weight or into_float, bias
+
+
+def _is_last_pass(scale: Tensor) -> bool:
+    """Whether nobody reads what was saved after this backward pass."""
+    if not _dispatch.has_values(scale):
+        return False
+    return not keeps_graph()
+
+
+_PART = 1 << 22  # elements, so that what is computed in float32 takes little memory
+
+
+def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype, last_pass: bool) -> Tensor:
+    """A gradient that was saved times ``scale``, in float32 and rounded once to ``dtype``.
+
+    It is in memory of its own, but where this is the ``last_pass`` in that of ``grad``.
+    """
+    if not _dispatch.has_values(scale):
+        return (grad.float() * scale).to(dtype)
+    in_place = last_pass and grad.dtype == dtype
+    if in_place and scale.is_cpu and scale == 1:
+        return grad
+    out = grad if in_place else torch.empty_like(grad, dtype=dtype)
+    rows = max(_PART * len(grad) // max(grad.numel(), 1), 1)
+    for part, of_part in zip(grad.split(rows), out.split(rows), strict=True):
+        # Torch multiplies halves by a number on the CPU in float32, and by one elsewhere in half.
+        torch.mul(part if scale.is_cpu else part.float(), scale, out=of_part)
+    return out
 
 
 def _again(
@@ -219,10 +280,14 @@ def _fake(
     rounds_grads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, of_hidden, of_weight, of_bias, in_float = options
-    dtype = torch.float32 if in_float else weight.dtype
+    of_weights = torch.float32 if in_float else weight.dtype
     grad_hidden, grad_weight, grad_bias = (
         hidden.new_empty((0,)) if x is None or not want else x.new_empty(x.shape, dtype=dtype)
-        for x, want in ((hidden, of_hidden), (weight, of_weight), (bias, of_bias))
+        for x, want, dtype in (
+            (hidden, of_hidden, torch.float32),
+            (weight, of_weight, of_weights),
+            (bias, of_bias, torch.float32),
+        )
     )
     rows = hidden.new_empty((*tokens.shape, 8), dtype=_dispatch.result_dtype(hidden))
     return rows, grad_hidden, grad_weight, grad_bias

@@ -122,6 +122,11 @@ def recipe_of(
     _dispatch.check_choice("aggregation", aggregation, AGGREGATIONS, OF_THE_LOSS)
     low, high = _bounds(recipe.clip if clip is None else clip)
     most = math.inf if dual_clip is None else _number("dual_clip", dual_clip)
+    if dual_clip is not None and recipe.surrogate != "clip":
+        raise ValueError(
+            f"dual_clip: expected None with loss={loss!r}, which has no such bound, got "
+            f"{dual_clip}; leave it out, or use a clipped loss"
+        )
     if most < high:
         raise ValueError(
             f"dual_clip: expected at least 1 + clip[1] = {high:g}, got {dual_clip}; "
@@ -217,16 +222,18 @@ def log_ratios(log_ratio: Tensor, level: str, sequences: Sequences) -> Tensor:
     return of_sequences[sequences.index].view(log_ratio.shape)
 
 
-def shares(sequences: Sequences, aggregation: str, normalizer: Tensor | None) -> Tensor:
+def shares(
+    sequences: Sequences, aggregation: str, normalizer: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """How much each token counts in the loss, packed; 0 for a dropped one.
 
     With ``"token"``, 1 divided by the number of kept tokens. With ``"sequence"``, 1 divided by the
     number of sequences and by that of the kept tokens of its own sequence. With ``"constant"``, 1
     divided by ``normalizer``, which for the other two replaces the number of tokens or sequences.
     """
-    kept = sequences.kept.float()
+    kept = sequences.kept.to(dtype)
     if aggregation == "sequence":
         divisor = max(sequences.count, 1) if normalizer is None else normalizer
-        return kept / sequences.lengths(torch.float32)[sequences.index] / divisor
+        return kept / sequences.lengths(dtype)[sequences.index] / divisor
     divisor = summed(kept.sum(), sequences.group).clamp(min=1) if normalizer is None else normalizer
     return kept / divisor

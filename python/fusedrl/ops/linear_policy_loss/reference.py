@@ -14,7 +14,7 @@ from fusedrl.ops.linear_policy_loss.losses import (
     TermWeights,
     log_ratios,
 )
-from fusedrl.ops.token_kl.reference import estimate
+from fusedrl.ops.token_kl.reference import estimate, estimate_slope
 
 
 def surrogate_of(
@@ -31,19 +31,35 @@ def surrogate_of(
     low, high, most = surrogate.low, surrogate.high, surrogate.most
     with torch.no_grad():
         ratio = log_ratio.exp()
-        bounded = ratio.clamp(low, high)
-        flat = (ratio < low) | (ratio > high)
-        if surrogate.kind == "clip":
-            free = ratio.clamp(max=most) * advantages
-            flat = (ratio > most) | (bounded * advantages < free)
     if surrogate.kind == "cispo":
-        return -bounded.detach() * advantages * log_probs  # nor a forward-mode tangent
+        bounded = ratio.clamp(low, high).detach()  # nor a forward-mode tangent
+        return -bounded * advantages * log_probs
+    flat = _is_flat(ratio, advantages, surrogate)
     # The exponential of a ratio that is clipped may be infinite, and 0 times that is NaN.
     ratio = torch.where(flat, log_ratio.detach(), log_ratio).exp()
     bounded = ratio.clamp(low, high)
     if surrogate.kind == "clipped_ratio":
         return -bounded * advantages
     return -torch.minimum(ratio.clamp(max=most) * advantages, bounded * advantages)
+
+
+def _is_flat(ratio: Tensor, advantages: Tensor, surrogate: Surrogate) -> Tensor:
+    """Where a bound of the ratio leaves its term without a slope."""
+    low, high, most = surrogate.low, surrogate.high, surrogate.most
+    if surrogate.kind == "clipped_ratio":
+        return (ratio < low) | (ratio > high)
+    free = ratio.clamp(max=most) * advantages
+    return (ratio > most) | (ratio.clamp(low, high) * advantages < free)
+
+
+def slope_of(log_ratio: Tensor, advantages: Tensor, surrogate: Surrogate) -> Tensor:
+    """The derivative of :func:`surrogate_of` by the log-prob that it, or its ratio, is of."""
+    if surrogate.kind == "reinforce":
+        return -advantages
+    ratio = log_ratio.exp()
+    if surrogate.kind == "cispo":
+        return -ratio.clamp(surrogate.low, surrogate.high) * advantages
+    return torch.where(_is_flat(ratio, advantages, surrogate), 0, -ratio * advantages)
 
 
 def policy_terms(
@@ -88,3 +104,37 @@ def policy_terms(
         term(weights.entropy, lambda rows: rows, entropy),
     )
     return torch.stack(terms)
+
+
+@torch.no_grad()
+def policy_slopes(
+    log_probs: Tensor,
+    batch: PolicyBatch,
+    weights: TermWeights,
+    surrogate: Surrogate,
+    level: str,
+    sequences: Sequences,
+) -> Tensor:
+    """The derivative of the sum of :func:`policy_terms` by each log-prob, without autograd.
+
+    Saved-tensor hooks of a caller, checkpoints among them, would reach what autograd saves.
+    """
+    dtype = log_probs.dtype
+    old = log_probs if batch.old_log_probs is None else batch.old_log_probs.to(dtype)
+
+    def weighed(weight: Tensor, slope: Tensor) -> Tensor:
+        return torch.where(weight != 0, slope * weight.to(dtype), 0)
+
+    log_ratio = log_ratios(log_probs - old, level, sequences)
+    slopes = weighed(weights.objective, slope_of(log_ratio, batch.advantages.to(dtype), surrogate))
+    if level != "token":
+        of_sequences = sequences.sums(slopes)
+        if level == "geometric":
+            of_sequences = of_sequences / sequences.lengths(dtype)
+        spread = of_sequences[sequences.index]
+        slopes = torch.where(sequences.kept, spread, 0).view(log_probs.shape)
+    for weight, other in ((weights.kl, batch.ref_log_probs), (weights.old_kl, old)):
+        if weight is not None and other is not None:
+            slope = estimate_slope(log_probs, other.to(dtype), surrogate.estimator)
+            slopes = slopes + weighed(weight, slope)
+    return slopes

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedrl.ops import _autograd, _dispatch, _head, _rows
 from fusedrl.ops._nested import accepts_nested
-from fusedrl.ops._sequence_parts import accepts_parts
+from fusedrl.ops._sequence_parts import accepts_parts, check_group
 from fusedrl.ops.linear_token_log_probs import autograd, reference
 from fusedrl.ops.linear_token_log_probs.shards import VocabPart
 from fusedrl.ops.token_log_probs import TokenLogProbs
@@ -119,7 +119,7 @@ def linear_token_log_probs(
     _rows.check_rows("hidden", head.hidden, offsets, shift)
     _rows.check_tokens(tokens, "hidden", head.hidden)
     _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
-    _check_shard(vocab_offset, group)
+    check_shard(vocab_offset, group)
     if sequence_group is not None and vocab_offset is not None and group is None:
         raise ValueError(
             "group: expected the process group of the shards beside a sequence_group, as a "
@@ -160,15 +160,18 @@ def linear_token_log_probs(
     return TokenLogProbs(log_probs, row_entropy) if entropy else log_probs
 
 
-def _check_shard(vocab_offset: int | None, group: ProcessGroup | None) -> None:
+def check_shard(vocab_offset: int | None, group: ProcessGroup | None) -> None:
+    """Refuse a group without the first class of its shard, and what is no group or class."""
     if vocab_offset is None:
         if group is not None:
             raise ValueError(
                 "vocab_offset: expected the first class of this rank's shard with group, got None; "
                 "pass how many classes the shards before it have"
             )
-    elif not isinstance(vocab_offset, int) or vocab_offset < 0:
+    elif type(vocab_offset) is bool or not isinstance(vocab_offset, int) or vocab_offset < 0:
         raise ValueError(
             f"vocab_offset: expected an integer >= 0, got {vocab_offset!r}; "
             "pass how many classes the shards before this one have"
         )
+    if group is not None:
+        check_group("group", group)

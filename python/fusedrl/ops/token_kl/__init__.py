@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedrl import ragged
-from fusedrl.ops import _autograd, _dispatch, _saved_tensors
+from fusedrl.ops import _autograd, _dispatch, _rows, _saved_tensors
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._samples import PackedColumns, check_lists
 from fusedrl.ops.token_kl import in_place, reference
@@ -58,9 +58,9 @@ def token_kl(
             needed to broadcast a ``[B]`` reward.
         estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``.
         reward: shaped like the log-probs, or ``[B]``, one value broadcast over each sequence. For a
-            list also a list of ``[T]``, ``[T, 1]``, ``[1]`` or ``[1, 1]`` tensors. Where B equals
-            N, a ``[B]`` reward has one value for each token of packed ``[N]`` values, but one for
-            each sequence of nested tensors and lists.
+            list also a list of ``[T]``, ``[T, 1]``, ``[1]`` or ``[1, 1]`` tensors. Where B equals N
+            for packed ``[N]`` values, ``[B, 1]`` is of sequences and ``[1, N]`` of tokens, and one
+            dimension alone is refused, unless every sequence has one token.
         coeff: weight of the KL in the reward, from -1e30 to 1e30. Pass a 0-dim tensor, on the CPU
             or beside the log-probs, to vary it under ``torch.compile`` without a recompile. No
             gradient flows to it.
@@ -166,6 +166,8 @@ def kl_of_lists(
     if integer_rewards and rewards is not None and not rewards.is_floating_point():
         rewards = rewards.to(p.dtype)
     offsets = ragged.offsets_of(lengths, p.device)
+    if rewards is not None and len(rewards) == len(p):
+        rewards = rewards[None]  # of tokens, also where there are as many samples
     kl, penalised = _dense(p, q, kept, offsets, rewards, options)
     return PackedColumns([kl] if penalised is None else [kl, penalised], lengths)
 
@@ -246,14 +248,20 @@ def _broadcast_reward(reward: Tensor, log_probs: Tensor, offsets: Tensor | None)
     _dispatch.check_tensor("reward", reward, like=" like log_probs")
     _dispatch.check_device("reward", reward, log_probs.device)
     _dispatch.check_floating("reward", reward)
-    if reward.shape == log_probs.shape:
+    if reward.shape == log_probs.shape and offsets is None:
         return reward
-    if offsets is not None and reward.shape == (len(offsets) - 1,):
-        if reward.requires_grad:
-            return torch.repeat_interleave(reward, offsets.diff(), output_size=len(log_probs))
-        return reward
-    if log_probs.dim() == 2 and reward.shape == log_probs.shape[:1]:
-        return reward[:, None].expand(log_probs.shape)
+    if offsets is not None:
+        shape, count = log_probs.shape, len(offsets) - 1
+        of_sequences = _rows.is_of_sequences("reward", reward, shape, count, offsets)
+        if of_sequences is False:
+            return reward.reshape(shape)
+        if of_sequences and (reward.requires_grad or count == len(log_probs)):
+            lengths = offsets.diff()
+            return reward.flatten().repeat_interleave(lengths, output_size=len(log_probs))
+        if of_sequences:
+            return reward.flatten()
+    if log_probs.dim() == 2 and reward.shape in (log_probs.shape[:1], (len(log_probs), 1)):
+        return reward.view(-1, 1).expand(log_probs.shape)
     sequences = "" if offsets is None else f", or ({len(offsets) - 1},), one for each sequence"
     to_broadcast = "" if offsets is not None else ", or offsets beside one for each sequence"
     raise ValueError(

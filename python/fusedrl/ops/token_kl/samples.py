@@ -41,9 +41,14 @@ def _pack_rewards(reward: Sequence[Tensor] | Tensor, lengths: list[int]) -> Tens
     # Where there are as many samples as tokens, [B] would be taken for one reward a token.
     ambiguous = len(lengths) == sum(lengths)
     if isinstance(reward, Tensor):
-        if not ambiguous or reward.shape != (len(lengths),):
-            return reward
-        reward = list(reward.split(1))
+        if reward.shape not in ((len(lengths),), (len(lengths), 1)):
+            raise ValueError(
+                f"reward: expected shape ({len(lengths)},), one for each sample of a list, got "
+                f"{tuple(reward.shape)}; pass a list where there is one for each token"
+            )
+        if not ambiguous:
+            return reward.flatten()
+        reward = list(reward.flatten().split(1))
     sizes = sizes_of("reward", reward)
     if len(sizes) != len(lengths):
         raise ValueError(
