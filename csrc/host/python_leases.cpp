@@ -110,26 +110,37 @@ class Calls {
   // A call counts from the moment in which it has its version.
   static py::object enter(const py::object& self) {
     const Locked locked(self.attr("_lock"));
-    py::object version = self.attr("_begin")();
-    ++self.cast<Calls&>().running;
+    Calls& calls = self.cast<Calls&>();
+    py::object version;
+    try {
+      version = self.attr("_begin")();
+    } catch (py::error_already_set&) {
+      calls.release_last();
+      throw;
+    }
+    ++calls.running;
     return version;
   }
   // Without the lock: another thread begins a version only where no call runs.
   void exit() {
     if (running > 0) --running;
-    if (held.is_none()) return;
-    if (running > 0 || keeps) {
-      if (const auto interrupt = held.cast<PythonLease&>().used())
-        std::rethrow_exception(interrupt);
-      return;
+    if (!release_last() && !held.is_none()) {
+      const auto interrupt = held.cast<PythonLease&>().used();
+      if (interrupt) std::rethrow_exception(interrupt);
     }
-    const py::object last = std::exchange(held, py::none());
-    last.cast<PythonLease&>().release();
   }
 
   int running = 0;
   bool keeps = false;
   py::object held = py::none();
+
+ private:
+  bool release_last() {
+    if (running > 0 || keeps || held.is_none()) return false;
+    const py::object last = std::exchange(held, py::none());
+    last.cast<PythonLease&>().release();
+    return true;
+  }
 };
 
 // A `with` block as an object: entered when it is made, and left once, at the latest with it.
