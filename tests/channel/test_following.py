@@ -42,6 +42,12 @@ def reader(channel):
         yield reader
 
 
+@pytest.fixture
+def reader_of_none():
+    with WeightChannel.create(filled(0)) as channel, channel.handle.open() as reader:
+        yield reader
+
+
 @pytest.fixture(params=["alias", "copy"])
 def followed(request, reader):
     model = filled(0)
@@ -172,6 +178,20 @@ def test_a_follower_that_is_dropped_goes(reader):
     del model
     gc.collect()
     assert [reference() for reference in dropped] == [None, None]
+
+
+def test_weights_before_the_first_version_that_somebody_writes_are_not_version_0(reader_of_none):
+    for mode in ("alias", "copy"):
+        model = filled(0)
+        follower = Follower(reader_of_none, model, mode)
+        for _ in range(2):
+            with follower as version:
+                assert version is None
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        with pytest.raises(RuntimeError, match="weights of version 0, "), follower:
+            pass
+        follower.close()
 
 
 @pytest.mark.parametrize("published", [True, False], ids=["a version", "before the first"])

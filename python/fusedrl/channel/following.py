@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import nn
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fusedrl")
 _FOLLOWERS: weakref.WeakSet[Follower] = weakref.WeakSet()
+_writes = attrgetter("_version")
 
 
 class Hook:
@@ -130,7 +132,8 @@ class Follower(_host.Calls):
         self._aliases = mode == "alias"
         self.keeps = keeps and self._aliases
         self._loaded = False  # whether the module has the weights of `version`
-        self._written: list[int] = []  # how often each parameter was, when it had got its weights
+        self._watched: list[Any] = []  # the parameters, and how often each had been written
+        self._written: list[int] = []  # when it had got its weights
         # Re-entrant: a follower may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
         renew_in_children(self, _lock=threading.RLock)
@@ -195,22 +198,25 @@ class Follower(_host.Calls):
             lease.load(self._target, self.mode)
             self.held = lease.share()
             self.version = lease.version
-            self._written = self._writes()
+            self._watch()
             self._loaded = True
 
-    def _writes(self) -> list[int]:
+    def _watch(self) -> None:
+        """Note how often each parameter was written, as each write in place counts."""
+        read_only = self.held is not None and self._aliases and self.reader.device.type == "cpu"
         # Tensors that were made in inference mode do not count.
-        return [0 if p.is_inference() else p._version for p in self._target.parameters]
+        watched = [] if read_only else self._target.parameters
+        self._watched = [p for p in watched if not p.is_inference()]
+        self._written = list(map(_writes, self._watched))
 
     def _refuse_written(self) -> None:
-        if not self._written:
-            self._written = self._writes()
-        elif self._written != self._writes():
-            version = 0 if self.version is None else self.version
+        if not self._watched and self.version is None:
+            self._watch()
+        elif self._written != list(map(_writes, self._watched)):
             raise RuntimeError(
-                f"policy: expected the weights of version {version}, got some that were written "
-                "since, as by an optimiser step that is not published; publish each step, or let "
-                "a copy of the trained module follow the channel"
+                f"policy: expected the weights of version {self.version or 0}, got some that were "
+                "written since, as by an optimiser step that is not published; publish each step, "
+                "or let a copy of the trained module follow the channel"
             )
 
     def _give_copies(
@@ -235,7 +241,7 @@ class Follower(_host.Calls):
         with self._lock:
             if self._aliases and self._loaded:
                 self._own()
-            self._loaded, self._written = False, []
+            self._loaded, self._watched, self._written = False, [], []
 
     def _own(self) -> None:
         if self.held is not None and (self.running or self.keeps):
