@@ -10,6 +10,7 @@
 #include "host/copy.h"
 #include "host/dlpack.h"
 #include "host/publisher.h"
+#include "host/python_leases.h"
 #include "host/reader.h"
 
 namespace py = pybind11;
@@ -138,18 +139,9 @@ void bind_channel(py::module_& m) {
       .value("closed", PublisherState::closed)
       .value("dead", PublisherState::dead);
 
-  py::class_<Reader>(m, "Reader", "A reading end of a weight channel.")
+  py::class_<Reader, std::shared_ptr<Reader>>(m, "Reader", "A reading end of a weight channel.")
       .def(py::init<int64_t, int, const std::string&>(), py::arg("pid"), py::arg("fd"),
            py::arg("session"))
-      .def(
-          "lease",
-          [](Reader& reader, bool apply) -> py::object {
-            const auto leased = reader.lease(apply);
-            return leased ? py::object(py::make_tuple(leased->slot, leased->version)) : py::none();
-          },
-          py::arg("apply"),
-          "(slot, version), or None: nothing is published, or the publisher is ahead each time.")
-      .def("release", &Reader::release, py::arg("slot"))
       .def("applied", &Reader::applied, py::arg("version"))
       .def("version", &Reader::version, "The published version, -1 before the first.")
       .def(
@@ -168,7 +160,10 @@ void bind_channel(py::module_& m) {
       .def("report_writes", &report_writes, py::arg("entries"),
            "Say to which of these (offset, name) a write went that ends this process.")
       .def("slot_tensor", &slot_tensor<Reader>, py::arg("slot"), py::arg("bytes"))
+      .def("leased", &Reader::leased, "The slots that are leased.")
+      .def("end_leases", &Reader::end_leases, "No lease is held any more, but for holds of slots.")
       .def("close", &Reader::close);
+  bind_leases(m);
 
   m.def("copy_pieces", &copy_pieces, py::arg("pieces"), py::arg("threads"),
         "Copy memory, each piece (target, source, elements, bytes of one, float32 to bfloat16).");

@@ -55,8 +55,9 @@ struct flock range(int64_t byte, short type) {
 }  // namespace
 
 // The open files of this process, which forked children close: a descriptor that a child kept would
-// keep the locks of a dead parent. Files are opened and closed under the mutex, and fork waits for
-// it.
+// keep the locks of a dead parent. Its writable mappings become read-only there: a child that
+// unwinds the parent's stack would write into what the parent has published since. Files are opened
+// and closed under the mutex, and fork waits for it.
 class OpenFiles {
  public:
   static OpenFiles& instance() {
@@ -65,6 +66,7 @@ class OpenFiles {
   }
   std::mutex mutex;
   std::set<MemoryFile*> files;
+  std::set<const Mapping*> writable;
 
  private:
   OpenFiles() {
@@ -75,6 +77,8 @@ class OpenFiles {
                        file->fd_ = -1;
                      }
                      instance().files.clear();
+                     for (const Mapping* mapping : instance().writable)
+                       mprotect(mapping->data_, mapping->bytes_, PROT_READ);
                      instance().mutex.unlock();
                    });
   }
@@ -91,10 +95,13 @@ Mapping::Mapping(const MemoryFile& file, uint64_t offset, size_t bytes, bool wri
   ::close(fd);
   errno = error;
   if (data_ == MAP_FAILED) fail("mapping " + std::to_string(bytes) + " bytes of a weight channel");
+  if (writable) OpenFiles::instance().writable.insert(this);
 }
 
 Mapping::~Mapping() {
   companion_.reset();
+  std::lock_guard guard(OpenFiles::instance().mutex);
+  OpenFiles::instance().writable.erase(this);
   munmap(data_, bytes_);
 }
 

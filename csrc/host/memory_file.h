@@ -9,7 +9,8 @@
 
 namespace fusedrl::channel {
 
-// A range of a memory file in this process's memory, unmapped with its last owner.
+// A range of a memory file in this process's memory, unmapped with its last owner. Forked children
+// may read it and no more, as what is in it belongs to their parent.
 class Mapping {
  public:
   // Throws std::system_error, as all of this file does where the kernel refuses.
@@ -23,6 +24,7 @@ class Mapping {
   void keep(std::shared_ptr<void> companion) { companion_ = std::move(companion); }
 
  private:
+  friend class OpenFiles;
   void* data_;
   size_t bytes_;
   std::shared_ptr<void> companion_;

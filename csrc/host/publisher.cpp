@@ -41,6 +41,7 @@ int64_t Publisher::version() const {
 }
 
 std::optional<int> Publisher::try_begin() {
+  require_open();
   version();
   const int slots = static_cast<int>(geometry_.slots);
   for (int i = 1; i <= slots; ++i) {
@@ -56,6 +57,7 @@ std::optional<int> Publisher::try_begin() {
 }
 
 void Publisher::commit(int slot, int64_t version, uint64_t checksum) {
+  require_open();
   Slot& entry = page_->slot[slot];
   entry.checksum.store(checksum, std::memory_order_relaxed);
   entry.version.store(version, std::memory_order_relaxed);
@@ -73,12 +75,14 @@ void Publisher::commit(int slot, int64_t version, uint64_t checksum) {
 }
 
 void Publisher::abort(int slot) {
+  require_open();
   page_->slot[slot].version.store(no_version, std::memory_order_relaxed);
   page_->slot[slot].state.store(SlotState::empty, std::memory_order_release);
   file_->unlock(slot_lock + slot);
 }
 
 std::vector<ReaderState> Publisher::readers(bool forget_dead) {
+  require_open();
   std::vector<ReaderState> found;
   for (uint64_t i = 0; i < geometry_.max_readers; ++i) {
     ReaderEntry& entry = page_->reader[i];
@@ -132,6 +136,7 @@ std::vector<int64_t> Publisher::leased_by(const ReaderEntry& entry, uint64_t ind
 }
 
 uint32_t Publisher::progress() {
+  require_open();
   page_->publisher_waits.store(1, std::memory_order_seq_cst);
   return page_->progress.load(std::memory_order_seq_cst);
 }

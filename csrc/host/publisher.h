@@ -18,7 +18,8 @@ struct ReaderState {
   int64_t applied;
 };
 
-// Assumes one thread at a time in try_begin, commit and abort.
+// Assumes one thread at a time in try_begin, commit and abort. What writes throws
+// std::runtime_error once closed, or in a child of the process that made the channel.
 class Publisher {
  public:
   // `file`: of the geometry's bytes, all reserved; slot_bytes is 0 where the slots lie elsewhere,
@@ -51,6 +52,7 @@ class Publisher {
   void close();
 
  private:
+  void require_open() const { file_->fd(); }
   Pids pids_of(ReaderEntry& entry, uint64_t index, bool forget_dead, bool* alive);
   std::vector<int64_t> leased_by(const ReaderEntry& entry, uint64_t index) const;
 

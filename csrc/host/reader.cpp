@@ -1,6 +1,7 @@
 #include "host/reader.h"
 
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 
 #include "host/futex.h"
@@ -103,13 +104,13 @@ bool Reader::holds(const Published& published) const {
          slot.version.load(std::memory_order_relaxed) == published.version;
 }
 
-std::optional<LeasedSlot> Reader::lease(bool apply) {
+void Reader::take(Lease& lease, bool apply) {
   require_open();  // first, as another thread may have held a forked child's mutex at the fork
   std::lock_guard guard(mutex_);
   int64_t missed = no_version;
   for (int i = 0; i < tries; ++i) {
     const Published current = published();
-    if (current.slot < 0) return std::nullopt;
+    if (current.slot < 0) return;
     // The version was missed because the publisher had moved on to a later one.
     if (current.version == missed)
       throw Damaged("version " + std::to_string(missed) + " as published in slot " +
@@ -123,22 +124,43 @@ std::optional<LeasedSlot> Reader::lease(bool apply) {
     if (holds(current)) {
       at(Step::lease_validated);
       ++leases_[slot];
+      lease.slot_ = slot;
+      lease.version_ = current.version;
       if (apply) applied(current.version);
-      return LeasedSlot{slot, current.version};
+      return;
     }
     if (leases_[slot] == 0) unlock(slot);
     missed = current.version;
   }
-  return std::nullopt;
 }
 
-void Reader::release(int slot) {
+// Reads `other` under the mutex, as another thread may release it.
+void Reader::share(Lease& lease, const std::atomic<int>& other) {
+  require_open();
+  std::lock_guard guard(mutex_);
+  const int slot = other;
+  if (slot == Lease::none || leases_[slot] == 0) return;
+  ++leases_[slot];
+  lease.slot_ = slot;
+}
+
+void Reader::release(Lease& lease) {
   if (!file_->is_open()) return;
   std::lock_guard guard(mutex_);
-  if (!file_->is_open() || --leases_[slot] > 0) return;
+  const int slot = lease.slot_.exchange(Lease::none);
+  if (slot == Lease::none || !file_->is_open() || --leases_[slot] > 0) return;
   unlock(slot);
   tell_publisher();
   at(Step::release_told);
+}
+
+std::vector<int> Reader::leased() {
+  if (!file_->is_open()) return {};
+  std::lock_guard guard(mutex_);
+  std::vector<int> slots;
+  for (int slot = 0; slot < static_cast<int>(max_slots); ++slot)
+    if (leases_[slot] > 0) slots.push_back(slot);
+  return slots;
 }
 
 // The entry names a slot before it is locked and until after it is unlocked, so that a publisher
@@ -192,6 +214,7 @@ void Reader::report_writes(std::vector<WriteReport::Entry> entries) {
 }
 
 void Reader::close() {
+  end_leases();
   if (!file_->is_open()) return;  // closed, or a forked child, as the entry is its parent's
   std::lock_guard guard(mutex_);
   if (!file_->is_open()) return;
@@ -202,6 +225,29 @@ void Reader::close() {
   entry_->pids.fetch_and(~uint64_t{UINT32_MAX});  // keeps the pid of a reader that died before
   file_->close();
   tell_publisher();
+}
+
+Lease::Lease(std::shared_ptr<Reader> reader, bool apply) : reader_(std::move(reader)) {
+  reader_->take(*this, apply);
+}
+
+Lease::Lease(const Lease& other)
+    : reader_(other.reader_), version_(other.version_), by_slot_(other.by_slot_) {
+  reader_->share(*this, other.slot_);
+}
+
+Lease::Lease(std::shared_ptr<Reader> reader, int slot)
+    : reader_(std::move(reader)), by_slot_(true) {
+  const std::atomic<int> held{slot};
+  reader_->share(*this, held);
+}
+
+Lease::~Lease() {
+  try {
+    release();
+  } catch (const std::exception&) {
+    // The kernel refuses to unlock a file that is open: the slot is free when the reader is closed.
+  }
 }
 
 }  // namespace fusedrl::channel

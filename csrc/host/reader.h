@@ -5,7 +5,6 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,11 +13,6 @@
 #include "host/write_report.h"
 
 namespace fusedrl::channel {
-
-struct LeasedSlot {
-  int slot;
-  int64_t version;
-};
 
 enum class PublisherState { open, closed, dead };
 
@@ -31,10 +25,6 @@ class Reader {
   Reader(int64_t pid, int fd, const std::string& session);
   ~Reader() { close(); }
 
-  // Leases the current version. Returns nothing if none is published yet, or if the publisher has
-  // moved on at each attempt. With `apply`, the version is also noted as applied. Throws Damaged.
-  std::optional<LeasedSlot> lease(bool apply);
-  void release(int slot);
   void applied(int64_t version);
 
   // Throws Damaged.
@@ -55,10 +45,18 @@ class Reader {
   char* slot(int index) const { return slots_->data() + index * geometry().slot_bytes; }
   // If a write to a slot ends this process, the report names the entry among these.
   void report_writes(std::vector<WriteReport::Entry> entries);
+  // The slots that are leased.
+  std::vector<int> leased();
+  // From here on no lease is held, but for those that were taken by their slot.
+  void end_leases() { ended_ = true; }
   // Also releases every lease.
   void close();
 
  private:
+  friend class Lease;
+  void take(class Lease& lease, bool apply);
+  void share(Lease& lease, const std::atomic<int>& slot);
+  void release(Lease& lease);
   Published published();
   bool holds(const Published& published) const;
   void read_header(const std::string& session);
@@ -76,8 +74,40 @@ class Reader {
   ControlPage* page_;
   ReaderEntry* entry_ = nullptr;
   std::atomic<int64_t> seen_{no_version};  // the newest version that was published so far
+  std::atomic<bool> ended_{false};
   std::mutex mutex_;
   std::array<int, max_slots> leases_{};
+};
+
+// One lease of a version. It owns its slot from the moment in which it is taken, and gives it back
+// once, however many threads release it, and at the latest when it is destroyed.
+class Lease {
+ public:
+  // Takes the current version. Nothing is held if none is published yet, or if the publisher has
+  // moved on at each attempt. With `apply`, the version is also noted as applied. Throws Damaged.
+  Lease(std::shared_ptr<Reader> reader, bool apply);
+  // Takes what another lease has. Nothing is held if that one is released.
+  Lease(const Lease& other);
+  // Takes a slot that the reader leases already, beyond the end of the reader's other leases.
+  Lease(std::shared_ptr<Reader> reader, int slot);
+  Lease& operator=(const Lease&) = delete;
+  ~Lease();
+
+  void release() { reader_->release(*this); }
+  // Leaves the slot taken until the reader is closed.
+  void forget() { slot_ = none; }
+  bool held() const { return slot_ != none && (by_slot_ || !reader_->ended_); }
+  int slot() const { return slot_; }
+  int64_t version() const { return version_; }
+  const Reader& reader() const { return *reader_; }
+
+ private:
+  friend class Reader;
+  static constexpr int none = -1;
+  std::shared_ptr<Reader> reader_;
+  std::atomic<int> slot_{none};
+  int64_t version_ = no_version;
+  bool by_slot_ = false;
 };
 
 }  // namespace fusedrl::channel

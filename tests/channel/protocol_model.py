@@ -73,9 +73,9 @@ class Reader(NamedTuple):
         locks = self.locks if self.counts[i] else with_item(self.locks, i, True)
         return self._replace(counts=with_item(self.counts, i, self.counts[i] + 1), locks=locks)
 
-    def releasing(self, i: int, unlocks_at: int) -> Reader:
+    def releasing(self, i: int, unlocks_at: int, releases: int = 1) -> Reader:
         """One lease of slot ``i`` less, without the lock when at most ``unlocks_at`` are left."""
-        left = max(self.counts[i] - 1, 0)
+        left = self.counts[i] - releases
         locked = self.locks[i] and left > unlocks_at
         return self._replace(
             counts=with_item(self.counts, i, left), locks=with_item(self.locks, i, locked)
@@ -120,6 +120,7 @@ class Protocol:
     lease: tuple[str, ...] = LEASE
     spares_published: bool = True  # the publisher leaves the published slot alone
     unlocks_at: int = 0  # leases of a file on a slot that are left when the slot is unlocked
+    releases: int = 1  # how often a lease counts as released
     death_unlocks: bool = True
     claims_at_once: bool = False  # a reader that comes too late once takes that for damage
     slots: int = 3
@@ -223,7 +224,11 @@ class Protocol:
         elif step == "load the tag":
             after = after._replace(word=Word(state.word.version, i))
         elif step in ("undo", "release"):
-            reader, left = reader.releasing(i, self.unlocks_at), me.left - (step == "release")
+            times = self.releases if step == "release" else 1
+            reader, left = (
+                reader.releasing(i, self.unlocks_at, times),
+                me.left - (step == "release"),
+            )
             missed = me.word.version if step == "undo" else 0
             after = Thread(left, missed=missed) if left else Thread(0, DONE)
         reader = reader._replace(threads=with_item(reader.threads, t, after))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import channel_workers as workers
 import pytest
@@ -74,6 +76,47 @@ def test_threads_share_a_reader_and_a_slot_is_free_after_the_last_of_their_lease
     assert channel.readers()[0].leased == (1,)
     leases[2].release()
     assert channel.readers()[0].leased == ()
+
+
+@pytest.mark.parametrize("rounds", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_threads_that_release_one_lease_at_once_release_it_once(channel, reader, rounds):
+    """A release too many would leave the next lease without a lock of the kernel."""
+    publish(channel)
+    chance = random.Random(rounds)
+    current: list[Any] = []
+    meet = threading.Barrier(3)
+
+    def release() -> None:
+        for _ in range(rounds):
+            meet.wait()
+            current[0].release()
+            meet.wait()
+
+    threads = [threading.Thread(target=release) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(rounds):
+            current[:] = [reader.lease()]
+            other = current[0].share() if chance.random() < 0.5 else None
+            meet.wait()
+            meet.wait()
+            assert not current[0].held
+            held = () if other is None else (other.version,)
+            assert channel.readers()[0].leased == held
+            if other is not None:
+                other.release()
+            with reader.lease() as lease:  # the slot of which is not written meanwhile
+                for _ in range(3):
+                    publish(channel)
+                assert workers.version_in(lease.weights) == lease.version
+    finally:
+        sys.setswitchinterval(before)
+        meet.abort()
+        for thread in threads:
+            thread.join()
 
 
 def test_without_a_free_slot_publishing_waits_skips_or_names_the_reader(channel, reader):

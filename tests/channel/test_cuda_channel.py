@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from channel.fake_driver import FakeDriver, Launched
 
 from fusedrl.channel import WeightChannel, cuda
 from fusedrl.channel.cuda import CudaMemory
+from fusedrl.channel.following import Follower
 
 SPAWN = multiprocessing.get_context("spawn")
 NAMES = "abcd"
@@ -58,6 +60,67 @@ def test_a_version_that_is_still_being_copied_is_leased_whole(driver):
             copies = read(lease, driver)
         driver.drain()
     assert values(copies) == {1.0}
+
+
+def test_the_copies_of_a_publish_that_raises_come_before_those_of_the_next(driver):
+    """They are queued already, and the next publish writes the same slot from another stream."""
+
+    def write(value: float, seconds: float) -> None:
+        with channel.writing() as writing:
+            for view in writing.views:
+                source = torch.full_like(view, value)
+                driver.copy(view.view(torch.uint8), source.view(torch.uint8), seconds)
+            if value < 0:
+                raise KeyError
+
+    with (
+        WeightChannel.create(weights(0), device="cuda:0", slots=2) as channel,
+        channel.handle.open() as reader,
+    ):
+        publish(channel, driver, 1)
+        with pytest.raises(KeyError), driver.stream(3):
+            write(-1.0, 0.05)
+        with driver.stream(1):
+            write(2.0, 0.0)
+        driver.drain()
+        with driver.stream(2), reader.lease() as lease:
+            copies = read(lease, driver)
+        driver.drain()
+        assert lease.version == 2 and values(copies) == {2.0}
+
+
+def test_a_slot_is_not_written_before_all_threads_that_share_a_call_have_computed(driver):
+    """Each thread computes on a stream of its own, and the one that is slow ends its call first."""
+    modules = [torch.nn.Linear(8, 4) for _ in range(2)]
+    ours, policy = modules
+    with (
+        WeightChannel.create(ours, device="cuda:0", slots=2) as channel,
+        channel.handle.open() as reader,
+    ):
+        follower = Follower(reader, policy, "copy")
+        with driver.stream(1):
+            channel.publish(version=1)
+        driver.drain()
+        seen = torch.zeros(32)
+        with follower:
+
+            def call():
+                with driver.stream(5), follower:
+                    source = follower.held.views[0].view(-1)
+                    driver.copy(seen.view(torch.uint8), source.view(torch.uint8), 0.1)
+
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+        expected = ours.weight.detach().flatten().clone()
+        with torch.no_grad():
+            ours.weight.fill_(7)
+        for version in (2, 3):  # 3 needs the slot of 1
+            with driver.stream(1):
+                channel.publish(version=version)
+        driver.drain()
+        follower.close()
+    assert torch.equal(seen, expected)
 
 
 def release_while_reading(driver):

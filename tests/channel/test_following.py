@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 import threading
 import weakref
 
@@ -38,6 +39,12 @@ def channel():
 @pytest.fixture
 def reader(channel):
     with channel.handle.open() as reader:
+        yield reader
+
+
+@pytest.fixture
+def reader_of_none():
+    with WeightChannel.create(filled(0)) as channel, channel.handle.open() as reader:
         yield reader
 
 
@@ -171,6 +178,77 @@ def test_a_follower_that_is_dropped_goes(reader):
     del model
     gc.collect()
     assert [reference() for reference in dropped] == [None, None]
+
+
+def test_weights_before_the_first_version_that_somebody_writes_are_not_version_0(reader_of_none):
+    for mode in ("alias", "copy"):
+        model = filled(0)
+        follower = Follower(reader_of_none, model, mode)
+        for _ in range(2):
+            with follower as version:
+                assert version is None
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        with pytest.raises(RuntimeError, match="weights of version 0, "), follower:
+            pass
+        follower.close()
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["a version", "before the first"])
+def test_weights_that_somebody_else_writes_have_no_version(published):
+    """As a step of an optimiser does that trains the module itself, and is not published."""
+    model = filled(0)
+    step = torch.optim.SGD(model.parameters(), lr=1.0)
+    with WeightChannel.create(model) as channel, channel.handle.open() as reader:
+        if published:
+            channel.publish(version=4)
+        follower = Follower(reader, model, "copy")
+        for _ in range(2):
+            with follower as version:
+                assert version == (4 if published else None)
+        for parameter in model.parameters():
+            parameter.requires_grad_(True).grad = torch.ones_like(parameter)
+        step.step()
+        told = f"policy: expected the weights of version {4 if published else 0}, "
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=told), follower:
+                pass
+        assert channel.readers()[0].leased == () and follower.running == 0
+        channel.publish(version=5)
+        with follower as version:
+            assert version == 5 and model[0].weight.unique().tolist() == [-1]
+        model.load_state_dict(filled(7).state_dict())  # is overruled
+        with follower as version:
+            assert version == 5 and model[0].weight.unique().tolist() == [-1]
+        follower.close()
+
+
+@pytest.mark.parametrize("rounds", [60, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["alias", "copy"])
+def test_steps_and_publishes_in_any_order_never_reach_a_turn_without_their_version(mode, rounds):
+    chance = random.Random(rounds)
+    trained = filled(0)
+    policy = trained if mode == "copy" else filled(0)
+    truth, refused = {}, 0
+    with WeightChannel.create(trained) as channel, channel.handle.open() as reader:
+        follower = Follower(reader, policy, mode)
+        for _ in range(rounds):
+            what = chance.choice(["step", "publish", "turn", "turn"])
+            if what == "step":
+                with torch.no_grad():
+                    for x in [*trained.parameters(), *trained.buffers()]:
+                        x.add_(1)
+            elif what == "publish":
+                truth[channel.publish(trained)] = trained[0].weight.detach().clone()
+            else:
+                try:
+                    with follower as version:
+                        if version is not None:
+                            assert torch.equal(policy[0].weight, truth[version])
+                except RuntimeError as error:
+                    refused += "not published" in str(error)
+        assert (refused > 0) == (mode == "copy")
+        follower.close()
 
 
 def test_parameters_have_one_follower(channel, reader, followed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import signal
 import threading
 import traceback
@@ -120,21 +121,42 @@ def test_a_child_of_a_thread_that_has_the_lock_itself_ends_its_block(channel, re
     assert publish(channel) == 2
 
 
-def test_a_child_that_leaves_the_writing_block_of_its_parent(channel):
+@pytest.mark.parametrize("ends", ["raises", "returns", "writes"])
+@pytest.mark.parametrize("rounds", [3, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_child_that_leaves_the_writing_block_of_its_parent_changes_nothing(channel, ends, rounds):
+    """It leaves the block once the parent has published what the block wrote, and more."""
+    chance = random.Random(rounds)
     publish(channel)
-    child = -1
-    try:
-        with channel.writing():
-            child = os.fork()
+    with channel.handle.open() as reader:
+        for _ in range(rounds):
+            child, (told, tell) = -1, os.pipe()
+            try:
+                with channel.writing() as writing:
+                    for view in writing.views:
+                        view.fill_(writing.version)
+                    child = os.fork()
+                    if child == 0:
+                        signal.alarm(20)
+                        os.read(told, 1)
+                        if ends == "writes":
+                            writing.views[0].fill_(-1)
+                        if ends == "raises":
+                            raise KeyError
+            except KeyError:
+                os._exit(3)
+            except RuntimeError as error:  # the slot is the parent's
+                os._exit(0 if child == 0 and "forked child" in str(error) else 2)
             if child == 0:
-                signal.alarm(20)
-                raise KeyError
-    except KeyError:
-        os._exit(0 if not channel._lock.locked() else 1)
-    except RuntimeError as error:  # the slot is the parent's
-        os._exit(0 if "forked child" in str(error) else 2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert channel.version == 2
+                os._exit(4)
+            for _ in range(chance.randrange(3)):
+                publish(channel)
+            os.write(tell, b"x")
+            ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert ended == (-signal.SIGSEGV if ends == "writes" else 0)
+            os.close(told), os.close(tell)
+            with reader.lease() as lease:
+                assert workers.version_in(lease.weights) == lease.version == channel.version
+            publish(channel)
 
 
 def test_what_a_layout_computes_once_has_no_lock(channel):

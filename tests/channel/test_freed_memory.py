@@ -157,7 +157,7 @@ def test_nothing_is_loaded_into_memory_that_was_freed(freeing, load):
                     reader.load_into(policy, load)
 
             loads()
-            follower._release()
+            follower.held = None
             if load == "alias" and freeing is not free_buffer:
                 # The parameter only loses what it does not need.
                 freeing = free_view

@@ -63,6 +63,7 @@ MUTANTS = {
         "torn",
         Protocol(unlocks_at=1, slots=2, threads=2, leases=1),
     ),
+    "two threads release one lease": ("torn", Protocol(releases=2)),
     "locks outlive their holder": ("the dead", Protocol(death_unlocks=False)),
 }
 

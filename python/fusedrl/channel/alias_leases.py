@@ -5,31 +5,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fusedrl.channel.forking import renew_in_children
 
 
-@dataclass(slots=True, eq=False)
-class _Held:
-    """A lease, the storage that it protects, and how many parameters lie there."""
+class _Place(NamedTuple):
+    """A parameter, the storage in which it lies, and what holds that."""
 
-    release: Callable[[], None]
-    storage: int
-    left: int
-
-    def less(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.release()
-
-
-@dataclass(slots=True, eq=False)
-class _Place:
     parameter: weakref.ref[Tensor]
-    held: _Held
+    storage: int
+    lease: Any
 
 
 # Instances with parameters, so that their readers stay open without any other reference to them.
@@ -49,27 +37,22 @@ class AliasLeases:
         renew_in_children(self, _lock=threading.RLock)
         self._places: dict[int, _Place] = {}
 
-    def hold(self, parameters: Sequence[Tensor], release: Callable[[], None]) -> None:
+    def hold(self, parameters: Sequence[Tensor], lease: Any) -> None:
         """Note that ``parameters`` lie in the memory of a lease.
 
         Args:
             parameters: all parameters of one load.
-            release: called when none of them lies there any more.
+            lease: is dropped, and so released, when none of them lies there any more.
         """
         storage = parameters[0].untyped_storage()._cdata if parameters else 0
         with self._lock:
-            held = _Held(release, storage, len(parameters) + 1)
             for parameter in parameters:
                 key = id(parameter)
-                place = self._places.get(key)
-                if place is None:
-                    self._places[key] = _Place(weakref.ref(parameter, self._gone(key)), held)
-                else:
-                    before, place.held = place.held, held
-                    before.less()
+                known = self._places.get(key)
+                held = weakref.ref(parameter, self._gone(key)) if known is None else known.parameter
+                self._places[key] = _Place(held, storage, lease)
             if self._places:
                 _IN_USE.add(self)
-            held.less()
 
     def forget(self, parameters: Sequence[Tensor]) -> None:
         """Note that ``parameters`` have memory of their own by now."""
@@ -81,15 +64,13 @@ class AliasLeases:
         """Copy the parameters into memory of their own, and end all leases."""
         with self._lock:
             for key, place in list(self._places.items()):
-                parameter, storage = place.parameter(), place.held.storage
-                if parameter is not None and parameter.untyped_storage()._cdata == storage:
+                parameter = place.parameter()
+                if parameter is not None and parameter.untyped_storage()._cdata == place.storage:
                     parameter.data = parameter.data.clone()
                 self._drop(key)
 
     def _drop(self, key: int) -> None:
-        place = self._places.pop(key, None)
-        if place is not None:
-            place.held.less()
+        self._places.pop(key, None)
         if not self._places:
             _IN_USE.discard(self)
 

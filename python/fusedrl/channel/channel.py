@@ -305,8 +305,10 @@ class WeightChannel:
             try:
                 flat = self._memory.slot(slot)
                 self._memory.before_write(slot)
-                yield Writing(version, flat, self._views[slot])
-                self._memory.after_write(slot)
+                try:
+                    yield Writing(version, flat, self._views[slot])
+                finally:  # the copies of a block that raises may not be done, and others follow
+                    self._memory.after_write(slot)
                 total = checksum(flat) if self._checksum else 0
             except BaseException:
                 self._end.abort(slot)
@@ -431,7 +433,8 @@ class WeightChannel:
             return
         self._closed = True
         self._end.finish()
-        self._memory.close(self._users(timeout) if self.device.type == "cuda" else ())
+        waits = self._memory.asynchronous and self.handle.pid == os.getpid()  # no forked child
+        self._memory.close(self._users(timeout) if waits else ())
         self._end.close()
 
     def _users(self, timeout: float) -> list[int]:

@@ -48,6 +48,8 @@ class CudaMemory:
         >>> there = CudaMemory.open(memory.manifest())  # in another process # doctest: +SKIP
     """
 
+    asynchronous = True
+
     def __init__(self, driver: Any, ordinal: int, slots: Iterable[_Slot], nbytes: int) -> None:
         self._driver, self._ordinal, self._nbytes = driver, ordinal, nbytes
         self._slots = list(slots)

@@ -6,12 +6,13 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import nn
 
+from fusedrl import _host
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.loading import Target
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fusedrl")
 _FOLLOWERS: weakref.WeakSet[Follower] = weakref.WeakSet()
+_writes = attrgetter("_version")
 
 
 class Hook:
@@ -42,35 +44,6 @@ class Hook:
         return Hook, ()
 
 
-class Held:
-    """A version that several holders share, and that is released with the last of them.
-
-    Attributes:
-        version: its number.
-    """
-
-    def __init__(self, lease: Lease) -> None:
-        self.version = lease.version
-        self.slot = lease._slot
-        self._lease = lease
-        self._places = 1
-        self._lock = threading.Lock()
-        renew_in_children(self, _lock=threading.Lock)
-
-    def share(self) -> Held:
-        """Add one more holder, and return this object."""
-        with self._lock:
-            self._places += 1
-        return self
-
-    def release(self) -> None:
-        """Remove one holder."""
-        with self._lock:
-            self._places -= 1
-            if self._places == 0:
-                self._lease.release()
-
-
 class Following(Protocol):
     """What computes with one version in each ``with`` block, the newest when the block begins.
 
@@ -88,12 +61,7 @@ class Following(Protocol):
         """Begin a call; its version."""
         ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """End it."""
         ...
 
@@ -106,7 +74,7 @@ class Following(Protocol):
         ...
 
 
-class Follower:
+class Follower(_host.Calls):
     """Keep a module at the newest version, between its calls and never during one.
 
     ``with follower as version:`` encloses a call: the version is chosen when the block begins and
@@ -154,6 +122,7 @@ class Follower:
                 f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
                 "keeps the addresses of the parameters"
             )
+        super().__init__()
         self.reader = reader
         self.module = module
         self.version: int | None = None
@@ -161,10 +130,10 @@ class Follower:
         self._refuse_shared()
         self.mode: Literal["alias", "copy"] = mode
         self._aliases = mode == "alias"
-        self._keeps = keeps and self._aliases
-        self._held: Held | None = None
+        self.keeps = keeps and self._aliases
         self._loaded = False  # whether the module has the weights of `version`
-        self._calls = 0
+        self._watched: list[Any] = []  # the parameters, and how often each had been written
+        self._written: list[int] = []  # when it had got its weights
         # Re-entrant: a follower may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
         renew_in_children(self, _lock=threading.RLock)
@@ -196,59 +165,59 @@ class Follower:
             TimeoutError, RuntimeError: as for :meth:`WeightReader.lease`.
         """
         with self._lock:
-            if self._calls == 0:
+            if self.running == 0:
                 self._switch(timeout)
             assert self.version is not None
             return self.version
 
-    def __enter__(self) -> int | None:
-        """Begin a call; its version, ``None`` before the first."""
-        with self._lock:
-            if self._calls == 0 and self.reader.version is not None:
-                self._switch(None)
-            self._calls += 1
-            return self.version
+    def _begin(self) -> int | None:
+        """The version of a call that begins, ``None`` before the first."""
+        if self.running == 0 and self.reader.version is not None:
+            self._switch(None)
+        elif self.running == 0:
+            self._refuse_written()
+        return self.version
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
-        """End it."""
-        with self._lock:
-            self._calls = max(0, self._calls - 1)
-            if self._calls == 0 and not self._keeps:
-                self._release()
-
-    def hold(self) -> Held | None:
+    def hold(self) -> Lease | None:
         """Hold the version of the current call beyond the end of the call.
 
         Returns:
-            What to release; ``None`` before the first version.
+            A lease of it; ``None`` before the first version.
         """
         with self._lock:
-            return None if self._held is None else self._held.share()
+            return None if self.held is None else self.held.share()
 
     def _switch(self, timeout: float | None) -> None:
-        lease = self.reader.lease(timeout=timeout)
-        try:
-            if lease.version != self.version or not self._loaded:
-                self._loaded = False  # until the whole version is loaded
-                if self._aliases:
-                    self._target.alias(self.reader._lent(lease._slot))
-                else:
-                    self._target.copy(self.reader._views(lease._slot))
-        except BaseException:
-            lease.release()
-            raise
-        self._release()
-        self._held, self.version, self._loaded = Held(lease), lease.version, True
+        # An interrupt at any point leaves what the next call begins with: another load of all.
+        with self.reader.lease(timeout=timeout) as lease:
+            if lease.version == self.version and self._loaded:
+                self._refuse_written()
+                self.held = lease.share()
+                return
+            self._loaded = False
+            lease.load(self._target, self.mode)
+            self.held = lease.share()
+            self.version = lease.version
+            self._watch()
+            self._loaded = True
 
-    def _release(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held.release()
+    def _watch(self) -> None:
+        """Note how often each parameter was written, as each write in place counts."""
+        read_only = self.held is not None and self._aliases and self.reader.device.type == "cpu"
+        # Tensors that were made in inference mode do not count.
+        watched = [] if read_only else self._target.parameters
+        self._watched = [p for p in watched if not p.is_inference()]
+        self._written = list(map(_writes, self._watched))
+
+    def _refuse_written(self) -> None:
+        if not self._watched and self.version is None:
+            self._watch()
+        elif self._written != list(map(_writes, self._watched)):
+            raise RuntimeError(
+                f"policy: expected the weights of version {self.version or 0}, got some that were "
+                "written since, as by an optimiser step that is not published; publish each step, "
+                "or let a copy of the trained module follow the channel"
+            )
 
     def _give_copies(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
@@ -272,14 +241,14 @@ class Follower:
         with self._lock:
             if self._aliases and self._loaded:
                 self._own()
-            self._loaded = False
+            self._loaded, self._watched, self._written = False, [], []
 
     def _own(self) -> None:
-        if self._held is not None and (self._calls or self._keeps):
-            self._target.copy(self.reader._views(self._held.slot))
+        if self.held is not None and (self.running or self.keeps):
+            self.held.load(self._target, "copy")
             return
         with self.reader.lease() as lease:
-            self._target.copy(self.reader._views(lease._slot))
+            lease.load(self._target, "copy")
 
     def close(self, detach: bool = True) -> None:
         """Stop following the channel.
@@ -295,9 +264,9 @@ class Follower:
             self._hooks = []
             if detach and self._aliases and self._loaded:
                 self._own()
-            self._loaded = self._keeps = False  # a call that still runs releases its version itself
-            if self._calls == 0:
-                self._release()
+            self._loaded = self.keeps = False  # a call that still runs releases its version itself
+            if self.running == 0:
+                self.held = None
         _FOLLOWERS.discard(self)
 
 
@@ -309,14 +278,17 @@ def one_version(model: nn.Module) -> Iterator[None]:
         model: a model that followers keep at the newest version, in whole or in part, or a part of
             such a model. Other models are left alone.
     """
-    with ExitStack() as stack:
+    calls: list[_host.Entered] = []
+    try:
         if followers := list(_FOLLOWERS):
             parts = set(map(id, model.modules()))
             for follower in followers:
                 theirs = map(id, follower.module.modules())
                 if id(follower.module) in parts or not parts.isdisjoint(theirs):
-                    stack.enter_context(follower)
+                    calls.append(_host.Entered(follower))
         yield
+    finally:
+        calls.clear()
 
 
 def version_of(policy: Any) -> int | None:

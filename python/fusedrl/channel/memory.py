@@ -20,6 +20,7 @@ class Memory(Protocol):
     """
 
     device: torch.device
+    asynchronous: bool  # whether computation may go on after the call that launches it
 
     def slot(self, index: int) -> Tensor:
         """The bytes of a slot."""
@@ -60,6 +61,7 @@ class HostMemory:
     """
 
     MANIFEST: ClassVar = {"kind": "host"}
+    asynchronous = False
 
     def __init__(self, end: _host.Publisher | _host.Reader, slots: int, nbytes: int) -> None:
         self.device = torch.device("cpu")

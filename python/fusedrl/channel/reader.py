@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 import weakref
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -25,19 +24,20 @@ from fusedrl.channel.releases import Releases
 SLICE_S = 0.05
 
 
-class Lease:
+class Lease(_host.Lease):
     """One complete version of the weights, unchanged for as long as the lease is held.
+
+    It owns its slot from the moment in which it exists, and gives it back once: at
+    :meth:`release`, at the end of its ``with`` block, or when it is dropped before anything has
+    asked for its weights. No interrupt comes between these.
 
     Attributes:
         version: the number of the version that :attr:`weights` are.
+        held: whether it is not released yet, and its reader is open.
     """
 
-    __slots__ = ("__weakref__", "_reader", "_slot", "version")
-
-    def __init__(self, reader: WeightReader, slot: int, version: int) -> None:
-        self._reader: WeightReader | None = reader
-        self._slot = slot
-        self.version = version
+    __slots__ = ()
+    reader: WeightReader
 
     @property
     def weights(self) -> TensorDict:
@@ -46,47 +46,47 @@ class Lease:
         Raises:
             RuntimeError: the lease is released, its reader is closed, or this is a forked child.
         """
-        if self._reader is None:
+        return self.reader._weights(self._lent_slot())
+
+    @property
+    def views(self) -> list[Tensor]:
+        """As :attr:`weights`, a tensor for each stored entry of the layout, in its order."""
+        return self.reader._lent(self._lent_slot())
+
+    def _lent_slot(self) -> int:
+        if not self.held:
             raise RuntimeError(
                 f"lease: expected one that is held, got version {self.version} after its release; "
                 "compute inside the with block, or clone what has to last"
             )
-        self._reader._end.require_open()
-        return self._reader._weights(self._slot)
+        self.reader._end.require_open()
+        self.lent = True
+        return self.slot
 
-    def release(self) -> None:
-        """Give the slot back to the publisher, once the computation so far has ended.
+    def share(self) -> Lease:
+        """Another lease of the same version, which is released by itself."""
+        return Lease(self)
 
-        On a GPU the slot is free when the work that the current stream has so far is done. Order
-        work on other streams before it.
+    def load(self, target: Target, mode: str) -> None:
+        """Make a module compute with this version, which has to be held meanwhile.
+
+        Args:
+            target: the module.
+            mode: ``"alias"`` or ``"copy"``, as for :meth:`WeightReader.load_into`.
         """
-        if self._reader is not None:
-            self._reader._release(self._slot)
-            self._reader = None
+        if mode == "alias":
+            target.alias(self.reader._lent(self.slot))
+        else:
+            target.copy(self.reader._views(self.slot))
 
-    def __enter__(self) -> Lease:
-        """The lease."""
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Release it."""
-        self.release()
+class _SlotViews(NamedTuple):
+    """Tensors over a slot, and the address at which they lie in the channel's memory."""
 
-    def __del__(self) -> None:
-        """Warn of a lease that nobody can release any more."""
-        # Its weights may still be in use, so the slot stays locked.
-        if self._reader is not None:
-            warnings.warn(
-                f"a lease of version {self.version} was dropped without release(): its slot stays "
-                "taken; use it as a context manager",
-                ResourceWarning,
-                stacklevel=2,
-            )
+    flat: Tensor
+    address: int
+    views: list[Tensor]
+    weights: list[TensorDict]  # one, once it is asked for
 
 
 class WeightReader:
@@ -104,17 +104,14 @@ class WeightReader:
         self._memory: Memory = open_memory(manifest.memory, end, self.layout.nbytes)
         self._reports_writes = False
         self.device = self._memory.device
-        self._flat_of: dict[int, tuple[Tensor, int]] = {}
-        self._views_of: dict[int, list[Tensor]] = {}
-        self._weights_of: dict[int, TensorDict] = {}
+        self._slots: dict[int, _SlotViews] = {}
         self._verified: dict[int, int] = {}
         self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
         self._alias_leases = AliasLeases()
-        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         # Re-entrant: a reader may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
         renew_in_children(self, _lock=threading.RLock)
-        self._releases = Releases(end.release)
+        self._releases = Releases()
         self._applied: int | None = None
 
     @property
@@ -192,24 +189,22 @@ class WeightReader:
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
         deadline = time.monotonic() + limit
         newest = self.wait_for(0 if min_version is None else min_version, limit)
-        while (leased := self._end.lease(apply)) is None:
+        while not (lease := Lease(self, self._end, apply)).held:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"timeout: expected to hold a version within {limit} s, got a publisher (pid "
                     f"{self._end.publisher_pid()}) that writes them faster, {newest} and later; "
                     "publish less often, or create the channel with more slots"
                 )
-        slot, version = leased
         try:
-            self._memory.before_read(slot)
-            if self._checksum and self._verified.get(slot) != version:
-                self._verify(slot, version)
+            self._memory.before_read(lease.slot)
+            if self._checksum and self._verified.get(lease.slot) != lease.version:
+                self._verify(lease.slot, lease.version)
         except BaseException:
-            self._end.release(slot)
+            lease.release()
             raise
-        lease = Lease(self, slot, version)
-        with self._lock:
-            self._leases.add(lease)
+        if self._memory.asynchronous:
+            lease.after_use = self._release_later
         return lease
 
     def _verify(self, slot: int, version: int) -> None:
@@ -221,15 +216,17 @@ class WeightReader:
             )
         self._verified[slot] = version
 
-    def _views(self, slot: int) -> list[Tensor]:
-        flat, address = self._flat_of.get(slot, (None, 0))
+    def _of_slot(self, slot: int) -> _SlotViews:
+        known = self._slots.get(slot)
         # Pickling a view for another process moves its storage into other shared memory.
-        if flat is None or flat.data_ptr() != address:
+        if known is None or known.flat.data_ptr() != known.address:
             flat = self._memory.slot(slot)
-            self._flat_of[slot] = flat, flat.data_ptr()
-            self._views_of[slot] = self.layout.views(flat)
-            self._weights_of.pop(slot, None)
-        return self._views_of[slot]
+            known = _SlotViews(flat, flat.data_ptr(), self.layout.views(flat), [])
+            self._slots[slot] = known
+        return known
+
+    def _views(self, slot: int) -> list[Tensor]:
+        return self._of_slot(slot).views
 
     def _lent(self, slot: int) -> list[Tensor]:
         """As :meth:`_views`, for use outside: a write to them fails with a report that says why."""
@@ -240,13 +237,16 @@ class WeightReader:
 
     def _weights(self, slot: int) -> TensorDict:
         views = self._lent(slot)
-        weights = self._weights_of.get(slot)
-        if weights is None:
-            weights = self._weights_of[slot] = self.layout.tensordict(views).lock_()
-        return weights
+        made = self._of_slot(slot).weights
+        if not made:
+            made.append(self.layout.tensordict(views).lock_())
+        return made[0]
 
-    def _release(self, slot: int) -> None:
-        self._releases.add(slot, self._memory.after_read(slot))
+    def _release_later(self, slot: int) -> None:
+        """Hold a slot until the work that the current stream has so far is done."""
+        done = self._memory.after_read(slot)
+        if done is not None:
+            self._releases.add(_host.Hold(self._end, slot), done)
 
     def load_into(
         self,
@@ -294,21 +294,13 @@ class WeightReader:
         if target is None:
             target = self._targets[module] = Target(module, self.layout)
         self.wait_for(0 if min_version is None else min_version, timeout)
-        with self._lock:  # threads load one after the other, none an older version than the last
-            lease = self._lease(min_version, timeout, apply=False)
-            try:
-                if mode == "alias":
-                    target.alias(self._lent(lease._slot))
-                else:
-                    target.copy(self._views(lease._slot))
-            except BaseException:
-                lease.release()
-                raise
+        # Threads load one after the other, none an older version than the last.
+        with self._lock, self._lease(min_version, timeout, apply=False) as lease:
+            lease.load(target, mode)
             if mode == "alias":
-                self._alias_leases.hold(target.parameters, lease.release)
+                self._alias_leases.hold(target.parameters, lease.share())
             else:
                 self._alias_leases.forget(target.parameters)
-                lease.release()
             self._end.applied(lease.version)
             self._applied = lease.version
             return lease.version
@@ -317,8 +309,10 @@ class WeightReader:
         """End all leases. Modules that were loaded by alias get copies of their own."""
         with self._lock:
             self._alias_leases.close()
-            for lease in list(self._leases):
-                lease.release()
+            if self._memory.asynchronous:
+                for slot in self._end.leased():
+                    self._release_later(slot)
+            self._end.end_leases()
             self._releases.close(self._end.close)
             self._memory.close()
 

@@ -1,4 +1,4 @@
-"""Releases slots once a GPU has finished with them, without blocking any caller."""
+"""Holds slots until a GPU has finished with them, without blocking any caller."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from fusedrl.channel.forking import renew_in_children
 
@@ -13,17 +14,13 @@ POLL_S = 0.0005
 
 
 class Releases:
-    """Releases slots once their readers' computation has ended.
+    """Holds slots until their readers' computation has ended.
 
-    A thread polls for as long as releases are pending.
-
-    Args:
-        release: called with a slot, from any thread.
+    A thread polls for as long as there are any.
     """
 
-    def __init__(self, release: Callable[[int], None]) -> None:
-        self._release = release
-        self._pending: deque[tuple[int, Callable[[], bool]]] = deque()
+    def __init__(self) -> None:
+        self._pending: deque[tuple[Any, Callable[[], bool]]] = deque()
         # Re-entrant: the garbage collector may run while the lock is held, and release leases.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -31,26 +28,25 @@ class Releases:
         renew_in_children(self, _lock=threading.RLock, _pending=deque, _thread=lambda: None)
         self._then: Callable[[], None] | None = None
 
-    def add(self, slot: int, done: Callable[[], bool] | None) -> None:
-        """Release ``slot`` once ``done()`` is true, or at once if ``done`` is ``None``."""
-        if done is None or done():
-            self._release(slot)
+    def add(self, hold: Any, done: Callable[[], bool]) -> None:
+        """Keep ``hold``, which releases its slot when it is dropped, until ``done()`` is true."""
+        if done():
             return
         with self._lock:
-            self._pending.append((slot, done))
+            self._pending.append((hold, done))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._poll, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._poll, daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _poll(self) -> None:
         while True:
             with self._lock:
                 for _ in range(len(self._pending)):
-                    slot, done = self._pending.popleft()
-                    if done():
-                        self._release(slot)
-                    else:
-                        self._pending.append((slot, done))
+                    hold, done = self._pending.popleft()
+                    if not done():
+                        self._pending.append((hold, done))
+                    del hold
                 if not self._pending:
                     self._thread = None
                     then = self._then

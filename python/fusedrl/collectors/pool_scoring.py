@@ -11,7 +11,8 @@ from typing import Any
 
 from torchrl.envs.llm.transforms import RetrieveKL as TorchrlRetrieveKL
 
-from fusedrl.channel.following import Follower, Following, Held
+from fusedrl.channel import Lease
+from fusedrl.channel.following import Follower, Following
 from fusedrl.channel.loading import Target
 from fusedrl.collectors.versions import Versions
 from fusedrl.weights.follow import patch_attribute
@@ -44,7 +45,7 @@ class PoolScoring:
         self.policy: Any = None
         self._model: _SecondModel | None = None
         self._checked: Following | None = None
-        self._turns: dict[int, Held | None] = {}  # by environment
+        self._turns: dict[int, Lease | None] = {}  # by environment
         self._stepping = threading.local()  # the turn of the environment that a thread steps
         self._undo: list[Callable[[], None]] = []
 
@@ -168,15 +169,11 @@ class _SecondModel:
         self._lock = threading.Lock()
 
     @contextmanager
-    def computing_with(self, held: Held) -> Iterator[None]:
+    def computing_with(self, held: Lease) -> Iterator[None]:
         """Load a version for this block, which one thread at a time can enter."""
         with self._lock:
             if self._version != held.version:
                 self._version = None  # until the whole version is loaded
-                reader = self.follower.reader
-                if self.follower.mode == "alias":
-                    self._target.alias(reader._lent(held.slot))
-                else:
-                    self._target.copy(reader._views(held.slot))
+                held.load(self._target, self.follower.mode)
                 self._version = held.version
             yield

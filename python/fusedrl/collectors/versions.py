@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from fusedrl import _host
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Following
 from fusedrl.channel.forking import renew_in_children
@@ -86,12 +87,12 @@ class Versions:
         """Whether :meth:`open` was called, and :meth:`close` not yet."""
         return self._close is not None
 
-    @contextmanager
-    def held(self) -> Iterator[Version | None]:
-        """Let the policy compute with one version in this block: the newest when it begins.
+    def held(self) -> AbstractContextManager[Version | None]:
+        """Let the policy compute with one version in a block: the newest now.
 
-        Yields:
-            The number of the version; ``None`` if versions are not tracked.
+        Returns:
+            A context manager that gives the number of the version; ``None`` if versions are not
+            tracked.
 
         Raises:
             RuntimeError: the policy's weights have no number, or the channel's reader is closed.
@@ -99,17 +100,19 @@ class Versions:
         if self._unnumbered is not None:
             self._unnumbered.check()
         if self.follower is None:
-            yield None if self.tracker is None else self.tracker.version
-            return
+            return nullcontext(self._tag(None))
         if self.is_open:
             check_open(self.follower.reader)
-        with self.follower as version:
-            self._tag(version)
-            yield None if self.tracker is None else self.tracker.version
+        # An object, which also ends where an interrupt comes before the block begins.
+        return _host.Entered(self.follower, self._tag)
 
-    def _tag(self, version: int | None) -> None:
-        if self.tracker is not None and version not in (None, self.tracker.version):
+    def _tag(self, version: int | None) -> Version | None:
+        """The number of the weights that are computed with, if versions are tracked."""
+        if self.tracker is None:
+            return None
+        if version not in (None, self.tracker.version):
             self.tracker.version = version
+        return self.tracker.version
 
     @property
     def newest(self) -> Version | None:

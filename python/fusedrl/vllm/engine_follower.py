@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from types import TracebackType
 from typing import Any
 
+from fusedrl import _host
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.vllm.controls import control_of
@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0  # how long the engine's workers wait for a version, which is p
 _FOLLOWERS: weakref.WeakSet[EngineFollower] = weakref.WeakSet()
 
 
-class EngineFollower:
+class EngineFollower(_host.Calls):
     """Keep a policy's ``vllm.LLM`` at the newest version, between calls and never during one.
 
     It is used as :class:`fusedrl.channel.following.Follower`: ``with follower as version:``
@@ -41,6 +41,7 @@ class EngineFollower:
     """
 
     def __init__(self, handle: WeightHandle, reader: WeightReader, policy: Any) -> None:
+        super().__init__()
         self.reader = reader
         self.module = policy
         self.version: int | None = None
@@ -52,7 +53,6 @@ class EngineFollower:
                 "policy: expected an engine that nothing else gives weights to, got one that "
                 "follows a channel already; shut down the other collector first"
             )
-        self._calls = 0
         # Re-entrant: a follower may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
         renew_in_children(self, _lock=threading.RLock)
@@ -77,28 +77,16 @@ class EngineFollower:
             TimeoutError, RuntimeError: as for :meth:`WeightReader.wait_for`, or the engine refused.
         """
         with self._lock:
-            if self._calls == 0:
+            if self.running == 0:
                 self._switch(self.reader.wait_for(0, timeout))
             assert self.version is not None
             return self.version
 
-    def __enter__(self) -> int | None:
-        """Begin a call; its version, ``None`` before the first."""
-        with self._lock:
-            if self._calls == 0 and (newest := self.reader.version) is not None:
-                self._switch(newest)
-            self._calls += 1
-            return self.version
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
-        """End it."""
-        with self._lock:
-            self._calls = max(0, self._calls - 1)
+    def _begin(self) -> int | None:
+        """The version of a call that begins, ``None`` before the first."""
+        if self.running == 0 and (newest := self.reader.version) is not None:
+            self._switch(newest)
+        return self.version
 
     def _switch(self, newest: int) -> None:
         if not self._loads.has(newest):

@@ -160,12 +160,12 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         Ranks.of_this_process().all_or_none(check, _nothing)
 
     def _load_adapters(self, update: AdapterUpdate) -> None:
-        weights, reader = self._weights, self._reader
-        assert isinstance(weights, LoraWeights) and reader is not None
+        weights = self._weights
+        assert isinstance(weights, LoraWeights)
 
         def copied() -> LoRAModel:
             with self._lease(update.version, update.timeout) as lease:
-                copies = weights.copied(reader._views(lease._slot), update.number, update.scalings)
+                copies = weights.copied(lease.views, update.number, update.scalings)
                 self._synchronize()
                 return copies
 
@@ -238,11 +238,11 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
             self._load(leased, update_info.attempt)
 
     def _load(self, lease: Lease, attempt: str) -> None:
-        reader, weights = self._reader, self._weights
-        assert reader is not None and isinstance(weights, ModelWeights)
+        weights = self._weights
+        assert isinstance(weights, ModelWeights)
 
         def load() -> bool:
-            weights.load(reader._views(lease._slot))
+            weights.load(lease.views)
             self._synchronize()
             return True
 

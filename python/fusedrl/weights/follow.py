@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torchrl.collectors.llm import LLMCollector
 
+from fusedrl import _host
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Follower, Following
 from fusedrl.channel.sources import module_places
@@ -116,7 +117,8 @@ class Attachment:
         self._transform: Any = None
         self._rollouts: tuple[str, ...] = ()
         self._of_dialogs = isinstance(collector, LLMCollector)  # calls its attribute `policy`
-        self._rollout = threading.local()  # the turn of a rollout, in the thread that runs it
+        # The rollout that a thread runs. Its frame alone keeps it, so that its turn ends with it.
+        self._running = threading.local()
         if is_policy and hasattr(collector, "hold_turns"):
             self._leave = collector.hold_turns(follower)
         elif is_policy:
@@ -163,13 +165,14 @@ class Attachment:
     def _whole_turns(self, rollout: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A rollout of the collector, whose turns hold their versions."""
         self._tag()  # a frame of random actions comes without a call
-        self._rollout.called = False
-        with ExitStack() as self._rollout.turn:
-            try:
-                made = rollout(*args, **kwargs)
-            finally:
-                del self._rollout.turn
-        if not self._rollout.called:
+        running = _Rollout()
+        self._running.rollout = weakref.ref(running)
+        try:
+            made = rollout(*args, **kwargs)
+        finally:
+            running.turn = None
+            self._running.rollout = _no_rollout
+        if not running.called:
             policy = vars(self._collector()).get("policy")
             if self._of_dialogs and not isinstance(policy, FollowedCall):
                 refuse_another_policy()
@@ -177,12 +180,12 @@ class Attachment:
 
     def _in_turn(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the policy, which begins a turn."""
-        self._rollout.called = True
-        turn: ExitStack | None = getattr(self._rollout, "turn", None)
-        if turn is None:
+        running: _Rollout | None = getattr(self._running, "rollout", _no_rollout)()
+        if running is None:
             return self._in_call(partial(self._tagged, call), *args, **kwargs)
-        turn.close()  # ends the turn before
-        turn.enter_context(self._follower)
+        running.called = True
+        running.turn = None  # ends the turn before
+        running.turn = _host.Entered(self._follower)
         return self._tagged(call, *args, **kwargs)
 
     def _in_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -224,6 +227,17 @@ class Attachment:
         for rollout in self._rollouts:
             checked = _NumberedRollout(_call_checked, unnumbered, self._collector, rollout)
             setattr(collector, rollout, checked)
+
+
+class _Rollout:
+    """A rollout that goes on: whether it has called the policy, and the turn of the last call."""
+
+    called = False
+    turn: _host.Entered | None = None
+
+
+def _no_rollout() -> None:
+    """No rollout goes on, as a reference to one that is gone says."""
 
 
 class _NumberedRollout(partial):

@@ -14,6 +14,7 @@ from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fusedrl import _host
 from fusedrl.channel import WeightChannel, WeightHandle, WeightReader
 from fusedrl.channel.following import Follower
 from fusedrl.channel.forking import renew_in_children
@@ -55,19 +56,16 @@ class _Calls:
 
     @_not_compiled
     def _before(self, module: nn.Module, args: Any) -> None:
-        entered = self._entered.__dict__.setdefault("calls", [])
-        entered.append(False)  # _after is also called if this hook fails
+        calls = self._entered.__dict__.setdefault("calls", [])
+        calls.append(None)  # _after is also called if this hook fails
         with self._lock:
             follower = self._follower or self._open(module)
         if follower is not None:
-            follower.__enter__()
-            entered[-1] = True
+            calls[-1] = _host.Entered(follower)
 
     @_not_compiled
     def _after(self, *_: Any) -> None:
-        if self._entered.calls.pop():
-            assert self._follower is not None
-            self._follower.__exit__()
+        self._entered.calls.pop()  # which ends the call
 
     def _open(self, module: nn.Module) -> Follower | None:
         if self._reader is None:

@@ -93,18 +93,26 @@ void publish(Publisher& publisher) {
   publisher.finish();
 }
 
-void lease(Reader& reader) {
+void lease(const std::shared_ptr<Reader>& reader) {
   int64_t last = 0;
-  while (reader.publisher() == PublisherState::open) {
-    reader.wait(last + leases % 2, 0.01);
-    const std::optional<LeasedSlot> leased = reader.lease(true);
-    if (!leased) continue;
-    const char* bytes = reader.slot(leased->slot);
-    wrong += leased->version < last || !holds(bytes, leased->version);
-    reader.release(leased->slot);
-    if (mistake == "read_after_release") wrong += !holds(bytes, leased->version);
-    if (mistake == "read_without_lease") wrong += !holds(reader.slot(0), last);
-    last = leased->version;
+  while (reader->publisher() == PublisherState::open) {
+    reader->wait(last + leases % 2, 0.01);
+    Lease leased(reader, true);
+    if (!leased.held()) continue;
+    const int slot = leased.slot();
+    const char* bytes = reader->slot(slot);
+    wrong += leased.version() < last || !holds(bytes, leased.version());
+    if (leases % 16 == 0) {  // two threads release one lease, and a third holds what it has
+      const Lease shared(leased);
+      std::thread other([&] { leased.release(); });
+      leased.release();
+      other.join();
+      wrong += leased.held() || !shared.held() || !holds(bytes, leased.version());
+    }
+    leased.release();
+    if (mistake == "read_after_release") wrong += !holds(bytes, leased.version());
+    if (mistake == "read_without_lease") wrong += !holds(reader->slot(0), last);
+    last = leased.version();
     ++leases;
   }
 }
@@ -121,7 +129,7 @@ int main(int count, char** arguments) {
   std::vector<std::thread> threads;
   for (int i = 0; i < 2; ++i) {
     threads.emplace_back([&] {
-      Reader reader(getpid(), publisher.fd(), session);
+      const auto reader = std::make_shared<Reader>(getpid(), publisher.fd(), session);
       std::thread other([&] { lease(reader); });  // two threads of one reader
       lease(reader);
       other.join();
@@ -129,11 +137,12 @@ int main(int count, char** arguments) {
   }
   threads.emplace_back([&] {  // readers that come, and go with a lease
     for (bool open = true; open;) {
-      Reader reader(getpid(), publisher.fd(), session);
-      reader.report_writes({{0, "weights"}});
-      if (const auto leased = reader.lease(false))
-        wrong += !holds(reader.slot(leased->slot), leased->version);
-      open = reader.publisher() == PublisherState::open;
+      const auto reader = std::make_shared<Reader>(getpid(), publisher.fd(), session);
+      reader->report_writes({{0, "weights"}});
+      Lease leased(reader, false);
+      if (leased.held()) wrong += !holds(reader->slot(leased.slot()), leased.version());
+      open = reader->publisher() == PublisherState::open;
+      leased.forget();
     }
   });
   threads.emplace_back([&] { publish(publisher); });

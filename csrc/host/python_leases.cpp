@@ -1,0 +1,208 @@
+// Python runs the handlers of signals, which may raise, between any two of its instructions. What
+// must happen together happens here, within one instruction: an object of this file owns what it
+// has taken before Python runs again, and gives it back when its last reference goes.
+#include "host/python_leases.h"
+
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "host/reader.h"
+
+namespace py = pybind11;
+
+namespace fusedrl {
+
+namespace {
+
+using namespace channel;
+
+// Runs what Python has to do although interrupts may end it: it is begun again, and the error that
+// came first is returned. Throws it where no attempt succeeds.
+template <class Work>
+std::exception_ptr despite_interrupts(const Work& work) {
+  constexpr int tries = 8;
+  std::exception_ptr first;
+  for (int i = 0; i < tries; ++i) {
+    try {
+      work();
+      return first;
+    } catch (py::error_already_set&) {
+      if (!first) first = std::current_exception();
+    }
+  }
+  std::rethrow_exception(first);
+}
+
+// Runs in a destructor, where an error can only be told, and must leave the one that is on its way.
+template <class Work>
+void in_destructor(const char* where, const Work& work) {
+  const py::error_scope on_its_way;
+  try {
+    work();
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable(where);
+  }
+}
+
+// A lease for Python. Where the reader computes asynchronously, `after_use` is told the slot before
+// its release, and holds the slot until the work that the current stream has by then is done.
+class PythonLease {
+ public:
+  PythonLease(py::object reader, std::shared_ptr<Reader> end, bool apply)
+      : reader(std::move(reader)), lease_(std::move(end), apply) {}
+  PythonLease(const PythonLease& other)
+      : reader(other.reader), after_use(other.after_use), lease_(other.lease_) {}
+  ~PythonLease() {
+    if (!lease_.held()) return;
+    in_destructor("the release of a lease", [&] {
+      if (!lent) return release();
+      const std::string told = "a lease of version " + std::to_string(version()) +
+                               " was dropped without release(): its slot stays taken; use it as a "
+                               "context manager";
+      if (PyErr_WarnEx(PyExc_ResourceWarning, told.c_str(), 1) != 0) throw py::error_already_set();
+    });
+    if (lease_.held()) lease_.forget();  // what may be in use stays locked
+  }
+
+  // Orders the next write to the slot after the work that the current stream has so far.
+  std::exception_ptr used() const {
+    if (after_use.is_none() || !lease_.held()) return nullptr;
+    return despite_interrupts([&] { after_use(lease_.slot()); });
+  }
+  void release() {
+    const std::exception_ptr interrupt = used();
+    lease_.release();
+    if (interrupt) std::rethrow_exception(interrupt);
+  }
+  bool held() const { return lease_.held(); }
+  int slot() const { return lease_.slot(); }
+  int64_t version() const { return lease_.version(); }
+
+  py::object reader;
+  py::object after_use = py::none();
+  bool lent = false;
+
+ private:
+  Lease lease_;
+};
+
+// Takes a lock of Python's for a scope.
+class Locked {
+ public:
+  explicit Locked(py::object lock) : lock_(std::move(lock)) { lock_.attr("acquire")(); }
+  ~Locked() {
+    in_destructor("the lock of a follower", [&] { lock_.attr("release")(); });
+  }
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+
+ private:
+  py::object lock_;
+};
+
+// The calls that compute with one version, which may overlap: the first of them chooses it, and
+// what holds it goes with the last. A subclass has the lock, and chooses the version in its
+// _begin().
+class Calls {
+ public:
+  // A call counts from the moment in which it has its version.
+  static py::object enter(const py::object& self) {
+    const Locked locked(self.attr("_lock"));
+    Calls& calls = self.cast<Calls&>();
+    py::object version;
+    try {
+      version = self.attr("_begin")();
+    } catch (py::error_already_set&) {
+      calls.release_last();
+      throw;
+    }
+    ++calls.running;
+    return version;
+  }
+  // Without the lock: another thread begins a version only where no call runs.
+  void exit() {
+    if (running > 0) --running;
+    if (!release_last() && !held.is_none()) {
+      const auto interrupt = held.cast<PythonLease&>().used();
+      if (interrupt) std::rethrow_exception(interrupt);
+    }
+  }
+
+  int running = 0;
+  bool keeps = false;
+  py::object held = py::none();
+
+ private:
+  bool release_last() {
+    if (running > 0 || keeps || held.is_none()) return false;
+    const py::object last = std::exchange(held, py::none());
+    last.cast<PythonLease&>().release();
+    return true;
+  }
+};
+
+// A `with` block as an object: entered when it is made, and left once, at the latest with it.
+class Entered {
+ public:
+  Entered(py::object manager, const py::object& given) : manager_(std::move(manager)) {
+    value_ = manager_.attr("__enter__")();
+    entered_ = true;
+    try {
+      if (!given.is_none()) value_ = given(value_);
+    } catch (py::error_already_set&) {
+      leave();
+      throw;
+    }
+  }
+  ~Entered() {
+    in_destructor("the end of a call", [&] { leave(); });
+  }
+  void leave() {
+    if (std::exchange(entered_, false))
+      manager_.attr("__exit__")(py::none(), py::none(), py::none());
+  }
+  py::object value() const { return value_; }
+
+ private:
+  py::object manager_, value_;
+  bool entered_ = false;
+};
+
+}  // namespace
+
+void bind_leases(py::module_& m) {
+  py::class_<Lease>(m, "Hold", "A slot that stays leased as long as this object exists.")
+      .def(py::init<std::shared_ptr<Reader>, int>(), py::arg("end"), py::arg("slot"));
+
+  py::class_<PythonLease>(m, "Lease", "One lease of a version, given back once.")
+      .def(py::init<py::object, std::shared_ptr<Reader>, bool>(), py::arg("reader"), py::arg("end"),
+           py::arg("apply"))
+      .def(py::init<const PythonLease&>(), py::arg("other"))
+      .def_readonly("reader", &PythonLease::reader)
+      .def_readwrite("after_use", &PythonLease::after_use)
+      .def_readwrite("lent", &PythonLease::lent)
+      .def_property_readonly("held", &PythonLease::held)
+      .def_property_readonly("slot", &PythonLease::slot)
+      .def_property_readonly("version", &PythonLease::version)
+      .def("release", &PythonLease::release)
+      .def("__enter__", [](const py::object& self) { return self; })
+      .def("__exit__", [](PythonLease& lease, const py::args&) { lease.release(); });
+
+  py::class_<Calls>(m, "Calls", "Calls that compute with one version.")
+      .def(py::init<>())
+      .def_readonly("running", &Calls::running)
+      .def_readwrite("keeps", &Calls::keeps)
+      .def_readwrite("held", &Calls::held)
+      .def("__enter__", &Calls::enter)
+      .def("__exit__", [](Calls& calls, const py::args&) { calls.exit(); });
+
+  py::class_<Entered>(m, "Entered", "A `with` block as an object, which is left once.")
+      .def(py::init<py::object, py::object>(), py::arg("manager"), py::arg("given") = py::none())
+      .def("leave", &Entered::leave)
+      .def("__enter__", &Entered::value)
+      .def("__exit__", [](Entered& entered, const py::args&) { entered.leave(); });
+}
+
+}  // namespace fusedrl
