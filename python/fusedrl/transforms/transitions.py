@@ -1,10 +1,11 @@
-"""Transforms that are called on data outside of an environment, such as a replay buffer's."""
+"""Transforms between two turns, and on data outside of an environment, as a replay buffer's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
 Step = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
@@ -20,6 +21,27 @@ def writable(transform: Transform, tensordict: TensorDictBase) -> TensorDictBase
     if vars(transform)["_container"] is None:
         return tensordict
     return tensordict.clone(recurse=False)
+
+
+def begin(
+    tensordict: TensorDictBase, reset: TensorDictBase, key: NestedKey, *trailing: int
+) -> TensorDictBase:
+    """Give each dialog that begins an empty row under ``key``, a declared observation of a turn.
+
+    torchrl carries the observations of a turn to the root of the next one. If a reset had none,
+    the first turns of a batch would lack a key that the others have, and turns could not be
+    concatenated. A reset of some dialogs only leaves their rows to torchrl, which fills in zeros.
+
+    Args:
+        tensordict: the input of the reset, with a mask under ``"_reset"`` if some dialogs go on.
+        reset: what the reset gives.
+        key: the key of the observation.
+        trailing: the sizes behind the tokens, as :func:`columns.declare_tokens` takes them.
+    """
+    mask = tensordict.get("_reset", None)
+    if (mask is None or bool(mask.all())) and key not in reset.keys(True):
+        reset.set(key, torch.zeros(*reset.batch_size, 0, *trailing, device=reset.device))
+    return reset
 
 
 def run(transform: Transform, step: Step, tensordict: TensorDictBase) -> TensorDictBase:
