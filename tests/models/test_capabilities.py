@@ -155,14 +155,6 @@ def test_a_wrapper_that_passes_attributes_on_is_called_itself():
     assert model.calls
 
 
-def test_a_compiled_model_goes_the_fast_way():
-    model = model_of("llama")
-    expected = definition(model, TOKENS, LENGTHS, MASK)
-    compiled = torch.compile(model, backend="eager")
-    assert capabilities_of(compiled).packs
-    close(causal_log_probs(compiled, TOKENS, LENGTHS, MASK), expected)
-
-
 def test_a_model_that_returns_float32_logits_of_a_bfloat16_head_splits():
     assert capabilities_of(model_of("mamba").bfloat16()).parts is not None
 
@@ -239,3 +231,96 @@ def test_an_error_of_the_model_reaches_the_caller():
         causal_log_probs(model, TOKENS, LENGTHS)
     handle.remove()
     close(causal_log_probs(model, TOKENS, LENGTHS, MASK), definition(model, TOKENS, LENGTHS, MASK))
+
+
+def in_autocast(model):
+    accelerate = pytest.importorskip("accelerate")
+    try:
+        return accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    finally:  # it is one for a whole process
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def in_decorator(model):
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    return model
+
+
+def with_exact_head(model):
+    model.lm_head.forward = torch.autocast("cpu", enabled=False)(model.lm_head.forward)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("wrap", "outside", "splits"),
+    [
+        (in_autocast, False, True),
+        (in_decorator, False, True),
+        (in_decorator, True, True),
+        (lambda model: model, True, True),
+        (with_exact_head, True, False),
+        (with_exact_head, False, True),
+    ],
+)
+def test_a_forward_may_enter_autocast_by_itself(wrap, outside, splits, caplog, monkeypatch):
+    """The parts compute as the whole does: in autocast, or in none, whoever entered it."""
+    monkeypatch.setattr(capabilities, "_warned", set())
+    model = model_of("llama")
+    exact = definition(model, TOKENS, LENGTHS, MASK).detach()
+    model = wrap(model)
+    for autocast in (outside, False, outside):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = capabilities_of(model)
+            expected = definition(model, TOKENS, LENGTHS, MASK)
+            ours = causal_log_probs(model, TOKENS, LENGTHS, MASK)
+        rounded = (expected - exact).abs().max()
+        assert (found.parts is not None) == (splits or not autocast)
+        # Both are rounded to bfloat16 on the way, or neither is.
+        assert (ours - expected).abs().max() <= (2 * rounded if rounded > 1e-3 else 1e-4)
+        assert ((ours - exact).abs().max() > 1e-3) == bool(rounded > 1e-3)
+    assert ("another autocast than its embeddings" in caplog.text) == (not splits)
+
+
+def test_a_trial_in_autocast_leaves_gradients_to_the_call():
+    """Autocast keeps the weights that it has converted, those of the trial without a graph."""
+    model = model_of("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        causal_log_probs(model, TOKENS, LENGTHS).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.model.layers.parameters())
+
+
+def compiled_whole(model, **options):
+    return torch.compile(model, **options)
+
+
+def compiled_inside(model, **options):
+    model.model = torch.compile(model.model, **options)
+    return model
+
+
+def compiled_in_place(model, **options):
+    model.compile(**options)
+    return model
+
+
+@pytest.mark.parametrize("spell", [compiled_whole, compiled_inside, compiled_in_place])
+def test_a_compiled_model_stays_compiled(spell):
+    model = model_of("llama", num_hidden_layers=1)
+    expected = definition(model, TOKENS, LENGTHS, MASK).detach()
+    made, called = [], []
+
+    def backend(graph, inputs):
+        made.append(1)
+
+        def call(*args):
+            called.append(1)
+            return graph.forward(*args)
+
+        return call
+
+    capabilities_of(model)
+    model = spell(model, backend=backend)
+    assert capabilities_of(model).packs and not made, "the trial itself is not compiled"
+    for calls in (1, 2, 3):
+        close(causal_log_probs(model, TOKENS, LENGTHS, MASK), expected)
+        assert (len(made), len(called)) == (1, calls)

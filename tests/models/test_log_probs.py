@@ -102,7 +102,7 @@ def test_ranks_that_share_a_model_do_one_forward_each(monkeypatch, mask):
     expected = definition(model, TOKENS, LENGTHS, mask)
     seen = []
     model.register_forward_hook(lambda *_: seen.append(1))  # a model to ask for its logits
-    monkeypatch.setattr(log_probs, "_ranks", lambda: 2)
+    monkeypatch.setattr(log_probs, "ranks_of", lambda _: 2)
     monkeypatch.setattr(log_probs.forwards, "tokens_per_forward", lambda *_: 20)
     causal_log_probs(model, TOKENS, LENGTHS, mask)  # the probe
     seen.clear()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from model_ranks import LONG, longrope, on_a_rank
+from prepared import processes
 from torch import nn
 
 from fusedrl.models import causal_log_probs, log_probs
@@ -99,7 +101,7 @@ def ranks(tmp_path, monkeypatch):
     """A program of one rank, which takes itself to be one of two."""
     store = f"file://{tmp_path / 'store'}"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    monkeypatch.setattr(log_probs, "_ranks", lambda: 2)
+    monkeypatch.setattr(log_probs, "ranks_of", lambda _: 2)
     yield
     torch.distributed.destroy_process_group()
 
@@ -125,3 +127,24 @@ def test_ranks_that_share_a_model_do_as_many_forwards_alone(ranks, monkeypatch):
     seen.clear()
     assert not causal_log_probs(model, tokens[:0], []).any()
     assert len(seen) == 7
+
+
+def test_only_the_ranks_of_a_sharded_model_wait_for_each_other(tmp_path):
+    """One rank scores a model of its own, then both score sharded ones."""
+    workers = [processes.Process(target=on_a_rank, args=(i, str(tmp_path))) for i in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    first, second = (torch.load(tmp_path / str(rank)) for rank in (0, 1))
+    with torch.no_grad():
+        expected = definition(longrope(), *LONG, None)
+    close(first["alone"], expected)
+    close(first["sharded"], expected)
+    close(second["sharded"], expected[:30])
+    for found in (first, second):
+        assert "expected logits of the 100 ids that it embeds, got those of 50" in found["half"]
+        assert "expected logits that this rank has in full, got a DTensor" in found["dtensor"]
+        for text in (found["half"], found["dtensor"]):
+            assert text.endswith("linear_token_log_probs with vocab_offset= and group=")

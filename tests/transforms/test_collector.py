@@ -14,10 +14,13 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import AsyncEnvPool, StepCounter, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import DataLoadingPrimer, PolicyVersion
+from torchrl.envs.llm.transforms import KLRewardTransform as TorchrlKLRewardTransform
 from torchrl.envs.llm.transforms import RetrieveKL as TorchrlRetrieveKL
 from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm.grpo import MCAdvantage
 
-from fusedrl import RetrieveKL, RetrieveLogProb
+import fusedrl
+from fusedrl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
 
 from .conftest import QUESTIONS, OneReward
 from .dialogs import assert_rows_equal, rows
@@ -116,6 +119,79 @@ def test_as_a_transform_of_a_replay_buffer(policy, reference, chat_env, collect)
         pairs = zip(rows(data, GEN), rows(data, REF), strict=True)
         assert_rows_equal(rows(data, "kl_penalty"), [gen - ref for gen, ref in pairs])
         assert (data["reward"] == 1).all()
+
+
+class FullLogProbs(torch.nn.Module):
+    """A policy that writes log-probs of the prompt too, as torchrl's transform needs them."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.policy = policy
+        self.in_keys, self.out_keys = policy.in_keys, policy.out_keys
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        td = self.policy(td)
+        for sample in td.unbind(0):
+            answer, tokens = sample["log_probs"].response, sample["tokens"].full
+            padded = torch.nn.functional.pad(answer, (len(tokens) - len(answer), 0))
+            sample.set(GEN, padded)
+        return td
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_turns_have_the_keys_of_torchrl(wrap, reference_model, chat_env, generating_policy, steps):
+    """torchrl's first turns of all have no ``kl_penalty`` at the root, where later ones have it."""
+    keys: list[list[set[str]]] = []
+    for collector, transform in (
+        (fusedrl.LLMCollector, fusedrl.KLRewardTransform),
+        (LLMCollector, TorchrlKLRewardTransform),
+    ):
+        env = chat_env(StepCounter(steps), transform(wrap(reference_model, input_mode="tokens")))
+        policy = FullLogProbs(generating_policy)
+        options = {"dialog_turns_per_batch": 4, "total_dialog_turns": 8}
+        batches = collector(env, policy=policy, track_policy_version=True, **options)
+        turns = [turn for batch in batches for turn in batch.reshape(-1).unbind(0)]
+        keys.append([set(map(str, turn.keys(True, True))) for turn in turns])
+    ours, theirs = keys
+    added = {str(("collector", "traj_ids")), str(("next", "ref_log_prob"))}
+    assert len(ours) == len(theirs) == 8
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine - added == other | {"kl_penalty"}
+
+
+TRANSFORMS = {
+    "KLRewardTransform": lambda own, ref: [KLRewardTransform(ref(input_mode="tokens"))],
+    "RetrieveKL": lambda own, ref: [RetrieveKL(own(), ref())],
+    "of the collector": lambda own, ref: [RetrieveKL("from_collector", ref())],
+    "in parts": lambda own, ref: [
+        RetrieveLogProb(own(), log_probs_full_key=GEN),
+        RetrieveLogProb(ref()),
+        KLComputation(coeff=0.1),
+    ],
+}
+
+
+@pytest.mark.parametrize("rows_of_env", [1, 2])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_groups_of_first_and_later_turns(
+    name, rows_of_env, policy, reference, chat_env, generating_policy
+):
+    """``MCAdvantage`` concatenates the turns of a group, so that all need the same keys."""
+    env = chat_env(StepCounter(1), *TRANSFORMS[name](policy, reference), rows=rows_of_env)
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(20), transform=MCAdvantage(grpo_size=2), batch_size=2
+    )
+    for nothing in fusedrl.LLMCollector(
+        env,
+        policy=generating_policy,
+        replay_buffer=buffer,
+        dialog_turns_per_batch=4,
+        total_dialog_turns=4,
+    ):
+        assert nothing is None
+    stored = [buffer.storage[i] for i in range(4)]
+    assert len({str(sorted(map(str, turn.keys(True, True)))) for turn in stored}) == 1
+    assert all(turn["advantage"].isfinite().all() for turn in stored)
 
 
 @pytest.mark.parametrize("only_last", [False, True])

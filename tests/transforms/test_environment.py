@@ -70,9 +70,12 @@ def test_rollout(name, transforms, chat_env, generating_policy):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_reset_has_no_answer_to_score(name, transforms, chat_env):
-    reset = chat_env(*transforms[name]()).reset()
-    assert not {GEN, REF, "kl_penalty"} & set(reset.keys(True))
+def test_a_reset_has_an_empty_row_of_each_observation(name, transforms, chat_env):
+    env = chat_env(*transforms[name]())
+    declared = {GEN, REF, "kl_penalty"} & set(env.observation_spec.keys(True, True))
+    reset = env.reset()
+    assert declared == {GEN, REF, "kl_penalty"} & set(reset.keys(True))
+    assert {tuple(row.shape) for key in declared for row in rows(reset, key)} == {(0,)}
 
 
 @pytest.mark.parametrize("name", NAMES)

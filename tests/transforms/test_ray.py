@@ -191,7 +191,10 @@ def test_a_reset_scores_tokens_that_are_there_already(shared_reward, local_rewar
         data = lazy_stack(samples())
         answers.append(transform._reset(data.empty(), data))
         empty = TensorDict(batch_size=(2,))
-        assert transform._reset(empty, empty.copy()).is_empty()
+        begun = transform._reset(empty, empty.copy())
+        assert list(begun.keys()) == ["kl_penalty"] and begun["kl_penalty"].shape == (2, 0, 1)
+        some = TensorDict({"_reset": torch.tensor([[True], [False]])}, batch_size=(2,))
+        assert transform._reset(some, empty.copy()).is_empty(), "torchrl fills in zeros"
     assert_same(*answers, ("reward", "kl_penalty", "ref_log_probs"))
 
 

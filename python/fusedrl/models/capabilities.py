@@ -13,12 +13,21 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from fusedrl.models.lengths import shared_below
 from fusedrl.models.probes import ProbeResult, probe_parts, probe_whole
 from fusedrl.models.signature import modules_of, signature
-from fusedrl.models.split import CannotSplit, Parts, device_of, split, uncompiled, vocabulary_of
+from fusedrl.models.split import (
+    CannotSplit,
+    Parts,
+    autocast_of,
+    device_of,
+    split,
+    uncompiled,
+    vocabulary_of,
+)
 
 logger = logging.getLogger("fusedrl")
 
@@ -58,12 +67,14 @@ class Capabilities(NamedTuple):
         pads: whether several sequences share a padded batch.
         below: sequences share a forward pass only if they are shorter than this; longer ones would
             change the results of others in it. ``None`` for no such limit.
+        autocast: the dtype of autocast in which the parts compute what the model does.
     """
 
     parts: Parts | None
     packs: bool
     pads: bool
     below: int | None
+    autocast: torch.dtype | None = None
 
 
 _findings: WeakKeyDictionary[nn.Module, list[tuple[Any, ProbeResult]]] = WeakKeyDictionary()
@@ -103,7 +114,7 @@ def capabilities_of(
         _warn(model, "it does not keep padded sequences apart; they are computed alone")
     elif parts is not None and not finding.packs:
         _warn(model, "it is not known to keep packed sequences apart; they are padded")
-    return Capabilities(parts, finding.packs, finding.pads, below)
+    return Capabilities(parts, finding.packs, finding.pads, below, finding.autocast)
 
 
 def _check_decoder(model: Any) -> None:
@@ -120,7 +131,8 @@ def _parts_finding(modules: list[Any], parts: Parts, below: int | None) -> Probe
     attention = getattr(parts.config, "_attn_implementation", None)
     packable = parts.config.model_type in PACKABLE and attention in ATTENTIONS
     ends = (model, parts.base, parts.decoder, parts.head)
-    key = signature(modules, ends, "parts", packable, below)
+    autocast = autocast_of(parts.weight.device)
+    key = signature(modules, ends, "parts", packable, below, autocast)
     finding = _kept(model, key)
     if finding is None:
         try:
@@ -131,19 +143,20 @@ def _parts_finding(modules: list[Any], parts: Parts, below: int | None) -> Probe
             )
             return ProbeResult(False)
     if not finding.splits:
-        _warn(model, "its logits are not those of its head; they are computed for every token")
+        _warn(model, f"{finding.why}; its logits are computed for every token")
     return finding
 
 
 def _whole_finding(modules: list[Any], known_ids: int, kwargs: Mapping[str, Any]) -> ProbeResult:
     model = modules[0]
-    key = signature(modules, (), "whole", sorted(kwargs))
+    device = device_of(model)
+    key = signature(modules, (), "whole", sorted(kwargs), autocast_of(device))
     finding = _kept(model, key)
     if finding is not None:
         return finding
     try:
         vocabulary = vocabulary_of(model) or known_ids
-        return _keep(model, key, probe_whole(model, device_of(model), vocabulary, kwargs))
+        return _keep(model, key, probe_whole(model, device, vocabulary, kwargs))
     except Exception:  # the caller sees the error again when the model really runs
         return ProbeResult(False)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedrl.channel.tensors import is_dtensor
 from fusedrl.models.forwards import check_limit
 from fusedrl.models.lengths import context_of, positions_held
 
@@ -44,6 +45,12 @@ def logits_of(model: nn.Module, output: Any, ids: Tensor) -> Tensor:
             f"model: expected a causal language model, whose forward returns logits, got {name}, "
             "which returns none; load it with AutoModelForCausalLM"
         ) from None
+    if is_dtensor(logits):
+        raise TypeError(
+            f"model: expected logits that this rank has in full, got a DTensor from {name}; gather "
+            "them with .full_tensor(), or pass this rank's shard of the head to "
+            "linear_token_log_probs with vocab_offset= and group="
+        )
     rows, width = ids.shape
     if logits.dim() != 3 or len(logits) != rows or logits.shape[1] < width:
         raise TypeError(
@@ -51,6 +58,20 @@ def logits_of(model: nn.Module, output: Any, ids: Tensor) -> Tensor:
             f"{name} with {list(logits.shape)}; load it with AutoModelForCausalLM"
         )
     return logits[:, logits.shape[1] - width :]
+
+
+def check_all_classes(classes: int, embedded: int | None) -> None:
+    """Refuse the logits of one shard of a vocabulary, as its rank has them.
+
+    A head may have a few classes less than its model embeds ids. One of several shards has half of
+    them or less, and log-probs over a shard alone are wrong.
+    """
+    if embedded is not None and classes <= (embedded + 1) // 2:
+        raise ValueError(
+            f"model: expected logits of the {embedded} ids that it embeds, got those of {classes}, "
+            "as a head that is sharded over the vocabulary gives; gather its logits, or pass the "
+            "shard to linear_token_log_probs with vocab_offset= and group="
+        )
 
 
 def check_sequences(

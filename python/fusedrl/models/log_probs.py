@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from fusedrl.models import forwards
 from fusedrl.models.capabilities import Capabilities
-from fusedrl.models.checks import check_vocabulary, logits_of
+from fusedrl.models.checks import check_all_classes, check_vocabulary, logits_of
 from fusedrl.models.requests import Request, kept_states, request_of
 from fusedrl.models.sequences import Scored, nothing_of, passes_of
-from fusedrl.models.split import device_of
+from fusedrl.models.split import device_of, ranks_of, vocabulary_of
 from fusedrl.ops import linear_token_log_probs, token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
@@ -74,7 +74,7 @@ def causal_log_probs(
         torch.Size([7])
     """
     request = request_of(model, tokens, lengths, mask, max_tokens_per_forward, model_kwargs)
-    if not request.keeps_some and _ranks() == 1:
+    if not request.keeps_some and ranks_of(request.model) == 1:
         return _nothing(request.model, len(tokens), entropy)
     options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
     with request.opened() as capabilities:
@@ -103,7 +103,7 @@ def _from_logits(
     """Places and log-probs of the kept tokens, computed from the model's own logits."""
     model, tokens, work, limit = request.model, request.tokens, request.work, request.limit
     device = device_of(model)
-    if limit is None and _ranks() > 1:
+    if limit is None and ranks_of(model) > 1:
         capabilities, work = _alike_on_each_rank(capabilities, work, tokens, device)
         limit = len(tokens) * len(work)  # one forward pass takes all sequences that may share one
     else:
@@ -118,6 +118,7 @@ def _from_logits(
         mask[step.read] = True
         mask = mask.view(ids.shape).to(device)
         logits = logits_of(model, model(ids, **inputs, **request.kwargs), ids)
+        check_all_classes(logits.shape[-1], vocabulary_of(model))
         check_vocabulary(tokens, logits.shape[-1], step.places)
         result = token_log_probs(logits, ids, mask, shift=True, **options)
         columns = result if isinstance(result, TokenLogProbs) else (result,)
@@ -133,12 +134,6 @@ def _nothing(model: nn.Module, length: int, entropy: bool) -> Tensor | TokenLogP
     dtype = torch.float64 if double else torch.float32
     zeros = torch.zeros(length, dtype=dtype, device=device_of(model))
     return TokenLogProbs(zeros, zeros.clone()) if entropy else zeros
-
-
-def _ranks() -> int:
-    """The number of processes that may each have a part of the model."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if distributed else 1
 
 
 def _alike_on_each_rank(

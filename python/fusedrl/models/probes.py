@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fusedrl.models.split import Parts
+from fusedrl.models.split import Parts, autocast_as, autocast_of
 from fusedrl.ops._head import scaled_and_capped
 
 SHORT, LONG = 5, 8  # tokens of the two sequences
@@ -31,6 +31,8 @@ class ProbeResult(NamedTuple):
         steady: logits depend on nothing after their token, and not on the length of the call.
         ahead: logits depend on later tokens.
         telling: the logits could be compared: they were not only zeros or infinities.
+        autocast: the dtype of autocast in the model's forward, whoever enters it.
+        why: the reason why the model does not split.
     """
 
     splits: bool
@@ -39,6 +41,8 @@ class ProbeResult(NamedTuple):
     steady: bool = True
     ahead: bool = False
     telling: bool = True
+    autocast: torch.dtype | None = None
+    why: str = "its logits are not those of its head"
 
 
 class Whole(NamedTuple):
@@ -63,26 +67,44 @@ def probe_parts(model: nn.Module, parts: Parts, packable: bool, below: int | Non
     rows = _rows(min(len(parts.weight), len(parts.embeddings)), device)
     with _undisturbed(device):
         plain = _AtHead.run(model, parts, rows[0], 1.0)
-        hidden = [parts.hidden(input_ids=row) for row in rows]
-        logits = [_logits(parts, states) for states in hidden]
-        if not all(0 < _peak(values) < math.inf for values in (plain.logits, *logits)):
-            return ProbeResult(False, telling=False)
-        # Amplified, because a cap changes nothing near 0; by a power of two, which rounds nothing.
-        gained = _AtHead.run(model, parts, rows[1], _gain(parts, hidden[0]))
-        if not (_is_head(parts, plain, hidden[0]) and _is_head(parts, gained, hidden[1])):
-            return ProbeResult(False)
+        autocasts = set(plain.autocasts) or {autocast_of(device)}
+        if len(autocasts) > 1:
+            return ProbeResult(False, why="its head is under another autocast than its embeddings")
+        (autocast,) = autocasts
+        with autocast_as(device, autocast):
+            found = _compared(model, parts, rows, plain, packable, below)
+        return found._replace(autocast=autocast)
 
-        def ask(**inputs: Tensor) -> Tensor:
-            return _logits(parts, parts.hidden(**inputs))
 
-        whole = Whole(rows, logits, parts.weight.dtype)
-        steady = _steady(ask, whole)
-        packs = packable and steady and _packs(ask, whole)
-        if packs:
-            with _forgotten(parts.decoder):
-                steady = _steady_ahead(ask, whole, FAR if below is None else max(below - 1, 0))
-        pads = steady and _pads(ask, whole)
-        return ProbeResult(True, packs and steady, pads, steady, not steady and _ahead(ask, whole))
+def _compared(
+    model: nn.Module,
+    parts: Parts,
+    rows: tuple[Tensor, Tensor],
+    plain: _AtHead,
+    packable: bool,
+    below: int | None,
+) -> ProbeResult:
+    """As :func:`probe_parts`, after the first run of the model, in the autocast of its forward."""
+    hidden = [parts.hidden(input_ids=row) for row in rows]
+    logits = [_logits(parts, states) for states in hidden]
+    if not all(0 < _peak(values) < math.inf for values in (plain.logits, *logits)):
+        return ProbeResult(False, telling=False)
+    # Amplified, because a cap changes nothing near 0; by a power of two, which rounds nothing.
+    gained = _AtHead.run(model, parts, rows[1], _gain(parts, hidden[0]))
+    if not (_is_head(parts, plain, hidden[0]) and _is_head(parts, gained, hidden[1])):
+        return ProbeResult(False)
+
+    def ask(**inputs: Tensor) -> Tensor:
+        return _logits(parts, parts.hidden(**inputs))
+
+    whole = Whole(rows, logits, _rounding(parts))
+    steady = _steady(ask, whole)
+    packs = packable and steady and _packs(ask, whole)
+    if packs:
+        with _forgotten(parts.decoder):
+            steady = _steady_ahead(ask, whole, FAR if below is None else max(below - 1, 0))
+    pads = steady and _pads(ask, whole)
+    return ProbeResult(True, packs and steady, pads, steady, not steady and _ahead(ask, whole))
 
 
 def probe_whole(
@@ -113,25 +135,33 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 
 class _AtHead(TorchFunctionMode):
-    """Records, and multiplies by a gain, what this thread multiplies with a weight."""
+    """Records, and multiplies by a gain, what this thread multiplies with a head.
 
-    def __init__(self, weight: Tensor, gain: float) -> None:
+    It also records autocast at the first and the last step, the embeddings and the head: a forward
+    may enter it by itself.
+    """
+
+    def __init__(self, parts: Parts, gain: float) -> None:
         super().__init__()
-        self.weight, self.gain = weight, gain
+        self.weight, self.embeddings, self.gain = parts.weight, parts.embeddings, gain
         self.entered: list[Tensor] = []
-        self.logits = weight.new_empty(0)
+        self.autocasts: list[torch.dtype | None] = []
+        self.logits = parts.weight.new_empty(0)
 
     @classmethod
     def run(cls, model: nn.Module, parts: Parts, row: Tensor, gain: float) -> _AtHead:
         """The model's logits of a row, and what entered its head."""
-        with cls(parts.weight, gain) as head:
+        with cls(parts, gain) as head:
             head.logits = model(input_ids=row, use_cache=False, return_dict=True).logits
         return head
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.nn.functional.embedding and args[1] is self.embeddings:
+            self.autocasts.append(autocast_of(self.embeddings.device))
         if func is torch.nn.functional.linear and args[1] is self.weight:
+            self.autocasts.append(autocast_of(self.weight.device))
             self.entered.append(args[0])
             args = (args[0] * self.gain, *args[1:])
         return func(*args, **(kwargs or {}))
@@ -144,10 +174,17 @@ def _rows(vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _is_head(parts: Parts, run: _AtHead, hidden: Tensor) -> bool:
     """Whether the decoder's states entered the head, once, and gave the model's logits there."""
-    dtype = parts.weight.dtype
+    dtype = _rounding(parts)
     if len(run.entered) != 1 or not _agree(hidden, run.entered[0], dtype):
         return False
     return _same_function(_logits(parts, run.entered[0] * run.gain), run.logits, dtype)
+
+
+def _rounding(parts: Parts) -> torch.dtype:
+    """The dtype in which the head multiplies."""
+    autocast = autocast_of(parts.weight.device)
+    dtype = parts.weight.dtype
+    return dtype if autocast is None or dtype == torch.float64 else autocast
 
 
 def _gain(parts: Parts, hidden: Tensor) -> float:
@@ -220,15 +257,19 @@ def _forgotten(decoder: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """No gradients, dropout or lower precision; the user's random numbers are not drawn."""
+    """No gradients, dropout or compilation; the user's random numbers are not drawn."""
     devices = [device] if device.type == "cuda" else []
-    with (
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-        torch.random.fork_rng(devices),
-        _NoDropout(),
-    ):
-        yield
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices),
+            torch.compiler.set_stance("force_eager"),  # a graph would hide the head's product
+            _NoDropout(),
+        ):
+            yield
+    finally:
+        # Autocast keeps weights that it has converted, here without a gradient graph.
+        torch.clear_autocast_cache()
 
 
 class _NoDropout(TorchFunctionMode):

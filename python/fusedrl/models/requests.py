@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +13,14 @@ from fusedrl.channel.following import one_version
 from fusedrl.models import forwards
 from fusedrl.models.capabilities import Capabilities, capabilities_of
 from fusedrl.models.checks import (
+    check_all_classes,
     check_model,
     check_sequences,
     check_vocabulary,
     context_checked,
 )
 from fusedrl.models.sequences import Scored, passes_of, scored_sequences
-from fusedrl.models.split import Parts, unwrapped, vocabulary_of
+from fusedrl.models.split import Parts, autocast_as, unwrapped, vocabulary_of
 
 
 class Request(NamedTuple):
@@ -53,7 +54,11 @@ class Request(NamedTuple):
         """What the model allows, in a block in which its weights have one version."""
         with self.context, context_checked(self.model, self.lengths), one_version(self.model):
             known_ids = int(self.tokens.max()) + 1 if len(self.tokens) else 1
-            yield capabilities_of(self.model, known_ids, self.kwargs)
+            found = capabilities_of(self.model, known_ids, self.kwargs)
+            parts = found.parts
+            precision = parts and autocast_as(parts.weight.device, found.autocast)
+            with precision or nullcontext():
+                yield found
 
     def placed(self, values: Tensor, places: Tensor) -> Tensor:
         """A column ``[N]`` with ``values`` at ``places`` and 0 elsewhere."""
@@ -100,6 +105,7 @@ def kept_states(request: Request, capabilities: Capabilities, parts: Parts) -> K
         hidden.append(states[(step.read - 1).to(states.device)])
         places.append(step.places)
     kept = torch.cat(places)
+    check_all_classes(len(parts.weight), len(parts.embeddings))
     check_vocabulary(request.tokens, len(parts.weight), kept)
     states = torch.cat(hidden)
     return KeptStates(states, request.tokens[kept].to(states.device), kept)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,10 +19,14 @@ class CannotSplit(Exception):
 
 
 class Parts(NamedTuple):
-    """The decoder and the head of ``base``, as :func:`fusedrl.linear_token_log_probs` takes it."""
+    """The decoder and the head of ``base``, as :func:`fusedrl.linear_token_log_probs` takes it.
+
+    ``decode`` calls the decoder, compiled if the decoder or the model is.
+    """
 
     base: nn.Module
     decoder: nn.Module
+    decode: Callable[..., Any]
     head: nn.Linear
     scale: float | None
     softcap: float | None
@@ -39,7 +45,7 @@ class Parts(NamedTuple):
 
     def hidden(self, **inputs: Any) -> Tensor:
         """The decoder's last hidden states, ``[B, T, H]``, in the dtype of the head."""
-        states = self.decoder(use_cache=False, return_dict=True, **inputs)
+        states = self.decode(use_cache=False, return_dict=True, **inputs)
         hidden = states.last_hidden_state
         if torch.is_autocast_enabled(hidden.device.type):
             return hidden.to(self.weight.device)
@@ -58,10 +64,39 @@ def uncompiled(model: Any) -> Any:
     return model._modules.get("_orig_mod", model)
 
 
+def autocast_of(device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast on this kind of device; ``None`` where it is off."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def autocast_as(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """A block in which autocast is as :func:`autocast_of` once found it."""
+    if autocast_of(device) == dtype:
+        return nullcontext()
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+
 def device_of(model: nn.Module) -> torch.device:
     """The device on which a model takes tokens; offloaded weights are on no device."""
     devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
     return next(devices, torch.device("cpu"))
+
+
+# The packages whose parameters have a part on each rank, or whose forward waits for other ranks.
+_OVER_RANKS = ("torch.distributed", "torch.nn.parallel.distributed", "deepspeed")
+
+
+def ranks_of(model: nn.Module) -> int:
+    """How many processes take part in a forward of the model; 1 for a model of this process."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1
+    kinds = {type(part) for parts in (model.modules(), model.parameters()) for part in parts}
+    shared = any(base.__module__.startswith(_OVER_RANKS) for kind in kinds for base in kind.__mro__)
+    # DeepSpeed's third stage marks parameters, which stay those of torch.
+    shared = shared or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    return torch.distributed.get_world_size() if shared else 1
 
 
 def vocabulary_of(model: Any) -> int | None:
@@ -113,7 +148,23 @@ def split(model: Any) -> Parts:
         raise CannotSplit("it has no configuration")
     config = base.config.get_text_config()
     embeddings = base.get_input_embeddings().weight
-    return Parts(base, decoder, head, _scale(config), _softcap(config), config, embeddings)
+    decode = _compiled_as(decoder, model, base)
+    return Parts(base, decoder, decode, head, _scale(config), _softcap(config), config, embeddings)
+
+
+def _compiled_as(decoder: nn.Module, *models: nn.Module) -> Callable[..., Any]:
+    """The decoder, compiled as itself or else as one of the models around it; or as it is."""
+    for child in models[-1].children():
+        if child._modules.get("_orig_mod") is decoder:  # transformers looks through torch.compile
+            return child
+    for model in models:
+        compiler = getattr(model, "dynamo_ctx", None)
+        call = model._compiled_call_impl
+        if call is not None:  # Module.compile() keeps its settings in the call alone
+            compiler = inspect.getclosurevars(call).nonlocals.get("self")
+        if compiler is not None:
+            return compiler(decoder)
+    return decoder
 
 
 def _softcap(config: Any) -> float | None:

@@ -33,6 +33,12 @@ def prepare(
     _dispatch.check_tensor(f"{prefix}weight", weight)
     if bias is not None:
         _dispatch.check_tensor(f"{prefix}bias", bias)
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if type(tensor).__name__ == "DTensor":  # its module takes seconds to import
+            raise TypeError(
+                f"{prefix}{name}: expected a tensor of this rank, got a DTensor; pass .to_local() "
+                "of a vocabulary's shard with vocab_offset= and group=, or .full_tensor()"
+            )
     if not hidden.is_floating_point():
         raise TypeError(
             f"{prefix}hidden: expected a floating-point dtype, got {hidden.dtype}; pass what the "

@@ -222,6 +222,11 @@ class KLComputation(_KLComputation):
         if rewards is not None:
             data.set("reward", rewards, layout)
 
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        return transitions.begin(tensordict, tensordict_reset, self.kl_key)
+
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         columns.declare_tokens(observation_spec, self.kl_key)
         return observation_spec

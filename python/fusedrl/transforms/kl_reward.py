@@ -214,6 +214,12 @@ class KLRewardTransform(_KLRewardTransform):
             self._penalise(target, log_probs, ref_log_probs, mask, reward)
         return next_tensordict
 
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        tensordict_reset = super()._reset(tensordict, tensordict_reset)
+        return transitions.begin(tensordict, tensordict_reset, self.out_keys[1], 1)
+
     def _without_tokens(self, key: NestedKey, td: TensorDictBase) -> TensorDictBase:
         if not self.missing_tolerance:
             raise RuntimeError(
@@ -308,8 +314,8 @@ class KLRewardTransform(_KLRewardTransform):
             dtype = torch.float32 if before is None else before.dtype
             where: Any = rewards if in_place else observations
             columns.declare_tokens(where, written, 1, dtype=dtype)
-        for key in self.columns_written[1:]:
-            columns.declare_tokens(observations, key, 1)
+        # Not the reference's log-probs: torchrl would carry them to the root of the next turn.
+        columns.declare_tokens(observations, self.out_keys[1], 1)
         return output_spec
 
 

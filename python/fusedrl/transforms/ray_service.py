@@ -221,7 +221,7 @@ class RayKL(RayTransform):
             sent = root.select(*read, *read_next, strict=False)
             following = sent
         else:
-            sent = root.select(*read, strict=False)
+            sent = root.select(*read, "_reset", strict=False)
             # A reset reads what was reset. A step reads from "next" only what it penalises.
             own = [*read, *read_next] if method == "_reset" else read_next
             following = target.select(*own, strict=False)

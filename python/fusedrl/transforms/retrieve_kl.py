@@ -206,6 +206,13 @@ class RetrieveKL(_RetrieveKL):
                 return columns.step_one(self._score, tensordict, next_tensordict)
             return self._score(tensordict, next_tensordict)
 
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        for key in self._keys if self._pending else ():
+            tensordict_reset = transitions.begin(tensordict, tensordict_reset, key)
+        return super()._reset(tensordict, tensordict_reset)
+
     def _held(self) -> AbstractContextManager[Any]:
         """A block in which the collector's policy has the version of the turn that is scored."""
         container = self.container if self.takes_policy else None

@@ -213,6 +213,11 @@ class RetrieveLogProb(_RetrieveLogProb):
             self.marks_itself = False
             self._own_key = unravel_key((self.model.log_probs_key, "full"))
 
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        return transitions.begin(tensordict, tensordict_reset, self.log_probs_full_key)
+
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         columns.declare_tokens(observation_spec, self.log_probs_full_key)
         return observation_spec

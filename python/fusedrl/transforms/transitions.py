@@ -1,10 +1,11 @@
-"""Transforms that are called on data outside of an environment, such as a replay buffer's."""
+"""Transforms between two turns, and on data outside of an environment, as a replay buffer's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
 from fusedrl.transforms.columns import check_all_or_none, entries_of
@@ -30,6 +31,27 @@ def following(tensordict: TensorDictBase) -> TensorDictBase | None:
     if found is None:
         check_all_or_none("next", list(entries_of(tensordict, "next")), TensorDictBase)
     return found
+
+
+def begin(
+    tensordict: TensorDictBase, reset: TensorDictBase, key: NestedKey, *trailing: int
+) -> TensorDictBase:
+    """Give each dialog that begins an empty row under ``key``, a declared observation of a turn.
+
+    torchrl carries the observations of a turn to the root of the next one. If a reset had none,
+    the first turns of a batch would lack a key that the others have, and turns could not be
+    concatenated. A reset of some dialogs only leaves their rows to torchrl, which fills in zeros.
+
+    Args:
+        tensordict: the input of the reset, with a mask under ``"_reset"`` if some dialogs go on.
+        reset: what the reset gives.
+        key: the key of the observation.
+        trailing: the sizes behind the tokens, as :func:`columns.declare_tokens` takes them.
+    """
+    mask = tensordict.get("_reset", None)
+    if (mask is None or bool(mask.all())) and key not in reset.keys(True):
+        reset.set(key, torch.zeros(*reset.batch_size, 0, *trailing, device=reset.device))
+    return reset
 
 
 def run(transform: Transform, step: Step, tensordict: TensorDictBase) -> TensorDictBase:
