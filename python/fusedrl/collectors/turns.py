@@ -118,7 +118,7 @@ class TurnLoop:
 
     def scoring(self) -> AbstractContextManager[Any]:
         """Give that policy the version of the turn."""
-        return self._versions.held()
+        return self._versions.held(joins=True)
 
     def close(self) -> None:
         """Do nothing: no version is held."""
