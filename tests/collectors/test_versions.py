@@ -283,7 +283,7 @@ class TestOneUpdateIsOneVersion:
         for update in (collector.update_policy_weights_, collector.receive_weights):
             with pytest.raises(ValueError, match="weights: 'unknown': expected the policy's names"):
                 update(TensorDict({"unknown": torch.ones(1)}))
-            with pytest.raises(RuntimeError, match="expected a module, .* pass a weight_updater="):
+            with pytest.raises(RuntimeError, match=r"expected a module, .* weight_updater="):
                 collect().update_policy_weights_(halved(module))
         assert collector.policy_version == 0
 
@@ -323,14 +323,8 @@ class TestUpdatesAndTurns:
 
         module.register_forward_hook(wait)
         assert versions(collector.next()) == [[0, 0], [0, 0]]
-        assert (
-            errors
-            == [
-                "weights: expected the end of the turn that computes with the former ones within 0 s, "
-                "got none; pass channel=, where turns and updates do not wait for each other"
-            ]
-            * 2
-        )
+        message = "weights: expected the end of the turn that computes with the former ones within"
+        assert len(errors) == 2 and all(error.startswith(message) for error in errors)
 
     def test_updates_that_follow_each_other_let_turns_in(self, collect, module):
         over = threading.Event()

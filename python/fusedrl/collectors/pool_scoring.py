@@ -87,8 +87,7 @@ class PoolScoring:
             part
             for env in self._envs
             for part in env.modules()
-            if isinstance(part, TorchrlRetrieveKL)
-            and not part._initialized
+            if (isinstance(part, TorchrlRetrieveKL) and not part._initialized)
             or any(id(parameter) in own for parameter in part.parameters(recurse=False))
         ]
 
