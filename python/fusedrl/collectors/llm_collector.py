@@ -32,7 +32,7 @@ from fusedrl.collectors.turn_rows import private_keys
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.weights.copying import copy_weights
-from fusedrl.weights.follow import refuse_another_policy
+from fusedrl.weights.follow import UnnumberedError, refuse_another_policy
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
 
@@ -299,6 +299,17 @@ class LLMCollector(_LLMCollector):
 
     # Batches.
 
+    def __iter__(self) -> Iterator[Any]:
+        """As :meth:`iterator`; an error of the policy or of the environment shuts it down."""
+        self._iteration_started = True  # torchrl's profiler asks
+        try:
+            yield from self.iterator()
+        except UnnumberedError:
+            raise  # no turn was begun, and increment_version() lets it go on
+        except Exception:
+            self.shutdown()
+            raise
+
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_dialog_turns`` have run; ``None`` if a buffer gets them."""
         self._require_open()
@@ -402,7 +413,11 @@ class LLMCollector(_LLMCollector):
         """The next batch, without a device, or ``None`` at the end."""
         if self._iterator is None:
             self._iterator = iter(self)
-        batch = next(self._iterator, None)
+        try:
+            batch = next(self._iterator, None)
+        except UnnumberedError:
+            self._iterator = None  # this one has ended, and another one can go on
+            raise
         return batch if batch is None or batch.device is None else batch.clear_device_()
 
     # Weights and versions.
