@@ -509,7 +509,8 @@ class LLMCollector(_LLMCollector):
         self._refuse_beside_channel()
         with self._versions.one_update():
             if has_schemes or len(given) > 1:  # the second is refused
-                super().receive_weights(policy_or_weights, weights=weights, policy=policy)
+                receive: Any = super().receive_weights
+                receive(policy_or_weights, weights=weights, policy=policy)
             else:
                 self._write(given[0])
 

@@ -150,7 +150,7 @@ class PoolScoring:
                 yield
             return
         held = self._turns.get(getattr(self._stepping, "index", -1))
-        if held is None:
+        if not isinstance(held, Held):
             raise RuntimeError(
                 "env: expected a transform that takes the policy from its collector to score in "
                 "the thread of its environment's step, got another thread; call the policy within "
