@@ -71,6 +71,9 @@ struct Column {
   bool is_next;
 };
 
+// Where a value of a turn is. Below its first keys, "next" is a name like any other.
+enum class Part { root, inside, next };
+
 class Trees {
  public:
   Trees(py::object tensor, py::object kind_of, py::object clone, py::object deepcopy)
@@ -91,7 +94,16 @@ class Trees {
   }
 
   py::object clone(const py::object& value) const { return clone_(value); }
-  py::object deepcopy(const py::object& value) const { return deepcopy_(value); }
+
+  // A copy of the values of a tensorclass that are no tensors.
+  py::dict copy_of_fields(const py::dict& fields) const {
+    py::dict copies;
+    for (auto [name, field] : fields) {
+      const py::object value = py::reinterpret_borrow<py::object>(field);
+      copies[name] = is_unchanging(value) ? value : deepcopy_(value);
+    }
+    return copies;
+  }
   const Names& names() const { return names_; }
 
  private:
@@ -101,37 +113,37 @@ class Trees {
 };
 
 // One pass over a tree. It either copies the tree, with columns that are still to be filled, or
-// only gathers the columns, except those under "next".
+// only gathers the columns, except those under the turn's "next".
 class Walk {
  public:
   Walk(const Trees& trees, bool copies) : trees_(trees), names_(trees.names()), copies_(copies) {}
 
-  py::object copy(const py::object& value) { return copy(value, false); }
+  py::object copy(const py::object& value) { return copy(value, Part::root); }
 
   std::vector<Column>& columns() { return columns_; }
 
  private:
-  py::object copy(const py::object& value, bool is_next) {
+  py::object copy(const py::object& value, Part part) {
     switch (trees_.kind(value)) {
       case Kind::dict:
-        return std::move(rows({value}, is_next)[0]);
+        return std::move(rows({value}, part)[0]);
       case Kind::stack:
-        return stack(value, is_next);
+        return stack(value, part);
       case Kind::tensorclass:
-        return tensorclass(value, is_next);
+        return tensorclass(value, part);
       default:
         return copies_ ? trees_.clone(value) : py::none();
     }
   }
 
   // Visits tensordicts, key by key if all have the same keys.
-  Values rows(const Values& rows, bool is_next) {
+  Values rows(const Values& rows, Part part) {
     Values entries, made(rows.size()), homes(rows.size());
     for (const py::object& row : rows) entries.push_back(get(row, names_.entries));
     const py::list keys = checked(PyDict_Keys(entries[0].ptr()));
     if (!all_have(entries, keys)) {
       Values apart;
-      for (const py::object& row : rows) apart.push_back(std::move(this->rows({row}, is_next)[0]));
+      for (const py::object& row : rows) apart.push_back(std::move(this->rows({row}, part)[0]));
       return apart;
     }
     for (size_t row = 0; copies_ && row < rows.size(); ++row) {
@@ -140,15 +152,15 @@ class Walk {
     }
     for (py::handle handle : keys) {
       const py::object key = py::reinterpret_borrow<py::object>(handle);
-      const bool under_next = is_next || key.equal(names_.next);
-      if (under_next && !copies_) continue;
+      const bool is_next = part == Part::next || (part == Part::root && key.equal(names_.next));
+      if (is_next && !copies_) continue;
       Values values;
       for (const py::object& entry : entries) {
         PyObject* value = PyDict_GetItemWithError(entry.ptr(), key.ptr());
         if (value == nullptr) throw py::key_error("a tensordict changed while it was copied");
         values.push_back(py::reinterpret_borrow<py::object>(value));
       }
-      column(values, homes, key, under_next);
+      column(values, homes, key, is_next ? Part::next : Part::inside);
     }
     return made;
   }
@@ -166,23 +178,23 @@ class Walk {
   }
 
   // Copies the values that several rows have under one key into the copies of the rows.
-  void column(const Values& values, const Values& homes, const py::object& key, bool is_next) {
+  void column(const Values& values, const Values& homes, const py::object& key, Part part) {
     if (are_alike(values)) {
-      add(values, homes, key, is_next);
+      add(values, homes, key, part);
       return;
     }
     if (are_dicts(values)) {
-      Values made = rows(values, is_next);
+      Values made = rows(values, part);
       for (size_t row = 0; copies_ && row < made.size(); ++row) put(homes[row], key, made[row]);
       return;
     }
     for (size_t row = 0; row < values.size(); ++row) {
       const Kind kind = trees_.kind(values[row]);
       if (kind == Kind::tensor || kind == Kind::tensor_subclass) {
-        add({values[row]}, {homes[row]}, key, is_next);
+        add({values[row]}, {homes[row]}, key, part);
         continue;
       }
-      py::object made = copy(values[row], is_next);
+      py::object made = copy(values[row], part);
       if (copies_) put(homes[row], key, made);
     }
   }
@@ -208,22 +220,22 @@ class Walk {
     return true;
   }
 
-  void add(const Values& values, const Values& homes, const py::object& key, bool is_next) {
+  void add(const Values& values, const Values& homes, const py::object& key, Part part) {
     py::list tensors(values.size());
     for (size_t row = 0; row < values.size(); ++row) tensors[row] = values[row];
     // The keys keep their order.
     for (size_t row = 0; copies_ && row < homes.size(); ++row) put(homes[row], key, py::none());
-    columns_.push_back({std::move(tensors), copies_ ? homes : Values(), key, is_next});
+    columns_.push_back({std::move(tensors), copies_ ? homes : Values(), key, part == Part::next});
   }
 
-  py::object stack(const py::object& of, bool is_next) {
+  py::object stack(const py::object& of, Part part) {
     const py::list rows = get(of, names_.rows);
     Values values, copies;
     for (py::handle row : rows) values.push_back(py::reinterpret_borrow<py::object>(row));
     if (are_dicts(values) && !values.empty()) {
-      copies = this->rows(values, is_next);
+      copies = this->rows(values, part);
     } else {
-      for (const py::object& value : values) copies.push_back(copy(value, is_next));
+      for (const py::object& value : values) copies.push_back(copy(value, part));
     }
     if (!copies_) return py::none();
     py::list stacked(copies.size());
@@ -239,20 +251,15 @@ class Walk {
     return made;
   }
 
-  py::object tensorclass(const py::object& of, bool is_next) {
+  py::object tensorclass(const py::object& of, Part part) {
     const py::object state = checked(PyObject_GenericGetDict(of.ptr(), nullptr));
-    py::object entries = copy(py::object(state[names_.entries]), is_next);
+    py::object entries = copy(py::object(state[names_.entries]), part);
     if (!copies_) return entries;
     py::object made = empty_like(of);
     const py::object copied = checked(PyObject_GenericGetDict(made.ptr(), nullptr));
     if (PyDict_Update(copied.ptr(), state.ptr()) != 0) throw py::error_already_set();
     put(copied, names_.entries, entries);
-    py::dict fields;
-    for (auto [name, field] : py::dict(state[names_.fields])) {
-      const py::object value = py::reinterpret_borrow<py::object>(field);
-      fields[name] = is_unchanging(value) ? value : trees_.deepcopy(value);
-    }
-    put(copied, names_.fields, fields);
+    put(copied, names_.fields, trees_.copy_of_fields(state[names_.fields]));
     return made;
   }
 
@@ -292,8 +299,41 @@ py::object entries_of(const Trees& trees, const py::object& value) {
   return trees.kind(value) == Kind::dict ? get(value, trees.names().entries) : py::object();
 }
 
-// The elements of a plain tensordict along its first dimension: views of its tensors.
-py::list rows_of(const Trees& trees, const py::object& value) {
+// Gives the tensorclasses in a tree objects of their own.
+void own_objects(const Trees& trees, const py::object& value) {
+  const Names& names = trees.names();
+  switch (trees.kind(value)) {
+    case Kind::dict:
+      for (auto [key, entry] : py::dict(get(value, names.entries))) {
+        own_objects(trees, py::reinterpret_borrow<py::object>(entry));
+      }
+      return;
+    case Kind::stack:
+      for (py::handle row : py::list(get(value, names.rows))) {
+        own_objects(trees, py::reinterpret_borrow<py::object>(row));
+      }
+      return;
+    case Kind::tensorclass: {
+      const py::dict state = checked(PyObject_GenericGetDict(value.ptr(), nullptr));
+      own_objects(trees, py::object(state[names.entries]));
+      put(state, names.fields, trees.copy_of_fields(state[names.fields]));
+      return;
+    }
+    default:
+      return;
+  }
+}
+
+// The elements as Python makes them, which share the objects that stand for several of them.
+py::list unbound(const Trees& trees, const py::object& value, bool own) {
+  const py::list rows(value.attr("unbind")(0));
+  for (size_t row = 1; own && row < rows.size(); ++row) own_objects(trees, rows[row]);
+  return rows;
+}
+
+// The elements of a plain tensordict along its first dimension: views of its tensors; `own` gives
+// each objects of its own.
+py::list rows_of(const Trees& trees, const py::object& value, bool own) {
   const Names& names = trees.names();
   const Kind kind = trees.kind(value);
   if (kind == Kind::stack && get(value, names.stack_dim).equal(py::int_(0))) {
@@ -301,14 +341,14 @@ py::list rows_of(const Trees& trees, const py::object& value) {
   }
   if (kind != Kind::dict || get(value, names.locked).ptr() != Py_False ||
       !get(value, names.names).is_none()) {
-    return py::list(value.attr("unbind")(0));
+    return unbound(trees, value, own);
   }
   const py::object sizes = get(value, names.batch_size);
   const py::object size_of_row = sizes[py::slice(1, std::nullopt, std::nullopt)];
   const py::object device = get(value, names.device);
   std::vector<py::dict> entries(py::len(sizes) == 0 ? 0 : sizes[py::int_(0)].cast<size_t>());
   for (auto [key, entry] : py::dict(get(value, names.entries))) {
-    const py::list parts = rows_of(trees, py::reinterpret_borrow<py::object>(entry));
+    const py::list parts = rows_of(trees, py::reinterpret_borrow<py::object>(entry), own);
     if (parts.size() != entries.size()) throw py::value_error("expected a row for each element");
     const py::object name = py::reinterpret_borrow<py::object>(key);
     for (size_t row = 0; row < entries.size(); ++row) put(entries[row], name, parts[row]);
@@ -384,8 +424,9 @@ void bind_trees(py::module_& m) {
       .def("copy", &copy, py::arg("value"), py::arg("clone"),
            "A copy, with the tensors that clone returns for the columns outside of 'next' and for "
            "those in it.")
-      .def("rows_of", &rows_of, py::arg("value"),
-           "The elements along the first dimension, as unbind(0) returns them.")
+      .def("rows_of", &rows_of, py::arg("value"), py::arg("own"),
+           "The elements along the first dimension, as unbind(0) returns them; with own, none "
+           "shares a Python object with another.")
       .def("under", &under, py::arg("rows"),
            "What plain tensordicts have under a path of keys; None unless all are and have it.")
       .def("nest", &nest, py::arg("rows"), py::arg("name"), py::arg("key"), py::arg("values"),

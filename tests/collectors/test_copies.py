@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import time
 from functools import partial
 
 import pytest
 import torch
 from counting_dialogs import Counting, Numbers, policy, seen
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
+from torchrl.data import Unbounded
 from torchrl.data.llm import History
 from torchrl.envs import AsyncEnvPool
 
@@ -211,6 +214,34 @@ class TestCopies:
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
 @pytest.mark.parametrize("mode", MODES, ids=str)
+def test_an_environment_that_writes_into_a_nested_entry_with_the_name_next(collect, mode, lazy):
+    class Writing(Counting):
+        def _step(self, tensordict):
+            for row in tensordict.unbind(0):
+                row["info", "next"].fill_(-1)
+            return super()._step(tensordict)
+
+    def planning(turn):
+        info = TensorDict({"next": 10 * turn["seen"]}, turn.batch_size)
+        return policy(turn).set("info", info.to_lazystack(0) if lazy else info)
+
+    batch = collect(Writing(2, 5, lazy), policy=planning, **mode).next()
+    assert torch.equal(batch["info", "next"], 10 * batch["seen"])
+
+
+@pytest.mark.parametrize("mode", MODES[1:], ids=str)
+def test_rows_have_objects_of_their_own(collect, mode):
+    def planning(turn):
+        return policy(turn).set("plan", NonTensorData([0], batch_size=turn.batch_size))
+
+    batch = collect(Counting(3, 2), policy=planning, **{"dialog_turns_per_batch": 9} | mode).next()
+    for n, row in enumerate(batch.unbind(0)):
+        row.get("plan").data.append(n)
+    assert [row.get("plan").data for row in batch.unbind(0)] == [[0, n] for n in range(len(batch))]
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+@pytest.mark.parametrize("mode", MODES, ids=str)
 def test_an_environment_that_appends_to_a_list(collect, mode, lazy):
     class Logging(Counting):
         """Returns the same list at every step, which grows."""
@@ -252,3 +283,66 @@ def test_a_change_of_an_entry_is_no_change_of_another():
     copy[2]["x"].add_(1)
     loss.backward()
     assert weight.grad.tolist() == [1.0, 1.0]
+
+
+class Taking(Numbers):
+    """Says which action it took, after a while, and may then write into what it was given."""
+
+    def __init__(self, seed: int, turns: int, writes: bool) -> None:
+        super().__init__(1, turns)
+        self.observation_spec["taken"] = Unbounded((1, 1), dtype=torch.int64)
+        self.draw, self.taken = random.Random(seed), torch.zeros(1, 1, dtype=torch.int64)
+        self.writes = writes
+
+    def _state(self, **more):
+        return super()._state(**more).set("taken", self.taken.clone())
+
+    def _step(self, tensordict):
+        time.sleep(self.draw.uniform(0, 0.002))
+        self.taken = tensordict["action"].clone()
+        time.sleep(self.draw.uniform(0, 0.002))
+        for key in ("action", "seen") if self.writes else ():
+            tensordict[key].fill_(-5)
+        return super()._step(tensordict)
+
+
+POOLS = {
+    "threads": {"backend": "threading", "stack": "lazy"},
+    "threads, dense": {"backend": "threading", "stack": "dense"},
+    "processes": {"backend": "multiprocessing", "stack": "lazy"},
+    "processes, slots": {"backend": "multiprocessing", "stack": "lazy", "exchange": "shm"},
+}
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "kind", [*list(POOLS)[:2], *(pytest.param(k, marks=pytest.mark.slow) for k in list(POOLS)[2:])]
+)
+@pytest.mark.usefixtures("forked_pools")
+def test_the_action_of_a_turn_is_the_one_that_the_environment_took(collect, kind, seed):
+    """The policy writes into the actions that it has returned while environments step."""
+    draw, written = random.Random(seed), []
+
+    def writing(turn):
+        seen = turn["seen"].clone()
+        for tensor in written:
+            tensor.fill_(-1)
+        time.sleep(draw.uniform(0, 0.001))
+        rows = list(turn.unbind(0))
+        for row in rows:
+            written.append(row.set("action", 10 * row["seen"])["action"])
+        answer = turn.set("action", 10 * seen) if draw.random() < 0.5 else lazy_stack(rows)
+        written.extend(row["action"] for row in answer.unbind(0))
+        del written[:-12]
+        return answer
+
+    writes = kind == "threads"  # other pools return other tensors than they were given
+    makers = [partial(Taking, seed + n, draw.randint(1, 4), writes) for n in range(3)]
+    pool = AsyncEnvPool(makers, **POOLS[kind])
+    collector = collect(pool, policy=writing, yield_completed_trajectories=True)
+    batches = [collector.rollout() for _ in range(8)]
+    rows = [row for batch in batches for row in batch.reshape(-1).unbind(0)]
+    said = [[int(row[key]) for key in ("action", ("next", "taken"))] for row in rows]
+    assert [pair for pair in said if pair[0] != pair[1]] == []
+    assert all(int(row["action"]) == 10 * int(row["seen"]) for row in rows)

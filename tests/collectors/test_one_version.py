@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from counting_dialogs import Counting
 from one_version import ROWS, TURNS, check_versions, generating, model_of, scored_chats
+from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import Collector
-from torchrl.envs import AsyncEnvPool
+from torchrl.envs import AsyncEnvPool, Transform, TransformedEnv
 
-from fusedrl import AsyncCollector, ChannelWeightSyncScheme, LLMCollector, WeightChannel
+from fusedrl import (
+    AsyncCollector,
+    ChannelWeightSyncScheme,
+    LLMCollector,
+    VanillaLocalWeightUpdater,
+    WeightChannel,
+)
 
 TURNS_AND_MORE = [TURNS, pytest.param(20 * TURNS, marks=pytest.mark.slow)]
 
@@ -106,3 +118,89 @@ def test_a_pool_of_threads(tokenizer, channel, mode, turns):
         track_policy_version=True,
     )
     check_versions(collector, tokenizer, channel.publish, turns=turns)
+
+
+class SaysTwice(torch.nn.Module):
+    """The action is its one weight, which it reads again, into a sum, after a while."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.zeros(1))
+        self.wait = wait
+
+    def forward(self, turn: TensorDictBase) -> TensorDictBase:
+        turn.set("action", self.value.long().expand(turn["seen"].shape))
+        self.wait()
+        return turn.set("again", self.value.long().expand(turn["seen"].shape))
+
+
+class Scored(Transform):
+    """Writes the weight that the collector's policy has while the environment steps."""
+
+    takes_policy = True
+
+    def __init__(self, wait: Callable[[], None], collectors: list[LLMCollector]) -> None:
+        super().__init__()
+        self.wait, self.collectors = wait, collectors
+
+    def _step(self, tensordict, next_tensordict):
+        self.wait()
+        with self.collectors[0].scoring():
+            policy = self.collectors[0].scored_policy
+            before = policy.value.long()
+            self.wait()
+            said = torch.cat([before, policy.value.long()])
+        return next_tensordict.set("said", said.expand(*next_tensordict.shape, 2))
+
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))]
+
+
+@pytest.mark.parametrize("way", ["update_policy_weights_", "receive_weights", "updater"])
+@pytest.mark.parametrize("pool", [False, True], ids=["turns", "pool"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_updates_without_a_channel_wait_for_the_turn(pool, way, seed):
+    """Whoever updates, in whichever thread, while turns run."""
+    draw = random.Random(seed)
+    longest = draw.choice([0.0005, 0.002])
+
+    def wait():
+        time.sleep(draw.uniform(0, longest))
+
+    collectors: list[LLMCollector] = []
+    rows = 1 if pool else draw.randint(1, 3)
+    make = partial(
+        lambda: TransformedEnv(Counting(rows, draw.randint(1, 4)), Scored(wait, collectors))
+    )
+    collector = LLMCollector(
+        AsyncEnvPool([make] * 3, stack="lazy") if pool else make(),
+        policy=SaysTwice(wait),
+        dialog_turns_per_batch=6,
+        yield_completed_trajectories=pool or draw.random() < 0.5,
+        weight_updater=VanillaLocalWeightUpdater(None, None) if way == "updater" else None,
+        track_policy_version=True,
+    )
+    collectors.append(collector)
+    update = collector.weight_updater if way == "updater" else getattr(collector, way)
+    over, versions, batches = threading.Event(), [0], []
+
+    def publish():
+        while not over.is_set():
+            versions.append(versions[-1] + 1)
+            update(TensorDict(value=torch.full((1,), float(versions[-1]))))
+            time.sleep(draw.uniform(0, longest))
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        while len(batches) < 20:
+            batches.append(collector.next())
+    finally:
+        over.set()
+        thread.join()
+        collector.shutdown()
+    tags = ["policy_version", ("next", "policy_version"), "action", "again", ("next", "said")]
+    rows_of_batches = [row for batch in batches for row in batch.reshape(-1).unbind(0)]
+    said = [{n for tag in tags for n in row[tag].flatten().tolist()} for row in rows_of_batches]
+    assert [each for each in said if len(each) > 1] == []
+    assert len(set.union(*said)) > 10 and set.union(*said) <= set(versions)

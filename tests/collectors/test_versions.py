@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -58,6 +59,17 @@ class _Rounded(torch.nn.Module):
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
         return self.linear(seen.float()).long()
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "module": lambda module: module,
+    "state dict": lambda module: module.state_dict(),
+    "nested dict": lambda module: TensorDict.from_module(module).data.to_dict(),
+    "dotted dict": lambda module: {k: v.double() for k, v in module.state_dict().items()},
+    "tensordict": lambda module: TensorDict.from_module(module),
+    "copy": lambda module: TensorDict.from_module(module).data.clone(),
+    "bfloat16": lambda module: TensorDict.from_module(module).data.to(torch.bfloat16),
+}
 
 
 def halved(module: TensorDictModule) -> Any:
@@ -268,9 +280,69 @@ class TestOneUpdateIsOneVersion:
 
     def test_an_update_that_fails_is_none(self, collect, module):
         collector = collect(policy=module)
-        with pytest.raises(KeyError):
-            collector.update_policy_weights_(TensorDict({"unknown": torch.ones(1)}))
+        for update in (collector.update_policy_weights_, collector.receive_weights):
+            with pytest.raises(ValueError, match="weights: 'unknown': expected the policy's names"):
+                update(TensorDict({"unknown": torch.ones(1)}))
+            with pytest.raises(RuntimeError, match=r"expected a module, .* weight_updater="):
+                collect().update_policy_weights_(halved(module))
         assert collector.policy_version == 0
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_weights_of_every_form(self, collect, module, form):
+        for n, name in enumerate(("update_policy_weights_", "receive_weights")):
+            trained = copy.deepcopy(module)
+            trained.module.linear.weight.data.fill_(n + 0.5)
+            collector = collect(policy=module)
+            getattr(collector, name)(FORMS[form](trained))
+            assert module.module.linear.weight.item() == n + 0.5
+            assert collector.policy_version == 1
+
+
+class TestUpdatesAndTurns:
+    def test_an_update_within_a_turn_is_refused(self, collect, module):
+        collector = collect(policy=module)
+        module.register_forward_hook(lambda *_: collector.update_policy_weights_(halved(module)))
+        with pytest.raises(RuntimeError, match="weights: expected an update between two turns"):
+            collector.next()
+        assert collector.policy_version == 0
+
+    def test_a_turn_that_waits_for_the_update_that_waits_for_it(self, collect, module, monkeypatch):
+        monkeypatch.setattr("fusedrl.collectors.turn_gate.WAIT_S", 0.05)
+        collector, errors = collect(policy=module), []
+
+        def update():
+            try:
+                collector.update_policy_weights_(halved(module))
+            except TimeoutError as error:
+                errors.append(str(error))
+
+        def wait(*_):
+            thread = threading.Thread(target=update)
+            thread.start()
+            thread.join()
+
+        module.register_forward_hook(wait)
+        assert versions(collector.next()) == [[0, 0], [0, 0]]
+        message = "weights: expected the end of the turn that computes with the former ones within"
+        assert len(errors) == 2 and all(error.startswith(message) for error in errors)
+
+    def test_updates_that_follow_each_other_let_turns_in(self, collect, module):
+        over = threading.Event()
+        collector = collect(policy=module)
+
+        def update():
+            while not over.is_set():
+                collector.update_policy_weights_(halved(module))
+
+        threads = [threading.Thread(target=update) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            assert [collector.next().numel() for _ in range(20)] == [4] * 20
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
 
 
 class TestStaleness:

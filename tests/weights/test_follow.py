@@ -73,6 +73,17 @@ def test_weights_of_the_trainers_own_have_no_number_after_a_shutdown(collect, ki
     assert batch["next", "policy_version"].flatten().tolist() == [3] * 4
 
 
+def test_a_refusal_leaves_the_collector_open(collect):
+    collector, scheme = collect(LLMCollector)
+    collector.next()
+    scheme.shutdown()
+    for take in (collector.next, lambda: next(iter(collector))):
+        with pytest.raises(RuntimeError, match=r"policy_version: expected weights with a number"):
+            take()
+    collector.increment_version()
+    assert tags(collector.next()) == tags(next(iter(collector))) == [2] * 4
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_scheme_numbers_them_again(collect, kind):
     collector, scheme = collect(kind)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.collectors import Collector
 from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_device
@@ -31,7 +31,8 @@ from fusedrl.collectors.stopwatch import Profile
 from fusedrl.collectors.turn_rows import private_keys
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
-from fusedrl.weights.follow import refuse_another_policy
+from fusedrl.weights.copying import copy_weights
+from fusedrl.weights.follow import UnnumberedError, refuse_another_policy
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
 
@@ -298,6 +299,17 @@ class LLMCollector(_LLMCollector):
 
     # Batches.
 
+    def __iter__(self) -> Iterator[Any]:
+        """As :meth:`iterator`; an error of the policy or of the environment shuts it down."""
+        self._iteration_started = True  # torchrl's profiler asks
+        try:
+            yield from self.iterator()
+        except UnnumberedError:
+            raise  # no turn was begun, and increment_version() lets it go on
+        except Exception:
+            self.shutdown()
+            raise
+
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_dialog_turns`` have run; ``None`` if a buffer gets them."""
         self._require_open()
@@ -401,7 +413,11 @@ class LLMCollector(_LLMCollector):
         """The next batch, without a device, or ``None`` at the end."""
         if self._iterator is None:
             self._iterator = iter(self)
-        batch = next(self._iterator, None)
+        try:
+            batch = next(self._iterator, None)
+        except UnnumberedError:
+            self._iterator = None  # this one has ended, and another one can go on
+            raise
         return batch if batch is None or batch.device is None else batch.clear_device_()
 
     # Weights and versions.
@@ -417,10 +433,8 @@ class LLMCollector(_LLMCollector):
             self._refuse_beside_channel()
             made = hasattr(value, "register_collector") and not isinstance(value, type)
             value = value if made else value()
-            hooks = len(value.post_hooks)
             value.register_collector(self)
-            if len(value.post_hooks) == hooks:  # otherwise the updater counts versions itself
-                self._versions.count_each_update_of(value)
+            self._versions.take_updates_of(value)
         self._weight_updater = value
 
     @property
@@ -443,21 +457,62 @@ class LLMCollector(_LLMCollector):
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """Update the policy's weights, as torchrl's collectors do, and count one version.
 
-        With a channel it does nothing: the next turn takes the newest version.
+        A turn that runs in another thread ends first, and the next one begins afterwards, unless a
+        channel brings the weights. With ``channel=`` this does nothing: the next turn takes the
+        newest version.
+
+        Raises:
+            ValueError: the policy does not have such names or shapes. Nothing has changed then.
+            RuntimeError: the thread is within a turn, or the policy has no module and there is
+                neither an updater nor a scheme.
+            TimeoutError: the turn does not end within 10 minutes.
         """
         if self._versions.is_open and not args and not kwargs:
             return
         self._refuse_beside_channel()
-        with self._versions.one_update():
+        schemes = (self._weight_sync_schemes or {}).values()
+        publishes = [isinstance(scheme, ChannelWeightSyncScheme) for scheme in schemes]
+        with self._versions.one_update(waits=not publishes or not all(publishes)):
             super().update_policy_weights_(*args, **kwargs)
 
-    def receive_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Take the given weights, or those of the receiving schemes, and count one version."""
-        if not args and not kwargs and getattr(self, "_receiver_schemes", None) is None:
+    def _maybe_fallback_update(
+        self, policy_or_weights: Any = None, *, model_id: str | None = None
+    ) -> None:
+        # torchrl calls this without an updater and a scheme, and takes tensordicts only.
+        if policy_or_weights is None or model_id not in (None, "policy"):
+            super()._maybe_fallback_update(policy_or_weights, model_id=model_id)
+        else:
+            self._write(policy_or_weights)
+
+    def _write(self, weights: Any) -> None:
+        """Write weights of any form into the policy."""
+        for policy in (self.policy, getattr(self.policy, "model", None)):
+            if isinstance(policy, nn.Module):
+                copy_weights(weights, TensorDict.from_module(policy))
+                return
+        raise RuntimeError(
+            f"policy: expected a module, or what has one as its model, got "
+            f"{type(self.policy).__name__}; pass a weight_updater= that knows it"
+        )
+
+    def receive_weights(
+        self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
+    ) -> None:
+        """Take the given weights, or those of the receiving schemes, and count one version.
+
+        It waits and raises as :meth:`update_policy_weights_`.
+        """
+        given = [each for each in (policy_or_weights, weights, policy) if each is not None]
+        has_schemes = getattr(self, "_receiver_schemes", None) is not None
+        if not given and not has_schemes:
             return
         self._refuse_beside_channel()
         with self._versions.one_update():
-            super().receive_weights(*args, **kwargs)
+            if has_schemes or len(given) > 1:  # the second is refused
+                receive: Any = super().receive_weights
+                receive(policy_or_weights, weights=weights, policy=policy)
+            else:
+                self._write(given[0])
 
     def _receive_weights_scheme(self, model_version: int | None = None) -> None:
         with self._versions.one_update(numbered=model_version is not None):
@@ -576,13 +631,14 @@ class LLMCollector(_LLMCollector):
         strict = kwargs.get("strict", True)
         state_dict, owners = self._checked_state(state_dict, strict)
         self._loop.clear()
-        if "policy_state_dict" not in owners:
-            # torchrl refuses a state without a policy's, also its own, unless it is lenient.
-            if strict:
-                self.env.load_state_dict(state_dict["env_state_dict"], **kwargs)
-            state_dict = {k: v for k, v in state_dict.items() if k != "policy_state_dict"}
-            kwargs = {"strict": False}
-        super().load_state_dict(state_dict, **kwargs)
+        with self._versions.gate.update():
+            if "policy_state_dict" not in owners:
+                # torchrl refuses a state without a policy's, also its own, unless it is lenient.
+                if strict:
+                    self.env.load_state_dict(state_dict["env_state_dict"], **kwargs)
+                state_dict = {k: v for k, v in state_dict.items() if k != "policy_state_dict"}
+                kwargs = {"strict": False}
+            super().load_state_dict(state_dict, **kwargs)
 
     def _checked_state(self, state_dict: Any, strict: bool) -> tuple[Any, dict[str, Any]]:
         """A state that was checked, and the object that will load each of its entries."""

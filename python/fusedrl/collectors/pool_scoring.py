@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from typing import Any
 
+from torch import nn
 from torchrl.envs.llm.transforms import RetrieveKL as TorchrlRetrieveKL
 
 from fusedrl.channel import Lease
 from fusedrl.channel.following import Follower, Following
 from fusedrl.channel.loading import Target
+from fusedrl.collectors.turn_gate import RunningTurn
 from fusedrl.collectors.versions import Versions
 from fusedrl.weights.follow import patch_attribute
 from fusedrl.weights.policy_copies import copied_for
@@ -24,9 +27,10 @@ CLOSE_S = 10.0  # seconds in which environments have to end the steps that use h
 class PoolScoring:
     """Lets transforms of a pool's environments score with the version of their turn.
 
-    While an environment steps, the policy is called for others, with newer weights. If a transform
-    takes the policy from its collector, each turn therefore holds its version until its environment
-    has stepped, and a second model computes with that version, for one environment at a time.
+    While an environment steps, the policy is called for others. If a transform takes the policy
+    from its collector, each turn therefore holds its version until its environment has stepped. If
+    versions come from a channel, the others may have newer ones: a second model computes with the
+    version of the turn, for one environment at a time. Without a channel, updates wait.
 
     Args:
         pool: a pool of threads; environments of other pools cannot reach the policy.
@@ -39,30 +43,63 @@ class PoolScoring:
     def __init__(self, pool: Any, versions: Versions) -> None:
         self._envs: list[Any] = list(getattr(pool, "envs", ()))
         self._versions = versions
-        self._is_needed = any(
+        self._scores = any(
             getattr(part, "takes_policy", False) for env in self._envs for part in env.modules()
         )
         self.policy: Any = None
         self._model: _SecondModel | None = None
-        self._checked: Following | None = None
-        self._turns: dict[int, Lease | None] = {}  # by environment
+        self._checked: tuple[Any, Any] = (None, None)  # the follower and the policy
+        self._turns: dict[int, Lease | RunningTurn | None] = {}  # by environment
         self._stepping = threading.local()  # the turn of the environment that a thread steps
         self._undo: list[Callable[[], None]] = []
 
     def prepare(self, policy: Any) -> None:
-        """Make the second model, if one is needed and there is none yet.
+        """Let turns last until their environment has stepped, if it computes with the policy.
+
+        Weights from a channel need a second model for that, which is made here.
 
         Raises:
-            ValueError: an environment computes with the policy's own weights.
+            ValueError: an environment computes with the policy's own weights, which come from a
+                channel.
             TypeError: the policy cannot be copied.
             TimeoutError: the channel's first version is not published in time.
         """
         follower = self._versions.follower
-        if follower is None or follower is self._checked or self._model is not None:
+        if all(map(is_, self._checked, (follower, policy))):
             return
-        self._refuse_shared(follower)
-        self._checked = follower
-        if not self._is_needed:
+        shared = self._sharing(policy if follower is None else follower.module)
+        if follower is not None and self._model is None:
+            self._make_model(follower, policy, shared)
+        self._checked = follower, policy
+        for index, env in enumerate(self._envs if self._scores or shared else ()):
+            if len(self._undo) < len(self._envs):
+                step = partial(self._step, index, env.step_and_maybe_reset)
+                self._undo.append(patch_attribute(env, "step_and_maybe_reset", step))
+
+    def _sharing(self, policy: Any) -> list[Any]:
+        """The parts of environments that compute with the policy's own parameters."""
+        own = {
+            id(parameter)
+            for module in (policy, getattr(policy, "model", None))
+            if isinstance(module, nn.Module)
+            for parameter in module.parameters()
+        }
+        return [
+            part
+            for env in self._envs
+            for part in env.modules()
+            if (isinstance(part, TorchrlRetrieveKL) and not part._initialized)
+            or any(id(parameter) in own for parameter in part.parameters(recurse=False))
+        ]
+
+    def _make_model(self, follower: Following, policy: Any, shared: list[Any]) -> None:
+        if shared:
+            raise ValueError(
+                f"env: expected environments of a pool that leave the policy's weights alone, "
+                f"which change while they step, got a {type(shared[0]).__name__} with these; score "
+                "with fusedrl.RetrieveKL('from_collector'), or with a model of its own"
+            )
+        if not self._scores:
             return
         if not isinstance(follower, Follower):
             raise ValueError(
@@ -73,34 +110,18 @@ class PoolScoring:
         follower.load()  # the weights that the policy began with have no version
         self._model = _SecondModel(policy, follower)
         self.policy = self._model.policy
-        for index, env in enumerate(self._envs):
-            step = partial(self._step, index, env.step_and_maybe_reset)
-            self._undo.append(patch_attribute(env, "step_and_maybe_reset", step))
-
-    def _refuse_shared(self, follower: Following) -> None:
-        own = {id(parameter) for parameter in follower.module.parameters()}
-        for part in (part for env in self._envs for part in env.modules()):
-            waits = isinstance(part, TorchrlRetrieveKL) and not part._initialized
-            if waits or any(id(parameter) in own for parameter in part.parameters(recurse=False)):
-                raise ValueError(
-                    f"env: expected environments of a pool that leave the policy's weights alone, "
-                    f"which change while they step, got a {type(part).__name__} with these; score "
-                    "with fusedrl.RetrieveKL('from_collector'), or with a model of its own"
-                )
 
     @contextmanager
     def turns_of(self, indices: list[int]) -> Iterator[None]:
         """Hold the policy's version for the environments that get their turns in this block."""
-        if self._model is None:
-            yield
-            return
-        if self._versions.follower is not self._model.follower:
+        if self._model is not None and self._versions.follower is not self._model.follower:
             raise RuntimeError(
                 "policy: expected weights through the channel that environments score with, got "
                 "another way; make another collector"
             )
-        for index in indices:
-            self._turns[index] = self._model.follower.hold()
+        hold = self._versions.gate.hold if self._model is None else self._model.follower.hold
+        for index in indices if self._undo else ():
+            self._turns[index] = hold()
         try:
             yield
         except BaseException:
@@ -126,11 +147,11 @@ class PoolScoring:
     def held(self) -> Iterator[None]:
         """Let :attr:`policy` compute with the version of the turn that this thread steps."""
         if self._model is None:
-            with self._versions.held():
+            with self._versions.held(joins=True):
                 yield
             return
         held = self._turns.get(getattr(self._stepping, "index", -1))
-        if held is None:
+        if not isinstance(held, Lease):
             raise RuntimeError(
                 "env: expected a transform that takes the policy from its collector to score in "
                 "the thread of its environment's step, got another thread; call the policy within "

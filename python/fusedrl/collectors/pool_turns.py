@@ -116,6 +116,8 @@ class PoolLoop:
             self.watch.lap("policy")
             copies = TurnCopies() if self._copies else None
             if copies is not None:
+                # The policy is called again, and may write there, while the environments step.
+                actions = TurnCopies().after(actions)
                 copies.before(actions)  # before an environment can write into the actions
             with self._scoring.turns_of(indices), self._environments():
                 self._pool.async_step_and_maybe_reset_send(actions)

@@ -23,11 +23,16 @@ from fusedrl.collectors.trees import TREES
 IDS = ("collector", "traj_ids")
 
 
-def rows_of(turn: TensorDictBase) -> list[TensorDictBase]:
-    """The elements along all batch dimensions, in order, as views."""
+def rows_of(turn: TensorDictBase, own: bool = False) -> list[TensorDictBase]:
+    """The elements along all batch dimensions, in order, as views.
+
+    Args:
+        turn: a turn of all dialogs.
+        own: whether each element gets a copy of the objects that stand for several elements.
+    """
     if not turn.batch_dims:
         return [turn]
-    return TREES.rows_of(turn if turn.batch_dims == 1 else turn.reshape(-1))
+    return TREES.rows_of(turn if turn.batch_dims == 1 else turn.reshape(-1), own)
 
 
 def ended(turn: TensorDictBase) -> Tensor:

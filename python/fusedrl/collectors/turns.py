@@ -104,7 +104,7 @@ class TurnLoop:
             self.watch.lap("stamping")
             self._batches.add(turn, over)
             return
-        rows = rows_of(turn)
+        rows = rows_of(turn, own=self._copies)
         tag(rows, self.trajectories.rows)
         self.watch.lap("stamping")
         self.frames += self._batches.add(rows, over)
@@ -118,7 +118,7 @@ class TurnLoop:
 
     def scoring(self) -> AbstractContextManager[Any]:
         """Give that policy the version of the turn."""
-        return self._versions.held()
+        return self._versions.held(joins=True)
 
     def close(self) -> None:
         """Do nothing: no version is held."""

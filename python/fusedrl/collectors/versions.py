@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from fusedrl import _host
@@ -13,6 +14,7 @@ from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Following
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.policy_version import Version
+from fusedrl.collectors.turn_gate import TurnGate
 from fusedrl.weights.follow import (
     Unnumbered,
     check_counts,
@@ -25,17 +27,19 @@ from fusedrl.weights.follow import (
 class Versions:
     """Gives each turn of a collector one version of the policy's weights, and its number.
 
-    Weights come through a channel, with their number, or somebody writes them into the policy, and
-    each update is counted.
+    Weights come through a channel, with their number, or somebody writes them into the policy
+    between two turns, and each update is counted.
 
     Attributes:
         tracker: the transform that tags what the environment returns, if versions are tracked.
         follower: what switches the policy's weights, if they come through a channel.
+        gate: keeps other updates out of turns.
     """
 
     def __init__(self) -> None:
         self.tracker: Any = None
         self.follower: Following | None = None
+        self.gate = TurnGate()
         self._close: Callable[[], None] | None = None
         self._update = _Update()
         self._unnumbered: Unnumbered | None = None
@@ -87,8 +91,11 @@ class Versions:
         """Whether :meth:`open` was called, and :meth:`close` not yet."""
         return self._close is not None
 
-    def held(self) -> AbstractContextManager[Version | None]:
+    def held(self, joins: bool = False) -> AbstractContextManager[Version | None]:
         """Let the policy compute with one version in a block: the newest now.
+
+        Args:
+            joins: whether the block is a part of a turn that runs, if one does.
 
         Returns:
             A context manager that gives the number of the version; ``None`` if versions are not
@@ -96,15 +103,21 @@ class Versions:
 
         Raises:
             RuntimeError: the policy's weights have no number, or the channel's reader is closed.
+            TimeoutError: an update without a channel does not end.
         """
         if self._unnumbered is not None:
             self._unnumbered.check()
         if self.follower is None:
-            return nullcontext(self._tag(None))
+            return self._turn(joins)
         if self.is_open:
             check_open(self.follower.reader)
         # An object, which also ends where an interrupt comes before the block begins.
         return _host.Entered(self.follower, self._tag)
+
+    @contextmanager
+    def _turn(self, joins: bool) -> Iterator[Version | None]:
+        with self.gate.turn(joins):
+            yield self._tag(None)
 
     def _tag(self, version: int | None) -> Version | None:
         """The number of the weights that are computed with, if versions are tracked."""
@@ -130,35 +143,49 @@ class Versions:
             self.tracker.increment_version()
 
     @contextmanager
-    def one_update(self, numbered: bool = False) -> Iterator[None]:
+    def one_update(self, numbered: bool = False, waits: bool = True) -> Iterator[None]:
         """Count one version at the end of the block, however many are counted or set inside.
 
         Args:
             numbered: whether the weights come with their version, which may be the current one.
+            waits: whether the block writes weights that turns compute with, and therefore waits for
+                the end of those that run, unless a follower switches these weights.
+
+        Raises:
+            RuntimeError: this thread is within a turn, for whose end the block would wait.
+            TimeoutError: a turn does not end.
         """
         update = self._update
         outermost = not update.depth
-        update.depth += 1
-        update.numbered = numbered or (update.numbered and not outermost)
-        try:
-            yield
-        finally:
-            update.depth -= 1
-        if outermost and not update.numbered:
-            self.count()
+        gate = self.gate.update() if waits and self.follower is None else nullcontext()
+        with gate:
+            update.depth += 1
+            update.numbered = numbered or (update.numbered and not outermost)
+            try:
+                yield
+            finally:
+                update.depth -= 1
+            if outermost and not update.numbered:
+                self.count()
 
-    def count_each_update_of(self, updater: Any) -> None:
-        """Count a version after each update of a weight updater.
+    def take_updates_of(self, updater: Any) -> None:
+        """Make one version of each update of a weight updater, also if it is called itself.
 
         The updater keeps only a weak reference to this object.
         """
         this = weakref.ref(self)
 
-        def count() -> None:
-            if (versions := this()) is not None:
-                versions.count()
+        def between_turns(push: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            versions = this()
+            if versions is None:
+                return push(*args, **kwargs)
+            with versions.one_update():
+                return push(*args, **kwargs)
 
-        updater.register_post_hook(count)
+        for name in ("push_weights", "update_weights"):  # torchrl's name, and ours
+            if hasattr(updater, name):
+                push = getattr(updater, name)
+                setattr(updater, name, partial(between_turns, push))
 
 
 class _Update(threading.local):

@@ -57,6 +57,10 @@ class LeasedVersion:
         """Do nothing: an update is counted when it is published."""
 
 
+class UnnumberedError(RuntimeError):
+    """A turn was refused, and none was begun, because its weights have no number."""
+
+
 class Unnumbered:
     """Weights without a version: those of a trainer's own model after its scheme is shut down.
 
@@ -72,10 +76,11 @@ class Unnumbered:
     def check(self) -> None:
         """Raise ``RuntimeError`` unless somebody has counted a version since the shutdown."""
         if self._tracker.version == self._last:
-            raise RuntimeError(
+            raise UnnumberedError(
                 f"policy_version: expected weights with a number, got those of the trainer, since "
-                f"the scheme that published up to version {self._last} is shut down; make another "
-                "collector, or count a version for each change, with increment_version()"
+                f"the scheme that published up to version {self._last} is shut down; call "
+                "increment_version() for each change before the next batch, or make another "
+                "collector"
             )
 
 

@@ -83,6 +83,11 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
     def _get_server_weights(self) -> Any:
         import ray
 
+        if not ray.is_initialized():  # ray.put would start a cluster
+            raise RuntimeError(
+                "remote_collectors: expected Ray's cluster in which they are, got a process in "
+                "none; call ray.init(), and after ray.shutdown() make other collectors"
+            )
         return ray.put(StoredWeights(self.policy_weights.data))
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:

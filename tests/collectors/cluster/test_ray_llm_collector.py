@@ -460,6 +460,34 @@ def test_no_place_for_an_actor_is_an_error(collect):
         collect(num_cpus=500, timeout=1.0)
 
 
+def test_processes_that_are_slow_to_start_are_no_lack_of_places(collect):
+    with pytest.raises(RuntimeError, match=r"timeout: expected processes of 1 actors within 0\.0"):
+        collect(timeout=0.001)
+
+
+def test_the_end_of_the_cluster_is_an_error_and_starts_no_other(pair, monkeypatch):
+    """As after ray.shutdown(), and after another ray.init()."""
+    ways = (pair.next, lambda: pair.update_policy_weights_(weights_of(1)), pair.profile)
+    for name, value in (("is_initialized", lambda: False), ("get_runtime_context", Elsewhere)):
+        with monkeypatch.context() as patch:
+            patch.setattr(ray, name, value)
+            for use in ways:
+                with pytest.raises(RuntimeError, match=r"since ray\.shutdown\(\) was called"):
+                    use()
+    assert not pair.closed and pair.next() is not None
+
+
+class Elsewhere:
+    gcs_address = "another:1"
+
+
+def test_a_shutdown_after_an_actor_has_died_raises_nothing(collect):
+    collector = collect(num_collectors=2)
+    os.kill(pids(collector)[0], signal.SIGKILL)
+    for _ in range(3):
+        collector.shutdown()
+
+
 def test_a_bound_on_staleness_that_cannot_be_counted_is_refused(collect):
     collector = collect(track_policy_version=False)
     with pytest.raises(ValueError, match="max_staleness: expected integer versions"):

@@ -165,7 +165,7 @@ class DialogActor:
         """Update by the updater of this collector, under the caller's version."""
         with self._collector._versions.one_update(numbered=True):
             self._collector.update_policy_weights_(weights, worker_ids=worker_ids)
-        self._tag(version)
+            self._tag(version)
 
     def renumber(self, version: Any) -> None:
         """Set the version without new weights."""

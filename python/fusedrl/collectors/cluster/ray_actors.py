@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 import time
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from fusedrl.collectors.cluster.dialog_actor import DialogActor, Started
+
+logger = logging.getLogger("fusedrl")
 
 BETWEEN = "between_batches"  # a concurrency group, so that weights need not wait for a batch
 OF_ALL = {
@@ -60,6 +63,7 @@ class Actors:
         self.started: list[Started] = []
         self.handles: list[Any] = []
         self.shared = False  # whether other processes have handles of the collector
+        self._cluster = self._ray.get_runtime_context().gcs_address
         self._options = [{**one, "concurrency_groups": {BETWEEN: 1, UPDATES: 1}} for one in options]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,6 +76,7 @@ class Actors:
         import ray
 
         vars(self).update(state, _ray=ray)
+        self._cluster = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
 
     def share(self) -> Actors:
         """The actors as they are sent to the first one, which then calls :meth:`with_first`."""
@@ -85,11 +90,27 @@ class Actors:
         return others
 
     def require_open(self) -> None:
-        """Raise ``RuntimeError`` after :meth:`close`."""
+        """Raise ``RuntimeError`` after :meth:`close`, or after the end of the actors' cluster."""
         if self.closed:
             raise RuntimeError(
                 "collector: expected one that runs, got one after shutdown(); make another"
             )
+        if not self.is_reachable:
+            raise RuntimeError(
+                f"collector: expected Ray's cluster at {self._cluster}, where its actors are, got "
+                "a process that has left it, since ray.shutdown() was called; make another "
+                "collector"
+            )
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether this process is still in the cluster of the actors.
+
+        Outside of any, almost every call of Ray's starts one.
+        """
+        if not self._ray.is_initialized():
+            return False
+        return self._ray.get_runtime_context().gcs_address == self._cluster
 
     def start(self, arguments: dict[str, Any], own: Sequence[dict[str, Any]], seed: int) -> None:
         """Make the collectors; no actor is left if one fails.
@@ -126,13 +147,22 @@ class Actors:
     def _wait_for_places(self) -> None:
         ready = [handle.__ray_ready__.remote() for handle in self.handles]
         _, missing = self._ray.wait(ready, num_returns=len(ready), timeout=self.timeout)
-        if missing:
+        if not missing:
+            return
+        free = self._ray.available_resources()
+        late = [one for one, ref in zip(self._options, ready, strict=True) if ref in missing]
+        got = f"{len(ready)} actors within {self.timeout} s, got {len(ready) - len(missing)}"
+        if all(_fits(options, free) for options in late):
             raise RuntimeError(
-                f"num_cpus, num_gpus, remote_config: expected places for {len(ready)} actors "
-                f"within {self.timeout} s, got {len(ready) - len(missing)}; of "
-                f"{self._ray.cluster_resources()} free are {self._ray.available_resources()}: ask "
-                "for less, free some, add a machine, or raise timeout"
+                f"timeout: expected processes of {got}; {free} are free, so that Ray has places "
+                "and the processes are still starting, which takes longer on a busy machine: raise "
+                "timeout"
             )
+        raise RuntimeError(
+            f"num_cpus, num_gpus, remote_config: expected places for {got}; of "
+            f"{self._ray.cluster_resources()} free are {free}: ask for less, free some, add a "
+            "machine, or raise timeout"
+        )
 
     def each(self, method: str, *args: Any, between: bool = True) -> list[Any]:
         """Call a method of every actor; its answers, in the order of the actors.
@@ -265,7 +295,7 @@ class Actors:
         """
         self.closed = True
         try:
-            answering = self.handles and self._ray.is_initialized()
+            answering = self.handles and self.is_reachable
             return self._closed(close_env, timeout) if answering else []
         finally:
             self.kill()
@@ -280,15 +310,15 @@ class Actors:
         for reference in answers.keys() - set(late):
             try:
                 self.answer(reference, answers[reference])
+            except ActorDied as error:  # there is nothing to close
+                logger.warning("%s", error)
             except Exception as error:
-                # Another handle may have ended the actor already.
-                if not (self.shared and isinstance(error, ActorDied)):
-                    told.append(f"{self.name(answers[reference])}: {error}")
+                told.append(f"{self.name(answers[reference])}: {error}")
         return told
 
     def kill(self) -> None:
         """End all actors at once."""
-        for handle in self.handles if self._ray.is_initialized() else ():
+        for handle in self.handles if self.is_reachable else ():
             self._ray.kill(handle, no_restart=True)
         self.handles = []
 
@@ -322,6 +352,14 @@ class RemoteMethod:
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method between two batches, and return a reference to its answer."""
         return self.actors.send(0, "call", self.name, args, kwargs)
+
+
+def _fits(options: dict[str, Any], free: dict[str, float]) -> bool:
+    """Whether what an actor asks for is free; Ray places one that asks for nothing with a CPU."""
+    cpus, gpus = options.get("num_cpus"), options.get("num_gpus")
+    asked = {"CPU": 1 if cpus is None else cpus, "GPU": gpus or 0}
+    asked |= {"memory": options.get("memory") or 0} | (options.get("resources") or {})
+    return all(free.get(name, 0) >= count for name, count in asked.items())
 
 
 def start_ray(config: dict[str, Any] | None) -> None:
