@@ -93,7 +93,7 @@ def engine_processes() -> list[int]:
         for children in Path(tasks).glob("*/children"):
             for pid in map(int, children.read_text().split()):
                 parents.append(pid)
-                if "EngineCore" in Path(f"/proc/{pid}/comm").read_text():
+                if "EngineCor" in Path(f"/proc/{pid}/comm").read_text():  # cut off
                     found.append(pid)
     return found
 
