@@ -55,7 +55,7 @@ def server(folder: Path, port: int, log: Path, seconds: float = 500) -> Iterator
         finally:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(30)
+                process.wait(10)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # its workers too
 
