@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(folder: Path, port: int, log: Path, seconds: float = 200) -> Iterator[str]:
+def server(folder: Path, port: int, log: Path, seconds: float = 500) -> Iterator[str]:
     """The address of a server that answers, until the block ends."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), *_OPTIONS]
@@ -55,7 +55,7 @@ def server(folder: Path, port: int, log: Path, seconds: float = 200) -> Iterator
         finally:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(30)
+                process.wait(10)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # its workers too
 
@@ -77,6 +77,25 @@ def post(address: str, path: str, fields: dict[str, Any]) -> dict[str, Any]:
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
+
+
+def is_paused(address: str) -> bool:
+    """Whether somebody has paused a server."""
+    with urllib.request.urlopen(f"{address}/is_paused", timeout=60) as answer:
+        return json.load(answer)["is_paused"]
+
+
+def engine_processes() -> list[int]:
+    """The pids of the engines of this process's servers."""
+    found, parents = [], [os.getpid()]
+    while parents:
+        tasks = f"/proc/{parents.pop()}/task"
+        for children in Path(tasks).glob("*/children"):
+            for pid in map(int, children.read_text().split()):
+                parents.append(pid)
+                if "EngineCor" in Path(f"/proc/{pid}/comm").read_text():  # cut off
+                    found.append(pid)
+    return found
 
 
 def generated(

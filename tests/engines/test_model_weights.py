@@ -1,5 +1,6 @@
 """Versions into models of vLLM of many architectures, without an engine around them."""
 
+import random
 import socket
 
 import pytest
@@ -10,6 +11,10 @@ from transformers import AutoModelForCausalLM
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
     process_weights_after_loading,
@@ -17,6 +22,7 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from fusedrl.channel.layout import Layout
+from fusedrl.vllm import model_weights, reloading
 from fusedrl.vllm.model_weights import ModelWeights
 
 from ..models import tiny
@@ -33,10 +39,12 @@ HEADS = {"head_dim": 32}
 ONLY_TIED = ["cohere", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2"]
 ONLY_UNTIED = ["olmo2"]
 BOTH = ["granite", "llama", "mistral", "phi3", "qwen2", "qwen3"]
+# On a CPU, vLLM packs experts: those of 16 wide into another shape, those of 64 into the same.
+EXPERTS = [("mixtral", {}), *(("qwen3_moe", {"moe_intermediate_size": n}) for n in (16, 64))]
 
 
-def config_of(folder):
-    return EngineArgs(model=str(folder), **OPTIONS).create_engine_config()
+def config_of(folder, **options):
+    return EngineArgs(model=str(folder), **{**OPTIONS, **options}).create_engine_config()
 
 
 def saved(folder, kind, **options):
@@ -80,7 +88,7 @@ def differences(engine, fresh):
     for (name, one), other in zip(engine.named_modules(), fresh.modules(), strict=True):
         if hasattr(one, "cpu_linear"):  # which has a copy of the weight, in a form of its own
             width = getattr(one, "embedding_dim", None) or one.input_size
-            x = torch.randn(3, width)
+            x = torch.randn(3, width, dtype=one.weight.dtype)
             if not torch.equal(
                 one.cpu_linear(x, one.weight, None), other.cpu_linear(x, other.weight, None)
             ):
@@ -128,15 +136,77 @@ def test_an_update_makes_the_model_that_a_checkpoint_would(kind, tied, tmp_path)
     assert differences(engine, loaded(config_of(tmp_path / "old"))) != []
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [("mixtral", r"model\.layers\.0\.mlp\.gate"), ("qwen3_moe", "packed from")],
-)
-def test_experts_are_refused_before_anything_changes(kind, said, tmp_path):
-    model = saved(tmp_path, kind, tie_word_embeddings=False)
-    config = config_of(tmp_path)
+def in_checkpoint(folder, model):
+    """The weights by the names that a checkpoint has, where each expert has its own."""
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def check_experts(kind, folder, dtype="float32", **sizes):
+    model = saved(folder / "old", kind, tie_word_embeddings=False, **sizes)
+    config = config_of(folder / "old", dtype=dtype)
+    engine = loaded(config)
+    for _ in range(2):
+        train(model)
+        update(engine, config, in_checkpoint(folder / "new", model))
+    # Transformers has all experts of a layer in one tensor, which vLLM knows of some models.
+    if kind == "qwen3_moe":
+        update(engine, config, model)
+    else:
+        with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.gate"):
+            update(engine, config, model)
+    assert differences(engine, loaded(config_of(folder / "new", dtype=dtype))) == []
+    assert differences(engine, loaded(config_of(folder / "old", dtype=dtype))) != []
+
+
+@pytest.mark.parametrize(("kind", "sizes"), EXPERTS)
+def test_experts_of_a_checkpoint_load_again(kind, sizes, tmp_path):
+    check_experts(kind, tmp_path, **sizes)
+
+
+def any_experts(rng):
+    """Experts of any kind and size."""
+    heads = rng.choice([1, 2, 4])
+    sizes = {
+        "hidden_size": 32 * rng.randrange(1, 5),
+        "num_hidden_layers": rng.randrange(1, 4),
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([n for n in (1, 2, 4) if n <= heads]),
+        "head_dim": 32,
+    }
+    number, width = rng.randrange(2, 7), 16 * rng.randrange(1, 7)
+    if (kind := rng.choice(["mixtral", "qwen3_moe"])) == "mixtral":
+        return kind, {**sizes, "num_local_experts": number, "intermediate_size": width}
+    return kind, {**sizes, "num_experts": number, "moe_intermediate_size": width}
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(25))])
+def test_experts_of_any_size_load_again(seed, tmp_path):
+    rng = random.Random(seed)
+    kind, sizes = any_experts(rng)
+    check_experts(kind, tmp_path, rng.choice(["float32", "bfloat16"]), **sizes)
+
+
+def as_vllm_does(layers, vllm_config, load):
+    """Its reload, which copies experts that are not packed over packed ones."""
+    initialize_layerwise_reload(layers)
+    load()
+    finalize_layerwise_reload(layers, vllm_config.model_config)
+
+
+def test_weights_that_a_reload_would_leave_wrong_are_refused(tmp_path, monkeypatch):
+    model = saved(tmp_path / "old", "qwen3_moe", tie_word_embeddings=False, **EXPERTS[2][1])
+    config = config_of(tmp_path / "old")
     engine = loaded(config)
     train(model)
-    with pytest.raises(ValueError, match=said):
-        update(engine, config, model)
-    assert differences(engine, loaded(config_of(tmp_path))) == []
+    weights = in_checkpoint(tmp_path / "new", model)
+    monkeypatch.setattr(reloading, "reload", as_vllm_does)
+    with pytest.raises(ValueError, match=r"would be others.*\s.*routed_experts\.w13_weight"):
+        update(engine, config, weights)
+    assert differences(engine, loaded(config_of(tmp_path / "old"))) == []
+    # Where nothing is known beforehand, the first load tells.
+    monkeypatch.setattr(model_weights, "check_loads_again", lambda *given: None)
+    monkeypatch.setattr(model_weights, "reload", as_vllm_does)
+    with pytest.raises(RuntimeError, match=r"got others.*\s.*routed_experts\.w13_weight"):
+        update(engine, config, weights)

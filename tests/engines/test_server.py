@@ -2,18 +2,32 @@
 
 import http.server
 import os
+import random
+import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_log_probs import Answer, vary, worst_difference
-from engine_servers import completed, free_port, generated, post, server
+from engine_publishers import updater
+from engine_servers import (
+    completed,
+    engine_processes,
+    free_port,
+    generated,
+    is_paused,
+    post,
+    server,
+)
 from tiny_engines import expected, tiny_model, train
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
 from fusedrl.vllm.channel_socket import ChannelSocket
+
+slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -94,20 +108,38 @@ class TestRunning:
                 weights._loads.load(107)
             assert self.answer_of(address) == (expected(model), [("100", 0, 12)])
 
-    def test_a_server_that_somebody_paused_goes_on_with_the_next_update(self, address, model):
+    def test_a_pause_that_somebody_made_stays(self, address, model):
         train(model)
-        post(address, "pause?mode=keep", {})
         with (
             WeightChannel.create(model) as channel,
             EngineWeights(channel, address, timeout=0.2) as weights,
         ):
+            post(address, "pause?mode=keep", {})
             channel.publish()
             with pytest.raises(RuntimeError, match="expected 7"):
-                weights._loads.load(7)  # which leaves it paused, as it was
+                weights._loads.load(7)
+            assert weights.update() == 2
+            assert is_paused(address)
             with ThreadPoolExecutor(1) as thread:
-                waiting = thread.submit(generated, address)
-                assert weights.update() == 2
-                assert waiting.result()["token_ids"] == expected(model)
+                waiting = thread.submit(self.answer_of, address)
+                post(address, "resume", {})
+                assert waiting.result() == (expected(model), [("2", 0, 12)])
+
+    @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=slow) for n in range(2, 40))])
+    def test_a_trainer_that_is_killed_at_any_moment_of_its_updates(self, address, model, seed):
+        with updater(address, seed) as trainer:
+            trainer.kill_after(random.Random(seed).uniform(0, 0.3))
+            deadline = time.monotonic() + 60
+            time.sleep(3)
+            while is_paused(address):
+                assert time.monotonic() < deadline, "the server stays paused"
+                time.sleep(0.2)
+            tokens, [(label, _, _)] = self.answer_of(address)
+            assert tokens == trainer.expected(int(label))
+        # And the next trainer is not kept from it.
+        with WeightChannel.create(model) as channel, EngineWeights(channel, address) as weights:
+            weights.update(version=100)
+            assert self.answer_of(address) == (expected(model), [("100", 0, 12)])
 
     def test_a_channel_that_a_socket_passes(self, address, model, tmp_path):
         path = str(tmp_path / "weights.sock")
@@ -129,6 +161,16 @@ class TestRunning:
                 RuntimeError, match=r"trainer's Unix socket at .*, got No such file"
             ):
                 gone.update()
+
+    def test_an_engine_that_ended_is_not_waited_for(self, address, model):
+        with WeightChannel.create(model) as channel:
+            weights = EngineWeights(channel, address)
+            engines = engine_processes()
+            assert engines
+            for engine in engines:
+                os.kill(engine, signal.SIGKILL)
+            with pytest.raises(RuntimeError, match=rf"engine: expected .*{address}"):
+                weights.update()
 
 
 @pytest.mark.slow

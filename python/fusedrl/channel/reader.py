@@ -125,6 +125,10 @@ class WeightReader:
         """The version that :meth:`load_into` loaded last."""
         return self._applied
 
+    def is_publisher_dead(self) -> bool:
+        """Whether the publisher has ended without closing the channel."""
+        return self._end.publisher() == _host.PublisherState.dead
+
     def wait_for(self, version: int, timeout: float | None = None) -> int:
         """Wait until ``version`` or a later one is published, and return the newest.
 

@@ -8,22 +8,28 @@ import asyncio
 import http.client
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from fusedrl.vllm.plugin import BACKEND
 
+Value = TypeVar("Value")
 InFlight = Literal["recompute", "wait"]
 # The label of tokens whose weights are not known, in the place of a version.
 UNKNOWN = "unknown"
+# A server's answer while another trainer updates it, or while it recovers from one that ended.
+BUSY = "update: expected no other one at the same time"
 # Seconds that workers have for loading a version, or for finding out that it does not exist.
 _LOADING = 60.0
 # Seconds within which the end of an engine is noticed.
 _ALIVE = 0.5
+# Seconds in which a server says whether its engine runs.
+_HEALTH = 5.0
 _ENDED = "engine: expected one that runs, got one that has ended during the call; its log says why"
 
 
@@ -43,6 +49,18 @@ class Control(Protocol):
         """Whether somebody has paused the engine."""
         ...
 
+    async def hold(self, info: dict[str, Any]) -> None:
+        """Let the engine go on by itself should this process end before it lets it go on.
+
+        Args:
+            info: what ``ChannelWeightTransferEngine.init_transfer_engine`` takes, with ``"hold"``.
+        """
+        ...
+
+    async def label(self) -> str:
+        """The name that the engine gives its weights."""
+        ...
+
     async def pause(self, in_flight: InFlight) -> None:
         """Pause all requests, or with ``"wait"`` let running ones end and start no others."""
         ...
@@ -52,7 +70,7 @@ class Control(Protocol):
         ...
 
     async def withhold(self) -> None:
-        """Keep the engine from answering under the number of a version that it may not have."""
+        """Keep an engine whose weights are labelled as unknown from answering with a mixture."""
         ...
 
     async def init(self, info: dict[str, Any]) -> None:
@@ -120,6 +138,28 @@ def _check_backend(vllm_config: Any) -> None:
         )
 
 
+def _in_thread(call: Callable[[], Value]) -> Future[Value]:
+    """Call an engine where nothing ends a call that it does not answer."""
+    answer: Future[Value] = Future()
+
+    def wait() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=wait, name="fusedrl-engine-call", daemon=True).start()
+    return answer
+
+
+def _check_dropped(dropped: Any) -> None:
+    if not dropped:
+        raise RuntimeError(
+            "engine: expected its KV cache and that of its connector to be dropped, got a refusal; "
+            "its log says why, and the next update tries again"
+        )
+
+
 class Offline:
     """A ``vllm.LLM``, which may have requests that run by calls of ``llm_engine.step()``."""
 
@@ -131,6 +171,13 @@ class Offline:
         """Return ``False``: nobody pauses it, since ``generate()`` would then wait for ever."""
         return False
 
+    async def hold(self, info: dict[str, Any]) -> None:
+        """Do nothing: the engine ends with this process."""
+
+    async def label(self) -> str:
+        """The name that the engine gives its weights."""
+        return self._call(self._engine.get_weight_version)
+
     async def pause(self, in_flight: InFlight) -> None:
         """Pause all requests, or with ``"wait"`` let running ones end and start no others."""
         mode = "keep" if in_flight == "recompute" else "wait"
@@ -141,8 +188,7 @@ class Offline:
         self._call(lambda: self._engine.wake_up(tags=["scheduling"]))
 
     async def withhold(self) -> None:
-        """Label tokens as unknown; a model with parts of two versions generates none."""
-        await self.number(UNKNOWN)
+        """Let requests go on, of which a model with parts of two versions answers none."""
         await self.forget()
         await self.resume()
 
@@ -168,29 +214,22 @@ class Offline:
 
     async def forget(self) -> None:
         """Drop everything computed with the former weights, that of running requests included."""
-        self._call(lambda: self._engine.reset_prefix_cache(reset_running_requests=True))
+        _check_dropped(
+            self._call(lambda: self._engine.reset_prefix_cache(True, reset_connector=True))
+        )
         self._call(self._engine.llm_engine.reset_encoder_cache)
 
-    def _call(self, call: Callable[[], Any]) -> None:
+    def _call(self, call: Callable[[], Any]) -> Any:
         """Call the engine, and raise if it has ended, where vLLM would wait for ever."""
         client = self._engine.llm_engine.engine_core
         resources = getattr(client, "resources", None)
         if resources is None:  # an engine in this process
-            call()
-            return
-        answer: Future[Any] = Future()
-
-        def wait() -> None:
-            try:
-                answer.set_result(call())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=wait, name="fusedrl-engine-call", daemon=True).start()
+            return call()
+        answer = _in_thread(call)
         while not wait_for([answer], timeout=_ALIVE).done:
             if resources.engine_dead or not client._finalizer.alive:
                 raise RuntimeError(_ENDED)
-        answer.result()
+        return answer.result()
 
 
 class InLoop:
@@ -203,6 +242,13 @@ class InLoop:
     async def paused(self) -> bool:
         """Whether somebody has paused the engine."""
         return await self._engine.is_paused()
+
+    async def hold(self, info: dict[str, Any]) -> None:
+        """Do nothing: the engine ends with this process."""
+
+    async def label(self) -> str:
+        """The name that the engine gives its weights."""
+        return await self._call(self._engine.get_weight_version())
 
     async def pause(self, in_flight: InFlight) -> None:
         """Pause all requests, or with ``"wait"`` let running ones end and start no others."""
@@ -244,10 +290,12 @@ class InLoop:
 
     async def forget(self) -> None:
         """Drop everything computed with the former weights, that of running requests included."""
-        await self._call(self._engine.reset_prefix_cache(reset_running_requests=True))
+        _check_dropped(
+            await self._call(self._engine.reset_prefix_cache(True, reset_connector=True))
+        )
         await self._call(self._engine.reset_encoder_cache())
 
-    async def _call(self, call: Coroutine[Any, Any, Any]) -> None:
+    async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Await a call, and raise if the engine has ended, where vLLM would wait for ever."""
         task = asyncio.ensure_future(call)
         try:
@@ -257,7 +305,7 @@ class InLoop:
         except BaseException:
             task.cancel()
             raise
-        task.result()
+        return task.result()
 
 
 class Server:
@@ -281,6 +329,22 @@ class Server:
     async def paused(self) -> bool:
         """Whether somebody has paused the engine."""
         return json.loads(self._call("GET", "is_paused"))["is_paused"]
+
+    async def hold(self, info: dict[str, Any]) -> None:
+        """Let the engine go on by itself should this process end; wait for other updates first."""
+        info = {**info, "hold": {**info["hold"], "server": self._address}}
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                return self._post("init_weight_transfer_engine", {"init_info": info})
+            except RuntimeError as error:
+                if BUSY not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_ALIVE)
+
+    async def label(self) -> str:
+        """The name that the engine gives its weights."""
+        return json.loads(self._call("GET", "weight_info"))["weight_version"]
 
     async def pause(self, in_flight: InFlight) -> None:
         """Pause all requests, or with ``"wait"`` let running ones end and start no others."""
@@ -316,13 +380,36 @@ class Server:
 
     async def forget(self) -> None:
         """Drop everything computed with the former weights, that of running requests included."""
-        self._post("reset_prefix_cache?reset_running_requests=true")
+        answer = self._call(
+            "POST", "reset_prefix_cache?reset_running_requests=true&reset_external=true", b""
+        )
+        _check_dropped(json.loads(answer)["success"])
         self._post("reset_encoder_cache")
 
     def _post(self, path: str, fields: dict[str, Any] | None = None) -> None:
         self._call("POST", path, b"" if fields is None else json.dumps(fields).encode())
 
     def _call(self, method: str, path: str, data: bytes | None = None) -> bytes:
+        """Call the server, and raise if its engine has ended, where it would wait for ever."""
+        answer = _in_thread(lambda: self._answer(method, path, data))
+        while not wait_for([answer], timeout=_ALIVE).done:
+            if not self._is_healthy() and not wait_for([answer], timeout=_ALIVE).done:
+                raise RuntimeError(
+                    f"engine: expected one that runs behind {self._address}, got a server whose "
+                    "engine has ended; its log says why: start it again"
+                )
+        return answer.result()
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._address}/health", timeout=_HEALTH):
+                return True
+        except TimeoutError:
+            return True  # busy
+        except (OSError, http.client.HTTPException) as error:
+            return isinstance(getattr(error, "reason", None), TimeoutError)
+
+    def _answer(self, method: str, path: str, data: bytes | None) -> bytes:
         request = urllib.request.Request(
             f"{self._address}/{path}",
             data=data,

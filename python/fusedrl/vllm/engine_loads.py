@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from fusedrl.channel import WeightHandle
-from fusedrl.vllm.controls import Control, InFlight, InLoop
+from fusedrl.vllm.controls import UNKNOWN, Control, InFlight, InLoop
 from fusedrl.vllm.peft_models import PeftAdapters
 from fusedrl.vllm.token_versions import STARTED_WITH
 
@@ -65,6 +65,7 @@ class EngineLoads:
         self._in_flight: InFlight = in_flight
         self._timeout = timeout
         self._adapters = adapters
+        self._left_paused = False  # by an update that failed, perhaps under a version's label
 
     def check_synchronous(self) -> None:
         """Raise ``TypeError`` for an engine that is called in an event loop."""
@@ -82,7 +83,7 @@ class EngineLoads:
                 has other weights.
         """
         self.check_synchronous()
-        _run(self._open())
+        run_calls(self._open())
 
     async def _open(self) -> None:
         await self._control.init(self._address)
@@ -102,33 +103,52 @@ class EngineLoads:
             TypeError: the engine is called in an event loop.
         """
         self.check_synchronous()
-        return _run(self._load(version))
+        return run_calls(self._load(version))
 
     async def load_async(self, version: int) -> int:
         """As :meth:`load`, for any engine; a cancellation takes effect after the update."""
         if isinstance(self._control, InLoop):
             return await self._load(version)
-        return await to_its_end(asyncio.to_thread(_run, self._load(version)))
+        return await to_its_end(asyncio.to_thread(run_calls, self._load(version)))
 
     async def _load(self, version: int) -> int:
         _LAST[self._control.key] = self
-        attempt = Attempt(await self._control.paused())
+        attempt = Attempt()
         try:
+            await self._hold(attempt)
+            attempt.former = await self._control.label()
+            attempt.was_paused = await self._control.paused()
+            await self._hold(attempt, label=attempt.former, was_paused=attempt.was_paused)
             await self._control.pause(self._in_flight)
+            attempt.unnamed = True
+            await self._control.number(UNKNOWN)
         except BaseException as error:
             await self._give_up(attempt, error)
             raise
         loading = self._load_and_resume(version, attempt)
         return await (to_its_end(loading) if isinstance(self._control, InLoop) else loading)
 
+    async def _hold(self, attempt: Attempt, **more: Any) -> None:
+        """Have the engine recover by itself if this process ends from now on."""
+        await self._control.hold({**self._address, "hold": {"attempt": attempt.name, **more}})
+
     async def _load_and_resume(self, version: int, attempt: Attempt) -> int:
         try:
-            self.version = await self._load_paused(version, attempt)
+            loaded = await self._load_paused(version, attempt)
+            # A user's pause stays. The label tells it from one that an update left behind.
+            if not attempt.was_paused or attempt.former == UNKNOWN or self._left_paused:
+                await self._control.resume()
         except BaseException as error:
             await self._give_up(attempt, error)
             raise
-        await self._control.resume()
-        return self.version
+        self.version, self._left_paused = loaded, False
+        await self._release(attempt)
+        return loaded
+
+    async def _release(self, attempt: Attempt) -> None:
+        """End :meth:`_hold`; where that fails, nothing is paused that would be let go on."""
+        with contextlib.suppress(Exception):
+            await self._hold(attempt, over=True)
 
     async def _load_paused(self, version: int, attempt: Attempt) -> int:
         for _ in range(_TRIES):
@@ -143,8 +163,8 @@ class EngineLoads:
                     raise
                 version = newest
             else:
-                await self._number(version)
                 await self._control.forget()
+                await self._number(version)
                 return version
         raise RuntimeError(
             f"version: expected one that the engine can lease within {_TRIES} tries, got a channel "
@@ -183,13 +203,19 @@ class EngineLoads:
             if attempt.sent:
                 await self._end_unfinished()
                 await self._control.init({"expect": "untouched", "attempt": attempt.name})
+            if attempt.unnamed:
+                await self._control.number(attempt.former)
             # An engine that was paused may have been left with parts of two versions.
             if not attempt.was_paused:
                 await self._control.resume()
         except BaseException:
+            self._left_paused = self._left_paused or not attempt.was_paused
             _note(error, _UNSETTLED)
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(BaseException):  # the first error is raised
+                await self._control.number(UNKNOWN)
                 await self._control.withhold()
+        with contextlib.suppress(BaseException):
+            await self._release(attempt)
 
 
 @dataclass
@@ -197,12 +223,16 @@ class Attempt:
     """One update of an engine.
 
     Attributes:
-        was_paused: whether the engine was paused when the update began.
+        former: the label of the engine's weights when the update began.
+        was_paused: whether the engine was paused then.
+        unnamed: whether the label was replaced.
         sent: whether its workers were told to load a version.
         name: the name by which the workers know the update.
     """
 
-    was_paused: bool
+    former: str = ""
+    was_paused: bool = True
+    unnamed: bool = False
     sent: bool = False
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -227,7 +257,7 @@ def _note(error: BaseException, text: str) -> None:
         logger.error(text)
 
 
-def _run(calls: Coroutine[Any, Any, Value]) -> Value:
+def run_calls(calls: Coroutine[Any, Any, Value]) -> Value:
     """Run a coroutine that never waits for an event loop, and return its result."""
     try:
         calls.send(None)

@@ -33,7 +33,8 @@ class EngineWeights:
             checkpoint; or, with ``adapters="only"``, with its LoRA adapters alone, for requests
             that pass :attr:`lora_request`. It is not closed here.
         engine: a ``vllm.LLM``, an ``AsyncLLM``, or the address of a server that runs with
-            ``VLLM_SERVER_DEV_MODE=1``. It runs on this machine and was started with
+            ``VLLM_SERVER_DEV_MODE=1``, whose workers call this address too. It runs on this machine
+            and was started with
             ``WeightTransferConfig(backend="fusedrl")``. An ``LLM`` takes calls of one thread at a
             time, so that no other thread may be within ``generate()`` during an update. Update an
             ``AsyncLLM`` with :meth:`update_async`. Adapters need ``enable_lora=True`` and their

@@ -4,7 +4,6 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -13,17 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.model_loader.reload.layerwise import (
-    _place_kernel_tensors,
-    finalize_layerwise_reload,
-    get_layerwise_info,
-    initialize_layerwise_reload,
-)
-from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.layout_entries import listed
+from fusedrl.vllm.reloading import reload, skeleton, wrong_after_reload, wrong_if_reloaded
 
 logger = logging.getLogger("fusedrl")
 
@@ -52,7 +44,9 @@ class ModelWeights:
         self._config = vllm_config
         self._layout = layout
         self._names = names_for(vllm_config, layout)
-        check_loads_again(model, vllm_config)
+        check_loads_again(model, vllm_config, layout, self._names)
+        # A load that failed may have left layers which the next one treats in another way.
+        self._is_known_to_load = False
 
     @torch.no_grad()
     def load(self, views: Sequence[Tensor]) -> None:
@@ -63,28 +57,21 @@ class ModelWeights:
                 afterwards.
 
         Raises:
+            RuntimeError: the model has other weights than an engine that starts with this version.
             Exception: an error of the model. Some of its layers have the version then and others
                 do not, and it can be loaded again.
         """
         index = self._layout.view_of
-        initialize_layerwise_reload(self._model)
-        try:
-            self._model.load_weights((name, views[index[name]]) for name in self._names)
-            finalize_layerwise_reload(self._model, self._config.model_config)
-        except BaseException:
-            _abandon_reload(self._model)
-            raise
-
-
-def _abandon_reload(model: Any) -> None:
-    """Give the layers that have begun to load their former memory again."""
-    model._do_torchao_reload = model._original_do_torchao_reload
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load():
-            if info.kernel_tensors is not None:
-                _place_kernel_tensors(layer, info)
-            info.reset()
+        weights = [(name, views[index[name]]) for name in self._names]
+        known, self._is_known_to_load = self._is_known_to_load, False
+        reload(self._model, self._config, lambda: self._model.load_weights(iter(weights)))
+        wrong = [] if known else wrong_after_reload(self._model, self._config, weights)
+        if wrong:
+            raise RuntimeError(
+                "engine: expected the weights that it would start with, got others after vLLM had "
+                "loaded them again; start a new engine for each version" + listed(wrong)
+            )
+        self._is_known_to_load = True
 
 
 class _Copies(TorchDispatchMode):
@@ -138,22 +125,22 @@ def names_for(vllm_config: VllmConfig, layout: Layout) -> list[str]:
     )
 
 
-def check_loads_again(model: Any, vllm_config: VllmConfig) -> None:
-    """Raise ``ValueError`` for a model that vLLM's reload would leave half loaded.
+def check_loads_again(
+    model: Any, vllm_config: VllmConfig, layout: Layout, names: list[str]
+) -> None:
+    """Raise ``ValueError`` for a model on a CPU that a reload would leave with wrong weights.
 
-    On CPUs, vLLM packs experts into other shapes, and a reload would copy unpacked ones over them.
+    On a GPU, whose memory may be full, this is found out by the first load.
     """
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return
-    unpacked = dict(_skeleton(vllm_config).named_parameters())
-    for name, parameter in model.named_parameters():
-        before = unpacked[name].shape if name in unpacked else parameter.shape
-        if parameter.numel() and parameter.shape != before:
-            raise ValueError(
-                f"engine: expected weights that vLLM can load again, got {name}, which it has "
-                f"packed from {tuple(before)} into {tuple(parameter.shape)} for this CPU; run "
-                "this model on a GPU"
-            )
+    entries = {entry.name: entry for entry in layout.entries}
+    if wrong := wrong_if_reloaded(vllm_config, {name: entries[name] for name in names}):
+        raise ValueError(
+            "engine: expected weights that vLLM can load again, got some that would be others "
+            "than after a start; run this model on a GPU, or start a new engine for each version"
+            + listed(wrong)
+        )
 
 
 def _differences(vllm_config: VllmConfig, layout: Layout, names: list[str]) -> list[str]:
@@ -161,17 +148,17 @@ def _differences(vllm_config: VllmConfig, layout: Layout, names: list[str]) -> l
 
     The copy takes the weights, which have no memory either, as the engine's own model would.
     """
-    skeleton = _skeleton(vllm_config)
+    bare = skeleton(vllm_config)
     entries = {entry.name: entry for entry in layout.entries}
     # One element stands for all of a tensor. Tensors on meta could not be copied from.
     given = {n: torch.zeros((), dtype=entries[n].dtype).expand(entries[n].shape) for n in names}
     copies = _Copies({_storage(tensor): name for name, tensor in given.items()})
     try:
         with copies, set_current_vllm_config(vllm_config), torch.no_grad():
-            skeleton.load_weights(list(given.items()))
+            bare.load_weights(list(given.items()))
     except Exception:
         with set_current_vllm_config(vllm_config), torch.no_grad():
-            return _refused(_skeleton(vllm_config), given)
+            return _refused(skeleton(vllm_config), given)
     unused = [
         f"{name}: expected no such entry, got {entries[name].described()}"
         for name in names
@@ -182,31 +169,19 @@ def _differences(vllm_config: VllmConfig, layout: Layout, names: list[str]) -> l
     ]
     missing = [
         f"{name} of vLLM's model: expected {parameter.numel()} elements, got {count}"
-        for name, parameter in skeleton.named_parameters()
+        for name, parameter in bare.named_parameters()
         if (count := copies.filled.get(_storage(parameter), 0)) < parameter.numel()
     ]
     return unused + missing
 
 
-def _refused(skeleton: Any, given: dict[str, Tensor]) -> list[str]:
+def _refused(bare: Any, given: dict[str, Tensor]) -> list[str]:
     """The error of the model for each of the weights that it refuses."""
     refused = []
     for name, tensor in given.items():
         try:
-            skeleton.load_weights([(name, tensor)])
+            bare.load_weights([(name, tensor)])
         except Exception as error:
             text = str(error) or "no such entry, or of another shape"
             refused.append(f"{name}, {tuple(tensor.shape)}: {type(error).__name__}: {text}")
     return refused or ["they are refused together, though not one by one"]
-
-
-def _skeleton(vllm_config: VllmConfig) -> Any:
-    """A model of the same classes on the meta device, which is not registered with the engine."""
-    config = copy.copy(vllm_config)
-    # Layers register themselves there by name, and the engine's own layers have the same names.
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    config.compilation_config.static_forward_context = {}
-    config.compilation_config.static_all_moe_layers = []
-    dtype = vllm_config.model_config.dtype
-    with torch.device("meta"), set_default_torch_dtype(dtype), set_current_vllm_config(config):
-        return initialize_model(config)

@@ -20,8 +20,11 @@ from vllm.lora.lora_model import LoRAModel
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.reader import Lease
 from fusedrl.vllm.agreement import Ranks
+from fusedrl.vllm.controls import BUSY
+from fusedrl.vllm.kv_caches import check_caches, clear_caches
 from fusedrl.vllm.lora_weights import LoraWeights
 from fusedrl.vllm.model_weights import ModelWeights
+from fusedrl.vllm.pause_guard import Hold, PauseGuard, check_reachable
 from fusedrl.vllm.refusal import let_run, refuse_to_run
 
 logger = logging.getLogger("fusedrl")
@@ -39,6 +42,7 @@ class ChannelInitInfo(WeightTransferInitInfo):
         adapters: the fields of :class:`AdapterUpdate`, to load a version of a channel with
             ``adapters="only"``. They are not sent as an update of weights, at the end of which
             vLLM drops all adapters.
+        hold: the fields of :class:`Hold`, for the engine of a server that a trainer is to pause.
     """
 
     pid: int
@@ -46,6 +50,7 @@ class ChannelInitInfo(WeightTransferInitInfo):
     session: str = field(repr=False)
     socket: str | None = None
     adapters: dict[str, Any] | None = None
+    hold: dict[str, Any] | None = None
 
 
 @dataclass
@@ -120,6 +125,8 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         self._session: str | None = None
         self._begun = False
         self._touched_by: str | None = None
+        self._loaded: int | None = None  # None: none so far, or a part of one
+        self._guard: PauseGuard | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         """The address of a channel, or an expectation of the trainer."""
@@ -140,6 +147,8 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         """
         if isinstance(init_info, Expectation):
             self._check(init_info)
+        elif init_info.hold is not None:
+            self._hold(init_info, Hold(**init_info.hold))
         elif init_info.adapters is None:
             self._open(init_info, ModelWeights)
         else:
@@ -158,6 +167,42 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
                 )
 
         Ranks.of_this_process().all_or_none(check, _nothing)
+
+    def _hold(self, info: ChannelInitInfo, hold: Hold) -> None:
+        """Watch the trainer of a channel until its update is over; only one of them at a time."""
+        ranks = Ranks.of_this_process()
+
+        def check() -> bool:
+            guard = self._guard
+            if guard is not None and guard.is_watching and info.session != self._session:
+                raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
+            if ranks.rank == 0 and not hold.over:
+                check_reachable(hold.server)
+            return True
+
+        if not ranks.all_or_none(check, _nothing):
+            return
+        if hold.over:
+            if self._guard is not None:
+                self._guard.end()
+        elif info.session == self._session or self._open(info, ModelWeights):
+            if self._guard is not None and self._guard.hold.attempt == hold.attempt:
+                self._guard.hold = hold
+            elif ranks.rank == 0:
+                if self._guard is not None:
+                    self._guard.end()
+                self._guard = self._watching(hold)
+
+    def _watching(self, hold: Hold) -> PauseGuard:
+        reader = self._reader
+        assert reader is not None
+
+        def label(before: str) -> str | None:
+            if self._touched_by != hold.attempt:
+                return before
+            return None if self._loaded is None else str(self._loaded)
+
+        return PauseGuard(hold, reader.is_publisher_dead, label)
 
     def _load_adapters(self, update: AdapterUpdate) -> None:
         weights = self._weights
@@ -181,6 +226,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         def open_and_check() -> ModelWeights | LoraWeights:
             opened.append(_opened(info))
             try:
+                check_caches(self.vllm_config)
                 return kind(self.model, self.vllm_config, opened[0].layout)
             except BaseException:
                 opened[0].close()
@@ -243,13 +289,15 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
 
         def load() -> bool:
             weights.load(lease.views)
+            clear_caches(self.vllm_config)
             self._synchronize()
             return True
 
-        self._touched_by = attempt
+        self._touched_by, self._loaded = attempt, None
         refuse_to_run(self.model, lease.version)
         if Ranks.of_this_process().all_or_none(load, _nothing):
             let_run(self.model)
+            self._loaded = lease.version
 
     def _synchronize(self) -> None:
         if self.device.type != "cpu":

@@ -1,0 +1,121 @@
+"""Keys and values that an engine has from former weights do not reach answers of later ones."""
+
+import copy
+import random
+
+import pytest
+import torch
+from engine_connectors import DroppingConnector
+from engine_log_probs import answer_to, vary, worst_difference
+from tiny_engines import OPTIONS, has_spans, offline
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from fusedrl import WeightChannel
+from fusedrl.vllm import EngineWeights
+from fusedrl.vllm.kv_caches import check_caches
+
+pytestmark = pytest.mark.skipif(not has_spans(), reason="this vLLM does not name versions")
+
+PROMPT = [5 + n * n % 400 for n in range(100)]  # of several blocks, which a connector stores
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    return tmp_path_factory.mktemp("stored")
+
+
+def transfer(stored, name, **options):
+    extra = {"shared_storage_path": str(stored)}
+    return KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def llm(folder, model, stored):
+    connector = transfer(
+        stored, DroppingConnector.__name__, kv_connector_module_path="engine_connectors"
+    )
+    with offline(folder, kv_transfer_config=connector, block_size=BLOCK) as llm:
+        yield llm
+
+
+@pytest.fixture
+def weights(llm, model):
+    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+        yield weights
+
+
+def answered(llm, prompt=PROMPT, tokens=8):
+    settings = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0, ignore_eos=True)
+    [request] = llm.generate([{"prompt_token_ids": prompt}], settings, use_tqdm=False)
+    return answer_to(prompt, request.outputs[0])
+
+
+def test_a_connector_drops_what_it_has_of_former_weights(llm, model, weights, stored):
+    start = copy.deepcopy(model.state_dict())
+    for _ in range(3):
+        state = vary(model, start)
+        version = weights.update()
+        for _ in range(2):  # the second time from the connector
+            assert worst_difference(model, {version: state}, [answered(llm)]) < 1e-4
+        assert any(stored.iterdir())
+    model.load_state_dict(start)
+
+
+def test_an_update_fails_if_the_connector_refuses(llm, model, weights, stored):
+    weights.update()
+    refusal = stored / DroppingConnector.refuses
+    refusal.touch()
+    with pytest.raises(RuntimeError, match="to be dropped, got a refusal"):
+        weights.update()
+    assert llm.get_weight_version() == "unknown"
+    refusal.unlink()
+    version = weights.update()
+    assert worst_difference(model, {version: model.state_dict()}, [answered(llm)]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "said"),
+    [
+        ("ExampleConnector", {}, "got ExampleConnector"),
+        (
+            "MultiConnector",
+            {"connectors": [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}]},
+            "got ExampleConnector",
+        ),
+        ("OffloadingConnector", {}, None),
+    ],
+)
+def test_a_connector_that_keeps_what_it_has_is_refused(folder, model, name, extra, said):
+    connector = KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    config = EngineArgs(str(folder), **OPTIONS).create_engine_config()
+    config.kv_transfer_config = connector
+    if said is None:
+        check_caches(config)
+        return
+    with pytest.raises(ValueError, match=said):
+        check_caches(config)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 60))]
+)
+def test_what_is_not_finite_ends_with_its_version(llm, model, weights, seed):
+    rng = random.Random(seed)
+    good = copy.deepcopy(model.state_dict())
+    _, parameter = rng.choice(list(model.named_parameters()))
+    value = rng.choice([float("nan"), float("inf"), 1e38])
+    with torch.no_grad():
+        parameter.view(-1)[rng.randrange(parameter.numel())] = value
+    weights.update()
+    answered(llm, [rng.randrange(2, 400) for _ in range(rng.randrange(3, 200))])
+    model.load_state_dict(good)
+    version = weights.update()
+    prompt = [rng.randrange(2, 400) for _ in range(rng.randrange(3, 200))]
+    assert worst_difference(model, {version: good}, [answered(llm, prompt)]) < 1e-4
