@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import fusedrl
 
 PACKAGE = str(Path(fusedrl.__file__).parent)
@@ -54,6 +56,7 @@ class Point:
                 if self.left == 0:
                     if self.strict:
                         raise KeyboardInterrupt
+                    sys.settrace(None)  # or Python would raise it in this function, too early
                     armed[0]
             return trace
 
@@ -65,6 +68,7 @@ class Point:
                 sys.settrace(before)
             return True
         except KeyboardInterrupt:
+            torch.set_grad_enabled(True)  # torch.no_grad() may have been interrupted in its exit
             return False
 
 
@@ -126,7 +130,7 @@ def storm(
                     call()
                     done += 1
             except KeyboardInterrupt:
-                pass
+                torch.set_grad_enabled(True)  # as above
             check()
     finally:
         armed[0] = False

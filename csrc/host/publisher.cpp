@@ -43,6 +43,7 @@ int64_t Publisher::version() const {
 std::optional<int> Publisher::try_begin() {
   require_open();
   version();
+  if (begun_) abort(*begun_);
   const int slots = static_cast<int>(geometry_.slots);
   for (int i = 1; i <= slots; ++i) {
     const int slot = (published_.slot + i) % slots;
@@ -50,6 +51,7 @@ std::optional<int> Publisher::try_begin() {
     at(Step::begin_locked);
     page_->slot[slot].releases.load(std::memory_order_acquire);
     page_->slot[slot].state.store(SlotState::writing, std::memory_order_release);
+    begun_ = slot;
     at(Step::begin_marked);
     return slot;
   }
@@ -67,6 +69,7 @@ void Publisher::commit(int slot, int64_t version, uint64_t checksum) {
   file_->unlock(slot_lock + slot);
   at(Step::commit_unlocked);
   published_ = {version, slot};
+  begun_.reset();
   page_->published.store(published_.word(), std::memory_order_release);
   at(Step::commit_published);
   page_->sequence.fetch_add(1, std::memory_order_release);
@@ -79,6 +82,7 @@ void Publisher::abort(int slot) {
   page_->slot[slot].version.store(no_version, std::memory_order_relaxed);
   page_->slot[slot].state.store(SlotState::empty, std::memory_order_release);
   file_->unlock(slot_lock + slot);
+  begun_.reset();
 }
 
 std::vector<ReaderState> Publisher::readers(bool forget_dead) {

@@ -18,8 +18,9 @@ struct ReaderState {
   int64_t applied;
 };
 
-// Assumes one thread at a time in try_begin, commit and abort. What writes throws
-// std::runtime_error once closed, or in a child of the process that made the channel.
+// Assumes one thread at a time in try_begin, commit and abort. A slot that was begun, and neither
+// committed nor aborted because of an interrupt, is aborted by the next try_begin. What writes
+// throws std::runtime_error once closed, or in a child of the process that made the channel.
 class Publisher {
  public:
   // `file`: of the geometry's bytes, all reserved; slot_bytes is 0 where the slots lie elsewhere,
@@ -59,6 +60,7 @@ class Publisher {
   // Copies of what the page says, so that nothing depends on what others write there.
   const Geometry geometry_;
   Published published_;
+  std::optional<int> begun_;
   std::unique_ptr<MemoryFile> file_;
   std::shared_ptr<Mapping> head_, slots_;
   ControlPage* page_;

@@ -88,18 +88,26 @@ class PythonLease {
   Lease lease_;
 };
 
-// Takes a lock of Python's for a scope.
-class Locked {
+// A lock of Python's, held from the moment in which this exists until release(), at the latest
+// until it goes. A negative timeout, in seconds, waits for ever.
+class Acquired {
  public:
-  explicit Locked(py::object lock) : lock_(std::move(lock)) { lock_.attr("acquire")(); }
-  ~Locked() {
-    in_destructor("the lock of a follower", [&] { lock_.attr("release")(); });
+  Acquired(py::object lock, double timeout)
+      : lock_(std::move(lock)), held_(lock_.attr("acquire")(true, timeout).cast<bool>()) {}
+  ~Acquired() {
+    in_destructor("the release of a lock", [&] { release(); });
   }
-  Locked(const Locked&) = delete;
-  Locked& operator=(const Locked&) = delete;
+  Acquired(const Acquired&) = delete;
+  Acquired& operator=(const Acquired&) = delete;
+
+  bool held() const { return held_; }
+  void release() {
+    if (std::exchange(held_, false)) lock_.attr("release")();
+  }
 
  private:
   py::object lock_;
+  bool held_;
 };
 
 // The calls that compute with one version, which may overlap: the first of them chooses it, and
@@ -109,7 +117,7 @@ class Calls {
  public:
   // A call counts from the moment in which it has its version.
   static py::object enter(const py::object& self) {
-    const Locked locked(self.attr("_lock"));
+    const Acquired locked(self.attr("_lock"), -1);
     Calls& calls = self.cast<Calls&>();
     py::object version;
     try {
@@ -189,6 +197,11 @@ void bind_leases(py::module_& m) {
       .def("release", &PythonLease::release)
       .def("__enter__", [](const py::object& self) { return self; })
       .def("__exit__", [](PythonLease& lease, const py::args&) { lease.release(); });
+
+  py::class_<Acquired>(m, "Acquired", "A lock that is held as long as this object says.")
+      .def(py::init<py::object, double>(), py::arg("lock"), py::arg("timeout"))
+      .def_property_readonly("held", &Acquired::held)
+      .def("release", &Acquired::release);
 
   py::class_<Calls>(m, "Calls", "Calls that compute with one version.")
       .def(py::init<>())

@@ -289,16 +289,15 @@ class WeightChannel:
         """
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
         deadline = time.monotonic() + limit
-        lock = self._lock
         full = FullError(
             f"timeout: expected to begin within {limit} s, got another publish or writing "
             "block of this channel that has not ended; publish from one thread, after the block"
         )
-        if lock._is_owned():  # the block that owns it is around this one, and cannot end before it
+        if self._lock._is_owned():  # by a block around this one, which cannot end before it
             raise full
-        # Ctrl-C may come right after `acquire`, so the lock itself is asked whether to release it.
+        lock = _host.Acquired(self._lock, min(limit, threading.TIMEOUT_MAX))
         try:
-            if not lock.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
+            if not lock.held:
                 raise full
             version = self._next(version)
             slot = self._begin(limit, deadline)
@@ -315,8 +314,7 @@ class WeightChannel:
                 raise
             self._end.commit(slot, version, total)
         finally:
-            if lock._is_owned():
-                lock.release()
+            lock.release()
 
     def _next(self, version: int | None) -> int:
         last = self._end.version()

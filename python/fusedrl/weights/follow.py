@@ -194,7 +194,7 @@ class Attachment:
         return self._tagged(call, *args, **kwargs)
 
     def _in_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._follower:
+        with _host.Entered(self._follower):
             return call(*args, **kwargs)
 
     def _tagged(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
