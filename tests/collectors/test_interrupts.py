@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from interrupts import at_each_instruction, storm
 from torchrl.collectors import Collector
 
 from fusedrl import ChannelWeightSyncScheme, LLMCollector, WeightChannel, _host
+from fusedrl.collectors.turn_gate import TurnGate
 from fusedrl.collectors.versions import Versions
 from fusedrl.vllm.engine_follower import EngineFollower
 
@@ -136,3 +138,39 @@ def test_an_engine_gets_the_newest_version_after_an_interrupt(strict):
 
         check()
         assert at_each_instruction(turn, check, strict) > 20
+
+
+@pytest.mark.parametrize("what", ["turn", "update"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_interrupt_without_a_channel_leaves_nobody_waiting(what, busy, monkeypatch):
+    monkeypatch.setattr("fusedrl.collectors.turn_gate.WAIT_S", 20.0)
+    monkeypatch.setattr("fusedrl.collectors.turn_gate.POLL_S", 0.001)
+    gate, begun, ended = TurnGate(), threading.Event(), []
+
+    def enter(way: str, seconds: float = 0.0) -> None:
+        with getattr(gate, way)():
+            begun.set()
+            time.sleep(seconds)
+        ended.append(way)
+
+    def interrupted() -> None:
+        if not busy:
+            return enter(what)
+        begun.clear()
+        other = threading.Thread(target=enter, args=("update", 0.003))
+        other.start()
+        try:
+            begun.wait()
+            enter(what)
+        finally:
+            other.join()
+
+    def check() -> None:
+        ended.clear()
+        for way in ("update", "turn"):
+            thread = threading.Thread(target=enter, args=(way,))
+            thread.start()
+            thread.join()
+        assert ended == ["update", "turn"]
+
+    assert at_each_instruction(interrupted, check, strict=False) > 50

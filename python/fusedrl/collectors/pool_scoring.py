@@ -16,7 +16,7 @@ from torchrl.envs.llm.transforms import RetrieveKL as TorchrlRetrieveKL
 from fusedrl.channel import Lease
 from fusedrl.channel.following import Follower, Following
 from fusedrl.channel.loading import Target
-from fusedrl.collectors.turn_gate import RunningTurn
+from fusedrl.collectors.turn_gate import Entry
 from fusedrl.collectors.versions import Versions
 from fusedrl.weights.follow import patch_attribute
 from fusedrl.weights.policy_copies import copied_for
@@ -49,7 +49,7 @@ class PoolScoring:
         self.policy: Any = None
         self._model: _SecondModel | None = None
         self._checked: tuple[Any, Any] = (None, None)  # the follower and the policy
-        self._turns: dict[int, Lease | RunningTurn | None] = {}  # by environment
+        self._turns: dict[int, Lease | Entry | None] = {}  # by environment
         self._stepping = threading.local()  # the turn of the environment that a thread steps
         self._undo: list[Callable[[], None]] = []
 

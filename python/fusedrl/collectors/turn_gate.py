@@ -2,49 +2,56 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-import weakref
-from collections import deque
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 from fusedrl.channel.forking import renew_in_children
 
 WAIT_S = 600.0  # seconds that an update waits for turns, and a turn for an update
+POLL_S = 0.5  # in which a waiting thread sees what ended because nothing referred to it
 
 
-class RunningTurn:
-    """A turn that runs; it also ends when nothing refers to it, as after Ctrl-C.
+class Entry:
+    """A turn or an update, waiting or running; it also ends when nothing refers to it.
+
+    An interrupt may come at any point, and leaves nobody who waits for what is gone.
 
     Args:
-        gate: lets updates in when it ends.
-        thread: the thread in which the whole turn runs, if it runs in one.
+        gate: lets others in when this one ends.
+        thread: the thread in which all of it runs, if it runs in one.
+        number: says who came before whom.
     """
 
-    def __init__(self, gate: TurnGate, thread: int | None) -> None:
-        self.thread = thread
+    def __init__(self, gate: TurnGate, thread: int | None, number: int) -> None:
+        self.thread, self.number = thread, number
         self._gate = gate
 
     def release(self) -> None:
-        """End the turn."""
+        """End it."""
         self._gate._end(self)
+
+
+class _Sync:
+    def __init__(self) -> None:
+        # Taken by itself: a condition takes it in Python, where an interrupt would leave it taken.
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
 
 
 class TurnGate:
     """Turns run beside each other, and an update runs alone; who waits first goes first."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._turns: weakref.WeakSet[RunningTurn] = weakref.WeakSet()
-        self._updating: int | None = None  # the thread that updates
-        self._waiting: deque[object] = deque()
-        renew_in_children(
-            self,
-            _changed=threading.Condition,
-            _turns=weakref.WeakSet,
-            _updating=lambda: None,
-            _waiting=deque,
-        )
+        self._numbers = itertools.count()
+        self._waiting: WeakSet[Entry] = WeakSet()
+        self._turns: WeakSet[Entry] = WeakSet()
+        self._updates: WeakSet[Entry] = WeakSet()  # one at most
+        self._sync = _Sync()
+        renew_in_children(self, _waiting=WeakSet, _turns=WeakSet, _updates=WeakSet, _sync=_Sync)
 
     @contextmanager
     def turn(self, joins: bool = False) -> Iterator[None]:
@@ -62,24 +69,18 @@ class TurnGate:
         finally:
             turn.release()
 
-    def hold(self, joins: bool = True, thread: int | None = None) -> RunningTurn:
+    def hold(self, joins: bool = True, thread: int | None = None) -> Entry:
         """Begin a turn, or join one that runs; the result ends it, in any thread."""
-        turn = RunningTurn(self, thread)
-        with self._changed:
-            inside = (joins and len(self._turns) > 0) or self._updating == threading.get_ident()
-            if not inside and (self._updating is not None or self._waiting):
+        turn = Entry(self, thread, next(self._numbers))
+        with self._sync.lock:
+            if not ((joins and self._turns) or self._is_updating()):
                 self._wait(
-                    lambda: self._updating is None,
+                    turn,
+                    lambda: not self._updates,
                     "turn: expected the end of an update of the policy's weights",
                 )
             self._turns.add(turn)
         return turn
-
-    def _end(self, turn: RunningTurn) -> None:
-        with self._changed:
-            self._turns.discard(turn)
-            if self._waiting:
-                self._changed.notify_all()
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -89,42 +90,53 @@ class TurnGate:
             RuntimeError: this thread is within a turn.
             TimeoutError: a turn does not end.
         """
-        me = threading.get_ident()
-        if self._updating == me:
+        if self._is_updating():
             yield
             return
-        with self._changed:
+        me = threading.get_ident()
+        update = Entry(self, me, next(self._numbers))
+        with self._sync.lock:
             if any(turn.thread == me for turn in self._turns):
                 raise RuntimeError(
                     "weights: expected an update between two turns, got one from within a turn, "
                     "which would have two versions; update before or after the rollout, or from "
                     "another thread"
                 )
-            if self._turns or self._updating is not None or self._waiting:
-                self._wait(
-                    lambda: self._updating is None and not self._turns,
-                    "weights: expected the end of the turn that computes with the former ones",
-                )
-            self._updating = me
+            self._wait(
+                update,
+                lambda: not self._updates and not self._turns,
+                "weights: expected the end of the turn that computes with the former ones",
+            )
+            self._updates.add(update)
         try:
             yield
         finally:
-            with self._changed:
-                self._updating = None
-                self._changed.notify_all()
+            update.release()
 
-    def _wait(self, is_free: Callable[[], bool], expected: str) -> None:
+    def _is_updating(self) -> bool:
+        """Whether this thread is within an update."""
+        me = threading.get_ident()
+        return any(update.thread == me for update in self._updates)
+
+    def _end(self, entry: Entry) -> None:
+        with self._sync.lock:
+            self._turns.discard(entry)
+            self._updates.discard(entry)
+            self._sync.changed.notify_all()
+
+    def _wait(self, entry: Entry, is_free: Callable[[], bool], expected: str) -> None:
         """Wait until it is free and all who came before have begun."""
-        place = object()
-        self._waiting.append(place)
+        deadline = time.monotonic() + WAIT_S
+        self._waiting.add(entry)
         try:
-            if not self._changed.wait_for(
-                lambda: self._waiting[0] is place and is_free(), timeout=WAIT_S
-            ):
-                raise TimeoutError(
-                    f"{expected} within {WAIT_S:.0f} s, got none; pass channel=, where turns and "
-                    "updates do not wait for each other"
-                )
+            while not (is_free() and entry.number <= min(other.number for other in self._waiting)):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(
+                        f"{expected} within {WAIT_S:.0f} s, got none; pass channel=, where turns "
+                        "and updates do not wait for each other"
+                    )
+                self._sync.changed.wait(min(left, POLL_S))
         finally:
-            self._waiting.remove(place)
-            self._changed.notify_all()  # the next may be free to begin, too
+            self._waiting.discard(entry)
+            self._sync.changed.notify_all()  # the next may be free to begin, too
