@@ -63,7 +63,7 @@ class Actors:
         self.started: list[Started] = []
         self.handles: list[Any] = []
         self.shared = False  # whether other processes have handles of the collector
-        self._cluster = self._ray.get_runtime_context().gcs_address
+        self._cluster: str | None = None  # once actors run: outside of one, Ray would start it
         self._options = [{**one, "concurrency_groups": {BETWEEN: 1, UPDATES: 1}} for one in options]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,6 +121,7 @@ class Actors:
         """
         shared, own = self._put(arguments), [self._put(one) for one in own]
         self.handles = [self._ray.remote(**one)(DialogActor).remote() for one in self._options]
+        self._cluster = self._ray.get_runtime_context().gcs_address
         try:
             self._wait_for_places()
             answers = [
