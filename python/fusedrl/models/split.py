@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -160,7 +161,9 @@ def _compiled_as(decoder: nn.Module, *models: nn.Module) -> Callable[..., Any]:
     for model in models:
         compiler = getattr(model, "dynamo_ctx", None)
         call = model._compiled_call_impl
-        if call is not None:  # Module.compile() keeps its settings in the call alone
+        while isinstance(call, partial):  # a follower's, around what the module had
+            call = call.args[0]
+        if inspect.isfunction(call):  # Module.compile() keeps its settings in the call alone
             compiler = inspect.getclosurevars(call).nonlocals.get("self")
         if compiler is not None:
             return compiler(decoder)
