@@ -41,10 +41,7 @@ class TurnCopies:
             return _clones_of(root + under_next)
         originals = self._originals
         if len(originals) == len(root) and all(map(_are_same, originals, root)):
-            clones, self._clones = (
-                self._clones,
-                [],
-            )  # none is given away twice
+            clones, self._clones = self._clones, []  # none is given away twice
         else:
             known = self._by_original()
             if not any(id(tensor) in known for tensor in chain(*root)):
@@ -83,7 +80,7 @@ def _clones_at_once(tensors: list[Tensor]) -> list[Tensor] | None:
         return None
     try:
         return list(_clone_all(tensors))
-    except (NotImplementedError, RuntimeError):  # of nested tensors, for example
+    except RuntimeError:  # of nested tensors, for example
         return None
 
 

@@ -44,7 +44,7 @@ def reload(layers: nn.Module, vllm_config: VllmConfig, load: Callable[[], Any]) 
         # addresses of a GPU's kernels, which stay.
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is not None and get_layerwise_info(layer).restore_device.type == "cpu":
-            layer.quant_method.moe_kernel = None
+            layer.quant_method.moe_kernel = None  # pyright: ignore[reportArgumentType]
     try:
         load()
         finalize_layerwise_reload(layers, vllm_config.model_config)
