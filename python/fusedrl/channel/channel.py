@@ -278,7 +278,8 @@ class WeightChannel:
         """Write a slot yourself, in a ``with`` block; it is published when the block ends.
 
         If the block raises, nothing is published. There is one block at a time: the block of
-        another thread waits, and publishing within a block is refused.
+        another thread waits, and publishing within a block is refused. A child that is forked
+        within a block cannot write: it ends with SIGSEGV if it tries.
 
         Args:
             version: as for :meth:`publish`.

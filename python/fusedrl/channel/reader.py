@@ -263,7 +263,8 @@ class WeightReader:
         """Load the newest version into a module, and return its number.
 
         With ``"alias"`` the parameters point to the channel's memory, without a copy, and no longer
-        require gradients. The version is held until the next one is loaded. On the CPU that memory
+        require gradients. The version is held until the next one is loaded. On a GPU, load the next
+        one on a stream that waits for those that compute with this one. On the CPU that memory
         is read-only: a process that writes to a parameter ends with SIGSEGV, after a line on stderr
         that names the parameter. Buffers are copied, because a forward pass may write to them.
         With ``"copy"`` the version is copied into the module's own memory, which keeps its
