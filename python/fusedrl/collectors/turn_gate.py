@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from weakref import WeakSet
 
 from fusedrl.channel.forking import renew_in_children
@@ -18,7 +17,8 @@ POLL_S = 0.5  # in which a waiting thread sees what ended because nothing referr
 class Entry:
     """A turn or an update, waiting or running; it also ends when nothing refers to it.
 
-    An interrupt may come at any point, and leaves nobody who waits for what is gone.
+    An interrupt may come at any point, and leaves nobody who waits for what is gone. As a context
+    manager it ends with its block.
 
     Args:
         gate: lets others in when this one ends.
@@ -33,6 +33,14 @@ class Entry:
     def release(self) -> None:
         """End it."""
         self._gate._end(self)
+
+    def __enter__(self) -> Entry:
+        """This, which has begun."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End it."""
+        self.release()
 
 
 class _Sync:
@@ -53,9 +61,8 @@ class TurnGate:
         self._sync = _Sync()
         renew_in_children(self, _waiting=WeakSet, _turns=WeakSet, _updates=WeakSet, _sync=_Sync)
 
-    @contextmanager
-    def turn(self, joins: bool = False) -> Iterator[None]:
-        """Run a turn in this block, all of it in this thread.
+    def turn(self, joins: bool = False) -> Entry:
+        """Run a turn in a ``with`` block, all of it in this thread.
 
         Args:
             joins: whether the block is a part of a turn that runs, if one does.
@@ -63,40 +70,46 @@ class TurnGate:
         Raises:
             TimeoutError: an update does not end.
         """
-        turn = self.hold(joins, threading.get_ident())
-        try:
-            yield
-        finally:
-            turn.release()
+        return self.hold(joins, threading.get_ident())
 
     def hold(self, joins: bool = True, thread: int | None = None) -> Entry:
         """Begin a turn, or join one that runs; the result ends it, in any thread."""
         turn = Entry(self, thread, next(self._numbers))
-        with self._sync.lock:
-            if not ((joins and self._turns) or self._is_updating()):
-                self._wait(
-                    turn,
-                    lambda: not self._updates,
-                    "turn: expected the end of an update of the policy's weights",
-                )
-            self._turns.add(turn)
-        return turn
+        try:
+            with self._sync.lock:
+                if not ((joins and self._turns) or self._is_updating()):
+                    self._wait(
+                        turn,
+                        lambda: not self._updates,
+                        "turn: expected the end of an update of the policy's weights",
+                    )
+                self._turns.add(turn)
+            return turn
+        except BaseException:  # whoever keeps it keeps this turn, too
+            self._end(turn)
+            raise
 
-    @contextmanager
-    def update(self) -> Iterator[None]:
-        """Run an update in this block, while no turn runs.
+    def update(self) -> Entry:
+        """Run an update in a ``with`` block, while no turn runs.
 
         Raises:
             RuntimeError: this thread is within a turn.
             TimeoutError: a turn does not end.
         """
-        if self._is_updating():
-            yield
-            return
         me = threading.get_ident()
         update = Entry(self, me, next(self._numbers))
+        if self._is_updating():  # the block is a part of that update, which ends later
+            return update
+        try:
+            self._begin(update)
+            return update
+        except BaseException:
+            self._end(update)
+            raise
+
+    def _begin(self, update: Entry) -> None:
         with self._sync.lock:
-            if any(turn.thread == me for turn in self._turns):
+            if any(turn.thread == update.thread for turn in self._turns):
                 raise RuntimeError(
                     "weights: expected an update between two turns, got one from within a turn, "
                     "which would have two versions; update before or after the rollout, or from "
@@ -108,10 +121,6 @@ class TurnGate:
                 "weights: expected the end of the turn that computes with the former ones",
             )
             self._updates.add(update)
-        try:
-            yield
-        finally:
-            update.release()
 
     def _is_updating(self) -> bool:
         """Whether this thread is within an update."""

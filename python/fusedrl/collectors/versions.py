@@ -108,16 +108,11 @@ class Versions:
         if self._unnumbered is not None:
             self._unnumbered.check()
         if self.follower is None:
-            return self._turn(joins)
+            return _host.Entered(self.gate.turn(joins), lambda _: self._tag(None))
         if self.is_open:
             check_open(self.follower.reader)
         # An object, which also ends where an interrupt comes before the block begins.
         return _host.Entered(self.follower, self._tag)
-
-    @contextmanager
-    def _turn(self, joins: bool) -> Iterator[Version | None]:
-        with self.gate.turn(joins):
-            yield self._tag(None)
 
     def _tag(self, version: int | None) -> Version | None:
         """The number of the weights that are computed with, if versions are tracked."""

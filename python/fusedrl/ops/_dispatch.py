@@ -147,10 +147,10 @@ def check_choice(
 
 
 def check_flags(options: Mapping[str, object]) -> None:
-    """Refuse anything but a bool for those of an op's options that are flags."""
+    """Refuse anything but a bool, numpy's included, for an op's options that are flags."""
     for name in FLAGS:
         value = options.get(name, False)
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
             raise TypeError(f"{name}: expected True or False, got {value!r}; pass one of the two")
 
 

@@ -66,7 +66,7 @@ def check_all_or_none(key: NestedKey, found: Sequence[Any], kind: type = Tensor)
             got = "none" if value is None else f"a {type(value).__name__}"
             raise ValueError(
                 f"tensordict: expected a {kind.__name__} under {key!r} in every sample, or in "
-                f"none, got {got} in sample {i}; give every sample one, or delete the others'"
+                f"none, got {got} in sample {i}; give every sample one, or delete this entry"
             )
 
 
