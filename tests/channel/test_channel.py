@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -217,29 +216,6 @@ def test_publishing_within_a_publish_ends(channel):
             publish(channel, timeout=0.05)
         assert publish(channel, on_full="skip") is None
     assert publish(channel) == 2
-
-
-class Interrupts:
-    """A lock that Ctrl-C finds between its being acquired and whatever comes next."""
-
-    def __init__(self, lock):
-        self.lock = lock
-
-    def __getattr__(self, name):
-        return getattr(self.lock, name)
-
-    def acquire(self, *args, **kwargs):
-        self.lock.acquire(*args, **kwargs)
-        raise KeyboardInterrupt
-
-
-def test_ctrl_c_right_after_the_lock_leaves_it_free(channel, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(channel, "_lock", Interrupts(channel._lock))
-        with pytest.raises(KeyboardInterrupt):
-            publish(channel)
-    with ThreadPoolExecutor(1) as others:
-        assert others.submit(channel.publish, workers.weights_of(1), timeout=5).result() == 1
 
 
 def test_a_closed_channel_is_still_read_but_not_waited_for():

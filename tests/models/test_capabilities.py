@@ -235,10 +235,12 @@ def test_an_error_of_the_model_reaches_the_caller():
 
 def in_autocast(model):
     accelerate = pytest.importorskip("accelerate")
+    reset = accelerate.state.AcceleratorState._reset_state  # it is one for a whole process
+    reset(reset_partial_state=True)
     try:
         return accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
-    finally:  # it is one for a whole process
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    finally:
+        reset(reset_partial_state=True)
 
 
 def in_decorator(model):
