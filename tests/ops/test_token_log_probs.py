@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from accuracy import no_worse
@@ -421,3 +422,9 @@ def test_random_ragged_batches_equal_the_reference(lengths, classes, shift, keep
         torch.testing.assert_close(
             ours, reference, rtol=8e-3 if ours is results[0][2] else 1e-5, atol=5e-6
         )
+
+
+def test_flags_may_be_those_of_numpy():
+    logits, tokens = torch.randn(2, 3, 7), torch.randint(0, 7, (2, 3))
+    found, expected = (token_log_probs(logits, tokens, shift=flag) for flag in (numpy.True_, True))
+    assert torch.equal(found, expected) and (found[:, 0] == 0).all()
