@@ -59,7 +59,7 @@ endef
 .PHONY: help dev wheelhouse demo test test-slow test-vllm bench lint wheel gpu clean asked-for
 
 help:
-	@echo "make demo    score the bundled chats with two tiny models, into demo-out/"
+	@echo "make demo    train a tiny policy by GRPO and score its drift, into demo-out/"
 	@echo "make dev     .venv with all tools; compiles again after a change in csrc/"
 	@echo "make test    the tests, on the CPU"
 	@echo "make test-slow  the repetitions that make test leaves out"
@@ -131,7 +131,7 @@ test-slow: dev
 
 # One process: each engine takes all cores.
 test-vllm: .venv-vllm/installed-$(PACKAGE)
-	.venv-vllm/bin/python -m pytest -m "$(ENGINES)" tests/engines --durations=10
+	.venv-vllm/bin/python -m pytest -m "$(ENGINES)" tests/engines tests/compat/test_vllm.py --durations=10
 
 bench: dev
 	fusedrl bench

@@ -36,8 +36,8 @@ class Job(NamedTuple):
     hidden: Tensor
     weight: Tensor
     tokens: Tensor
-    mask: Tensor
     advantages: Tensor  # [B]
+    mask: Tensor
     old_log_probs: Tensor
 
     @property
@@ -54,7 +54,7 @@ def make_job(
     weight = torch.randn(classes, hidden, device=device, dtype=dtype) / hidden**0.5
     targets = torch.randint(0, classes, tokens, device=device)
     order = torch.rand(tokens, device=device).argsort(-1)
-    job = Job(states, weight, targets, order < kept, torch.randn(tokens[0], device=device), order)
+    job = Job(states, weight, targets, torch.randn(tokens[0], device=device), order < kept, order)
     log_probs = torch.zeros(tokens, device=device)
     with torch.no_grad():
         log_probs[job.mask] = _log_probs(states[job.mask], weight, targets[job.mask]).float()
@@ -86,7 +86,7 @@ def four_products(job: Job) -> Tensor:
     """Our log-probs, which multiply by the head again in their backward pass."""
     from fusedrl import linear_token_log_probs  # pyright: ignore[reportAttributeAccessIssue]
 
-    log_probs = linear_token_log_probs(*job[:4])
+    log_probs = linear_token_log_probs(*job[:3], job.mask)
     assert isinstance(log_probs, Tensor)
     return torch_loss(log_probs, job)
 

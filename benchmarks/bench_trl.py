@@ -113,7 +113,7 @@ def head_case(job: Job, trainer: str) -> Case:
         ChunkedLogProbFunction as Theirs,
     )
 
-    from fusedrl.integrations._trl_head import ChunkedLogProbFunction as Ours
+    from fusedrl.integrations.trl_head import ChunkedLogProbFunction as Ours
 
     def path(function: Any, job: Job) -> Tensor:
         arguments = job.states(), job.weight, None, job.targets(), 1.0, TRL_CHUNK
@@ -140,8 +140,8 @@ def loss_case(job: policy.Job) -> Case:
         ChunkedLogProbFunction as Theirs,
     )
 
-    from fusedrl.integrations._trl_head import ChunkedLogProbFunction as Ours
-    from fusedrl.integrations._trl_loss import expecting
+    from fusedrl.integrations.trl_head import ChunkedLogProbFunction as Ours
+    from fusedrl.integrations.trl_loss import expecting
 
     def path(function: Any, job: policy.Job) -> Tensor:
         arguments = job.hidden.flatten(0, 1), job.weight, None, job.tokens.flatten()
@@ -171,7 +171,7 @@ def loss_case(job: policy.Job) -> Case:
 
 def plan_of(job: policy.Job) -> Any:
     """What TRL's trainer tells of the loss of these tokens."""
-    from fusedrl.integrations._trl_loss import Plan, PlanMisses
+    from fusedrl.integrations.trl_loss import Plan, PlanMisses
     from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
 
     return Plan(

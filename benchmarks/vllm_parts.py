@@ -54,7 +54,7 @@ def parts(worker: Any) -> dict[str, float]:
     layerwise._copy_and_restore_kernel_tensors = timed("place", place)
     try:
         with transfer._reader.lease() as lease:
-            views = transfer._reader._views(lease._slot)
+            views = lease.views
             weights = [(name, views[i]) for name, i in transfer._reader.layout.view_of.items()]
             copies = [torch.empty_like(view) for view in views]
             timed("initialize", layerwise.initialize_layerwise_reload)(model)

@@ -26,11 +26,7 @@ set_target_properties(torch_cuda_stub PROPERTIES
   OUTPUT_NAME torch_cuda LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/stub
   CXX_VISIBILITY_PRESET default)
 
-foreach(op IN LISTS ops)
-  if(EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/${op}/cuda.cu)
-    list(APPEND cuda_sources csrc/${op}/cuda.cu)
-  endif()
-endforeach()
+file(GLOB cuda_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR} csrc/*/cuda.cu)
 add_library(_C_cuda MODULE ${cuda_sources})
 target_link_libraries(_C_cuda PRIVATE fusedrl_torch ${TORCH_CPU_LIBRARY} torch_cuda_stub)
 target_compile_definitions(_C_cuda PRIVATE USE_CUDA)

@@ -38,16 +38,12 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "Tensor? rounds_grads=None) "
       "-> (Tensor rows, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
   m.def(
-      "token_kl(Tensor log_probs, Tensor ref_log_probs, Tensor? mask, Tensor? offsets, "
-      "Tensor? reward, Tensor coeff, int estimator, bool nan_missing) "
-      "-> (Tensor kl, Tensor reward)");
+      "token_kl(Tensor log_probs, Tensor ref_log_probs, Tensor? mask, Tensor? reward, "
+      "Tensor coeff, int estimator, bool nan_missing) -> (Tensor kl, Tensor reward)");
   m.def(
       "token_kl_backward(Tensor? grad_kl, Tensor? grad_reward, Tensor log_probs, "
       "Tensor ref_log_probs, Tensor? mask, Tensor coeff, int estimator, bool nan_missing) "
       "-> Tensor grad_log_probs");
-  m.def(
-      "token_kl_list(Tensor[] log_probs, Tensor[] ref_log_probs, Tensor[] mask, Tensor[] reward, "
-      "Tensor coeff, int estimator, bool nan_missing) -> (Tensor kl, Tensor reward)");
   m.def(
       "importance_weights(Tensor log_probs, Tensor rollout_log_probs, Tensor? mask, "
       "Tensor? offsets, Tensor low, Tensor high, int level, bool masks, bool nan_missing) "

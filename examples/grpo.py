@@ -1,173 +1,126 @@
-"""GRPO with torchrl's replay buffer, while another process generates the next answers.
+"""GRPO with torchrl: a policy learns to answer in digits while its worker makes the next answers.
 
-A tiny model made on the spot stands in for yours, and learns in less than a minute to answer in
-vowels. ``python grpo.py 4`` stops after four batches.
+``python grpo.py`` makes a tiny model, then prints a line for each batch. ``fusedrl demo`` runs the
+same loop, and shows afterwards where the policy drifted.
 """
 
 from __future__ import annotations
 
 import argparse
-import string
+import tempfile
+import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDict
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torchrl.data import (
-    Composite,
-    LazyStackStorage,
-    ReplayBuffer,
-    SamplerWithoutReplacement,
-    Unbounded,
-)
-from torchrl.envs import StepCounter, Transform, TransformedEnv
-from torchrl.envs.llm import ChatEnv
-from torchrl.envs.llm.transforms import DataLoadingPrimer
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import MCAdvantage
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fusedrl import AsyncCollector, GRPOLoss, LLMCollector, RetrieveKL
-from fusedrl.demo.models import make_model
+from fusedrl.demo import dialogs, make_reference
 
-QUESTIONS = ["How are you?", "What is 2 + 2?", "Name a colour.", "Is it late?"]
 GROUP = 8  # answers to a question
 KL_COEFF = 0.002
+Turns = dict[str, float]  # what is known of one batch
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a character, so that an answer's text has the tokens that were sampled."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    characters = [*special, *string.ascii_letters, *string.digits, *" \n?+."]
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, special[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=special[0],
-        eos_token=special[2],
-        additional_special_tokens=[special[1]],
-        chat_template="{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    )
+def train(
+    reference: str | Path,
+    policy: str | Path,
+    batches: int = 24,
+    seed: int = 0,
+    rewards: dialogs.Rewards = dialogs.digits,
+) -> list[Turns]:
+    """Train the model in the folder ``reference``, save it in ``policy``; a dict for each batch."""
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(reference)
+    model, frozen = (AutoModelForCausalLM.from_pretrained(reference).eval() for _ in range(2))
 
-
-class Vowels(Transform):
-    """The reward of an answer: the share of vowels in it."""
-
-    def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
-        rewards = [
-            [[sum(c in "aeiou" for c in answer) / max(len(answer), 1)]]
-            for answer in tensordict["text"].response
-        ]
-        return next_tensordict.set("reward", torch.tensor(rewards))
-
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1, 1))
-        return reward_spec
-
-
-def make_env() -> TransformedEnv:
-    """Each question to all dialogs of a group; made in the collector's process."""
-    questions = torch.utils.data.DataLoader(
-        [{"query": question} for question in QUESTIONS for _ in range(GROUP)],
-        batch_size=GROUP,
-        collate_fn=lambda batch: TensorDict(
-            query=NonTensorStack(*(x["query"] for x in batch)), batch_size=(len(batch),)
-        ),
-    )
-    env = TransformedEnv(ChatEnv(batch_size=(GROUP,), tokenizer=make_tokenizer()))
-    env.append_transform(DataLoadingPrimer(dataloader=questions))
-    env.append_transform(Vowels())
-    # A chat has no end of its own, and MCAdvantage takes trajectories that are done: of one turn.
-    return env.append_transform(StepCounter(max_steps=1))
-
-
-def main(batches: int) -> None:
-    """An update a batch, each one version of the weights, which the collector takes when it can."""
-    warnings.filterwarnings("ignore")  # torch's and torchrl's own
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # the collector's process has the other core
-    tokenizer = make_tokenizer()
-    model = make_model(len(tokenizer)).eval()
-
-    def copy_of_weights() -> dict[str, Any]:
-        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-    def frozen_copy() -> Any:
-        copy = make_model(len(tokenizer)).eval().requires_grad_(False)
-        copy.load_state_dict(model.state_dict())
-        return copy
-
-    def reads(model: Any, log_probs_key: str = "log_probs") -> TransformersWrapper:
-        # The loss and the KL are over the assistant's tokens ("rlhf" below). Which these are, the
-        # conversation says: tokens alone, without "history", do not.
+    def scores(model: Any, key: str) -> TransformersWrapper:
+        # Which tokens are the assistant's is known to the conversation, and not to its tokens.
+        reads: dict[str, Any] = {"input_mode": "history", "generate": False}
         return TransformersWrapper(
-            model,
-            tokenizer=tokenizer,
-            input_mode="history",
-            generate=False,
-            return_log_probs=True,
-            log_probs_key=log_probs_key,
+            model, tokenizer=tokenizer, return_log_probs=True, log_probs_key=key, **reads
         )
 
-    policy = TransformersWrapper(
-        model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 12, "do_sample": True}
-    )
-    # The ratio and the KL are of the policy that sampled the answers, so the scorer gets the
-    # weights of the version that made a batch: the trained model has newer ones by then.
-    scorer = frozen_copy()
-    score = RetrieveKL(reads(scorer), reads(frozen_copy(), "ref_log_probs"), add_to_reward=False)
+    def make_env() -> Any:
+        """Called in the worker, where each answer is scored with the weights that made it."""
+        torch.manual_seed(seed)
+        env = dialogs.make_env(tokenizer, GROUP, rewards)
+        reference = scores(frozen.requires_grad_(False), "ref_log_probs")
+        return env.append_transform(RetrieveKL("from_collector", reference, add_to_reward=False))
+
+    # A token of this tokenizer is a byte, and those beyond ASCII are no text by themselves.
+    no_text = [i for i in range(len(tokenizer)) if not tokenizer.decode([i]).isascii()]
+    sampling = {"max_new_tokens": 16, "do_sample": True, "suppress_tokens": no_text}
+    answers = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling)
     buffer = ReplayBuffer(
         storage=LazyStackStorage(GROUP),  # of rows that differ in length
         sampler=SamplerWithoutReplacement(),
         transform=MCAdvantage(grpo_size=GROUP),
-        batch_size=GROUP // 2,
+        batch_size=GROUP,
     )
-    loss_of = GRPOLoss(reads(model), masking_strategy="rlhf")
-    # RetrieveKL writes where a step of an environment does; by default the loss reads at the root,
-    # where a policy that generates leaves log-probs of the response only.
-    loss_of.set_keys(sample_log_prob=("next", "log_probs", "full"))
+    loss_of = GRPOLoss(scores(model, "log_probs"), masking_strategy="rlhf")
+    loss_of.set_keys(sample_log_prob=("next", "log_probs", "full"))  # where RetrieveKL writes
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-
+    known: list[Turns] = []
     with AsyncCollector(
         make_env,
-        policy,
+        answers,
         collector_class=LLMCollector,
         dialog_turns_per_batch=GROUP,
         total_dialog_turns=GROUP * batches,
         track_policy_version=True,
     ) as collector:
-        weights = {collector.policy_version: copy_of_weights()}
-        for number, batch in enumerate(collector):
-            turns = batch.reshape(-1)
-            (version,) = set(turns["policy_version"].tolist())  # one call of the policy made them
-            weights = {v: copy for v, copy in weights.items() if v >= version}
-            scorer.load_state_dict(weights[version])
-            score(turns)
+        began = time.perf_counter()
+        for batch in collector:
+            came = time.perf_counter()
+            turns, newest = batch.reshape(-1), collector.policy_version
             # Rows of different lengths are no tensor: as_list=True gives each by itself.
             kl = torch.stack([row.sum() for row in turns.get(("next", "kl_penalty"), as_list=True)])
-            rewards = turns["next", "reward"]
-            # One reward an answer: of a reward a token MCAdvantage makes an advantage a token,
-            # which GRPOLoss pads on the right, and log-probs on the left.
-            turns["next", "reward"] = rewards - KL_COEFF * kl.view_as(rewards)
+            reward = turns["next", "reward"]
+            turns["next", "reward"] = reward - KL_COEFF * kl.view_as(reward)
             buffer.extend(turns)
             for sample in buffer:
                 losses = loss_of(sample)
                 optimizer.zero_grad()
                 (losses.loss_objective + losses.loss_entropy).backward()
                 optimizer.step()
-            trained = copy_of_weights()
-            collector.update_policy_weights_(trained)  # one version; generation goes on meanwhile
-            weights[collector.policy_version] = trained
-            print(
-                f"batch {number}: reward {rewards.mean():.2f}, KL {kl.mean():.1f} nats, "
-                f"made by version {version}, newest is {collector.policy_version}"
+            trained = time.perf_counter()
+            collector.update_policy_weights_()  # one version; the worker goes on meanwhile
+            done = time.perf_counter()
+            known.append(
+                {
+                    "version": turns["policy_version"].min().item(),
+                    "newest": newest,
+                    "reward": reward.mean().item(),
+                    "kl": kl.mean().item(),
+                    "waiting": came - began,
+                    "training": trained - came,
+                    "publishing": done - trained,
+                }
             )
+            print(
+                "version {version:.0f} (newest {newest:.0f}): reward {reward:.2f}, "
+                "KL {kl:.1f} nats an answer".format(**known[-1]),
+                flush=True,
+            )
+            began = done
+    model.save_pretrained(policy)
+    tokenizer.save_pretrained(policy)
+    return known
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("batches", nargs="?", type=int, default=40)
-    main(parser.parse_args().batches)
+    parser.add_argument("batches", nargs="?", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=100, help="of the model that is trained")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")  # torch's and torchrl's own
+    torch.set_num_threads(1)  # the collector's process has the other core
+    with tempfile.TemporaryDirectory() as folder:
+        make_reference(Path(folder, "reference"), steps=arguments.steps)
+        train(Path(folder, "reference"), Path(folder, "policy"), arguments.batches)

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from pyarrow import parquet
 
-from fusedrl.demo import CHATS, make_models
+from fusedrl.demo import CHATS, make_reference
 from fusedrl.scoring import Settings, score_chats
 
 with tempfile.TemporaryDirectory() as folder:
     policy, reference, out = (Path(folder) / name for name in ("policy", "reference", "out"))
     # Any two chat models that share a tokenizer do.
-    make_models(policy, reference, pretrain_steps=40, tune_steps=10)
+    make_reference(reference, steps=20)
+    make_reference(policy, steps=25)
     summary = score_chats(CHATS, str(policy), str(reference), out, Settings(estimator="k3"))
     print(f"{len(summary.rows)} chats, mean KL {summary.mean('kl_mean'):.3f} nats a token")
 

@@ -31,7 +31,6 @@ def loss_of(
         hidden[part],
         weight,
         tokens[part],
-        None,
         torch.tensor([1.0, -1.0]),  # of both sequences, on every rank
         old_log_probs=old_log_probs[part],
         offsets=OFFSETS,  # likewise

@@ -75,6 +75,6 @@ def collect(prefetch: int) -> None:
 def storm() -> None:
     """Collect on demand, and ahead."""
     context = multiprocessing.get_context("fork")
-    fusedrl.collectors.process.async_collector._get_mp_ctx = lambda *_: context
+    fusedrl.collectors.process.async_collector.process_context = lambda *_: context
     for prefetch in (0, 2):
         collect(prefetch)

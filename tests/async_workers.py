@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
 import multiprocessing
 import os
+import signal
+import struct
 import sys
 import time
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +114,14 @@ class Parent(CountingEnv):
             while True:
                 time.sleep(60)
         (Path(folder) / "pids").write_text(f"{os.getpid()} {child}")
+
+    def tell_half(self) -> None:
+        """Send the trainer a part of a message, and be killed."""
+        for thing in gc.get_objects():
+            if isinstance(thing, Connection) and not thing.closed:
+                with contextlib.suppress(OSError):
+                    os.write(thing.fileno(), struct.pack("!i", 1000) + b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Slow(CountingEnv):

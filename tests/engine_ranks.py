@@ -11,10 +11,9 @@ from fusedrl.vllm.agreement import Ranks
 
 
 def agree(pipe: Any, store: Path, rank: int, size: int, failing: list[int]) -> None:
-    """Do something together, and send the outcome, whether it was undone, and who goes on."""
+    """Do something together, and send the outcome and who goes on."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     ranks = Ranks(size, rank, dist.group.WORLD)
-    undone: list[bool] = []
 
     def attempt() -> str:
         if rank in failing:
@@ -22,10 +21,10 @@ def agree(pipe: Any, store: Path, rank: int, size: int, failing: list[int]) -> N
         return f"value {rank}"
 
     try:
-        outcome: Any = ranks.all_or_none(attempt, lambda: undone.append(True))
+        outcome: Any = ranks.all_or_none(attempt)
     except RuntimeError as error:
         outcome = error
     # Whoever failed, they go on together.
-    outcome = str(outcome), bool(undone), ranks.gathered(rank)
+    outcome = str(outcome), ranks.gathered(rank)
     dist.destroy_process_group()
     pipe.send(outcome)

@@ -39,6 +39,7 @@ class Point:
 
     def __init__(self, number: int, strict: bool) -> None:
         self.left, self.strict = number, strict
+        self.error: KeyboardInterrupt | None = None  # with the frames that it went through
 
     def run(self, call: Callable[[], Any]) -> bool:
         """Whether ``call`` came to its end without the interrupt."""
@@ -67,13 +68,18 @@ class Point:
             finally:
                 sys.settrace(before)
             return True
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             torch.set_grad_enabled(True)  # torch.no_grad() may have been interrupted in its exit
+            self.error = error
             return False
 
 
 def at_each_instruction(
-    call: Callable[[], Any], check: Callable[[], Any], strict: bool, some: int | None = None
+    call: Callable[[], Any],
+    check: Callable[[], Any],
+    strict: bool,
+    some: int | None = None,
+    keeps: bool = False,
 ) -> int:
     """Interrupt ``call`` at each instruction of the package in turn, and ``check`` what is left.
 
@@ -82,6 +88,7 @@ def at_each_instruction(
         check: is called after each interrupt.
         strict: as for :class:`Point`.
         some: how many instructions, drawn by chance, instead of all.
+        keeps: keep the exception during the check, as a debugger does.
 
     Returns:
         How many instructions were interrupted.
@@ -94,13 +101,20 @@ def at_each_instruction(
         numbers = sorted(random.Random(count).sample(numbers, some))
     interrupted = 0
     for number in numbers:
-        interrupted += not Point(number, strict).run(call)
+        point = Point(number, strict)
+        interrupted += not point.run(call)
+        if not keeps:
+            point.error = None
         check()
     return interrupted
 
 
 def storm(
-    call: Callable[[], Any], check: Callable[[], Any], interrupts: int, longest: float
+    call: Callable[[], Any],
+    check: Callable[[], Any],
+    interrupts: int,
+    longest: float,
+    keeps: bool = False,
 ) -> int:
     """Interrupt ``call`` by signals that come by chance, and ``check`` what is left.
 
@@ -109,6 +123,7 @@ def storm(
         check: is called after each interrupt.
         interrupts: how often.
         longest: seconds after which a signal comes at the latest.
+        keeps: as for :func:`at_each_instruction`.
 
     Returns:
         How many calls came to their end meanwhile.
@@ -123,15 +138,18 @@ def storm(
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for _ in range(interrupts):
+            kept: KeyboardInterrupt | None = None
             try:
                 armed[0] = True
                 signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, longest))
                 while armed[0]:
                     call()
                     done += 1
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 torch.set_grad_enabled(True)  # as above
+                kept = error if keeps else None
             check()
+            del kept
     finally:
         armed[0] = False
         signal.setitimer(signal.ITIMER_REAL, 0)

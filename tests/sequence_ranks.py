@@ -146,7 +146,7 @@ def loss_of(name: str, advantages: str, **chosen: Any) -> Case:
         if chosen.get("importance"):
             columns["rollout_log_probs"] = x["rollout"]
         result = linear_policy_loss(
-            *(x["hidden"], x["weight"], x["tokens"], x["mask"], x[advantages]),
+            *(x["hidden"], x["weight"], x["tokens"], x[advantages], x["mask"]),
             **{**columns, "loss": name, "clip": 0.9, "bias": x["bias"]},
             **{"kl_coeff": 0.1, "entropy_coeff": 0.05, **chosen, **options},
         )
@@ -230,7 +230,7 @@ def refusals(rank: int, group: dist.ProcessGroup) -> list[str]:
     advantages = torch.zeros((2, 3) if rank else (2,))
     try:
         options = {"shift": True, "sequence_group": group}
-        linear_policy_loss(hidden, weight, of_padded, None, advantages, **options)
+        linear_policy_loss(hidden, weight, of_padded, advantages, **options)
     except ValueError as error:
         said.append(str(error))
     try:
@@ -290,7 +290,7 @@ class Split(NamedTuple):
         if form in ("[N]", "[1, N]"):
             advantages = advantages[..., start:end]
         return linear_policy_loss(
-            *(self.hidden[start:end], self.weight, self.tokens[start:end], None, advantages),
+            *(self.hidden[start:end], self.weight, self.tokens[start:end], advantages, None),
             **{"offsets": self.offsets, "shift": self.shift, "loss": "reinforce", **options},
         ).loss
 
@@ -350,6 +350,6 @@ def on_a_grid(rank: int, folder: str) -> None:
     classes = slice(*SHARDS[shard : shard + 2])
     mine |= {name: mine[name][classes] for name in ("weight", "bias")}
     options = {"offsets": torch.tensor(GRID.offsets), "shift": True, "sequence_group": sequences}
-    options |= {"group": vocabulary, "vocab_offset": classes.start}
+    options |= {"vocab_group": vocabulary, "vocab_offset": classes.start}
     torch.save({case: run(CASES[case], mine, **options) for case in GRID_CASES}, f"{folder}/{rank}")
     dist.destroy_process_group()

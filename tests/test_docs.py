@@ -17,7 +17,7 @@ import fusedrl
 import fusedrl.models
 
 # What a run in the tests is given, where the whole takes longer.
-SHORT = {"grpo.py": ["3"]}
+SHORT = {"grpo.py": ["3", "--steps", "3"]}
 
 ROOT = Path(__file__).parents[1]
 # Pages with Python that runs; "py" is what a page shows without the names around it.

@@ -21,11 +21,10 @@ def load(path):
 sources = load(ROOT / "docs" / "messages.py")
 # Read the description of a channel; whoever calls them says what to do with one that is damaged.
 OF_DESCRIPTIONS = {
-    "layout_entries.py",
     "layout.py",
+    "lora_adapters.py",
     "manifest.py",
     "memory.py",
-    "peft_models.py",
 }
 
 

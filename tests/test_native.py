@@ -260,7 +260,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
             leaves = [x.detach().requires_grad_() for x in leaves]
             advantages, old = draw[:, :2].to(dtype).float().unbind(1)
             loss = linear_policy_loss(
-                *leaves[:2], tokens, None, advantages, old_log_probs=old - 9, loss="dapo",
+                *leaves[:2], tokens, advantages, old_log_probs=old - 9, loss="dapo",
                 bias=leaves[2], softcap=softcap, entropy_coeff=0.1, impl=impl,
             )
             loss.loss.backward()

@@ -54,6 +54,16 @@ def test_rows_that_share_memory_are_sent_once():
     assert size < 1.5 * (packed.nbytes + packed.numel())
 
 
+def test_a_part_of_what_came_can_be_kept_alone(tmp_path):
+    """Each tensor has a storage of its own, which is what a pickle and torch.save() write."""
+    samples = lazy_stack([TensorDict(x=row, y=row > 0) for row in torch.randn(64, 100)])
+    got = sent(samples)
+    assert len(pickle.dumps(got[0])) < 1.1 * len(pickle.dumps(samples[0].clone()))
+    assert all(row["x"].untyped_storage().nbytes() == 400 for row in got.unbind(0))
+    torch.save(got[0], tmp_path / "row")
+    torch.testing.assert_close(torch.load(tmp_path / "row", weights_only=False), samples[0])
+
+
 def test_one_tensordict_in_two_places_stays_one():
     data = TensorDict(x=torch.ones(2))
     first, second = sent((data, data))

@@ -13,7 +13,7 @@ from tiny_trl import TEXTS, by_length, options, save_model
 
 import fusedrl
 from fusedrl import native
-from fusedrl.integrations import _trl_log
+from fusedrl.integrations import trl_log
 
 OLD, REF, TOOLS = "old_per_token_logps", "ref_per_token_logps", "tool_mask"
 SEQUENCE = {"importance_sampling_level": "sequence"}
@@ -46,7 +46,7 @@ def calls(monkeypatch):
 @pytest.fixture
 def said(monkeypatch, caplog):
     """A function of what fusedrl has logged, as if it had logged nothing before."""
-    monkeypatch.setattr(_trl_log, "_said", set())
+    monkeypatch.setattr(trl_log, "_said", set())
     caplog.set_level(logging.WARNING, "fusedrl")
     return lambda: [record.message for record in caplog.records if record.name == "fusedrl"]
 

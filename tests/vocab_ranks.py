@@ -38,7 +38,7 @@ def run_loss(hidden, weight, bias, upstream, tokens, mask, **options):
     for loss in ("dapo", "gspo"):
         leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
         value = linear_policy_loss(
-            *(*leaves[:2], tokens, mask, advantages), bias=leaves[2], loss=loss, entropy_coeff=0.1,
+            *(*leaves[:2], tokens, advantages, mask), bias=leaves[2], loss=loss, entropy_coeff=0.1,
             old_log_probs=old_log_probs - 8, clip=0.9, **options,
         ).loss  # fmt: skip
         found += [value.detach(), *torch.autograd.grad(value, leaves)]
@@ -57,7 +57,7 @@ def on_a_rank(rank: int, bounds: list[int], dtype: torch.dtype, folder: str) -> 
     hidden, weight, bias, tokens, mask = problem(dtype)
     upstream = torch.randn(2, *tokens.shape)  # the seed is that of `problem`: alike on all ranks
     mine = slice(bounds[rank], bounds[rank + 1])
-    shard = {"vocab_offset": mine.start, "group": dist.group.WORLD}
+    shard = {"vocab_offset": mine.start, "vocab_group": dist.group.WORLD}
     found = [
         run(hidden, weight[mine], bias[mine], upstream, tokens, mask, shift=shift, **shard)
         for shift in (False, True)

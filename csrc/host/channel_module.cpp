@@ -7,10 +7,10 @@
 #include <memory>
 #include <system_error>
 
+#include "host/channel_blocks.h"
 #include "host/copy.h"
 #include "host/dlpack.h"
 #include "host/publisher.h"
-#include "host/python_leases.h"
 #include "host/reader.h"
 
 namespace py = pybind11;
@@ -48,10 +48,10 @@ std::unique_ptr<MemoryFile> reserved(uint64_t bytes) {
   return file;
 }
 
-std::unique_ptr<Publisher> make_publisher(uint64_t slots, uint64_t slot_bytes, uint64_t max_readers,
+std::shared_ptr<Publisher> make_publisher(uint64_t slots, uint64_t slot_bytes, uint64_t max_readers,
                                           const std::string& session, const std::string& manifest) {
   const Geometry geometry{slots, slot_bytes, max_readers, manifest.size()};
-  return std::make_unique<Publisher>(reserved(geometry.file_bytes()), geometry, session, manifest);
+  return std::make_shared<Publisher>(reserved(geometry.file_bytes()), geometry, session, manifest);
 }
 
 void report_writes(Reader& reader, const std::vector<std::pair<uint64_t, std::string>>& entries) {
@@ -70,11 +70,14 @@ void raise_os_error(std::exception_ptr error) {
   }
 }
 
-// `owner` keeps the mapping, so a tensor outlives the end of the channel that it came from.
+// The tensor owns the mapping, so it outlives the end of the channel that it came from. It also
+// owns `lease`, which may be None.
 template <class End>
-py::capsule slot_tensor(const End& end, int slot, uint64_t bytes) {
+py::capsule slot_tensor(const End& end, int slot, uint64_t bytes, py::object lease) {
+  using Owner = std::pair<std::shared_ptr<Mapping>, std::shared_ptr<void>>;
+  auto owner = std::make_shared<Owner>(end.slots(), dlpack::keep_alive(std::move(lease)));
   return dlpack::uint8_tensor(end.slot(slot), static_cast<int64_t>(bytes), {dlpack::kCpu, 0},
-                              end.slots());
+                              std::move(owner));
 }
 
 // (target, source, elements, bytes of an element, float32 to bfloat16) for each piece.
@@ -112,16 +115,18 @@ void bind_channel(py::module_& m) {
       .def_readonly("leased", &ReaderState::leased)
       .def_readonly("applied", &ReaderState::applied);
 
-  py::class_<Publisher>(m, "Publisher", "The writing end of a weight channel.")
+  py::class_<Publisher, std::shared_ptr<Publisher>>(m, "Publisher",
+                                                    "The writing end of a weight channel.")
       .def(py::init(&make_publisher), py::arg("slots"), py::arg("slot_bytes"),
            py::arg("max_readers"), py::arg("session"), py::arg("manifest"))
       .def("try_begin", &Publisher::try_begin, "Lock a slot that nobody leases, or None.")
       .def("commit", &Publisher::commit, py::arg("slot"), py::arg("version"), py::arg("checksum"))
-      .def("abort", &Publisher::abort, py::arg("slot"))
+      .def("abort", &Publisher::abort)
       .def("version", &Publisher::version, "The published version, -1 before the first.")
       .def("fd", &Publisher::fd)
       .def("share", &Publisher::share, "A descriptor for another process; the caller closes it.")
-      .def("slot_tensor", &slot_tensor<Publisher>, py::arg("slot"), py::arg("bytes"))
+      .def("slot_tensor", &slot_tensor<Publisher>, py::arg("slot"), py::arg("bytes"),
+           py::arg("lease"))
       .def("readers", &Publisher::readers, py::arg("forget_dead"),
            "Those that are open, and those that died and were not forgotten since.")
       .def("progress", &Publisher::progress)
@@ -159,7 +164,7 @@ void bind_channel(py::module_& m) {
       .def("slot_bytes", [](const Reader& reader) { return reader.geometry().slot_bytes; })
       .def("report_writes", &report_writes, py::arg("entries"),
            "Say to which of these (offset, name) a write went that ends this process.")
-      .def("slot_tensor", &slot_tensor<Reader>, py::arg("slot"), py::arg("bytes"))
+      .def("slot_tensor", &slot_tensor<Reader>, py::arg("slot"), py::arg("bytes"), py::arg("lease"))
       .def("leased", &Reader::leased, "The slots that are leased.")
       .def("end_leases", &Reader::end_leases, "No lease is held any more, but for holds of slots.")
       .def("close", &Reader::close);

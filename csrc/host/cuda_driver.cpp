@@ -139,10 +139,10 @@ std::string on(int device) { return " on device " + std::to_string(device); }
 
 Ordinal ordinal(int device) {
   check(api().initialised, "cuInit");
-  Ordinal found;
-  check(api().device_get(&found, device), "cuDeviceGet" + on(device),
+  Ordinal ordinal;
+  check(api().device_get(&ordinal, device), "cuDeviceGet" + on(device),
         "CUDA_VISIBLE_DEVICES says which devices a process sees");
-  return found;
+  return ordinal;
 }
 
 // The context that torch uses too. It is retained once and never released, as the driver destroys

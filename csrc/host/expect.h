@@ -3,7 +3,8 @@
 // The samples of a batch lie apart, and as a rule in no cache: to wait for the memory of one object
 // takes longer than to look something up in it. A loop over all samples that says what the next
 // loop reads has many waits at a time. A hint reads nothing but what was expected before it, and a
-// wrong one does no harm. All are always inlined: GCC takes a function that only prefetches for one
+// wrong one does no harm. KLComputation over fresh stacks of 64 and more samples takes a tenth
+// longer without them. All are always inlined: GCC takes a function that only prefetches for one
 // without an effect, and leaves out the calls of it.
 #pragma once
 

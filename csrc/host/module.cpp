@@ -5,9 +5,8 @@
 #include "common/cpu_level.h"
 #include "host/channel_module.h"
 #include "host/cuda_module.h"
-#include "host/samples.h"
 #include "host/tensordicts.h"
-#include "host/token_columns.h"
+#include "host/token_kl.h"
 #include "host/trees.h"
 
 namespace py = pybind11;
@@ -65,9 +64,8 @@ PYBIND11_MODULE(_host, m) {
   m.def("cpu_levels", &cpu_levels,
         "The levels that this CPU has the instructions for, the best one last.");
   fusedrl::bind_trees(m);
-  fusedrl::bind_samples(m);
   fusedrl::bind_tensordicts(m);
-  fusedrl::bind_token_columns(m);
+  fusedrl::bind_token_kl(m);
 #if defined(FUSEDRL_CHANNEL)
   fusedrl::bind_channel(m);
   fusedrl::bind_cuda(m);

@@ -43,7 +43,7 @@ int64_t Publisher::version() const {
 std::optional<int> Publisher::try_begin() {
   require_open();
   version();
-  if (begun_) abort(*begun_);
+  abort();
   const int slots = static_cast<int>(geometry_.slots);
   for (int i = 1; i <= slots; ++i) {
     const int slot = (published_.slot + i) % slots;
@@ -77,32 +77,33 @@ void Publisher::commit(int slot, int64_t version, uint64_t checksum) {
   at(Step::commit_woken);
 }
 
-void Publisher::abort(int slot) {
+void Publisher::abort() {
   require_open();
-  page_->slot[slot].version.store(no_version, std::memory_order_relaxed);
-  page_->slot[slot].state.store(SlotState::empty, std::memory_order_release);
-  file_->unlock(slot_lock + slot);
+  if (!begun_) return;
+  page_->slot[*begun_].version.store(no_version, std::memory_order_relaxed);
+  page_->slot[*begun_].state.store(SlotState::empty, std::memory_order_release);
+  file_->unlock(slot_lock + *begun_);
   begun_.reset();
 }
 
 std::vector<ReaderState> Publisher::readers(bool forget_dead) {
   require_open();
-  std::vector<ReaderState> found;
+  std::vector<ReaderState> states;
   for (uint64_t i = 0; i < geometry_.max_readers; ++i) {
     ReaderEntry& entry = page_->reader[i];
     bool alive = false;
     const Pids pids = pids_of(entry, i, forget_dead, &alive);
-    if (pids.died != 0) found.push_back({pids.died, false, {}, no_version});
+    if (pids.died != 0) states.push_back({pids.died, false, {}, no_version});
     if (pids.present == 0) continue;
     const int64_t applied = entry.applied.load(std::memory_order_acquire);
     if (applied < no_version || applied > published_.version)
       throw Damaged("version " + std::to_string(applied) + " applied by reader entry " +
                     std::to_string(i) + ", of " + std::to_string(published_.version) +
                     " published");
-    found.push_back(
+    states.push_back(
         {pids.present, alive, alive ? leased_by(entry, i) : std::vector<int64_t>{}, applied});
   }
-  return found;
+  return states;
 }
 
 // A reader that comes or goes meanwhile changes the word, which is then read again. So every death

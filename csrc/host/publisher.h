@@ -18,9 +18,8 @@ struct ReaderState {
   int64_t applied;
 };
 
-// Assumes one thread at a time in try_begin, commit and abort. A slot that was begun, and neither
-// committed nor aborted because of an interrupt, is aborted by the next try_begin. What writes
-// throws std::runtime_error once closed, or in a child of the process that made the channel.
+// Assumes one thread at a time in try_begin, commit and abort. What writes throws
+// std::runtime_error once closed, or in a child of the process that made the channel.
 class Publisher {
  public:
   // `file`: of the geometry's bytes, all reserved; slot_bytes is 0 where the slots lie elsewhere,
@@ -31,11 +30,13 @@ class Publisher {
 
   std::optional<int> try_begin();
   void commit(int slot, int64_t version, uint64_t checksum);
-  void abort(int slot);
+  // Gives up the slot that was begun, if one was.
+  void abort();
 
   // Throws Damaged if the page says anything else.
   int64_t version() const;
   int fd() const { return file_->fd(); }
+  bool is_open() const { return file_->is_open(); }
   // A descriptor for another process, which the caller closes.
   int share() const { return file_->reopened(); }
   std::shared_ptr<Mapping> slots() const { return slots_; }

@@ -20,9 +20,9 @@ inline pybind11::object interned(const char* name) {
 
 // What a dictionary has under a key; null for nothing.
 inline pybind11::object entry(pybind11::handle dict, pybind11::handle key) {
-  PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
-  if (found == nullptr && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
-  return pybind11::reinterpret_borrow<pybind11::object>(found);
+  PyObject* value = PyDict_GetItemWithError(dict.ptr(), key.ptr());
+  if (value == nullptr && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_borrow<pybind11::object>(value);
 }
 
 inline bool is_true(pybind11::handle object, pybind11::handle attribute) {

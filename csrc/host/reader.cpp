@@ -36,11 +36,11 @@ void Reader::read_header(const std::string& session) {
   if (session.size() != sizeof(header_.session) ||
       std::memcmp(header_.session, session.data(), session.size()) != 0)
     throw std::invalid_argument("another session");
-  const Geometry& found = header_.geometry;
+  const Geometry& sizes = header_.geometry;
   // Bounds are checked first, so that the sums do not overflow.
-  if (found.slots < 1 || found.slots > max_slots || found.max_readers < 1 ||
-      found.max_readers > max_entries || found.slot_bytes > bytes || found.manifest_bytes > bytes ||
-      found.file_bytes() != bytes)
+  if (sizes.slots < 1 || sizes.slots > max_slots || sizes.max_readers < 1 ||
+      sizes.max_readers > max_entries || sizes.slot_bytes > bytes || sizes.manifest_bytes > bytes ||
+      sizes.file_bytes() != bytes)
     throw Damaged("sizes that do not add up to the memory's " + std::to_string(bytes) + " bytes");
 }
 

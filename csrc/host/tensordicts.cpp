@@ -21,35 +21,35 @@ class Plain {
 
   // Those of samples that may be written to; None unless all are plain and not locked.
   py::object unlocked(const py::list& samples) const {
-    Objects found = objects_of(samples);
-    for (const py::object& sample : found) expect_instance(sample.ptr());
-    for (const py::object& sample : found) {
+    Objects values = objects_of(samples);
+    for (const py::object& sample : values) expect_instance(sample.ptr());
+    for (const py::object& sample : values) {
       if (!is_exactly(sample, tensordict_)) return py::none();
       expect_attributes(sample.ptr());
     }
-    for (const py::object& sample : found) {
+    for (const py::object& sample : values) {
       if (is_true(sample, locked_)) return py::none();
     }
-    enter_tensordicts(found);
-    return list_of(found);
+    enter_tensordicts(values);
+    return list_of(values);
   }
 
   // The tensors under a path of keys; None unless all dictionaries have one, of no subclass.
   py::object column(const py::list& dicts, const py::tuple& path) const {
-    Objects found = objects_of(dicts);
+    Objects values = objects_of(dicts);
     for (size_t depth = 0; depth < path.size(); ++depth) {
-      if (depth > 0 && !enter(found)) return py::none();
-      for (py::object& value : found) {
+      if (depth > 0 && !enter(values)) return py::none();
+      for (py::object& value : values) {
         if (!PyDict_Check(value.ptr())) return py::none();
         value = entry(value, path[depth]);
         if (!value) return py::none();
         expect_instance(value.ptr());
       }
     }
-    for (const py::object& value : found) {
+    for (const py::object& value : values) {
       if (!is_exactly(value, tensor_)) return py::none();
     }
-    return list_of(found);
+    return list_of(values);
   }
 
  private:
@@ -98,17 +98,17 @@ class Plain {
 
 // What each dictionary has under a key, or None for it; None where nothing has one.
 py::object entries(const py::list& dicts, const py::object& key) {
-  py::list found(dicts.size());
+  py::list column(dicts.size());
   bool is_there = false;
   for (size_t s = 0; s < dicts.size(); ++s) {
     py::object value = entry(dicts[s], key);
     is_there |= static_cast<bool>(value);
     if (!value) value = py::none();
     expect_instance(value.ptr());
-    found[s] = std::move(value);
+    column[s] = std::move(value);
   }
   if (!is_there) return py::none();
-  return found;
+  return column;
 }
 
 void put(const py::list& dicts, const py::object& key, const py::object& values_given) {

@@ -88,9 +88,9 @@ class Trees {
     PyObject* known = PyDict_GetItemWithError(kinds_.ptr(), type);
     if (known != nullptr) return static_cast<Kind>(PyLong_AsLong(known));
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    Kind found = kind_of_(py::handle(type)).cast<Kind>();
-    kinds_[py::handle(type)] = static_cast<int>(found);
-    return found;
+    Kind kind = kind_of_(py::handle(type)).cast<Kind>();
+    kinds_[py::handle(type)] = static_cast<int>(kind);
+    return kind;
   }
 
   py::object clone(const py::object& value) const { return clone_(value); }
@@ -368,7 +368,7 @@ py::list rows_of(const Trees& trees, const py::object& value, bool own) {
 // What the tensordicts of rows have under a path of keys; None unless all are plain ones and have
 // it.
 py::object under(const Trees& trees, const py::list& rows, const py::args& path) {
-  py::list found(rows.size());
+  py::list values(rows.size());
   for (size_t row = 0; row < rows.size(); ++row) {
     py::object value = rows[row];
     for (py::handle key : path) {
@@ -380,9 +380,9 @@ py::object under(const Trees& trees, const py::list& rows, const py::args& path)
       }
       value = py::reinterpret_borrow<py::object>(entry);
     }
-    found[row] = value;
+    values[row] = value;
   }
-  return found;
+  return values;
 }
 
 bool can_take(const Trees& trees, const py::object& row, const py::object& name) {

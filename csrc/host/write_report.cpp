@@ -1,85 +1,25 @@
 #include "host/write_report.h"
 
-#include <pthread.h>
-#include <sys/syscall.h>
 #include <ucontext.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
-#include <mutex>
 #include <string_view>
 #include <thread>
 
 namespace fusedrl::channel {
 
-// All existing reports. The handler reads them without a lock, so that whoever removes one waits
-// until no handler is reading.
-class WriteReports {
- public:
-  static WriteReports& instance() {
-    static WriteReports* reports = new WriteReports;  // outlives every static destructor
-    return *reports;
-  }
-
-  void add(WriteReport* report) {
-    std::lock_guard guard(mutex_);
-    report->next_.store(first_.load());
-    first_.store(report);
-    install();
-  }
-
-  void remove(WriteReport* report) {
-    std::lock_guard guard(mutex_);
-    std::atomic<WriteReport*>* link = &first_;
-    while (link->load() != report) link = &link->load()->next_;
-    link->store(report->next_.load());
-    while (readers_.load() > 0) std::this_thread::yield();
-  }
-
-  // Called by the handler, so nothing here allocates or locks.
-  void tell(uintptr_t address) {
-    if (address == 0) return;
-    readers_.fetch_add(1);
-    for (const WriteReport* report = first_; report != nullptr; report = report->next_) {
-      // Only once, as the next handler may return to the same write.
-      if (report->covers(address) && told_.exchange(address) != address) report->tell(address);
-    }
-    readers_.fetch_sub(1);
-  }
-
- private:
-  WriteReports() {
-    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
-                   [] {
-                     instance().readers_ = 0;  // the readers were threads of the parent
-                     instance().mutex_.unlock();
-                   });
-  }
-  void install();
-
-  std::mutex mutex_;
-  std::atomic<WriteReport*> first_{nullptr};
-  std::atomic<int> readers_{0};
-  std::atomic<uintptr_t> told_{0};
-};
-
 namespace {
 
+// The reports that exist. The handler reads them without a lock, so whoever removes one waits until
+// no handler is reading. A channel that finds no room here has no report.
+std::atomic<const WriteReport*> reports[256];
+std::atomic<int> handlers{0};
 struct sigaction previous;
-
-bool is_function(const struct sigaction& action) {
-  return (action.sa_flags & SA_SIGINFO) ||
-         (action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN);
-}
-
-void set_default(int signal) {
-  struct sigaction action = {};
-  action.sa_handler = SIG_DFL;
-  sigaction(signal, &action, nullptr);
-}
 
 // The read-only address that was written to, or 0.
 uintptr_t written(const siginfo_t* info, const void* context) {
@@ -97,28 +37,28 @@ uintptr_t written(const siginfo_t* info, const void* context) {
   return 0;
 }
 
-// Does what would have happened without this handler.
-void hand_on(int signal, siginfo_t* info, void* context) {
-  const bool sent = info->si_code <= 0;  // by kill, raise and the like, not by an instruction
-  if (is_function(previous)) {
-    if (previous.sa_flags & SA_RESETHAND) set_default(signal);
-    if (previous.sa_flags & SA_SIGINFO)
-      previous.sa_sigaction(signal, info, context);
-    else
-      previous.sa_handler(signal);
-    return;
-  }
-  if (sent && previous.sa_handler == SIG_IGN) return;
-  // The instruction runs again and ends the process there, so that core dumps show it.
-  set_default(signal);
-  if (sent) syscall(SYS_rt_tgsigqueueinfo, getpid(), syscall(SYS_gettid), signal, info);
-}
-
+// Whatever signal comes next is the former handler's, also the one that follows when the
+// instruction runs again. So the process ends there as it would without this handler, and core
+// dumps show it.
 void handle(int signal, siginfo_t* info, void* context) {
   const int error = errno;
-  WriteReports::instance().tell(written(info, context));
+  if (const uintptr_t address = written(info, context)) {
+    ++handlers;
+    for (const auto& each : reports)
+      if (const WriteReport* report = each) report->tell(address);
+    --handlers;
+  }
+  sigaction(SIGSEGV, &previous, nullptr);
+  if (info->si_code <= 0) raise(signal);  // no instruction has caused it, so none repeats it
   errno = error;
-  hand_on(signal, info, context);
+}
+
+bool install() {
+  struct sigaction action = {};
+  action.sa_sigaction = handle;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGSEGV, &action, &previous);
+  return true;
 }
 
 // One line, built on the stack because a handler must not allocate.
@@ -152,24 +92,6 @@ class Line {
 
 }  // namespace
 
-// Called under the mutex. A handler that was installed after this one stays: it may call this one,
-// which must not call it.
-void WriteReports::install() {
-  struct sigaction current;
-  sigaction(SIGSEGV, nullptr, &current);
-  static bool before = false;
-  if (before && is_function(current)) return;
-  before = true;
-  previous = current;
-  struct sigaction ours = {};
-  ours.sa_sigaction = handle;
-  ours.sa_mask = current.sa_mask;
-  // The handler's stack and signal mask are those of the former handler.
-  ours.sa_flags = SA_SIGINFO | (is_function(current) ? current.sa_flags & ~SA_RESETHAND
-                                                     : static_cast<int>(SA_ONSTACK));
-  sigaction(SIGSEGV, &ours, nullptr);
-}
-
 WriteReport::WriteReport(std::shared_ptr<Mapping> head, const Mapping& slots,
                          const Geometry& geometry, std::vector<Entry> entries)
     : head_(std::move(head)),
@@ -177,12 +99,24 @@ WriteReport::WriteReport(std::shared_ptr<Mapping> head, const Mapping& slots,
       bytes_(slots.bytes()),
       slot_bytes_(geometry.slot_bytes),
       entries_(std::move(entries)) {
-  WriteReports::instance().add(this);
+  [[maybe_unused]] static const bool installed = install();
+  for (auto& each : reports) {
+    const WriteReport* free = nullptr;
+    if (each.compare_exchange_strong(free, this)) break;
+  }
 }
 
-WriteReport::~WriteReport() { WriteReports::instance().remove(this); }
+WriteReport::~WriteReport() {
+  for (auto& each : reports) {
+    const WriteReport* own = this;
+    if (each.compare_exchange_strong(own, nullptr)) break;
+  }
+  // A forked child may have inherited the count of a handler that runs in its parent.
+  for (int i = 0; i < 1000 && handlers > 0; ++i) std::this_thread::yield();
+}
 
 void WriteReport::tell(uintptr_t address) const {
+  if (address - begin_ >= bytes_) return;
   const uint64_t slot = (address - begin_) / slot_bytes_, offset = (address - begin_) % slot_bytes_;
   const auto after =
       std::upper_bound(entries_.begin(), entries_.end(), offset,

@@ -2,7 +2,6 @@
 // instead.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -14,7 +13,7 @@
 namespace fusedrl::channel {
 
 // Registers the read-only slots of a channel with this process's SIGSEGV handler while it exists.
-// The first one installs the handler, which calls the former handler afterwards.
+// The first one installs the handler, which leaves everything but the report to the former one.
 class WriteReport {
  public:
   struct Entry {
@@ -29,16 +28,14 @@ class WriteReport {
   WriteReport(const WriteReport&) = delete;
   WriteReport& operator=(const WriteReport&) = delete;
 
- private:
-  friend class WriteReports;
-  bool covers(uintptr_t address) const { return address - begin_ < bytes_; }
+  // Says it of a write to this address, if it lies in the slots; called by the handler.
   void tell(uintptr_t address) const;
 
+ private:
   const std::shared_ptr<Mapping> head_;
   const uintptr_t begin_;
   const uint64_t bytes_, slot_bytes_;
   const std::vector<Entry> entries_;
-  std::atomic<WriteReport*> next_{nullptr};
 };
 
 }  // namespace fusedrl::channel

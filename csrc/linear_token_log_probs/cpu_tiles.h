@@ -8,6 +8,7 @@
 
 #include "common/cpu_head_gradient.h"
 #include "common/cpu_ops.h"
+#include "common/outside.h"
 #include "common/rows.h"
 #include "linear_token_log_probs/cpu_rows.h"
 #include "token_log_probs/cpu_rows.h"
@@ -34,8 +35,7 @@ struct KeptTokens {
   void check_targets(int64_t classes) const {
     for (size_t i = 0; i < targets.size(); ++i) {
       if (targets[i] >= 0 && targets[i] < classes) continue;
-      check(false, "tokens: expected values in [0, ", classes, "), got ", targets[i], " at ",
-            place_of(tokens[i], columns), "; leave it out with mask");
+      refuse_class(targets[i], classes, tokens[i], columns);
     }
   }
 };

@@ -3,6 +3,7 @@
 // level.
 #include "token_kl/cpu_rows.h"
 
+#include <algorithm>
 #include <bit>
 #include <type_traits>
 
@@ -11,8 +12,8 @@
 namespace fusedrl::FUSEDRL_LEVEL {
 namespace {
 
-// Tokens are computed so many at a time, the last ones beside zeros: a token has the same bits
-// wherever it stands.
+// Tokens are computed so many at a time, the last ones beside others that are left out: a token has
+// the same bits wherever it stands.
 constexpr int64_t kTogether = 32;
 
 // Elements of a buffer. Were buffers whole pages apart, loads of one would wait for stores to
@@ -25,6 +26,9 @@ using Flag = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
 
 template <typename T>
 using Wide = typename Accumulate<T>::type;
+
+// Tokens with those that the last ones are computed beside.
+inline int64_t whole(int64_t tokens) { return (tokens + kTogether - 1) / kTogether * kTogether; }
 
 inline void widen(const BFloat16* from, int64_t tokens, float* to) {
 #pragma GCC ivdep
@@ -51,17 +55,24 @@ inline void narrow(float* from, int64_t tokens, Half* to) {
   for (int64_t i = 0; i < tokens; i += kBlock) store(to + i, load(from + i));
 }
 
-// Values that a loop reads: where they lie if it computes in their type, or widened here.
+// Values that a loop reads: where they lie if it computes in their type and they fill it, or copied
+// here, in front of zeros.
 template <typename T>
 class Input {
  public:
   const Wide<T>* of(const T* values, int64_t tokens) {
+    if (values == nullptr) return nullptr;
+    if (tokens < kTogether) {
+      std::fill(std::copy_n(values, tokens, last_), last_ + kTogether, T(0));
+      values = last_;
+    }
     if constexpr (std::is_same_v<T, Wide<T>>) return values;
-    if constexpr (!std::is_same_v<T, Wide<T>>) widen(values, tokens, wide_);
+    if constexpr (!std::is_same_v<T, Wide<T>>) widen(values, whole(tokens), wide_);
     return wide_;
   }
 
  private:
+  T last_[kTogether];
   Wide<T> wide_[kApart];
 };
 
@@ -69,58 +80,68 @@ class Input {
 template <typename T>
 class Output {
  public:
-  explicit Output(T* values) : values_(values) {}
+  Output(T* values, int64_t tokens) : values_(values), tokens_(tokens) {}
 
   Wide<T>* place() {
-    if constexpr (std::is_same_v<T, Wide<T>>) return values_;
+    if constexpr (std::is_same_v<T, Wide<T>>) return tokens_ < kTogether ? wide_ : values_;
     return wide_;
   }
 
-  void finish(int64_t tokens) {
-    if constexpr (!std::is_same_v<T, Wide<T>>) narrow(wide_, tokens, values_);
+  void finish() {
+    if constexpr (std::is_same_v<T, Wide<T>>) {
+      if (tokens_ < kTogether) std::copy_n(wide_, tokens_, values_);
+    } else if (tokens_ < kTogether) {
+      T last[kTogether];
+      narrow(wide_, kTogether, last);
+      std::copy_n(last, tokens_, values_);
+    } else {
+      narrow(wide_, tokens_, values_);
+    }
   }
 
  private:
   T* values_;
+  int64_t tokens_;
   Wide<T> wide_[kApart];
 };
 
 // Calls body(d, dropped, drops) with the differences of log-probs and, where `drops`, a flag for
 // each token. Values under a mask are loaded, and left out by selection.
 template <typename T, typename Body>
-void with_differences(const TokenPairs<T>& pairs, int64_t tokens, Body&& body) {
+void with_differences(const TokenPiece<T>& piece, int64_t tokens, Body&& body) {
   using A = Wide<T>;
   Input<T> policy, reference;
-  const A* p = policy.of(pairs.log_probs, tokens);
-  const A* q = reference.of(pairs.ref_log_probs, tokens);
+  const A* p = policy.of(piece.log_probs, tokens);
+  const A* q = reference.of(piece.ref_log_probs, tokens);
   const auto d = [=](int64_t i) { return q[i] - p[i]; };
+  if (piece.mask == nullptr && !piece.nan_missing) return body(d, nullptr, std::false_type());
   Flag<A> dropped[kApart];
-  const auto* mask = reinterpret_cast<const uint8_t*>(pairs.mask);
-  if (mask == nullptr && !pairs.nan_missing) return body(d, dropped, std::false_type());
-  if (mask == nullptr) {
+  const int64_t count = whole(tokens);
+  if (piece.mask == nullptr) {
 #pragma GCC ivdep
-    for (int64_t i = 0; i < tokens; ++i) dropped[i] = (p[i] != p[i]) | (q[i] != q[i]);
-  } else {
+    for (int64_t i = 0; i < count; ++i) dropped[i] = (p[i] != p[i]) | (q[i] != q[i]);
+    return body(d, dropped, std::true_type());
+  }
+  std::fill(dropped + tokens, dropped + count, 0);
+  const auto* mask = reinterpret_cast<const uint8_t*>(piece.mask);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < tokens; ++i) dropped[i] = mask[i] == 0;
-    if (pairs.nan_missing) {
+  for (int64_t i = 0; i < tokens; ++i) dropped[i] = mask[i] == 0;
+  if (piece.nan_missing) {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < tokens; ++i) dropped[i] |= (p[i] != p[i]) | (q[i] != q[i]);
-    }
+    for (int64_t i = 0; i < count; ++i) dropped[i] |= (p[i] != p[i]) | (q[i] != q[i]);
   }
   body(d, dropped, std::true_type());
 }
 
 template <Estimator kind, typename T>
-void forward_together(const TokenPairs<T>& pairs, int64_t blocks, Wide<T> weight,
-                      const PieceRewards<T>& rewards, T* kl) {
+void forward(const TokenPiece<T>& piece, int64_t tokens, Wide<T> weight) {
   using A = Wide<T>;
-  const int64_t tokens = blocks * kTogether;
-  Output<T> kl_out(kl), reward_out(rewards.after);
-  A *values = kl_out.place(), *after = reward_out.place();
+  const int64_t count = whole(tokens);
+  Output<T> kl_out(piece.out, tokens), reward_out(piece.penalised, tokens);
+  A *kl = kl_out.place(), *after = reward_out.place();
   Input<T> reward_in;
-  const A* before = rewards.before == nullptr ? nullptr : reward_in.of(rewards.before, tokens);
-  with_differences(pairs, tokens, [=](auto d, Flag<A>* dropped, auto drops) {
+  const A* before = reward_in.of(piece.reward, tokens);
+  with_differences(piece, tokens, [=](auto d, const Flag<A>* dropped, auto drops) {
     const auto kl_at = [=](int64_t i) {
       const A value = kl_of(d(i), kind);
       if constexpr (drops) return dropped[i] ? A(0) : value;
@@ -128,34 +149,33 @@ void forward_together(const TokenPairs<T>& pairs, int64_t blocks, Wide<T> weight
     };
     if (before == nullptr) {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < tokens; ++i) values[i] = kl_at(i);
+      for (int64_t i = 0; i < count; ++i) kl[i] = kl_at(i);
       return;
     }
 #pragma GCC ivdep
-    for (int64_t i = 0; i < tokens; ++i) {
+    for (int64_t i = 0; i < count; ++i) {
       const A value = kl_at(i), reward = before[i], penalised = reward - weight * value;
-      values[i] = value;
+      kl[i] = value;
       after[i] = drops && dropped[i] ? reward : penalised;
     }
   });
-  kl_out.finish(tokens);
-  if (before != nullptr) reward_out.finish(tokens);
+  kl_out.finish();
+  if (before != nullptr) reward_out.finish();
 }
 
 template <Estimator kind, typename T>
-void backward_together(const TokenPairs<T>& pairs, int64_t blocks, Wide<T> weight,
-                       const PieceGradients<T>& upstream, T* grad_log_probs) {
+void backward(const TokenPiece<T>& piece, int64_t tokens, Wide<T> weight) {
   using A = Wide<T>;
-  const int64_t tokens = blocks * kTogether;
-  Output<T> out(grad_log_probs);
+  const int64_t count = whole(tokens);
+  Output<T> out(piece.out, tokens);
   A* grad = out.place();
   Input<T> kl_in, reward_in;
-  const A* of_kl = upstream.kl == nullptr ? nullptr : kl_in.of(upstream.kl, tokens);
-  const A* of_reward = upstream.reward == nullptr ? nullptr : reward_in.of(upstream.reward, tokens);
-  with_differences(pairs, tokens, [=](auto d, Flag<A>* dropped, auto drops) {
+  const A* of_kl = kl_in.of(piece.grad_kl, tokens);
+  const A* of_reward = reward_in.of(piece.reward, tokens);
+  with_differences(piece, tokens, [=](auto d, const Flag<A>* dropped, auto drops) {
     const auto write = [=](auto of_both) {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < tokens; ++i) {
+      for (int64_t i = 0; i < count; ++i) {
         const A value = -of_both(i) * kl_slope_of(d(i), kind);
         grad[i] = drops && dropped[i] ? A(0) : value;
       }
@@ -164,98 +184,44 @@ void backward_together(const TokenPairs<T>& pairs, int64_t blocks, Wide<T> weigh
     if (of_kl == nullptr) return write([=](int64_t i) { return -(weight * of_reward[i]); });
     write([=](int64_t i) { return of_kl[i] - weight * of_reward[i]; });
   });
-  out.finish(tokens);
+  out.finish();
 }
 
-// The last tokens of a column beside zeros; null for a column there is not.
-template <typename T>
-class Padded {
- public:
-  Padded(const T* column, int64_t tokens) : given_(column != nullptr) {
-    for (int64_t i = 0; given_ && i < tokens; ++i) values_[i] = column[i];
-  }
-
-  const T* get() const { return given_ ? values_ : nullptr; }
-
- private:
-  bool given_;
-  T values_[kTogether] = {};
-};
-
-// Calls together(pairs, tokens, done) for the tokens of a piece that fill what is computed
-// together, and rest(pairs, tokens, done) for copies of those that are left, `done` tokens behind
-// its start.
-template <typename T, typename Together, typename Rest>
-void split_piece(const TokenPairs<T>& pairs, int64_t tokens, Together&& together, Rest&& rest) {
-  const int64_t left = tokens % kTogether, done = tokens - left;
-  if (done > 0) together(pairs, done);
-  if (left == 0) return;
-  const Padded<T> p(pairs.log_probs + done, left), q(pairs.ref_log_probs + done, left);
-  const Padded<bool> mask(pairs.mask == nullptr ? nullptr : pairs.mask + done, left);
-  rest(TokenPairs<T>{p.get(), q.get(), mask.get(), pairs.nan_missing}, left, done);
-}
-
-template <typename T>
-void copy(const T* from, int64_t tokens, T* to) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < tokens; ++i) to[i] = from[i];
+template <Estimator kind, bool is_backward, typename T>
+void compute(const TokenPiece<T>& piece, int64_t tokens, Wide<T> weight) {
+  const auto run = [=](const TokenPiece<T>& part, int64_t count) {
+    if constexpr (is_backward) return backward<kind>(part, count, weight);
+    forward<kind>(part, count, weight);
+  };
+  const int64_t left = tokens % kTogether;
+  if (tokens > left) run(piece, tokens - left);
+  if (left > 0) run(piece.from(tokens - left), left);
 }
 
 template <Estimator kind, typename T>
-void forward(const TokenPairs<T>& piece, int64_t tokens, Wide<T> weight,
-             const PieceRewards<T>& rewards, T* kl) {
-  split_piece(
-      piece, tokens,
-      [&](const TokenPairs<T>& pairs, int64_t count) {
-        forward_together<kind>(pairs, count / kTogether, weight, rewards, kl);
-      },
-      [&](const TokenPairs<T>& pairs, int64_t count, int64_t done) {
-        const bool has_rewards = rewards.before != nullptr;
-        const Padded<T> before(has_rewards ? rewards.before + done : nullptr, count);
-        T values[kTogether], after[kTogether];
-        forward_together<kind>(pairs, 1, weight, {before.get(), after}, values);
-        copy(values, count, kl + done);
-        if (has_rewards) copy(after, count, rewards.after + done);
-      });
-}
-
-template <Estimator kind, typename T>
-void backward(const TokenPairs<T>& piece, int64_t tokens, Wide<T> weight,
-              const PieceGradients<T>& upstream, T* grad_log_probs) {
-  split_piece(
-      piece, tokens,
-      [&](const TokenPairs<T>& pairs, int64_t count) {
-        backward_together<kind>(pairs, count / kTogether, weight, upstream, grad_log_probs);
-      },
-      [&](const TokenPairs<T>& pairs, int64_t count, int64_t done) {
-        const Padded<T> of_kl(upstream.kl == nullptr ? nullptr : upstream.kl + done, count);
-        const Padded<T> of_reward(upstream.reward == nullptr ? nullptr : upstream.reward + done,
-                                  count);
-        T grad[kTogether];
-        backward_together<kind>(pairs, 1, weight, {of_kl.get(), of_reward.get()}, grad);
-        copy(grad, count, grad_log_probs + done);
-      });
+TokenKernel<T> kernel_of(bool is_backward) {
+  return is_backward ? compute<kind, true, T> : compute<kind, false, T>;
 }
 
 }  // namespace
 
 template <typename T>
-TokenKernels<T> token_kernels(Estimator estimator) {
+TokenKernel<T> token_kernel(Estimator estimator, bool is_backward) {
   switch (estimator) {
     case Estimator::k1:
-      return {forward<Estimator::k1, T>, backward<Estimator::k1, T>};
+      return kernel_of<Estimator::k1, T>(is_backward);
     case Estimator::k2:
-      return {forward<Estimator::k2, T>, backward<Estimator::k2, T>};
+      return kernel_of<Estimator::k2, T>(is_backward);
     case Estimator::k3:
-      return {forward<Estimator::k3, T>, backward<Estimator::k3, T>};
+      return kernel_of<Estimator::k3, T>(is_backward);
     default:
-      return {forward<Estimator::abs, T>, backward<Estimator::abs, T>};
+      return kernel_of<Estimator::abs, T>(is_backward);
   }
 }
 
-template TokenKernels<float> token_kernels<float>(Estimator);
-template TokenKernels<double> token_kernels<double>(Estimator);
-template TokenKernels<BFloat16> token_kernels<BFloat16>(Estimator);
-template TokenKernels<Half> token_kernels<Half>(Estimator);
+template TokenKernel<float> token_kernel<float>(Estimator, bool);
+template TokenKernel<double> token_kernel<double>(Estimator, bool);
+template TokenKernel<BFloat16> token_kernel<BFloat16>(Estimator, bool);
+template TokenKernel<Half> token_kernel<Half>(Estimator, bool);
 
 }  // namespace fusedrl::FUSEDRL_LEVEL

@@ -8,52 +8,49 @@ namespace fusedrl {
 
 constexpr int64_t kTokenPiece = 1024;  // what kernels compute on stays in L1
 
-// The rewards of a piece's tokens before and after the penalty; null for none.
+// Columns from the first token of a piece on; null for one there is not. In a backward pass the
+// rewards are the upstream gradients of the penalised ones, and `out` is the gradient of the
+// log-probs.
 template <typename T>
-struct PieceRewards {
-  const T* before;
-  T* after;
+struct TokenPiece {
+  const T *log_probs, *ref_log_probs;
+  const bool* mask;  // null keeps all
+  const T *reward, *grad_kl;
+  T *out, *penalised;
+  bool nan_missing;
+
+  FUSEDRL_HD TokenPiece from(int64_t token) const {
+    const auto at = [=](auto* column) { return column == nullptr ? column : column + token; };
+    return {at(log_probs), at(ref_log_probs), at(mask),      at(reward),
+            at(grad_kl),   at(out),           at(penalised), nan_missing};
+  }
 };
 
-// The upstream gradients of a piece's tokens: of the KL, of the penalised reward, or of both; null
-// for one there is not.
+// Computes up to kTokenPiece tokens with the weight of the KL in the reward.
 template <typename T>
-struct PieceGradients {
-  const T* kl;
-  const T* reward;
-};
-
-// Both take the log-probs of up to kTokenPiece tokens, and the weight of the KL in the reward.
-template <typename T>
-struct TokenKernels {
-  using A = typename Accumulate<T>::type;
-
-  void (*forward)(const TokenPairs<T>& pairs, int64_t tokens, A weight,
-                  const PieceRewards<T>& rewards, T* kl);
-  void (*backward)(const TokenPairs<T>& pairs, int64_t tokens, A weight,
-                   const PieceGradients<T>& upstream, T* grad_log_probs);
-};
+using TokenKernel = void (*)(const TokenPiece<T>& piece, int64_t tokens,
+                             typename Accumulate<T>::type weight);
 
 namespace portable {
 template <typename T>
-TokenKernels<T> token_kernels(Estimator estimator);
+TokenKernel<T> token_kernel(Estimator estimator, bool is_backward);
 }
 namespace avx2 {
 template <typename T>
-TokenKernels<T> token_kernels(Estimator estimator);
+TokenKernel<T> token_kernel(Estimator estimator, bool is_backward);
 }
 namespace avx512 {
 template <typename T>
-TokenKernels<T> token_kernels(Estimator estimator);
+TokenKernel<T> token_kernel(Estimator estimator, bool is_backward);
 }
 
 template <typename T>
-TokenKernels<T> token_kernels(CpuLevel level, Estimator estimator) {
+TokenKernel<T> token_kernel(CpuLevel level, Estimator estimator, bool is_backward) {
 #if defined(FUSEDRL_X86_LEVELS)
-  if (level >= CpuLevel::avx512) return avx512::token_kernels<T>(estimator);
-  if (level == CpuLevel::avx2) return avx2::token_kernels<T>(estimator);
+  if (level >= CpuLevel::avx512) return avx512::token_kernel<T>(estimator, is_backward);
+  if (level == CpuLevel::avx2) return avx2::token_kernel<T>(estimator, is_backward);
 #endif
-  return portable::token_kernels<T>(estimator);
+  return portable::token_kernel<T>(estimator, is_backward);
 }
 
 }  // namespace fusedrl

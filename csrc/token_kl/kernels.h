@@ -1,59 +1,47 @@
-// CUDA kernels: one elementwise pass; a [B] reward is broadcast by looking each token's sequence
-// up.
+// CUDA kernels: one elementwise pass.
 #pragma once
 
 #include "common/device.h"
-#include "common/offsets.h"
 #include "token_kl/math.h"
 
 namespace fusedrl {
 
+// Both log-probs of every token. A dropped token (masked, or NaN taken as missing) has KL 0 and
+// gradient 0 and keeps its reward; the values under a mask are not read.
 template <typename T>
-struct KLReward {
-  const T* before;         // null for none
-  const int64_t* offsets;  // null where `before` has one value a token
-  int64_t sequences;
-  T* after;  // null for none
-
-  __device__ const T* of(int64_t token) const {
-    if (before == nullptr) return nullptr;
-    return before + (offsets == nullptr ? token : sequence_of(token, offsets, sequences));
-  }
-};
-
-// What the forward pass reads of a token, apart from what it writes, so that a thread can read
-// several before it writes one.
-template <typename T>
-struct Token {
+struct TokenPairs {
   using A = typename Accumulate<T>::type;
 
-  bool dropped;
-  A difference;
-  T reward;
+  const T* log_probs;
+  const T* ref_log_probs;
+  const bool* mask;  // null keeps all
+  bool nan_missing;
 
-  // Token i of `pairs`; `reward` points to its reward, or is null for none.
-  __device__ static Token read(const TokenPairs<T>& pairs, int64_t i, const T* reward) {
-    const bool dropped = pairs.dropped(i);
-    return {dropped, dropped ? A(0) : pairs.difference(i), reward == nullptr ? T(0) : *reward};
+  __device__ bool dropped(int64_t n) const {
+    if (mask != nullptr && !mask[n]) return true;
+    if (!nan_missing) return false;
+    const A p = static_cast<A>(log_probs[n]), q = static_cast<A>(ref_log_probs[n]);
+    return p != p || q != q;
   }
 
-  // Element n of the results; `after` is null without rewards.
-  __device__ void write(A weight, Estimator estimator, int64_t n, T* kl, T* after) const {
-    const A value = dropped ? A(0) : kl_of(difference, estimator);
-    kl[n] = static_cast<T>(value);
-    if (after == nullptr) return;
-    after[n] = dropped ? reward : static_cast<T>(static_cast<A>(reward) - weight * value);
+  __device__ A difference(int64_t n) const {
+    return static_cast<A>(ref_log_probs[n]) - static_cast<A>(log_probs[n]);
   }
 };
 
+// `reward` and `penalised` are null where there are no rewards.
 template <typename T>
-__global__ void forward_tokens(TokenPairs<T> pairs, int64_t tokens, KLReward<T> reward,
-                               Scalar coeff, Estimator estimator, T* kl) {
+__global__ void forward_tokens(TokenPairs<T> pairs, int64_t tokens, const T* reward, Scalar coeff,
+                               Estimator estimator, T* kl, T* penalised) {
   using A = typename Accumulate<T>::type;
   const A weight = static_cast<A>(coeff.get());
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
   for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < tokens; n += stride) {
-    Token<T>::read(pairs, n, reward.of(n)).write(weight, estimator, n, kl, reward.after);
+    const bool dropped = pairs.dropped(n);
+    const A value = dropped ? A(0) : kl_of(pairs.difference(n), estimator);
+    kl[n] = static_cast<T>(value);
+    if (reward == nullptr) continue;
+    penalised[n] = dropped ? reward[n] : static_cast<T>(static_cast<A>(reward[n]) - weight * value);
   }
 }
 

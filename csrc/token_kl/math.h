@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/check.h"
 #include "common/exp.h"
 #include "common/host_device.h"
 
@@ -74,27 +75,10 @@ struct Accumulate<double> {
   using type = double;
 };
 
-// Both log-probs of every token. A dropped token (masked, or NaN taken as missing) has KL 0 and
-// gradient 0 and keeps its reward; the values under a mask are not read.
-template <typename T>
-struct TokenPairs {
-  using A = typename Accumulate<T>::type;
-
-  const T* log_probs;
-  const T* ref_log_probs;
-  const bool* mask;  // null keeps all
-  bool nan_missing;
-
-  FUSEDRL_HD bool dropped(int64_t n) const {
-    if (mask != nullptr && !mask[n]) return true;
-    if (!nan_missing) return false;
-    const A p = static_cast<A>(log_probs[n]), q = static_cast<A>(ref_log_probs[n]);
-    return p != p || q != q;
-  }
-
-  FUSEDRL_HD A difference(int64_t n) const {
-    return static_cast<A>(ref_log_probs[n]) - static_cast<A>(log_probs[n]);
-  }
-};
+inline void check_upstream(bool of_kl, bool of_reward) {
+  check(of_kl || of_reward,
+        "grad_kl: expected the upstream gradient of the KL, of the reward or of both, got neither; "
+        "pass one of them");
+}
 
 }  // namespace fusedrl

@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "common/cpu_ops.h"
+#include "common/outside.h"
 #include "common/rows.h"
 #include "token_log_probs/cpu_rows.h"
 
@@ -14,8 +15,7 @@ void check_targets(const std::vector<int64_t>& kept, const Tensor& tokens, int64
   const int64_t columns = tokens.dim() == 2 ? tokens.size(1) : 0;
   for (const int64_t n : kept) {
     if (targets[n] >= 0 && targets[n] < classes) continue;
-    check(false, "tokens: expected values in [0, ", classes, "), got ", targets[n], " at ",
-          place_of(n, columns), "; leave it out with mask");
+    refuse_class(targets[n], classes, n, columns);
   }
 }
 

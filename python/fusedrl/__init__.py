@@ -39,6 +39,7 @@ _HOME = {
     "GRPOLoss": "fusedrl.objectives",
     "CISPOLoss": "fusedrl.objectives",
     "DAPO": "fusedrl.objectives",
+    "loss_metrics": "fusedrl.objectives",
     "WeightChannel": "fusedrl.channel",
     "WeightHandle": "fusedrl.channel",
     "WeightReader": "fusedrl.channel",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from fusedrl.objectives import DAPO as DAPO
     from fusedrl.objectives import CISPOLoss as CISPOLoss
     from fusedrl.objectives import GRPOLoss as GRPOLoss
+    from fusedrl.objectives import loss_metrics as loss_metrics
     from fusedrl.ops import ExactKL as ExactKL
     from fusedrl.ops import ImportanceWeights as ImportanceWeights
     from fusedrl.ops import Mismatch as Mismatch

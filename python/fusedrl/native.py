@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from fusedrl.compat.torch import constant_in_traces, cuda_driver_version
+
 REMEDY = "reinstall it, `pip install --force-reinstall --no-deps` with its wheel or checkout"
 
 
@@ -101,7 +103,7 @@ def _driver_error() -> str | None:
     from fusedrl import _host
 
     compiler = _host.build_info()["cuda_compiler"].partition(".")[0]
-    version = torch._C._cuda_getDriverVersion()  # pyright: ignore[reportAttributeAccessIssue]
+    version = cuda_driver_version()
     major, rest = divmod(version, 1000)
     if not 0 < major < int(compiler or 0):  # 0: there is none, and no GPU that it could serve
         return None
@@ -115,16 +117,12 @@ def _driver_error() -> str | None:
 _devices: dict[int, str | None] = {}
 
 
+@constant_in_traces
 def device_error(index: int) -> str | None:
     """``None`` if ``_C_cuda`` is loaded and serves this GPU, else the explanation; asked once."""
     if index not in _devices:
         _devices[index] = load_error("_C_cuda") or _architecture_error(index)
     return _devices[index]
-
-
-# What is traced takes the answer as a constant, as torch.compiler.assume_constant_result has it,
-# which imports the compiler.
-device_error._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _architecture_error(index: int) -> str | None:

@@ -12,7 +12,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
+
+from fusedrl.compat.torch import (
+    NestedTensor,
+    as_plain_tensor,
+    lengths_beside_holes,
+    ragged_dimension,
+    strided_sizes,
+    strided_view,
+    values_without_history,
+)
 
 
 class Ragged(NamedTuple):
@@ -69,7 +78,7 @@ def from_nested(nested: Tensor, name: str = "nested") -> Ragged:
     if isinstance(nested, NestedTensor):
         values, offsets = jagged_parts(nested, name)
         return Ragged(values, offsets.to(torch.int64))
-    sizes = nested._nested_tensor_size()
+    sizes = strided_sizes(nested)
     if sizes.dim() != 2 or sizes.numel() == 0:
         raise ValueError(
             f"{name}: expected at least one sequence of at least one dimension, got a nested "
@@ -90,25 +99,27 @@ def from_nested(nested: Tensor, name: str = "nested") -> Ragged:
 def jagged_parts(nested: Tensor, name: str = "nested") -> tuple[Tensor, Tensor]:
     """Values and offsets of a jagged tensor, without a copy where it has no holes; traceable."""
     assert isinstance(nested, NestedTensor)
-    if nested._ragged_idx != 1:
+    ragged_in = ragged_dimension(nested)
+    if ragged_in != 1:
         raise ValueError(
             f"{name}: expected a jagged tensor ragged in dimension 1, got one ragged in dimension "
-            f"{nested._ragged_idx}; transpose it back"
+            f"{ragged_in}; transpose it back"
         )
-    if nested._lengths is not None:
+    lengths = lengths_beside_holes(nested)
+    if lengths is not None:
         if _has_graph(nested):
             # The backward pass of torch's contiguous() knows nothing of the holes.
-            return torch.cat(nested.unbind()), offsets_of(nested._lengths)
+            return torch.cat(nested.unbind()), offsets_of(lengths)
         nested = nested.contiguous()
         assert isinstance(nested, NestedTensor)
-    # Through the dispatcher, as a gradient needs it, this costs as much as a kernel on 100k tokens.
-    return nested.values() if _has_graph(nested) else nested._values, nested.offsets()
+    values = nested.values() if _has_graph(nested) else values_without_history(nested)
+    return values, nested.offsets()
 
 
 def _has_graph(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return True
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain_tensor():
         return tensor.requires_grad
 
 
@@ -162,9 +173,7 @@ def to_strided(ragged: Ragged, lengths: Sequence[int] | None = None) -> Tensor:
     starts = offsets_of(rows)[:-1] * strides[0]
     if values.storage_offset() != 0:
         values = values.clone()  # the view starts at the storage, not at the slice
-    return torch._nested_view_from_buffer(  # pyright: ignore[reportPrivateImportUsage]
-        values.view(-1), sizes, steps, starts
-    )
+    return strided_view(values.view(-1), sizes, steps, starts)
 
 
 def to_padded(ragged: Ragged, padding_value: float = 0.0, padding_side: str = "right") -> Tensor:

@@ -23,7 +23,7 @@ from damage_workers import (
 
 from fusedrl import _host
 from fusedrl.channel import WeightChannel
-from fusedrl.channel.manifest import Manifest
+from fusedrl.channel.memory import Manifest
 
 DAMAGED = "expected its control page as fusedrl wrote it, got"
 
@@ -204,7 +204,7 @@ def test_layouts_of_another_size_than_the_slots_are_refused():
     with WeightChannel.create(workers.weights_of(0)) as right:
         text = described(right)
     end = _host.Publisher(3, 4096, 8, "0" * 32, text)
-    with pytest.raises(RuntimeError, match="expected memory of 65536 bytes a slot"):
+    with pytest.raises(RuntimeError, match="expected 65536 bytes a slot"):
         type(right.handle)(os.getpid(), end.fd(), "0" * 32).open()
     end.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import signal
@@ -18,8 +17,6 @@ from channel_workers import publish
 from torch import nn
 
 from fusedrl.channel.following import Follower
-from fusedrl.channel.forking import ComputedOnce
-from fusedrl.channel.layout import Layout
 
 
 @contextmanager
@@ -77,11 +74,8 @@ def test_a_child_goes_on_whatever_lock_another_thread_had(channel, reader):
     locks = (
         channel._lock,
         reader._lock,
-        reader._alias_leases._lock,
-        reader._releases._lock,
         follower._lock,
         follower.reader._lock,
-        follower.reader._alias_leases._lock,
     )
 
     def use() -> None:
@@ -157,17 +151,6 @@ def test_a_child_that_leaves_the_writing_block_of_its_parent_changes_nothing(cha
             with reader.lease() as lease:
                 assert workers.version_in(lease.weights) == lease.version == channel.version
             publish(channel)
-
-
-def test_what_a_layout_computes_once_has_no_lock(channel):
-    """That of cached_property is one for all layouts, and another thread may have it."""
-    fresh = Layout.from_json(channel.layout.to_json())
-    names = [n for n, value in vars(Layout).items() if isinstance(value, ComputedOnce)]
-    assert len(names) == 5
-    assert not any(isinstance(value, functools.cached_property) for value in vars(Layout).values())
-    for name in names:
-        assert getattr(fresh, name) == getattr(channel.layout, name)
-        assert getattr(fresh, name) is getattr(fresh, name)
 
 
 def test_children_that_are_forked_all_the_time_find_nothing_locked(channel, reader):

@@ -88,10 +88,10 @@ def test_weights_that_are_freed_while_a_publish_waits_for_a_slot(monkeypatch):
         channel.publish()
         begin = channel._begin
 
-        def freed_meanwhile(*arguments: float) -> int:
-            slot = begin(*arguments)
+        def freed_meanwhile(*arguments: float) -> tuple[int, int]:
+            begun = begin(*arguments)
             free(trained)
-            return slot
+            return begun
 
         monkeypatch.setattr(channel, "_begin", freed_meanwhile)
         with pytest.raises(TypeError, match=f"weights: 0.weight: {FREED}"):
@@ -108,7 +108,7 @@ def test_weights_of_another_size_by_the_time_they_are_copied(monkeypatch):
         channel.publish()
         begin = channel._begin
 
-        def grown_meanwhile(*arguments: float) -> int:
+        def grown_meanwhile(*arguments: float) -> tuple[int, int]:
             trained[0].weight.data = torch.zeros(400, 400)
             return begin(*arguments)
 

@@ -137,3 +137,45 @@ def test_a_storm_of_signals(channel, way, mode, interrupts):
         for _ in range(5):
             publish_next(channel)
         turns.check(channel)
+
+
+@pytest.fixture
+def blocks(channel):
+    """Calls with a block of the channel's, and what has to hold after each, by name."""
+    reader = channel.handle.open()
+    follower = Follower(reader, model())
+
+    def write() -> None:
+        with channel.writing() as writing:
+            for view in writing.views:
+                view.fill_(writing.version)
+
+    def use() -> None:
+        with one_version(follower.module):
+            assert of(follower.module) == {follower.version}
+
+    def check() -> None:
+        assert follower.running == 0 and channel.readers()[0].leased == ()
+        publish_next(channel)
+        with reader.lease() as lease:
+            assert workers.version_in(lease.weights) == lease.version == channel.version
+
+    yield {"publish": lambda: publish_next(channel), "writing": write, "one_version": use}, check
+    reader.close()
+
+
+BLOCKS = pytest.mark.parametrize("block", ["publish", "writing", "one_version"])
+
+
+@BLOCKS
+def test_an_interrupt_whose_exception_is_kept_leaves_nothing_locked(blocks, block):
+    """As a debugger keeps it, with all frames that it went through."""
+    calls, check = blocks
+    assert at_each_instruction(calls[block], check, strict=False, keeps=True) > 20
+
+
+@BLOCKS
+@STORMS
+def test_a_storm_of_signals_whose_exceptions_are_kept(blocks, block, interrupts):
+    calls, check = blocks
+    storm(calls[block], check, interrupts, 0.0005, keeps=True)

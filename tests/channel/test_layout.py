@@ -38,7 +38,7 @@ def flat_of(layout: Layout) -> torch.Tensor:
 def stored(layout: Layout, weights: Any) -> dict[str, torch.Tensor]:
     """What readers get of weights that are published."""
     views = layout.views(flat_of(layout))
-    torch._foreach_copy_(views, layout.sources(weights))
+    torch._foreach_copy_(views, list(layout.named(weights).values()))
     return {name: views[index] for name, index in layout.view_of.items()}
 
 
@@ -117,7 +117,7 @@ def test_floats_that_mean_something_with_their_scales_are_not_cast():
     with pytest.raises(ValueError, match=r"float8_e4m3fn of w.*pass dtype=None"):
         Layout.of(weights, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"w: expected float8_e4m3fn \(2,\), got bfloat16"):
-        Layout.of(weights).sources({**weights, "w": torch.zeros(2, dtype=torch.bfloat16)})
+        Layout.of(weights).named({**weights, "w": torch.zeros(2, dtype=torch.bfloat16)})
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_sources_may_have_any_strides_and_width_of_float():
     layout = Layout.of(weights, dtype=torch.float32)
     back = stored(layout, {k: v.double() for k, v in weights.items()})
     assert all(torch.equal(back[name], weights[name]) for name in weights)
-    assert not any(s.requires_grad for s in layout.sources(weights))
+    assert not any(s.requires_grad for s in layout.named(weights).values())
 
 
 def test_one_error_lists_every_difference():
     layout = Layout.of({"a": torch.zeros(2), "b": torch.zeros(3).long(), "c": torch.zeros(1)})
     weights = {"a": torch.zeros(3), "b": torch.zeros(3), "d": torch.zeros(())}
     with pytest.raises(ValueError, match="weights: 4 differences") as error:
-        layout.sources(weights)
+        layout.named(weights)
     assert str(error.value).splitlines()[1:] == [
         "  a: expected float32 (2,), got float32 (3,)",
         "  b: expected int64 (3,), got float32 (3,)",
@@ -161,7 +161,7 @@ def test_one_error_lists_every_difference():
     ]
     many = Layout.of({f"w{i}": torch.zeros(1) for i in range(40)})
     with pytest.raises(ValueError, match="41 differences") as error:
-        many.sources({"x": torch.zeros(1)})
+        many.named({"x": torch.zeros(1)})
     lines = str(error.value).splitlines()
     assert len(lines) == 12 and lines[-1] == "  and 31 more"
 
@@ -192,7 +192,7 @@ def test_copies_of_one_tensor_in_two_dtypes_are_compared_as_they_are_stored():
     weights["head.weight"] = weights["embed.weight"].bfloat16()
     assert torch.equal(stored(layout, weights)["embed.weight"], weights["head.weight"])
     with pytest.raises(ValueError, match=r"head.weight: expected the values of embed.weight"):
-        Layout.of(Tied()).sources(weights)
+        Layout.of(Tied()).named(weights)
 
 
 @pytest.mark.parametrize("index", [(0, 0), (4, 2)])
@@ -223,7 +223,7 @@ def test_each_copy_of_several_is_compared():
     layout = Layout.of({"a": one, "b": one, "c": one})
     assert torch.equal(stored(layout, {n: one.clone() for n in "abc"})["c"], one)
     with pytest.raises(ValueError, match="c: expected the values of a"):
-        layout.sources({"a": one, "b": one.clone(), "c": one + 1})
+        layout.named({"a": one, "b": one.clone(), "c": one + 1})
 
 
 def test_another_name_of_a_tensor_that_is_stored_may_come_along():
@@ -234,7 +234,7 @@ def test_another_name_of_a_tensor_that_is_stored_may_come_along():
     for weights in (model, model.state_dict(), TensorDict.from_module(model).exclude("cache")):
         assert torch.equal(stored(layout, weights)["embed.weight"], model.embed.weight)
     with pytest.raises(ValueError, match=r"head.weight: expected no such entry"):
-        layout.sources(untied_copy(model))
+        layout.named(untied_copy(model))
 
 
 def test_names_of_the_model_in_a_wrapper_and_the_reverse_are_taken():
@@ -254,7 +254,7 @@ def test_an_error_says_how_names_were_read():
     del state["scale"]
     message = r"(?s)names are read with 'model.' before them.*model.scale: .* got no such entry"
     with pytest.raises(ValueError, match=message):
-        Layout.of(wrapper).sources(state)
+        Layout.of(wrapper).named(state)
 
 
 def test_weights_that_tie_what_is_stored_twice_are_taken():

@@ -111,19 +111,14 @@ def test_a_group_that_is_over_its_limit_has_nothing_free(machine):
     refused("memory.max", 0)
 
 
-@pytest.mark.parametrize("hierarchy", [0, 1])
-def test_groups_of_version_1(machine, hierarchy):
+def test_groups_of_version_1(machine):
     machine.mount("9:name=systemd:/x\n4:cpu,memory:/docker/abc\n0::/\n", V1)
     unlimited = 9223372036854771712
     machine.group("memory", limit_in_bytes=60 * MIB, usage_in_bytes=20 * MIB)
-    machine.group("memory", use_hierarchy=hierarchy, stat=f"total_inactive_file {10 * MIB}")
+    machine.group("memory", stat=f"total_inactive_file {10 * MIB}")
     for path in ("memory/docker", "memory/docker/abc"):
-        machine.group(path, limit_in_bytes=unlimited, usage_in_bytes=5, use_hierarchy=hierarchy)
-    if hierarchy:
-        refused("memory.limit_in_bytes", 50 * MIB)
-    else:  # what is above counts its own processes alone
-        with WeightChannel.create(WEIGHTS):
-            pass
+        machine.group(path, limit_in_bytes=unlimited, usage_in_bytes=5)
+    refused("memory.limit_in_bytes", 50 * MIB)
     machine.group("memory/docker/abc", limit_in_bytes=20 * MIB, usage_in_bytes=15 * MIB)
     refused("docker/abc/memory.limit_in_bytes", 5 * MIB)
 
@@ -153,18 +148,8 @@ def test_this_machine_has_room_by_its_own_files():
     assert all(room.free > 0 for room in found)
 
 
-def test_the_largest_file_of_this_process_is_a_limit():
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10 * MIB, before[1]))
-    try:
-        refused("ulimit -f", 10 * MIB)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_what_the_kernel_itself_refuses_says_the_same(monkeypatch):
-    """A limit that came in between: the check found room."""
-    monkeypatch.setattr("fusedrl.channel.channel.refuse_beyond", lambda *_: None)
+def test_what_the_kernel_itself_refuses_says_the_same():
+    """A limit that is not read before, or came in between."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10 * MIB, before[1]))
     try:

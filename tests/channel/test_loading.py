@@ -28,7 +28,7 @@ class Net(nn.Module):
 def published(model: Any, layout: Layout | None = None) -> tuple[Layout, list[torch.Tensor]]:
     layout = layout or Layout.of(model)
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    torch._foreach_copy_(views, layout.sources(model))
+    torch._foreach_copy_(views, list(layout.named(model).values()))
     return layout, views
 
 
@@ -216,17 +216,15 @@ def test_parameters_that_changed_their_shape_are_refused(mode):
 
 
 def test_an_alias_that_is_interrupted_is_undone():
-    class Interrupted(nn.Parameter):
-        def requires_grad_(self, requires_grad=True):
-            if not requires_grad:
-                raise KeyboardInterrupt
-            return super().requires_grad_(requires_grad)
+    def interrupted(requires_grad: bool = True) -> None:
+        del model.head.weight.requires_grad_
+        raise KeyboardInterrupt
 
     model = Net()
     layout, views = published(Net())
     target = Target(model, layout)
     before = [(p, p.data_ptr(), p.requires_grad) for p in model.parameters()]
-    model.head.weight.__class__ = Interrupted
+    model.head.weight.requires_grad_ = interrupted
     with pytest.raises(KeyboardInterrupt):
         target.alias(views)
     after = [(p, p.data_ptr(), p.requires_grad) for p in model.parameters()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusedrl.channel.name_prefixes import PrefixChange, match_prefixes
+from fusedrl.channel.sources import PrefixChange, match_prefixes
 
 MODEL = ["model.embed.weight", "model.norm.weight", "lm_head.weight"]
 

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 
-from fusedrl.channel.releases import Releases
+from fusedrl.channel.cuda import Releases
 
 
 def until(condition) -> bool:

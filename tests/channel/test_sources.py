@@ -15,13 +15,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.loading import Target
-from fusedrl.channel.sources import named_tensors
+from fusedrl.channel.sources import checked_places
 
 peft = pytest.importorskip("peft")
 
 
 def values(weights: Any, adapters: str | None = None) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, (tensor, _) in named_tensors(weights, adapters).items()}
+    places = checked_places(weights, adapters)
+    return {name: place.value() for name, place in places.items() if place.persistent}
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -100,7 +101,7 @@ def test_fully_sharded_weights_are_made_whole(group):
     fully_shard(model)
     assert Layout.of(model) == layout
     assert equal(values(model), expected)
-    assert all(type(s) is torch.Tensor for s in layout.sources(model))
+    assert all(type(s) is torch.Tensor for s in layout.named(model).values())
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
     layout.write(model, views)
     assert all(torch.equal(views[i], expected[name]) for name, i in layout.view_of.items())
@@ -171,7 +172,7 @@ def test_state_that_is_no_tensor_is_refused():
 @pytest.mark.parametrize("weights", [3, [torch.ones(1)], {1: torch.ones(1)}])
 def test_weights_of_another_type_are_refused(weights):
     with pytest.raises(TypeError, match="weights: "):
-        named_tensors(weights)
+        checked_places(weights)
 
 
 def test_mapped_tensors_are_plain():
@@ -182,9 +183,9 @@ def test_mapped_tensors_are_plain():
 def test_adapters_without_an_adapted_model_are_refused():
     for weights in (nn.Linear(1, 1), {"w": torch.ones(1)}):
         with pytest.raises(ValueError, match="adapters: expected a"):
-            named_tensors(weights, "only")
+            checked_places(weights, "only")
     with pytest.raises(ValueError, match="adapters: expected one of"):
-        named_tensors(adapted(model_of("qwen2")), "all")
+        checked_places(adapted(model_of("qwen2")), "all")
 
 
 def test_a_peft_model_has_the_names_of_its_state_dict():
@@ -215,7 +216,7 @@ def test_readers_of_adapters_only_keep_their_base():
     assert layout.partial and Layout.from_json(layout.to_json()).partial
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
     for weights in (trained, trained.state_dict(), TensorDict.from_module(trained)):
-        torch._foreach_copy_(views, layout.sources(weights))
+        torch._foreach_copy_(views, list(layout.named(weights).values()))
     reader = adapted(model_of("qwen2"))
     with torch.no_grad():
         for name, param in reader.named_parameters():
@@ -257,7 +258,7 @@ def test_merged_weights_are_those_of_merge_and_unload_and_change_nothing(kind, d
     assert [p.requires_grad for p in model.parameters()] == flags
     layout = Layout.of(model, adapters="merged")
     assert not layout.partial
-    assert equal(dict(zip(merged, layout.sources(model), strict=True)), merged)
+    assert equal(dict(zip(merged, layout.named(model).values(), strict=True)), merged)
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
     layout.write(model, views)
     assert equal(dict(zip(merged, views, strict=True)), merged)
@@ -319,7 +320,7 @@ def test_merged_weights_load_into_the_plain_model_and_not_into_the_adapted():
     model = adapted(model_of("qwen2"))
     layout = Layout.of(model, adapters="merged")
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    torch._foreach_copy_(views, layout.sources(model))
+    torch._foreach_copy_(views, list(layout.named(model).values()))
     reader = copy.deepcopy(model_of("qwen2"))
     Target(reader, layout).alias(views)
     tokens = torch.arange(8)[None]
@@ -328,7 +329,7 @@ def test_merged_weights_load_into_the_plain_model_and_not_into_the_adapted():
     )
     with pytest.raises(ValueError, match="module: expected a model without adapters"):
         Target(model, layout)
-    again = layout.sources(unloaded(model))
+    again = list(layout.named(unloaded(model)).values())
     assert all(torch.equal(a, b) for a, b in zip(again, views, strict=True))
 
 
@@ -361,7 +362,7 @@ def test_prompt_learning_cannot_be_merged():
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     model = peft.get_peft_model(copy.deepcopy(model_of("qwen2")), config)
     with pytest.raises(TypeError, match="got prompt learning; use adapters='only'"):
-        named_tensors(model, "merged")
+        checked_places(model, "merged")
     assert "prompt_encoder.default.embedding.weight" in values(model, "only")
 
 
@@ -379,4 +380,4 @@ def test_weights_whose_memory_is_freed_are_refused():
     freed.untyped_storage().resize_(0)
     for tensor in (freed, torch._efficientzerotensor(4)):
         with pytest.raises(TypeError, match=r"weights: a: .* got one whose memory is freed"):
-            named_tensors({"a": tensor})
+            checked_places({"a": tensor})

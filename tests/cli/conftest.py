@@ -24,7 +24,8 @@ class Models(NamedTuple):
 def models(tmp_path_factory) -> Models:
     demo = pytest.importorskip("fusedrl.demo", reason='needs pip install "fusedrl[score]"')
     folder = tmp_path_factory.mktemp("models")
-    demo.make_models(folder / "policy", folder / "reference", pretrain_steps=4, tune_steps=4)
+    for name, steps in (("reference", 4), ("policy", 8)):
+        demo.make_reference(folder / name, steps=steps)
     return Models(str(folder / "policy"), str(folder / "reference"))
 
 

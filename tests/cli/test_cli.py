@@ -20,7 +20,8 @@ from programs import python
 import fusedrl
 from fusedrl import _host
 from fusedrl.cli import COMMANDS, NEEDS, NEXT, check, info, main
-from fusedrl.ops import token_kl
+from fusedrl.ops import OPS, token_kl
+from fusedrl.ops.token_kl import cases
 
 from .conftest import pasted
 
@@ -82,7 +83,7 @@ def test_a_command_does_not_run_without_what_it_needs(command, package, tmp_path
     block = f"import os, sys; os.chdir({str(tmp_path)!r}); sys.modules[{package!r}] = None; "
     done = python("-c", block + f"from fusedrl.cli import main; sys.exit(main({arguments}))")
     assert done.returncode == 2
-    assert done.stderr.startswith(f"{command}: needs {package}: pip install ")
+    assert done.stderr.splitlines()[-1].startswith(f"{command}: needs {package}: pip install ")
 
 
 def test_what_the_first_lines_say_can_be_pasted(tmp_path):
@@ -258,7 +259,8 @@ def test_a_demo_whose_output_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train_less = (
         "import functools, fusedrl.cli.demo as demo;"
-        "demo.make_models = functools.partial(demo.make_models, pretrain_steps=2, tune_steps=1);"
+        "demo.make_reference = functools.partial(demo.make_reference, steps=2);"
+        "demo.train = functools.partial(demo.train, batches=2);"
     )
     done = run_onto_a_full_disk("demo", before=train_less)
     assert done.stderr == "demo: cannot write output: No space left on device\n"
@@ -333,59 +335,43 @@ def test_info_is_markdown_with_a_row_a_fact(capsys):
     assert f"| fusedrl | {fusedrl.__version__} |" in lines
 
 
-CHECKED = (
-    "token_log_probs",
-    "linear_token_log_probs",
-    "linear_policy_loss",
-    "token_kl",
-    "exact_kl",
-    "linear_exact_kl",
-    "top_k_kl",
-    "linear_top_k_kl",
-    "importance_weights",
-)
-
-
 def test_check_passes_every_case_here(capsys):
     assert main(["check", "-v"]) == 0
     out = capsys.readouterr().out
     titles = {line.strip() for line in out.splitlines() if line.strip().endswith(" on cpu")}
-    assert titles == {f"{op} on cpu" for op in CHECKED}
+    assert titles == {f"{op} on cpu" for op in OPS}
     assert " 0 failed" in out
 
 
 @pytest.fixture
 def two_ops(monkeypatch):
     """Checks the ops that take no time."""
-    every = check.check
-
-    def quick(device):
-        return (result for result in every(device) if result.case.op in TWO)
-
-    monkeypatch.setattr(check, "check", quick)
+    monkeypatch.setattr(check, "OPS", TWO)
 
 
 TWO = ("token_kl", "importance_weights")
+
+
+def slightly_wrong(*args, impl, **options):
+    kl = token_kl(*args, impl=impl, **options)
+    right = impl == "reference" or "reward" in options or isinstance(kl, list)
+    return kl if right else kl + 0.1
 
 
 def test_check_prints_a_row_an_op_and_a_summary(two_ops, capsys):
     assert main(["check"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert [line[0] for line in lines if line[-1] == "pass"] == list(TWO)
-    assert [line[1:4] for line in lines if line[0] == "token_kl"] == [["24", "of", "24"]]
-    assert ["cpu:", "33", "passed,", "0", "failed"] in lines
+    assert [line[1:4] for line in lines if line[0] == "token_kl"] == [["27", "of", "27"]]
+    assert ["cpu:", "42", "passed,", "0", "failed"] in lines
 
 
 def test_check_shows_each_error_beside_the_one_that_is_allowed(monkeypatch, two_ops, capsys):
-    def slightly_wrong(*args, impl, **options):
-        kl = token_kl(*args, impl=impl, **options)
-        return kl if impl == "reference" or "reward" in options else kl + 0.1
-
-    monkeypatch.setattr(check, "token_kl", slightly_wrong)
+    monkeypatch.setattr(cases, "token_kl", slightly_wrong)
     main(["check", "-v"])
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.rstrip().endswith(("pass", "FAIL"))]
-    assert len(rows) == 33
+    assert len(rows) == 42
     for *_, error, allowed, gradient_error, gradient_allowed, verdict in rows:
         pairs = [(error, allowed), (gradient_error, gradient_allowed)]
         within = [float(x) <= float(most) for x, most in pairs if x != "-"]
@@ -395,27 +381,19 @@ def test_check_shows_each_error_beside_the_one_that_is_allowed(monkeypatch, two_
 
 
 def test_check_lists_the_cases_that_failed_below_their_op(monkeypatch, two_ops, capsys):
-    def slightly_wrong(*args, impl, **options):
-        kl = token_kl(*args, impl=impl, **options)
-        return kl if impl == "reference" or "reward" in options else kl + 0.1
-
-    monkeypatch.setattr(check, "token_kl", slightly_wrong)
+    monkeypatch.setattr(cases, "token_kl", slightly_wrong)
     assert main(["check"]) == 1
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines() if line.strip()]
     assert [line[1:4] + line[-1:] for line in lines if line[0] == "token_kl" and "of" in line] == [
-        ["12", "of", "24", "FAIL"]
+        ["15", "of", "27", "FAIL"]
     ]
     assert sum(line[-1] == "FAIL" for line in lines) == 1 + 12
-    assert "21 passed, 12 failed" in out
+    assert "30 passed, 12 failed" in out
 
 
-def test_check_fails_when_a_kernel_is_off(monkeypatch, capsys):
-    def slightly_wrong(*args, impl, **options):
-        kl = token_kl(*args, impl=impl, **options)
-        return kl if impl == "reference" or "reward" in options else kl + 0.1
-
-    monkeypatch.setattr(check, "token_kl", slightly_wrong)
+def test_check_fails_when_a_kernel_is_off(monkeypatch, two_ops, capsys):
+    monkeypatch.setattr(cases, "token_kl", slightly_wrong)
     assert main(["check", "--failed"]) == 1
     out = capsys.readouterr().out
     assert "FAIL" in out
@@ -423,13 +401,13 @@ def test_check_fails_when_a_kernel_is_off(monkeypatch, capsys):
     assert " 12 failed" in out
 
 
-def test_check_says_why_a_kernel_does_not_run(monkeypatch, capsys):
+def test_check_says_why_a_kernel_does_not_run(monkeypatch, two_ops, capsys):
     def broken(*args, impl, **options):
         if impl != "reference":
             raise RuntimeError("no such kernel")
         return token_kl(*args, impl=impl, **options)
 
-    monkeypatch.setattr(check, "token_kl", broken)
+    monkeypatch.setattr(cases, "token_kl", broken)
     assert main(["check", "--failed"]) == 1
     assert "no such kernel" in capsys.readouterr().out
 
@@ -439,3 +417,23 @@ def test_check_needs_neither_transformers_nor_torchrl():
     run = "from fusedrl.cli import main; sys.exit(main(['check', '--failed']))"
     done = python("-c", block + run)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("option", [[], ["-v"]])
+def test_check_fits_a_terminal_of_60_columns(option, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(check, "OPS", ("token_kl", "linear_token_log_probs"))
+    assert main(["check", *option]) == 0
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if len(line.rstrip()) > 60] == []
+    assert "linear_token_log_probs" in printed
+    assert "pass" in printed
+
+
+def test_info_on_a_terminal_is_plain_text_that_fits():
+    facts = info.collect() | {"missing": {"vllm": "not installed: `pip install vllm` " * 5}}
+    lines = info._plain(facts, 60).splitlines()
+    assert "versions" in lines and any(line.startswith("  torch: 2.") for line in lines)
+    assert not any("|" in line or "`" in line for line in lines)
+    too_long = [line for line in lines if len(line) > 60]
+    assert all(len(line.split()) == 1 for line in too_long), "a word that is longer by itself"

@@ -1,32 +1,91 @@
-"""The demo's models: saved for from_pretrained, and apart from each other after training."""
+"""The demo: a reward that its loop raises, the report of it, and an end without processes."""
 
 from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
-from pyarrow import parquet
+from fusedrl.examples.grpo import train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fusedrl.cli import demo as command
 from fusedrl.cli import main
-from fusedrl.demo import models as demo_models
+from fusedrl.demo import dialogs, make_reference
+from fusedrl.demo.models import one_thread
 
 
-def test_demo_trains_saves_and_scores(tmp_path, monkeypatch, capsys):
-    make = demo_models.make_models
-    monkeypatch.setattr(
-        "fusedrl.cli.demo.make_models",
-        lambda policy, reference: make(policy, reference, pretrain_steps=8, tune_steps=4),
-    )
-    assert main(["demo", "--out", str(tmp_path / "demo-out")]) == 0
+def test_demo_trains_and_scores(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "make_reference", partial(make_reference, steps=2))
+    monkeypatch.setattr(command, "train", partial(train, batches=3))
+    assert main(["demo", "--out", str(tmp_path)]) == 0
     assert "50 chats scored, 0 skipped" in capsys.readouterr().out
-    chats = parquet.read_table(tmp_path / "demo-out" / "chats.parquet").to_pylist()
-    # What the policy was tuned on became likelier.
-    tuned = chats[::2]
-    assert sum(c["policy_log_prob"] - c["reference_log_prob"] for c in tuned) > 0.1
-    assert (tmp_path / "demo-out" / "report.html").is_file()
+    report = (tmp_path / "report.html").read_text()
+    assert report.index("How the policy was trained") < report.index("Where the policy drifted")
+    assert report.count("<polyline") == 2
+    assert "publishing weights" in report
+
+
+@pytest.mark.slow
+def test_rewards_are_learned_and_shuffled_ones_are_not(tmp_path):
+    make_reference(tmp_path / "reference")
+
+    def gained(seed, rewards):
+        batches = train(tmp_path / "reference", tmp_path / "policy", seed=seed, rewards=rewards)
+        reward = [batch["reward"] for batch in batches]
+        return sum(reward[-6:]) / 6 - sum(reward[:6]) / 6
+
+    with one_thread():
+        learned = [gained(seed, dialogs.digits) for seed in range(3)]
+        control = gained(0, dialogs.shuffled)
+    print(learned, control)
+    assert min(learned) > 0.3
+    assert control < 0.15
+
+
+def processes_of(session: int) -> list[str]:
+    """The command lines of what still runs in a session of the kernel."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(of) == session and state != "Z":
+                found.append(stat.with_name("cmdline").read_bytes().decode())
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_interrupt_leaves_no_process(tmp_path):
+    code = (
+        "import functools, sys, fusedrl.cli.demo as demo, fusedrl.cli as cli;"
+        "demo.make_reference = functools.partial(demo.make_reference, steps=2);"
+        f"sys.exit(cli.main(['demo', '--out', {str(tmp_path)!r}]))"
+    )
+    program = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert program.stdout
+    with program.stdout as lines:
+        next(line for line in lines if line.startswith("version"))
+        assert len(processes_of(program.pid)) > 1
+        os.killpg(program.pid, signal.SIGINT)
+        lines.read()
+    assert program.wait() == 130
+    assert processes_of(program.pid) == []
 
 
 @pytest.mark.parametrize("place", ["taken", "taken/below", "/proc/fusedrl"])
@@ -43,16 +102,14 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys, failure):
     def full(*args):
         raise failure
 
-    monkeypatch.setattr("fusedrl.cli.demo.make_models", full)
+    monkeypatch.setattr("fusedrl.cli.demo.make_reference", full)
     assert main(["demo", "--out", str(tmp_path)]) == 2
     assert "No space left" in capsys.readouterr().err
 
 
 def test_same_seed_same_models(tmp_path):
     for name in ("a", "b"):
-        demo_models.make_models(
-            tmp_path / name, tmp_path / f"{name}-reference", pretrain_steps=2, tune_steps=1, seed=3
-        )
+        make_reference(tmp_path / name, steps=2, seed=3)
     first, second = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("a", "b")
     )

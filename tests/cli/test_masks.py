@@ -22,8 +22,9 @@ from tokenizers.models import WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from fusedrl.demo import CHATS
-from fusedrl.scoring.chats import Chat, parse_chat, read_records
+from fusedrl.scoring.chats import Chat, parse_chats
 from fusedrl.scoring.errors import ChatError
+from fusedrl.scoring.records import read_records
 from fusedrl.scoring.tokenization import tokenize_chat
 
 
@@ -32,7 +33,7 @@ def make_chat(*messages):
 
 
 def bundled():
-    return [parse_chat(record) for record in read_records(CHATS)]
+    return [chat for record in read_records(CHATS) for chat in parse_chats(record)]
 
 
 def said(tokenized):

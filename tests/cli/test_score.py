@@ -19,7 +19,8 @@ from fusedrl.cli import main
 from fusedrl.cli.score import EXAMPLES
 from fusedrl.demo import CHATS
 from fusedrl.scoring import Settings, job, score_chats
-from fusedrl.scoring.chats import parse_chat, read_records
+from fusedrl.scoring.chats import parse_chats
+from fusedrl.scoring.records import read_records
 
 from .conftest import chat, pasted, rows
 
@@ -47,7 +48,7 @@ def test_tables_hold_what_plain_torch_computes_chat_by_chat(models, score, tmp_p
     by_chat = {row["chat"]: [t for t in tokens if t["chat"] == row["chat"]] for row in chats}
     drift = 0.0
     for record in list(read_records(CHATS))[::5]:
-        messages = parse_chat(record).messages
+        messages = parse_chats(record)[0].messages
         own = by_chat[record.line]
         ids, policy, entropy = plain_scores(models.policy, messages, temperature)
         _, reference, _ = plain_scores(models.reference, messages, temperature)
@@ -83,7 +84,7 @@ def test_texts_join_to_what_the_assistant_said(score):
     spoken = {
         (record.line, turn): message["content"] + "<|im_end|>"
         for record in read_records(CHATS)
-        for turn, message in enumerate(parse_chat(record).messages)
+        for turn, message in enumerate(parse_chats(record)[0].messages)
         if message["role"] == "assistant"
     }
     assert {key: "".join(texts) for key, texts in said.items()} == spoken
@@ -159,5 +160,5 @@ def test_the_examples_of_the_help_run_as_they_stand(models, tmp_path, monkeypatc
     (tmp_path / "demo-out" / "models").symlink_to(Path(models.policy).parent)
     for command in commands:
         assert main(command) == 0
-        assert "1 chats scored, 0 skipped" in capsys.readouterr().out
+        assert "1 chat scored, 0 skipped" in capsys.readouterr().out
         assert len(rows(tmp_path / "drift" / "chats.parquet")) == 1

@@ -251,9 +251,7 @@ def test_a_name_that_a_hub_may_have_is_loaded(write_chats, tmp_path, monkeypatch
 @pytest.mark.parametrize("rows", [["no json", {"messages": []}], []])
 def test_no_model_is_loaded_for_a_file_without_a_chat(write_chats, score, capsys, no_loading, rows):
     assert score(write_chats(*rows))[0] == 2
-    said = capsys.readouterr().err
-    assert said.count("; skipped\n") == len(rows)
-    assert f"no chat to score, {len(rows)} skipped" in said
+    assert f"no chat to score, {len(rows)} skipped" in capsys.readouterr().err
 
 
 def test_a_model_without_memory_for_it_is_named(models, write_chats, monkeypatch, tmp_path):
@@ -274,7 +272,7 @@ def test_a_chat_without_memory_for_it_is_left_out(models, write_chats, monkeypat
         return real(model, tokens, lengths, *args, **options)
 
     monkeypatch.setattr(batch_scores, "causal_log_probs", no_memory)
-    path = write_chats(GOOD, chat("Hi", "long " * 300), GOOD)
+    path = write_chats(GOOD, chat("Hi", "long " * 100), GOOD)
     summary = score_chats(path, models.policy, models.reference, tmp_path / "out")
     assert [row["chat"] for row in summary.rows] == [1, 3]
     assert "tried to allocate too much" in str(summary.skipped[0])

@@ -293,7 +293,7 @@ def test_jobs_that_share_a_directory_leave_the_files_of_one(models, tmp_path, mo
         for name in ("tokens.parquet", "chats.parquet")
     }
     (source,) = sources
-    assert f"{source}:1" in (out / "report.html").read_text(encoding="utf-8")
+    assert f"{Path(source).name}:1" in (out / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

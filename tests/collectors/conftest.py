@@ -42,7 +42,8 @@ __all__ = [
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are forked, which takes a tenth of the time that those take that import."""
     context = multiprocessing.get_context("fork")
-    monkeypatch.setattr("fusedrl.collectors.process.async_collector._get_mp_ctx", lambda: context)
+    module = "fusedrl.collectors.process.async_collector"
+    monkeypatch.setattr(f"{module}.process_context", lambda: context)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torchrl.data import Unbounded
 from torchrl.data.llm import History
 from torchrl.envs import AsyncEnvPool
 
-from fusedrl.collectors.turn_copies import TurnCopies
+from fusedrl.collectors.turn_data import TurnCopies
 
 IDS = ("collector", "traj_ids")
 MODES = [{}, {"flatten_data": True}, {"yield_completed_trajectories": True}]

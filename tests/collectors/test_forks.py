@@ -13,8 +13,8 @@ from channel_collector import Says, policy_of
 from counting_dialogs import Counting
 
 from fusedrl import AsyncCollector, LLMCollector
-from fusedrl.collectors.cluster.distributor import Distributor, InFirstActor
-from fusedrl.weights.worker_channels import _Calls
+from fusedrl.collectors.cluster.ray_actors import Actors, Started
+from fusedrl.collectors.cluster.ray_weights import RayWeights
 
 
 def succeeds_in_a_child(check: Callable[[], bool], held: Any) -> bool:
@@ -51,15 +51,12 @@ def test_a_child_counts_versions():
     assert succeeds_in_a_child(count, collector._versions._counting)
 
 
-@pytest.mark.parametrize("kind", [Distributor, InFirstActor])
-def test_a_child_of_a_collector_on_ray_has_a_lock_of_its_own(kind):
-    distributor = kind(actors=None, versions=None)
-    assert succeeds_in_a_child(lambda: distributor.lock.acquire(blocking=False), distributor.lock)
-
-
-def test_a_child_calls_a_policy_that_follows_a_channel():
-    calls = _Calls({}, shared=False)
-    assert succeeds_in_a_child(lambda: calls._lock.acquire(blocking=False), calls._lock)
+def test_a_child_of_a_collector_on_ray_has_a_lock_of_its_own(monkeypatch):
+    monkeypatch.setattr(Actors, "one", lambda *_: None)
+    actors = Actors(timeout=1.0)
+    actors.started = [Started(0, "here", None)]
+    weights = RayWeights(actors, None, track=True, has_updater=False)
+    assert succeeds_in_a_child(lambda: weights._updating.acquire(blocking=False), weights._updating)
 
 
 @pytest.mark.usefixtures("forked")

@@ -11,10 +11,11 @@ import pytest
 from channel_collector import Says, of, policy_of
 from counting_dialogs import Counting
 from interrupts import at_each_instruction, storm
+from torch import nn
 from torchrl.collectors import Collector
 
-from fusedrl import ChannelWeightSyncScheme, LLMCollector, WeightChannel, _host
-from fusedrl.collectors.turn_gate import TurnGate
+from fusedrl import ChannelWeightSyncScheme, LLMCollector, WeightChannel
+from fusedrl.channel.following import Following
 from fusedrl.collectors.versions import Versions
 from fusedrl.vllm.engine_follower import EngineFollower
 
@@ -106,11 +107,9 @@ class Engine(EngineFollower):
     """A follower of an engine that is a number: its version."""
 
     def __init__(self, reader: Any) -> None:
-        _host.Calls.__init__(self)
-        self.reader, self.module, self.version = reader, None, None
+        Following.__init__(self, reader, nn.Identity())
         self.engine = None
-        self._lock: Any = threading.RLock()
-        self._loads: Any = SimpleNamespace(has=self._has, load=self._load)
+        self._updates: Any = SimpleNamespace(has=self._has, load=self._load)
 
     def _has(self, version: int) -> bool:
         return self.engine == version
@@ -143,12 +142,12 @@ def test_an_engine_gets_the_newest_version_after_an_interrupt(strict):
 @pytest.mark.parametrize("what", ["turn", "update"])
 @pytest.mark.parametrize("busy", [False, True])
 def test_an_interrupt_without_a_channel_leaves_nobody_waiting(what, busy, monkeypatch):
-    monkeypatch.setattr("fusedrl.collectors.turn_gate.WAIT_S", 20.0)
-    monkeypatch.setattr("fusedrl.collectors.turn_gate.POLL_S", 0.001)
-    gate, begun, ended = TurnGate(), threading.Event(), []
+    monkeypatch.setattr("fusedrl.collectors.versions.WAIT_S", 20.0)
+    versions, begun, ended = Versions(), threading.Event(), []
+    blocks = {"turn": versions.held, "update": versions.one_update}
 
     def enter(way: str, seconds: float = 0.0) -> None:
-        with getattr(gate, way)():
+        with blocks[way]():
             begun.set()
             time.sleep(seconds)
         ended.append(way)

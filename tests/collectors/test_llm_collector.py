@@ -397,3 +397,20 @@ def test_torchrls_profiler_runs(collect, tmp_path):
     collector.enable_profile(save_path=tmp_path / "trace.json", num_rollouts=2, warmup_rollouts=1)
     list(collector)
     assert (tmp_path / "trace.json").stat().st_size > 0
+
+
+def test_next_goes_on_after_an_interrupt(collect):
+    """A generator, as in torchrl, would have ended."""
+    calls = []
+
+    def interrupted(turn):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return policy(turn)
+
+    collector = collect(policy=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        collector.next()
+    assert [seen(collector.next())[0] for _ in range(2)] == [[100, 101], [102, 200]]
+    assert collector.next() is None

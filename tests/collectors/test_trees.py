@@ -16,8 +16,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from torchrl.data.llm import History
 
-from fusedrl.collectors.turn_copies import TurnCopies
-from fusedrl.collectors.turn_rows import IDS, ended, rows_of, tag
+from fusedrl.collectors.turn_data import IDS, TurnCopies, ended, rows_of, tag
 
 
 def turn(rows: int = 3, **more: Any) -> TensorDict:

@@ -27,13 +27,13 @@ def compare(hidden, weight, bias, tokens, mask=None, **options):
     for impl, dtype in (("cpu", hidden.dtype), ("reference", torch.float64)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias)]
         out = linear_policy_loss(
-            *(*leaves[:2], tokens, mask, advantages), old_log_probs=old, ref_log_probs=ref,
+            *(*leaves[:2], tokens, advantages, mask), old_log_probs=old, ref_log_probs=ref,
             bias=leaves[2], offsets=OFFSETS, impl=impl, **options,
         )  # fmt: skip
         results.append((out, torch.autograd.grad(out.loss * 3, leaves)))
     (mine, grads), (exact, exact_grads) = results
     without_gradients = linear_policy_loss(
-        *(hidden, weight, tokens, mask, advantages), old_log_probs=old, ref_log_probs=ref,
+        *(hidden, weight, tokens, advantages, mask), old_log_probs=old, ref_log_probs=ref,
         bias=bias, offsets=OFFSETS, **options,
     )  # fmt: skip
     assert torch.equal(without_gradients.loss, mine.loss.detach())
@@ -79,9 +79,9 @@ def check_float_gradients():
         hidden, weight, _, tokens = head(7, 35, 5, dtype)
         advantages, main = torch.randn(7), torch.ones(35, 5)
         leaf = weight.clone().requires_grad_()
-        linear_policy_loss(hidden, leaf, tokens, None, advantages, main_grad=main).loss.backward()
+        linear_policy_loss(hidden, leaf, tokens, advantages, main_grad=main).loss.backward()
         exact = weight.double().requires_grad_()
-        linear_policy_loss(hidden.double(), exact, tokens, None, advantages).loss.backward()
+        linear_policy_loss(hidden.double(), exact, tokens, advantages).loss.backward()
         assert leaf.grad is None
         tol = max(TOLERANCE[dtype], 1e-5)  # products of half gradients
         torch.testing.assert_close(main.double() - 1, exact.grad, rtol=tol, atol=tol)
@@ -92,4 +92,4 @@ def check_wrong_tokens_stop_the_kernel():
     hidden, weight, _, _ = head(2, 5, 3, torch.float32)
     for token in (-1, 5):
         with pytest.raises(RuntimeError, match="tokens: expected values in"):
-            linear_policy_loss(hidden, weight, torch.tensor([1, token]), None, torch.ones(2))
+            linear_policy_loss(hidden, weight, torch.tensor([1, token]), torch.ones(2))

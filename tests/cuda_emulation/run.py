@@ -28,9 +28,9 @@ def run(op: str) -> None:
 def main(library: str) -> None:
     native.find = lambda name: Path(library)
     native.require("_C")
-    from fusedrl.ops.token_kl import in_place  # whose import loads the library
+    from fusedrl.ops.token_kl import columns  # whose import loads the library
 
-    in_place.exchange_functions = lambda: None  # tensors' memory is for the CPU's own kernels
+    columns._kernels = lambda: None  # tensors' memory is for the CPU's own kernels
     forking = multiprocessing.get_context("fork")  # imports under a sanitizer take seconds
     for path in sorted(Path(__file__).parent.glob("check_*.py")):
         process = forking.Process(target=run, args=(path.stem.removeprefix("check_"),))

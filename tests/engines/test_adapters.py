@@ -63,7 +63,7 @@ def fed(llm):
         def make(model):
             channel = stack.enter_context(WeightChannel.create(model, adapters="only"))
             weights = stack.enter_context(EngineWeights(channel, llm))
-            stack.callback(lambda: llm.llm_engine.remove_lora(weights._adapters.number))
+            stack.callback(lambda: llm.llm_engine.remove_lora(weights._adapters.update.number))
             return weights
 
         yield make
@@ -140,7 +140,9 @@ def test_two_trainers_have_adapters_of_their_own(llm, adapted, fed):
     assert expected(models[0]) != expected(models[1])
 
 
-def test_merged_adapters_are_the_weights_of_every_request(llm, adapted):
+def test_merged_adapters_are_the_weights_of_every_request(llm, adapted, fed):
+    fed(adapted()).update()
+    assert llm.llm_engine.list_loras()
     model = adapted()
     with (
         WeightChannel.create(model, adapters="merged") as channel,
@@ -151,6 +153,7 @@ def test_merged_adapters_are_the_weights_of_every_request(llm, adapted):
             train_adapters(model)
             weights.update()
             assert tokens_of(llm, lora_request=weights.lora_request) == expected(model)
+            assert not llm.llm_engine.list_loras()  # those of the former weights
         adding = expected(model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -234,7 +237,7 @@ class TestRefused:
         with WeightChannel.create(adapted(), adapters="only") as channel:
             channel.publish()
             llm.start_weight_update()
-            info = {"version": 1, "channel": asdict(channel.handle)}
+            info = {**asdict(channel.handle), "update": {"version": 1}}
             with pytest.raises(Exception, match="EngineWeights"):
                 llm.update_weights({"update_info": info})
 
@@ -250,7 +253,7 @@ def test_a_server_takes_merged_adapters_alone(adapted):
 def test_an_engine_that_was_started_without_adapters(adapted):
     from vllm.config import VllmConfig
 
-    from fusedrl.vllm.lora_weights import LoraWeights
+    from fusedrl.vllm.lora_adapters import LoraWeights
 
     layout = Layout.of(adapted(), adapters="only")
     with pytest.raises(ValueError, match="enable_lora=True, max_lora_rank=4"):

@@ -21,14 +21,12 @@ def test_one_failure_is_the_failure_of_all(tmp_path, failing):
         processes.Process(target=agree, args=arguments, daemon=True).start()
         pipes.append(ours)
     outcomes = [pipe.recv() for pipe in pipes]
-    assert [gathered for _, _, gathered in outcomes] == [[0, 1, 2]] * 3
+    assert [gathered for _, gathered in outcomes] == [[0, 1, 2]] * 3
     if not failing:
-        assert [value for value, _, _ in outcomes] == ["value 0", "value 1", "value 2"]
-        assert not any(undone for _, undone, _ in outcomes)
+        assert [value for value, _ in outcomes] == ["value 0", "value 1", "value 2"]
         return
     said = "; ".join(f"worker {rank}: ValueError: no {rank}" for rank in failing)
-    assert [value for value, _, _ in outcomes] == ["None", "None", said]
-    assert [undone for _, undone, _ in outcomes] == [rank not in failing for rank in range(3)]
+    assert [value for value, _ in outcomes] == ["None", "None", said]
 
 
 def test_one_worker_raises_what_was_raised():
@@ -36,7 +34,7 @@ def test_one_worker_raises_what_was_raised():
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        Ranks(1, 0, None).all_or_none(attempt, lambda: None)
+        Ranks(1, 0, None).all_or_none(attempt)
 
 
 class Workers:

@@ -105,7 +105,7 @@ def test_a_failure_in_the_middle_lets_requests_wait_for_the_next_update(engine, 
         # Nor does an update repair it that fails before it touches the model.
         impatient = EngineWeights(weights.channel, engine, timeout=0.1)
         with pytest.raises(Exception, match="within"):
-            await impatient._loads.load_async(999)
+            await impatient._updates.load_async(999)
         assert await engine.is_paused()
         assert not request.done()
         await weights.update_async()

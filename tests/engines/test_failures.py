@@ -12,8 +12,8 @@ from tiny_engines import completion, expected, has_spans, offline, spans_of, tin
 
 from fusedrl import WeightChannel, WeightHandle
 from fusedrl.vllm import EngineWeights
-from fusedrl.vllm.controls import control_of
-from fusedrl.vllm.engine_loads import EngineLoads
+from fusedrl.vllm.engines import engine_of
+from fusedrl.vllm.updates import Updates
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,8 @@ def answer_of(llm):
     return list(answer.token_ids), version
 
 
-def loads_of(handle, llm, timeout=20.0):
-    return EngineLoads(handle, lambda: None, control_of(llm, timeout), timeout=timeout)
+def updates_of(handle, llm, timeout=20.0):
+    return Updates(handle, lambda: None, engine_of(llm, timeout), timeout=timeout)
 
 
 class TestATrainerInAnotherProcess:
@@ -47,18 +47,18 @@ class TestATrainerInAnotherProcess:
 
     def test_killed_after_a_version_that_can_still_be_loaded(self, llm):
         with publisher() as trainer:
-            loads = loads_of(trainer.handle, llm)
+            updates = updates_of(trainer.handle, llm)
             version, tokens = trainer.publish()
-            assert loads.load(version) == 1
+            assert updates.load(version) == 1
             assert answer_of(llm) == (tokens, "1")
             version, tokens = trainer.publish()
             trainer.kill()
-            assert loads.load(version) == 2
+            assert updates.load(version) == 2
             assert answer_of(llm) == (tokens, "2")
             with pytest.raises(
                 Exception, match=rf"expected 3 or later, got 2.*{trainer.pid}.*dead"
             ):
-                loads.load(3)
+                updates.load(3)
             assert answer_of(llm) == (tokens, "2")
 
     def test_killed_before_the_engine_knew_it(self, llm, model):
@@ -66,22 +66,22 @@ class TestATrainerInAnotherProcess:
             version, _ = trainer.publish()
             trainer.kill()
             with pytest.raises(Exception, match=f"pid {trainer.pid}"):
-                loads_of(trainer.handle, llm).load(version)
+                updates_of(trainer.handle, llm).load(version)
         assert answer_of(llm) == (expected(model), "100")
 
     def test_stopped(self, llm):
         with publisher() as trainer:
             version, tokens = trainer.publish()
-            loads_of(trainer.handle, llm).load(version)
+            updates_of(trainer.handle, llm).load(version)
             os.kill(trainer.pid, signal.SIGSTOP)
             with pytest.raises(Exception, match=rf"2 or later within 0\.3 s, got 1.*{trainer.pid}"):
-                loads_of(trainer.handle, llm, 0.3).load(2)
+                updates_of(trainer.handle, llm, 0.3).load(2)
             assert answer_of(llm) == (tokens, "1")
             # What it has published is there, whatever it does.
-            assert loads_of(trainer.handle, llm, 0.3).load(1) == 1
+            assert updates_of(trainer.handle, llm, 0.3).load(1) == 1
             os.kill(trainer.pid, signal.SIGCONT)
             version, tokens = trainer.publish()
-            loads_of(trainer.handle, llm).load(version)
+            updates_of(trainer.handle, llm).load(version)
             assert answer_of(llm) == (tokens, "2")
 
     @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ class TestATrainerInAnotherProcess:
     )
     def test_a_handle_of_nothing(self, llm, model, handle, said):
         with pytest.raises(Exception, match=said):
-            loads_of(handle, llm).load(1)
+            updates_of(handle, llm).load(1)
         assert answer_of(llm) == (expected(model), "100")
 
     def test_another_layout(self, llm, model, tmp_path):
@@ -102,7 +102,7 @@ class TestATrainerInAnotherProcess:
         with WeightChannel.create(other) as channel:
             channel.publish()
             with pytest.raises(Exception, match=r"model\.layers\.2"):
-                loads_of(channel.handle, llm).load(1)
+                updates_of(channel.handle, llm).load(1)
         assert answer_of(llm) == (expected(model), "100")
 
 
@@ -133,12 +133,12 @@ class TestInTheMiddle:
         with faults.failing(), pytest.raises(Exception, match="out of memory"):
             weights.update()
         with pytest.raises(Exception, match="within"):
-            loads_of(weights.channel.handle, llm, 0.1).load(99)
+            updates_of(weights.channel.handle, llm, 0.1).load(99)
         assert llm.get_weight_version() == "unknown"
         assert self.repaired(llm, model, weights)
 
     def test_ctrl_c(self, llm, model, weights, faults, monkeypatch, default_signals):
-        give_up = weights._loads._give_up
+        give_up = weights._updates._give_up
 
         async def lifted(*args):
             faults.lift()
@@ -148,7 +148,7 @@ class TestInTheMiddle:
             faults.wait()
             os.kill(os.getpid(), signal.SIGINT)
 
-        monkeypatch.setattr(weights._loads, "_give_up", lifted)
+        monkeypatch.setattr(weights._updates, "_give_up", lifted)
         with faults.stopping():
             thread = threading.Thread(target=interrupt)
             thread.start()

@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
-from fusedrl.vllm.kv_caches import check_caches
+from fusedrl.vllm.transfer_engine import check_connectors
 
 pytestmark = pytest.mark.skipif(not has_spans(), reason="this vLLM does not name versions")
 
@@ -97,10 +97,10 @@ def test_a_connector_that_keeps_what_it_has_is_refused(folder, model, name, extr
     config = EngineArgs(str(folder), **OPTIONS).create_engine_config()
     config.kv_transfer_config = connector
     if said is None:
-        check_caches(config)
+        check_connectors(config)
         return
     with pytest.raises(ValueError, match=said):
-        check_caches(config)
+        check_connectors(config)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from fusedrl.channel.layout import Layout
-from fusedrl.vllm import model_weights, reloading
+from fusedrl.compat import vllm as compat
 from fusedrl.vllm.model_weights import ModelWeights
 
 from ..models import tiny
@@ -190,9 +190,10 @@ def test_experts_of_any_size_load_again(seed, tmp_path):
 
 def as_vllm_does(layers, vllm_config, load):
     """Its reload, which copies experts that are not packed over packed ones."""
-    initialize_layerwise_reload(layers)
-    load()
-    finalize_layerwise_reload(layers, vllm_config.model_config)
+    with set_current_vllm_config(vllm_config):
+        initialize_layerwise_reload(layers)
+        load()
+        finalize_layerwise_reload(layers, vllm_config.model_config)
 
 
 def test_weights_that_a_reload_would_leave_wrong_are_refused(tmp_path, monkeypatch):
@@ -201,12 +202,11 @@ def test_weights_that_a_reload_would_leave_wrong_are_refused(tmp_path, monkeypat
     engine = loaded(config)
     train(model)
     weights = in_checkpoint(tmp_path / "new", model)
-    monkeypatch.setattr(reloading, "reload", as_vllm_does)
+    monkeypatch.setattr(compat, "load_again", as_vllm_does)
     with pytest.raises(ValueError, match=r"would be others.*\s.*routed_experts\.w13_weight"):
         update(engine, config, weights)
     assert differences(engine, loaded(config_of(tmp_path / "old"))) == []
     # Where nothing is known beforehand, the first load tells.
-    monkeypatch.setattr(model_weights, "check_loads_again", lambda *given: None)
-    monkeypatch.setattr(model_weights, "reload", as_vllm_does)
+    monkeypatch.setattr(ModelWeights, "check_loads_again", lambda self: None)
     with pytest.raises(RuntimeError, match=r"got others.*\s.*routed_experts\.w13_weight"):
         update(engine, config, weights)

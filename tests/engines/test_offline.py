@@ -133,25 +133,26 @@ class TestRefused:
             weights = EngineWeights(channel, llm)
             channel.publish()
         with pytest.raises(Exception, match="closed"):
-            weights._loads.load(1)
+            weights._updates.load(1)
 
     def test_a_version_that_never_comes(self, llm, model):
         with WeightChannel.create(model) as channel:
             weights = EngineWeights(channel, llm, timeout=0.2)
             channel.publish()
             with pytest.raises(Exception, match=r"expected 7 or later within 0\.2 s, got 1"):
-                weights._loads.load(7)
-
-    def test_an_update_that_is_begun_and_never_ended(self, llm):
-        llm.start_weight_update()
+                weights._updates.load(7)
 
 
-def test_an_update_that_somebody_began_and_left_is_ended(llm, model):
-    llm.start_weight_update()
-    train(model)
+def test_an_update_that_somebody_began_and_left(llm, model):
     with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
-        assert weights.update() == 1
-    assert tokens_of(llm) == expected(model)
+        weights.update()
+        llm.start_weight_update()
+        assert tokens_of(llm) == expected(model)
+        train(model)
+        assert weights.update() == 2
+        assert tokens_of(llm) == expected(model)
+        llm.finish_weight_update()
+        assert versions_of(llm) == [("2", 0, 12)]
 
 
 @pytest.mark.parametrize("engine", [None, 3, object()], ids=["None", "3", "an object"])

@@ -109,7 +109,7 @@ class TestRunning:
             weights = EngineWeights(channel, address, timeout=0.2)
             weights.update(version=100)
             with pytest.raises(RuntimeError, match=r"expected 107 or later within 0\.2 s, got 100"):
-                weights._loads.load(107)
+                weights._updates.load(107)
             assert self.answer_of(address) == (expected(model), [("100", 0, 12)])
 
     def test_a_pause_that_somebody_made_stays(self, address, model):
@@ -121,7 +121,7 @@ class TestRunning:
             post(address, "pause?mode=keep", {})
             channel.publish()
             with pytest.raises(RuntimeError, match="expected 7"):
-                weights._loads.load(7)
+                weights._updates.load(7)
             assert weights.update() == 2
             assert is_paused(address)
             with ThreadPoolExecutor(1) as thread:
@@ -152,7 +152,7 @@ class TestRunning:
             EngineWeights(channel, address, socket=path) as weights,
         ):
             # What pids of another namespace are: of no use.
-            weights._loads._address |= {"pid": 2**22 + 1}
+            weights._updates._address |= {"pid": 2**22 + 1}
             for _ in range(2):
                 train(model)
                 weights.update()
@@ -160,7 +160,7 @@ class TestRunning:
         train(model)
         with WeightChannel.create(model) as channel:
             gone = EngineWeights(channel, address)
-            gone._loads._address |= {"socket": path}
+            gone._updates._address |= {"socket": path}
             with pytest.raises(
                 RuntimeError, match=r"trainer's Unix socket at .*, got No such file"
             ):
@@ -220,7 +220,7 @@ def test_a_server_without_the_routes_is_told_how_to_have_them(model):
 
 
 def test_a_server_that_says_nothing_is_not_waited_for_for_ever(model, monkeypatch):
-    monkeypatch.setattr("fusedrl.vllm.controls._LOADING", 0.1)
+    monkeypatch.setattr("fusedrl.vllm.engines._LOADING", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent, WeightChannel.create(model) as channel:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         weights = EngineWeights(channel, address, timeout=0.1)

@@ -73,7 +73,7 @@ def test_a_version_that_never_comes(llm, model, weights):
         never = EngineWeights(channel, llm, timeout=0.2)
         channel.publish()
         with pytest.raises(Exception, match=r"worker 0: TimeoutError.*worker 1: TimeoutError"):
-            never._loads.load(7)
+            never._updates.load(7)
     assert answer_of(llm) == (before, "100")
     assert in_step(llm)
 
@@ -91,7 +91,7 @@ def test_a_worker_that_fails_in_the_middle(llm, model, weights, faults, rank):
     assert in_step(llm)
 
 
-def test_an_update_that_somebody_began_and_left_is_ended(llm, weights):
+def test_an_update_that_somebody_began_and_left(llm, weights):
     llm.start_weight_update()
     weights.update()
     assert in_step(llm)

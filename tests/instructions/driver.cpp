@@ -114,23 +114,17 @@ void of_tokens(const std::string& dtype) {
   };
   for (const auto& [name, estimator] :
        {std::pair{"k1", Estimator::k1}, std::pair{"k3", Estimator::k3}}) {
-    const TokenKernels<T> kernels = token_kernels<T>(estimator);
-    const auto pairs = [&](int64_t i) {
-      return TokenPairs<T>{p.data() + i, q.data() + i, nullptr, true};
-    };
+    const TokenPiece<T> forward{p.data(), q.data(),  nullptr,      before.data(),
+                                nullptr,  kl.data(), after.data(), true};
+    const TokenPiece<T> backward{p.data(),      q.data(),  nullptr, before.data(),
+                                 before.data(), kl.data(), nullptr, true};
     const std::string of = std::string("token_kl ") + name + " ";
-    count(of + dtype, [&] {
-      each_piece([&](int64_t i) {
-        const PieceRewards<T> rewards{before.data() + i, after.data() + i};
-        kernels.forward(pairs(i), kTokenPiece, weight, rewards, kl.data() + i);
-      });
-    });
-    count(of + "backward " + dtype, [&] {
-      each_piece([&](int64_t i) {
-        const PieceGradients<T> upstream{before.data() + i, before.data() + i};
-        kernels.backward(pairs(i), kTokenPiece, weight, upstream, kl.data() + i);
-      });
-    });
+    for (const auto& [which, columns] :
+         {std::pair{"", forward}, std::pair{"backward ", backward}}) {
+      const TokenKernel<T> kernel = token_kernel<T>(estimator, columns.grad_kl != nullptr);
+      count(of + which + dtype,
+            [&] { each_piece([&](int64_t i) { kernel(columns.from(i), kTokenPiece, weight); }); });
+    }
   }
 }
 

@@ -18,8 +18,8 @@ pytest.importorskip("trl.kernels.chunked_logprob", reason="no trl, or one withou
 from trl.trainer import utils as theirs
 
 import fusedrl
-from fusedrl.integrations import _trl_trainers
 from fusedrl.integrations import trl as ours
+from fusedrl.integrations import trl_trainers
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
 
@@ -293,11 +293,11 @@ def test_what_a_trainer_calls_is_read_from_sources(tmp_path, monkeypatch):
     spec = ModuleSpec("trl", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path / "trl")]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    assert _trl_trainers.without(["Head"]) == {
+    assert trl_trainers.without(["Head"]) == {
         "OtherTrainer": "its loss is of kl_div, log_softmax",
         "RewardTrainer": "it takes no log-probs of tokens",
     }
-    assert "OwnTrainer" in _trl_trainers.without(["Body"])
+    assert "OwnTrainer" in trl_trainers.without(["Body"])
 
 
 def test_names_that_are_not_known_are_refused_before_anything_changes():

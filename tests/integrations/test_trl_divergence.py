@@ -16,7 +16,7 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
 import fusedrl
-from fusedrl.integrations import _trl_distillation, _trl_divergence, _trl_gkd, _trl_log
+from fusedrl.integrations import trl_distillation, trl_divergence, trl_gkd, trl_log
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 OPTIONS = [{}, {"scale": 0.5, "softcap": 4.0, "temperature": 0.7}]
@@ -68,7 +68,7 @@ def apply(function, student, teacher, beta, scale=1.0, softcap=None, temperature
 def test_divergence_entropy_and_gradients_are_no_worse_than_those_of_trl(beta, options, dtype):
     student, teacher = heads(dtype=dtype)
     theirs = apply(ChunkedDivergenceFunction.apply, student, teacher, beta, **options)
-    ours = apply(_trl_divergence.ChunkedDivergenceFunction.apply, student, teacher, beta, **options)
+    ours = apply(trl_divergence.ChunkedDivergenceFunction.apply, student, teacher, beta, **options)
     doubles = [x.double().requires_grad_() for x in student]
     exact = definition(doubles, [x.double() for x in teacher], beta, **options)
     up = torch.linspace(-1, 1, 12, dtype=torch.float64)
@@ -86,7 +86,7 @@ def test_a_teacher_of_another_dtype_and_autocast():
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             theirs = apply(ChunkedDivergenceFunction.apply, student, teacher, 0.3)
-            ours = apply(_trl_divergence.ChunkedDivergenceFunction.apply, student, teacher, 0.3)
+            ours = apply(trl_divergence.ChunkedDivergenceFunction.apply, student, teacher, 0.3)
         rounding = 0.01 if autocast else 1e-4  # autocast rounds our biases and gradients
         torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding)
 
@@ -114,7 +114,7 @@ def test_the_loss_of_distillation_is_that_of_trl(items, keep):
     theirs = loss_of(_chunked_divergence_loss, student, teacher, mask, **options)
     for hidden in (student[0], teacher[0]):
         hidden[mask == 0] = torch.nan  # ours does not read them
-    ours = loss_of(_trl_distillation.chunked_divergence_loss, student, teacher, mask, **options)
+    ours = loss_of(trl_distillation.chunked_divergence_loss, student, teacher, mask, **options)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -126,13 +126,13 @@ def test_the_loss_of_distillation_is_that_of_trl(items, keep):
     ],
 )
 def test_what_only_trl_computes_is_left_to_it_and_logged_once(change, reason, monkeypatch, caplog):
-    monkeypatch.setattr(_trl_log, "_said", set())
+    monkeypatch.setattr(trl_log, "_said", set())
     student, teacher, scale = change(*heads())
     expected = apply(ChunkedDivergenceFunction.apply, student, teacher, 0.3, scale)
     with caplog.at_level(logging.WARNING, logger="fusedrl"):
         for _ in range(2):
             found = apply(
-                _trl_divergence.ChunkedDivergenceFunction.apply, student, teacher, 0.3, scale
+                trl_divergence.ChunkedDivergenceFunction.apply, student, teacher, 0.3, scale
             )
     assert all(map(torch.equal, (*found[0], *found[1]), (*expected[0], *expected[1])))
     assert [record.message for record in caplog.records] == [caplog.records[0].message]
@@ -161,10 +161,10 @@ def test_the_loss_of_gkd_is_that_of_trl(beta, options, labelled):
     pair = torch.randn(2, 3, 6, 200).unbind()
     labels = torch.where(torch.rand(3, 5) < 0.6, 1, -100) if labelled else None
     options = {**options, "beta": beta, "labels": labels}
-    theirs = gkd_loss(_trl_gkd._theirs, pair, **options)
-    ours = gkd_loss(_trl_gkd._generalized_jsd_loss, pair, **options)
+    theirs = gkd_loss(trl_gkd._theirs, pair, **options)
+    ours = gkd_loss(trl_gkd._generalized_jsd_loss, pair, **options)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    exact = gkd_loss(_trl_gkd._theirs, [x.double() for x in pair], **options)
+    exact = gkd_loss(trl_gkd._theirs, [x.double() for x in pair], **options)
     for got, other, want in zip(
         (ours[0], *ours[1]), (theirs[0], *theirs[1]), (exact[0], *exact[1]), strict=True
     ):
@@ -176,7 +176,7 @@ def test_half_logits_keep_their_dtype_and_a_batch_without_labels_its_zero():
     labels = torch.full((3, 5), -100)
     for options in ({}, {"labels": labels}):
         theirs, ours = (
-            gkd_loss(f, pair, **options) for f in (_trl_gkd._theirs, _trl_gkd._generalized_jsd_loss)
+            gkd_loss(f, pair, **options) for f in (trl_gkd._theirs, trl_gkd._generalized_jsd_loss)
         )
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=1e-3)  # and the dtypes
     assert ours[0] == 0
@@ -188,12 +188,12 @@ def test_half_logits_keep_their_dtype_and_a_batch_without_labels_its_zero():
 def test_numbers_that_the_op_refuses_are_left_to_trl(
     beta, temperature, reason, monkeypatch, caplog
 ):
-    monkeypatch.setattr(_trl_log, "_said", set())
+    monkeypatch.setattr(trl_log, "_said", set())
     student, teacher = heads()
     sides = (*student, *teacher, beta, temperature)
     expected = ChunkedDivergenceFunction.apply(*sides)
     with caplog.at_level(logging.WARNING, logger="fusedrl"):
-        found = _trl_divergence.ChunkedDivergenceFunction.apply(*sides)
+        found = trl_divergence.ChunkedDivergenceFunction.apply(*sides)
     assert all(map(torch.equal, found, expected))
     assert reason in caplog.text
 
@@ -206,11 +206,11 @@ def test_numbers_that_the_op_refuses_are_left_to_trl(
     ],
 )
 def test_a_loss_of_gkd_that_only_trl_computes(options, reason, monkeypatch, caplog):
-    monkeypatch.setattr(_trl_log, "_said", set())
+    monkeypatch.setattr(trl_log, "_said", set())
     pair = torch.randn(2, 3, 6, 20).unbind()
-    expected = _trl_gkd._theirs(*pair, **options)
+    expected = trl_gkd._theirs(*pair, **options)
     with caplog.at_level(logging.WARNING, logger="fusedrl"):
-        assert torch.equal(_trl_gkd._generalized_jsd_loss(*pair, **options), expected)
+        assert torch.equal(trl_gkd._generalized_jsd_loss(*pair, **options), expected)
     assert reason in caplog.text
 
 
@@ -228,9 +228,9 @@ def test_the_patch_replaces_the_three_and_puts_them_back():
     before = held()
     with fusedrl.patch_trl() as report:
         assert held() == (
-            _trl_divergence.ChunkedDivergenceFunction,
-            _trl_distillation.chunked_divergence_loss,
-            _trl_gkd.generalized_jsd_loss,
+            trl_divergence.ChunkedDivergenceFunction,
+            trl_distillation.chunked_divergence_loss,
+            trl_gkd.generalized_jsd_loss,
         )
         assert not {"GKDTrainer", "DistillationTrainer"} & report.untouched.keys()
         assert report.in_part["GKDTrainer"].startswith("the divergence, from logits, but for")

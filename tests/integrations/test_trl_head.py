@@ -10,7 +10,7 @@ pytest.importorskip("trl.kernels.chunked_logprob", reason="no trl, or one withou
 
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, ChunkedLogProbFunction
 
-from fusedrl.integrations import _trl_head, _trl_log
+from fusedrl.integrations import trl_head, trl_log
 
 OURS = ("entropy", "mean_logits", "is_top1")
 
@@ -51,7 +51,7 @@ def test_outputs_and_gradients_equal_trl(options, outputs):
     tensors, targets = make()
     options = (*options, None, 1.0)[:4] if len(options) < 4 else options
     expected = run(ChunkedLogProbFunction, tensors, targets, *options, outputs)
-    found = run(_trl_head.ChunkedLogProbFunction, tensors, targets, *options, outputs)
+    found = run(trl_head.ChunkedLogProbFunction, tensors, targets, *options, outputs)
     assert [x is None for x in found[0]] == [x is None for x in expected[0]]
     for ours, theirs in zip(found[0], expected[0], strict=True):
         if ours is not None:
@@ -62,14 +62,14 @@ def test_outputs_and_gradients_equal_trl(options, outputs):
 def test_some_targets_are_decided_by_their_probability_and_some_multiplied(monkeypatch):
     multiplied = []
 
-    def counting(hidden, *args, _most_likely=_trl_head._most_likely):
+    def counting(hidden, *args, _most_likely=trl_head._most_likely):
         multiplied.append(len(hidden))
         return _most_likely(hidden, *args)
 
-    monkeypatch.setattr(_trl_head, "_most_likely", counting)
+    monkeypatch.setattr(trl_head, "_most_likely", counting)
     tensors, targets = make()
     options = (1.0, 128, None, 1.0, ("is_top1",))
-    found = _trl_head.ChunkedLogProbFunction.apply(*tensors, targets, *options)[4]
+    found = trl_head.ChunkedLogProbFunction.apply(*tensors, targets, *options)[4]
     assert torch.equal(found, ChunkedLogProbFunction.apply(*tensors, targets, *options)[4])
     assert 0 < multiplied[0] < int(found.sum()) < len(targets)
 
@@ -77,7 +77,7 @@ def test_some_targets_are_decided_by_their_probability_and_some_multiplied(monke
 def test_of_equally_likely_classes_the_first_is_the_top_one():
     weight, targets = torch.zeros(9000, 4), torch.tensor([0, 1, 8999])
     options = (1.0, 128, None, 1.0, ("is_top1",))
-    top = _trl_head.ChunkedLogProbFunction.apply(torch.ones(3, 4), weight, None, targets, *options)
+    top = trl_head.ChunkedLogProbFunction.apply(torch.ones(3, 4), weight, None, targets, *options)
     assert top[4].tolist() == [True, False, False]
 
 
@@ -89,7 +89,7 @@ def test_half_heads_are_no_less_accurate_than_trl(autocast):
     truth = torch.log_softmax(logits, -1).gather(-1, targets[:, None]).squeeze(-1)
     given = [x.float() for x in tensors] if autocast else tensors
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        by_us, gradients = run(_trl_head.ChunkedLogProbFunction, given, targets, *options)
+        by_us, gradients = run(trl_head.ChunkedLogProbFunction, given, targets, *options)
         by_trl, theirs = run(ChunkedLogProbFunction, given, targets, *options)
     assert by_us[0].dtype == by_trl[0].dtype == torch.float32
     assert [x.dtype for x in gradients] == [x.dtype for x in theirs] == [x.dtype for x in given]
@@ -99,7 +99,7 @@ def test_half_heads_are_no_less_accurate_than_trl(autocast):
 def test_a_half_weight_is_multiplied_in_the_dtype_of_the_hidden_states():
     (hidden, weight, bias), targets = make(torch.bfloat16)
     args = (hidden.float(), weight, bias, targets, 1.0, 128, None, 1.0, ("entropy",))
-    found = _trl_head.ChunkedLogProbFunction.apply(*args)
+    found = trl_head.ChunkedLogProbFunction.apply(*args)
     expected = ChunkedLogProbFunction.apply(*args)
     torch.testing.assert_close(found[:2], expected[:2], rtol=1e-4, atol=1e-5)
 
@@ -107,7 +107,7 @@ def test_a_half_weight_is_multiplied_in_the_dtype_of_the_hidden_states():
 def test_without_a_token_nothing_comes_out_and_gradients_are_zero():
     tensors, targets = make(rows=0)
     found, gradients = run(
-        _trl_head.ChunkedLogProbFunction, tensors, targets, 1.0, 128, None, 1.0, OURS
+        trl_head.ChunkedLogProbFunction, tensors, targets, 1.0, 128, None, 1.0, OURS
     )
     assert found[0].shape == found[4].shape == (0,)
     assert all(torch.equal(x, torch.zeros_like(x)) for x in gradients)
@@ -124,11 +124,11 @@ def test_without_a_token_nothing_comes_out_and_gradients_are_zero():
 def test_what_only_trl_computes_is_left_to_it_and_logged_once(
     softcap, scale, outputs, reason, caplog, monkeypatch
 ):
-    monkeypatch.setattr(_trl_log, "_said", set())
+    monkeypatch.setattr(trl_log, "_said", set())
     tensors, targets = make()
     options = (1.0, 128, softcap, scale, outputs)
     for _ in range(2):
-        found = _trl_head.ChunkedLogProbFunction.apply(*tensors, targets, *options)
+        found = trl_head.ChunkedLogProbFunction.apply(*tensors, targets, *options)
     torch.testing.assert_close(
         found, ChunkedLogProbFunction.apply(*tensors, targets, *options), rtol=0, atol=0
     )
@@ -143,11 +143,11 @@ def test_compiles_without_a_graph_break():
     class Compiled:
         apply = staticmethod(
             torch.compile(
-                _trl_head.ChunkedLogProbFunction.apply, fullgraph=True, backend="aot_eager"
+                trl_head.ChunkedLogProbFunction.apply, fullgraph=True, backend="aot_eager"
             )
         )
 
     torch.testing.assert_close(
         run(Compiled, tensors, targets, *options),
-        run(_trl_head.ChunkedLogProbFunction, tensors, targets, *options),
+        run(trl_head.ChunkedLogProbFunction, tensors, targets, *options),
     )

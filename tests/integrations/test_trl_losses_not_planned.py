@@ -28,7 +28,7 @@ from trl_losses import (
 )
 
 import fusedrl
-from fusedrl.integrations import _trl_loss
+from fusedrl.integrations import trl_loss
 from fusedrl.ops import _dispatch
 
 __all__ = ["calls", "folder", "one_thread", "said"]
@@ -92,20 +92,20 @@ def test_a_loss_that_is_not_the_planned_one_has_its_own_gradients(
     (message,) = said()
     assert message.startswith("trl: Sharpened: the gradient of its loss is not the one of its opt")
     with fusedrl.patch_trl():
-        for _ in range(_trl_loss.MOST_MISSES):
+        for _ in range(trl_loss.MOST_MISSES):
             found = step(trainer, near(trainer, batch(OLD)))
     check_same(found, expected)
-    assert calls["linear_policy_loss"] == _trl_loss.MOST_MISSES
-    assert len(said()) == 2 and f"{_trl_loss.MOST_MISSES} times" in said()[1]
+    assert calls["linear_policy_loss"] == trl_loss.MOST_MISSES
+    assert len(said()) == 2 and f"{trl_loss.MOST_MISSES} times" in said()[1]
 
 
 def test_a_loss_as_planned_between_others_keeps_the_plans(folder, calls, said, tmp_path):
     with fusedrl.patch_trl():
         trainer = grpo(folder, tmp_path, kind=Sharpened)
-        for _ in range(_trl_loss.MOST_MISSES):
+        for _ in range(trl_loss.MOST_MISSES):
             step(trainer, batch(OLD))
             step(trainer, {**batch(OLD), "advantages": torch.zeros(4)})
-    assert calls["linear_policy_loss"] == 2 * _trl_loss.MOST_MISSES
+    assert calls["linear_policy_loss"] == 2 * trl_loss.MOST_MISSES
 
 
 class OtherBatch(trl.GRPOTrainer):
@@ -180,10 +180,10 @@ def test_gradients_that_overflow_do_not_count_as_others(overflows, folder, calls
             inputs[OLD][0, 0] = -300.0  # where the advantage is positive
         expected = step(trainer, inputs, scale)
     with fusedrl.patch_trl():
-        for _ in range(_trl_loss.MOST_MISSES):
+        for _ in range(trl_loss.MOST_MISSES):
             found = step(trainer, inputs, scale)
         step(trainer, good)
-    assert calls["linear_policy_loss"] == _trl_loss.MOST_MISSES + 1
+    assert calls["linear_policy_loss"] == trl_loss.MOST_MISSES + 1
     assert not said()
     assert any(gradient.isnan().any() for gradient in expected[1].values())
     for name, gradient in expected[1].items():

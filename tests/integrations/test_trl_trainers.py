@@ -16,8 +16,8 @@ from tiny_trl import PAIRS, TEXTS, by_length, options, save_model, trained
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 import fusedrl
-from fusedrl.integrations import _trl_distillation, _trl_gkd, _trl_head
 from fusedrl.integrations import trl as ours
+from fusedrl.integrations import trl_distillation, trl_gkd, trl_head
 
 __all__ = ["one_thread"]
 
@@ -33,9 +33,9 @@ def called(monkeypatch):
     """Counts the calls of the fused ops, by their name."""
     places = [
         (ours, "token_log_probs"),
-        (_trl_head, "linear_token_log_probs"),
-        (_trl_distillation, "head_divergence"),
-        (_trl_gkd, "exact_kl"),
+        (trl_head, "linear_token_log_probs"),
+        (trl_distillation, "head_divergence"),
+        (trl_gkd, "exact_kl"),
     ]
     counts = {name: 0 for _, name in places}
 

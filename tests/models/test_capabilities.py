@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedrl.models import capabilities, causal_log_probs
 from fusedrl.models.capabilities import capabilities_of
+from fusedrl.models.probes import _undisturbed
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import definition, model_of
@@ -305,8 +308,22 @@ def compiled_in_place(model, **options):
     return model
 
 
+def test_trials_in_two_threads_leave_the_compiler_on():
+    first, second = (_undisturbed(torch.device("cpu")) for _ in range(2))
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        one.submit(first.__enter__).result()
+        other.submit(second.__enter__).result()
+        one.submit(first.__exit__, None, None, None).result()
+        other.submit(second.__exit__, None, None, None).result()
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    torch.compile(torch.sin, backend=graphs)(torch.ones(2))
+    assert graphs.frame_count == 1
+
+
 @pytest.mark.parametrize("spell", [compiled_whole, compiled_inside, compiled_in_place])
 def test_a_compiled_model_stays_compiled(spell):
+    torch._dynamo.reset()  # other tests compile the same class
     model = model_of("llama", num_hidden_layers=1)
     expected = definition(model, TOKENS, LENGTHS, MASK).detach()
     made, called = [], []

@@ -147,4 +147,4 @@ def test_only_the_ranks_of_a_sharded_model_wait_for_each_other(tmp_path):
         assert "expected logits of the 100 ids that it embeds, got those of 50" in found["half"]
         assert "expected logits that this rank has in full, got a DTensor" in found["dtensor"]
         for text in (found["half"], found["dtensor"]):
-            assert text.endswith("linear_token_log_probs with vocab_offset= and group=")
+            assert text.endswith("linear_token_log_probs with vocab_offset= and vocab_group=")

@@ -13,12 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedrl import linear_exact_kl, token_kl, token_log_probs
 from fusedrl.ops import _dispatch, _stored
+from fusedrl.ops._head import prepare
+from fusedrl.ops.linear_policy_loss.autograd import REINFORCE, Rows, Task, run
+from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, TermWeights
 from fusedrl.ops.linear_token_log_probs import autograd
 
-from .test_meta import CASES, CONSTANT, Inputs, flat
+from .every_case import CONSTANT, EVERY, leaves_of
 
-OURS = {name: case for name, case in CASES.items() if not name.startswith("selective")}
-DROPS_ROWS = {name for name in OURS if name.startswith("linear") and "its entropy" not in name}
+DROPS_ROWS = {name for name in EVERY if name.startswith("linear")}
+
+
+def head_on(device, requires_grad=False):
+    """Hidden states of four tokens, and the weight of five classes."""
+    options = {"device": device, "dtype": torch.bfloat16, "requires_grad": requires_grad}
+    return torch.empty(4, 3, **options), torch.empty(5, 3, **options)
 
 
 class NoWaits(TorchDispatchMode):
@@ -69,13 +77,25 @@ def test_inductor_finds_the_op_in_what_is_traced():
     assert found.target is torch.ops.fusedrl.token_kl.default
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", EVERY)
 def test_nothing_waits_for_the_device(device, name):
-    inputs = Inputs(device, torch.bfloat16, name not in CONSTANT)
+    case = EVERY[name].to(device)
+    inputs = leaves_of(case, torch.bfloat16, device, name not in CONSTANT)
     with NoWaits():
-        results = flat(OURS[name](inputs))
+        results = case.call(inputs)
         if name not in CONSTANT:
             torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+
+
+def test_separate_terms_wait_for_nothing(device):
+    column = torch.empty(4, device=device)
+    head = prepare("", *head_on(device, requires_grad=True), None, None, None)
+    rows = Rows(column.long(), None, None, False, column[0])
+    weights = TermWeights(*torch.empty(4, 4, device=device))
+    task = Task(head, rows, PolicyBatch(column, None, None), weights, REINFORCE, True)
+    with NoWaits():
+        (run(task, separate=True).values * column).sum().backward()
+    assert head.hidden.grad.shape == (4, 3) and head.weight.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("vocab_offset", [None, 0, 5])
@@ -89,41 +109,39 @@ def test_triton_waits_for_nothing_but_how_many_rows_are_kept(monkeypatch, vocab_
         return [hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(4)]
 
     monkeypatch.setattr(triton, "partials", partials)
-    i, temperature = Inputs("meta", torch.bfloat16, False), torch.ones((), dtype=torch.float64)
-    temperature = temperature.to(where)
+    temperature = torch.ones((), dtype=torch.float64, device=where)
+    tokens = torch.empty(4, dtype=torch.int64, device="meta")
     with NoWaits():
         out = autograd._triton._init_fn(
-            *(*i.head(), None, i.tokens(4), None, None, False, temperature),
+            *(*head_on("meta"), None, tokens, None, None, False, temperature),
             *(1.0, 0.0, True, vocab_offset, False),
         )
     assert out.is_meta and out.shape == (4, 4)
     assert [(x.is_meta, x.dtype, x.shape) for x in inverses] == [(True, torch.float32, (1,))]
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_capture_is_refused_where_the_host_has_to_count_rows(capturing, name):
-    inputs = Inputs("meta", torch.bfloat16, False)
+    case = EVERY[name].to("meta")
     if name in DROPS_ROWS:
         with pytest.raises(RuntimeError, match=r"mask: expected none.* capture of a CUDA graph"):
-            OURS[name](inputs)
+            case.call(case.inputs)
     else:
-        OURS[name](inputs)
+        case.call(case.inputs)
 
 
 def test_a_shift_drops_rows_too(capturing):
-    inputs = Inputs("meta", torch.bfloat16, False)
-    hidden, weight = inputs.values(2, 4, 3), inputs.values(5, 3)
+    hidden, weight = torch.empty(2, 4, 3, device="meta"), torch.empty(5, 3, device="meta")
     with pytest.raises(RuntimeError, match=r"shift=False, in the capture .*got shift=True"):
         linear_exact_kl(hidden, weight, hidden, weight, shift=True)
 
 
 def test_a_scalar_on_the_cpu_is_refused_in_a_capture(capturing):
-    inputs = Inputs("meta", torch.bfloat16, False)
-    given = inputs.values(4, 5), inputs.tokens(4)
-    for fits in (0.7, inputs.scalar()):
-        token_log_probs(*given, temperature=fits)
+    rows = torch.empty(4, 5, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
+    for fits in (0.7, torch.ones((), device="meta")):
+        token_log_probs(*rows, temperature=fits)
     with pytest.raises(RuntimeError, match=r"temperature: .*\.to\('meta'\) before the capture"):
-        token_log_probs(*given, temperature=torch.ones(()))
+        token_log_probs(*rows, temperature=torch.ones(()))
 
 
 def test_a_capture_is_of_the_current_stream_of_cuda(monkeypatch):

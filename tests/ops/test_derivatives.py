@@ -8,131 +8,48 @@ import torch.distributed as dist
 from torch.autograd.functional import hessian, jacobian
 from torch.utils.checkpoint import checkpoint
 
-from fusedrl import (
-    exact_kl,
-    linear_exact_kl,
-    linear_policy_loss,
-    linear_token_log_probs,
-    linear_top_k_kl,
-    token_kl,
-    token_log_probs,
-    top_k_kl,
-)
+from fusedrl import exact_kl, linear_token_log_probs, token_kl, token_log_probs
+
+from .every_case import DIFFERENTIABLE, EVERY, FIRST, gradients, leaves_of
 
 TOKENS, OFFSETS = torch.tensor([0, 4, 2, 1]), torch.tensor([0, 1, 4])
-MASK = torch.tensor([True, True, False, True])
 ROWS = torch.linspace(-2, 2, 20).sin().view(4, 5)
 OTHERS = torch.linspace(3, -1, 20).cos().view(4, 5)
 HIDDEN, HEAD = torch.linspace(0, 4, 12).sin().view(4, 3), torch.linspace(1, 3, 15).sin().view(5, 3)
-
-
-def head_options(x):
-    return {"bias": OTHERS[0].to(x), "softcap": 3.0}
-
-
-# Name -> a function of one float tensor, and where to differentiate it.
-FUNCTIONS = {
-    "token_log_probs": (
-        lambda x, **o: token_log_probs(x, TOKENS, MASK, temperature=0.7, **o),
-        ROWS,
-    ),
-    "token_log_probs, its entropy": (
-        lambda x, **o: token_log_probs(x, TOKENS, entropy=True, **o).entropy,
-        ROWS,
-    ),
-    "linear_token_log_probs": (
-        lambda x, **o: linear_token_log_probs(x, HEAD.to(x), TOKENS, **head_options(x), **o),
-        HIDDEN,
-    ),
-    "linear_token_log_probs, its weight": (
-        lambda x, **o: linear_token_log_probs(HIDDEN.to(x), x, TOKENS, entropy=True, **o).entropy,
-        HEAD,
-    ),
-    "linear_token_log_probs, its bias": (
-        lambda x, **o: linear_token_log_probs(HIDDEN.to(x), HEAD.to(x), TOKENS, bias=x, **o),
-        OTHERS[0],
-    ),
-    "token_kl": (
-        lambda x, **o: token_kl(x, OTHERS.to(x), estimator="k3", **o),
-        ROWS,
-    ),
-    "token_kl, its reference": (
-        lambda x, **o: token_kl(OTHERS.to(x), x, estimator="k2", **o),
-        ROWS,
-    ),
-    "token_kl, its reward": (
-        lambda x, **o: token_kl(x, OTHERS.to(x), reward=ROWS.to(x), estimator="k2", **o).reward,
-        ROWS,
-    ),
-    "token_kl, a list": (
-        lambda x, **o: torch.cat(token_kl(list(x), list(OTHERS.to(x)), estimator="k3", **o)),
-        ROWS,
-    ),
-    "exact_kl": (lambda x, **o: exact_kl(x, OTHERS.to(x), MASK, **o), ROWS),
-    "exact_kl, forward": (
-        lambda x, **o: exact_kl(OTHERS.to(x), x, direction="forward", **o),
-        ROWS,
-    ),
-    "exact_kl, Jensen-Shannon": (
-        lambda x, **o: exact_kl(x, OTHERS.to(x), direction="jensen_shannon", **o),
-        ROWS,
-    ),
-    "exact_kl, its entropy": (
-        lambda x, **o: sum(exact_kl(x, OTHERS.to(x), MASK, entropy=True, **o)),
-        ROWS,
-    ),
-    "linear_exact_kl": (
-        lambda x, **o: linear_exact_kl(x, HEAD.to(x), -HIDDEN.to(x), 2 * HEAD.to(x), MASK, **o),
-        HIDDEN,
-    ),
-    "linear_exact_kl, its reference's weight": (
-        lambda x, **o: linear_exact_kl(HIDDEN.to(x), HEAD.to(x), HIDDEN.to(x), x, **o),
-        -HEAD,
-    ),
-}
-TEACHER = OTHERS[:4].log_softmax(-1).topk(2)
-FUNCTIONS["top_k_kl"] = (
-    lambda x, **o: top_k_kl(x, TEACHER.indices, TEACHER.values.to(x), MASK, **o),
-    ROWS,
-)
-FUNCTIONS["linear_top_k_kl"] = (
-    lambda x, **o: linear_top_k_kl(x, HEAD.to(x), TEACHER.indices, TEACHER.values.to(x), **o),
-    HIDDEN,
-)
-for loss in ("grpo", "gspo"):
-    FUNCTIONS[f"linear_policy_loss, {loss}"] = (
-        lambda x, loss=loss, **o: (
-            linear_policy_loss(
-                *(x, HEAD.to(x), TOKENS, MASK, OTHERS[1, :4].to(x)),
-                old_log_probs=OTHERS[2, :4].to(x) - 1,
-                offsets=OFFSETS,
-                loss=loss,
-                **o,
-            ).loss
-        ),
-        HIDDEN,
-    )
 REFUSED = r"{}: expected a backward pass with create_graph=False.* impl='reference'"
 
 
-@pytest.fixture(params=FUNCTIONS)
+@pytest.fixture(params=DIFFERENTIABLE)
 def case(request):
-    return request.param.split(",")[0], *FUNCTIONS[request.param]
+    return request.param.split(",")[0], EVERY[request.param]
+
+
+def of_first(case, **options):
+    """A function of the first input of a case, and that input."""
+    name, *others = case.inputs
+    rest = {other: case.inputs[other] for other in others}
+
+    def function(x):
+        kept = {k: v.to(x) for k, v in rest.items()}
+        return torch.cat([y.flatten() for y in case.call({name: x} | kept, **options)])
+
+    return function, case.inputs[name]
 
 
 def test_a_hessian_is_refused(case):
-    op, function, x = case
+    op, (function, x) = case[0], of_first(case[1])
     with pytest.raises(RuntimeError, match=REFUSED.format(op)):
         hessian(lambda x: function(x).sum(), x)
 
 
 @pytest.mark.parametrize("square", [False, True], ids=["constant upstream", "upstream with grad"])
 def test_a_recorded_backward_pass_is_refused(case, square):
-    op, function, x = case
-    x = x.clone().requires_grad_()
-    out = function(x * 2)
-    with pytest.raises(RuntimeError, match=REFUSED.format(op)):
-        torch.autograd.grad((out.square() if square else out).sum(), x, create_graph=True)
+    op, case = case
+    leaves = leaves_of(case)
+    out = torch.cat([y.flatten() for y in case.call({k: 2 * x for k, x in leaves.items()})])
+    for leaf in leaves.values():
+        with pytest.raises(RuntimeError, match=REFUSED.format(op)):
+            torch.autograd.grad((out.square() if square else out).sum(), leaf, create_graph=True)
 
 
 def test_a_nested_batch_is_refused():
@@ -154,12 +71,12 @@ def test_a_reward_alone_is_refused():
 
 
 def test_the_reference_has_second_derivatives(case):
-    _, function, x = case
-    x = x.double().requires_grad_()
+    op, case = case
     for impl in ("reference", "auto"):  # float64 runs through it by itself, but for token_kl
-        if impl == "auto" and case[0] == "token_kl":
-            continue
-        assert torch.autograd.gradgradcheck(lambda x, impl=impl: function(x, impl=impl), (x,))
+        if (impl == "auto" and op == "token_kl") or case.others.get("loss") == "cispo":
+            continue  # the ratio of cispo is a constant, which differences do not see
+        function, x = of_first(case, impl=impl)
+        assert torch.autograd.gradgradcheck(function, (x.double().requires_grad_(),))
 
 
 def test_the_reference_in_float32_has_the_hessian_of_torch():
@@ -172,18 +89,15 @@ def test_the_reference_in_float32_has_the_hessian_of_torch():
 
 
 def test_torch_func_is_refused_with_a_remedy_that_works(case):
-    _, function, x = case
-
-    def total(x, **options):
-        return function(x, **options).sum()
-
+    function, x = of_first(case[1])
     for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
         with pytest.raises(NotImplementedError, match=r"impl='reference'"):
-            transform(total)(x)
+            transform(lambda x: function(x).sum())(x)
     with pytest.raises(NotImplementedError, match=r"outside the transforms of torch\.func"):
-        torch.func.vjp(total, x)
-    gradient = torch.func.grad(lambda x: total(x, impl="reference"))(x)
-    torch.testing.assert_close(gradient, jacobian(total, x))
+        torch.func.vjp(function, x)
+    reference, _ = of_first(case[1], impl="reference")
+    gradient = torch.func.grad(lambda x: reference(x).sum())(x)
+    torch.testing.assert_close(gradient, jacobian(lambda x: function(x).sum(), x))
 
 
 def test_vmap_without_a_gradient_is_right():
@@ -199,7 +113,7 @@ def test_vmap_without_a_gradient_is_right():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(case, reentrant):
-    _, function, x = case
+    function, x = of_first(case[1])
     grads = []
     for recomputed in (False, True):
         leaf = x.clone().requires_grad_()
@@ -207,7 +121,7 @@ def test_checkpointing(case, reentrant):
             out = checkpoint(lambda x: function(2 * x), leaf, use_reentrant=reentrant)
         else:
             out = function(2 * leaf)
-        (out * torch.arange(1.0, 1 + out.numel()).view_as(out)).sum().backward()
+        (out * torch.arange(1.0, 1 + out.numel())).sum().backward()
         grads.append(leaf.grad)
     assert grads[0].any()
     assert torch.equal(*grads)
@@ -215,22 +129,22 @@ def test_checkpointing(case, reentrant):
 
 def test_a_batch_of_upstream_gradients(case):
     """``is_grads_batched``, as ``jacobian(vectorize=True)`` asks."""
-    _, function, x = case
+    function, x = of_first(case[1])
     expected = jacobian(function, x)
     assert expected.any()
     torch.testing.assert_close(jacobian(function, x, vectorize=True), expected)
 
 
 def test_a_graph_that_is_kept_and_run_twice(case):
-    _, function, x = case
-    leaf = x.clone().requires_grad_()
-    total = function(leaf).sum()
-    first, second = (torch.autograd.grad(total, leaf, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
+    case, leaves = case[1], leaves_of(case[1])
+    results = case.call(leaves)
+    first, second = (gradients(results, leaves, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
 
 
-def test_a_compiled_graph_is_refused_by_torch(case):
-    _, function, x = case
+@pytest.mark.parametrize("name", [name for name in FIRST if name in DIFFERENTIABLE])
+def test_a_compiled_graph_is_refused_by_torch(name):
+    function, x = of_first(EVERY[name])
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: function(x).sum(), backend="aot_eager")
     leaf = x.clone().requires_grad_()
@@ -251,7 +165,7 @@ def test_a_compiled_graph_is_refused_by_torch(case):
 def test_a_sharded_head_is_refused(tmp_path):
     dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        shard = {"vocab_offset": 0, "group": dist.group.WORLD}
+        shard = {"vocab_offset": 0, "vocab_group": dist.group.WORLD}
         x = HIDDEN.clone().requires_grad_()
         out = linear_token_log_probs(x, HEAD, TOKENS, **shard)
         (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)

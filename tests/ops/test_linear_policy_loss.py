@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from accuracy import no_worse
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -45,7 +45,7 @@ class Problem:
         if options.get("loss") == "dr_grpo":
             options.setdefault("normalizer", 50.0)
         result = linear_policy_loss(
-            hidden, weight, self.tokens, mask, self.advantages, bias=bias, impl=impl, **options
+            hidden, weight, self.tokens, self.advantages, mask, bias=bias, impl=impl, **options
         )
         return result, torch.autograd.grad(result.loss * factor, leaves)
 
@@ -95,7 +95,7 @@ def test_several_blocks_of_rows_add_up(dtype, in_float):
         main_grad = torch.zeros(weight.shape) if in_float else None
         for part in parts:
             out = linear_policy_loss(
-                *(leaves[0][part], leaves[1], tokens[part], None, advantages[part]),
+                *(leaves[0][part], leaves[1], tokens[part], advantages[part], None),
                 old_log_probs=torch.full((part.stop - part.start,), -12.0), loss="dapo",
                 normalizer=560, main_grad=main_grad,
             )  # fmt: skip
@@ -214,7 +214,7 @@ def random_lengths(seed, tokens, sequences):
 
 def sum_of_losses(problem, offsets, advantages):
     return linear_policy_loss(
-        *(*problem.head[:2], problem.tokens, None, advantages), offsets=offsets,
+        *(*problem.head[:2], problem.tokens, advantages, None), offsets=offsets,
         loss="reinforce", aggregation="constant", normalizer=1.0,
     ).loss  # fmt: skip
 
@@ -273,8 +273,9 @@ def test_nested_batches_equal_packed_ones(layout, of_tokens):
         leaves = [x.clone().requires_grad_() for x in problem.head]
         results.append(
             linear_policy_loss(
-                *(batch(leaves[0]), leaves[1], batch(problem.tokens), batch(mask)),
-                batch(advantages) if of_tokens else advantages, bias=leaves[2], shift=True,
+                *(batch(leaves[0]), leaves[1], batch(problem.tokens)),
+                batch(advantages) if of_tokens else advantages,
+                batch(mask), bias=leaves[2], shift=True,
                 old_log_probs=batch(problem.old), ref_log_probs=batch(problem.ref), kl_coeff=0.1,
                 entropy=True, **options,
             )
@@ -369,7 +370,7 @@ def test_float32_main_grad(dtype, loss):
     main_grad = torch.zeros(weight.shape)
     for _ in range(2):
         result = linear_policy_loss(
-            hidden, weight, problem.tokens, None, problem.advantages, bias=bias, loss=loss,
+            hidden, weight, problem.tokens, problem.advantages, bias=bias, loss=loss,
             old_log_probs=problem.old, main_grad=main_grad,
         )  # fmt: skip
         (result.loss * 3).backward()
@@ -388,7 +389,7 @@ def test_main_grad_of_the_reference(dtype, loss):
     hidden, weight, bias = (x.clone().requires_grad_() for x in problem.head)
     main_grad = torch.ones(weight.shape)
     result = linear_policy_loss(
-        hidden, weight, problem.tokens, None, problem.advantages, bias=bias, loss=loss,
+        hidden, weight, problem.tokens, problem.advantages, bias=bias, loss=loss,
         old_log_probs=problem.old, main_grad=main_grad, impl="reference",
     )  # fmt: skip
     (result.loss * 3).backward()
@@ -406,7 +407,7 @@ def test_main_grad_gets_only_what_is_asked_for(loss, impl):
     hidden, weight, bias = (x.clone().requires_grad_() for x in problem.head)
     main_grad = torch.zeros(weight.shape)
     result = linear_policy_loss(
-        hidden, weight, problem.tokens, None, problem.advantages, bias=bias, loss=loss,
+        hidden, weight, problem.tokens, problem.advantages, bias=bias, loss=loss,
         old_log_probs=problem.old, main_grad=main_grad, impl=impl, normalizer=5.0,
     )  # fmt: skip
     torch.autograd.grad(result.loss, hidden, retain_graph=True)
@@ -438,7 +439,7 @@ def test_frozen_and_tied_weights():
     problem = Problem()
     hidden, weight, _ = problem.head
     hidden = hidden.clone().requires_grad_()
-    args = (problem.tokens, None, problem.advantages)
+    args = (problem.tokens, problem.advantages)
     linear_policy_loss(hidden, weight, *args).loss.backward()
     assert hidden.grad.any() and weight.grad is None
     tied = weight.clone().requires_grad_()
@@ -452,13 +453,13 @@ def test_frozen_and_tied_weights():
 
 def test_without_a_gradient_nothing_is_recorded():
     problem = Problem()
-    result = linear_policy_loss(*problem.head[:2], problem.tokens, None, problem.advantages)
+    result = linear_policy_loss(*problem.head[:2], problem.tokens, problem.advantages)
     assert not result.loss.requires_grad
 
 
 def test_autocast_computes_in_its_dtype():
     problem = Problem()
-    args = (problem.tokens, None, problem.advantages)
+    args = (problem.tokens, problem.advantages)
     with torch.autocast("cpu", torch.bfloat16):
         result = linear_policy_loss(*problem.head[:2], *args)
     half = linear_policy_loss(*(x.bfloat16() for x in problem.head[:2]), *args)
@@ -468,7 +469,7 @@ def test_autocast_computes_in_its_dtype():
 def test_backward_twice():
     problem = Problem()
     leaves = [x.clone().requires_grad_() for x in problem.head[:2]]
-    result = linear_policy_loss(*leaves, problem.tokens, None, problem.advantages)
+    result = linear_policy_loss(*leaves, problem.tokens, problem.advantages)
     result.loss.backward(retain_graph=True)
     once = [x.grad.clone() for x in leaves]
     (result.loss * 2).backward()
@@ -487,50 +488,5 @@ def test_random_batches(loss, lengths, seed, shift):
     problem = Problem(rows=sum(lengths), classes=37, seed=seed)
     offsets = torch.tensor([0, *itertools.accumulate(lengths)])
     mask = torch.rand(sum(lengths)) < 0.7
-    if sum(lengths):
-        check(problem, offsets=offsets, shift=shift, loss=loss, kl_coeff=0.1, mask=mask)
-
-
-@pytest.mark.parametrize(
-    ("loss", "theirs"),
-    [
-        ("grpo", {"loss_type": "grpo"}),
-        ("grpo", {"loss_type": "grpo", "delta": 1.5}),
-        ("dapo", {"loss_type": "dapo", "epsilon_high": 0.28}),
-        ("dr_grpo", {"loss_type": "dr_grpo", "max_completion_length": 10}),
-        ("gspo", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
-        ("cispo", {"loss_type": "cispo", "epsilon_high": 1.3}),
-    ],
-    ids=str,
-)
-def test_values_and_gradients_are_ligers(loss, theirs):
-    """Liger's formula over log-probs of torch, in float64."""
-    ppo = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")
-    problem = Problem(rows=12)
-    mask = torch.rand(3, 4) < 0.7
-    for name in ("tokens", "old", "ref"):
-        setattr(problem, name, getattr(problem, name).view(3, 4))
-    problem.head[0] = problem.head[0].view(3, 4, -1)
-    problem.advantages = problem.advantages[:3]
-    options = {"loss": loss, "kl_coeff": 0.04, "mask": mask, "clip": 0.2}
-    if loss == "dapo":
-        options["clip"] = (0.2, 0.28)
-    if loss == "cispo":
-        options["clip"] = (1.0, 0.3)
-    if loss == "dr_grpo":
-        options["normalizer"] = 30
-    if "delta" in theirs:
-        options["dual_clip"] = 1.5
-    mine, grads = problem.run(**options)
-    leaves = [x.double().requires_grad_() for x in problem.head]
-    log_softmax = torch.log_softmax(functional.linear(*leaves), -1)
-    log_probs = log_softmax.gather(-1, problem.tokens[..., None]).squeeze(-1)
-    value, _ = ppo.LigerFusedLinearGRPOFunction.ppo_loss_fn(
-        *(log_probs, mask.double(), problem.advantages.double(), mask.double()),
-        ref_per_token_logps=problem.ref.double(), old_per_token_logps=problem.old.double(),
-        beta=0.04, **theirs,
-    )  # fmt: skip
-    torch.testing.assert_close(mine.loss.double(), value, rtol=1e-5, atol=1e-6)
-    for got, want in zip(grads, torch.autograd.grad(value, leaves), strict=True):
-        atol = 1e-5 * want.abs().max().item()
-        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=atol)
+    assume(sum(lengths) not in (0, len(lengths)))  # one dimension that may mean either is refused
+    check(problem, offsets=offsets, shift=shift, loss=loss, kl_coeff=0.1, mask=mask)

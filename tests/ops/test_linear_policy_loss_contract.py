@@ -61,7 +61,7 @@ def test_one_graph_over_twenty_temperatures(loss):
 
     def value(hidden, temperature):
         result = linear_policy_loss(
-            *(hidden, weight, TOKENS, MASK, advantages), bias=bias, old_log_probs=old,
+            *(hidden, weight, TOKENS, advantages, MASK), bias=bias, old_log_probs=old,
             ref_log_probs=ref, kl_coeff=0.1, offsets=OFFSETS, shift=True, loss=loss,
             temperature=temperature,
         )  # fmt: skip
@@ -81,7 +81,7 @@ def test_backward_through_aot():
 
     def value(hidden, weight, bias):
         return linear_policy_loss(
-            *(hidden, weight, TOKENS, MASK, advantages), bias=bias, old_log_probs=old
+            *(hidden, weight, TOKENS, advantages, MASK), bias=bias, old_log_probs=old
         ).loss
 
     expected = torch.autograd.grad(value(*leaves) * 3, leaves)
@@ -129,7 +129,7 @@ hidden = torch.randn(300, 24, requires_grad=True)
 weight = torch.randn(9000, 24, requires_grad=True)
 with torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON):
     linear_policy_loss(
-        hidden, weight, tokens, mask, torch.randn(2), offsets=torch.tensor([0, 3, 300]), shift=True
+        hidden, weight, tokens, torch.randn(2), mask, offsets=torch.tensor([0, 3, 300]), shift=True
     ).loss.backward()
 """
 
@@ -171,7 +171,7 @@ def test_three_products_of_the_kept_rows():
             "old_log_probs: expected a constant",
         ),
         ({"token_weights": torch.zeros(9, 1)}, r"token_weights: expected shape \(9,\)"),
-        ({"vocab_offset": 0}, "vocab_offset, group: expected both"),
+        ({"vocab_offset": 0}, "vocab_offset, vocab_group: expected both"),
         ({"main_grad": torch.zeros(20, 6).half()}, "main_grad: expected torch.float32"),
         ({"main_grad": torch.zeros(19, 6)}, r"main_grad: expected shape \(20, 6\)"),
         ({"impl": "triton"}, "impl: expected .* for linear_policy_loss, got 'triton'"),
@@ -182,7 +182,7 @@ def test_three_products_of_the_kept_rows():
 def test_refused_options(options, message):
     hidden, weight, _ = inputs()
     with pytest.raises(ValueError, match=message):
-        linear_policy_loss(hidden, weight, TOKENS, MASK, torch.zeros(9), **options)
+        linear_policy_loss(hidden, weight, TOKENS, torch.zeros(9), MASK, **options)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_refused_options(options, message):
 def test_refused_advantages(advantages, error, message):
     hidden, weight, _ = inputs()
     with pytest.raises(error, match=message):
-        linear_policy_loss(hidden, weight, TOKENS, MASK, advantages)
+        linear_policy_loss(hidden, weight, TOKENS, advantages, MASK)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_refused_importance(importance, message):
     hidden, weight, _ = inputs()
     with pytest.raises(TypeError, match=message):
         linear_policy_loss(
-            *(hidden, weight, TOKENS, MASK, torch.zeros(9)),
+            *(hidden, weight, TOKENS, torch.zeros(9), MASK),
             rollout_log_probs=torch.zeros(9),
             importance=importance,
         )
@@ -255,7 +255,7 @@ def test_modules_and_their_outputs_in_place_of_tensors():
     )
     for given, message in cases:
         with pytest.raises(TypeError, match=message):
-            linear_policy_loss(*given, TOKENS, MASK, torch.zeros(9))
+            linear_policy_loss(*given, TOKENS, torch.zeros(9), MASK)
 
 
 def test_a_clip_of_a_list_is_that_of_a_pair():
@@ -264,7 +264,7 @@ def test_a_clip_of_a_list_is_that_of_a_pair():
     advantages, old, _ = constants()
     of_list, of_pair = (
         linear_policy_loss(
-            *(hidden, weight, TOKENS, MASK, advantages), old_log_probs=old, clip=clip
+            *(hidden, weight, TOKENS, advantages, MASK), old_log_probs=old, clip=clip
         ).loss
         for clip in ([0.1, 0.5], (0.1, 0.5))
     )
@@ -276,6 +276,6 @@ def test_a_kept_token_outside_the_vocabulary():
     for impl in ("cpu", "reference"):
         with pytest.raises(RuntimeError, match=r"tokens: expected values in \[0, 20\), got -100"):
             linear_policy_loss(
-                *(hidden, weight, TOKENS.masked_fill(TOKENS == 4, -100), None, torch.zeros(9)),
+                *(hidden, weight, TOKENS.masked_fill(TOKENS == 4, -100), torch.zeros(9), None),
                 impl=impl,
             )

@@ -41,7 +41,7 @@ def test_a_forward_mode_derivative_of_the_definition_is_that_of_reverse_mode(los
 
     def of(hidden):
         return linear_policy_loss(
-            hidden, weight, problem.tokens, None, problem.advantages, impl="reference",
+            hidden, weight, problem.tokens, problem.advantages, impl="reference",
             old_log_probs=problem.old, offsets=OFFSETS, loss=loss, normalizer=3.0,
         ).loss  # fmt: skip
 
@@ -68,7 +68,7 @@ def test_one_infinite_term_leaves_the_others_as_they_are(loss, impl):
 def test_losses_without_gradients(loss, mode):
     problem = Problem()
     args = [x.clone().requires_grad_() for x in problem.head[:2]]
-    args += [problem.tokens, None, problem.advantages]
+    args += [problem.tokens, problem.advantages]
     options = {"loss": loss, "old_log_probs": problem.old, "offsets": OFFSETS, "normalizer": 7.0}
     expected = linear_policy_loss(*args, **options)
     with mode():
@@ -97,7 +97,7 @@ def test_constants_may_be_used_again_before_the_backward_pass():
     _, expected = problem.run()
     leaves = [x.clone().requires_grad_() for x in problem.head]
     hidden, weight, bias = leaves
-    args = (problem.tokens, None, problem.advantages)
+    args = (problem.tokens, problem.advantages)
     options = {"bias": bias, "old_log_probs": problem.old}
     result = linear_policy_loss(hidden, weight, *args, **options)
     for constant in (problem.tokens, problem.advantages, problem.old, result.log_probs):

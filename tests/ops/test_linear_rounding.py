@@ -289,7 +289,7 @@ def policy_loss(hidden, weight):
     tokens = (torch.arange(len(hidden)) * 131 % len(weight))[None]
     mask = torch.ones(tokens.shape, dtype=torch.bool)
     advantages = torch.linspace(-2, 1, len(hidden))[None]
-    return linear_policy_loss(hidden[None], weight, tokens, mask, advantages).loss
+    return linear_policy_loss(hidden[None], weight, tokens, advantages, mask).loss
 
 
 def top_k(hidden, weight):

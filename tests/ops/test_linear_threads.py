@@ -39,7 +39,7 @@ def divergence(hidden, weight, bias, ref_hidden, ref_weight, ref_bias):
 
 def loss(hidden, weight, bias, *_):
     tokens, mask = torch.arange(ROWS)[None] * 17 % CLASSES, torch.ones(1, ROWS).bool()
-    result = linear_policy_loss(hidden[None], weight, tokens, mask, torch.ones(1), bias=bias)
+    result = linear_policy_loss(hidden[None], weight, tokens, torch.ones(1), mask, bias=bias)
     return result.loss[None]
 
 

@@ -6,173 +6,59 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedrl import (
-    VocabPart,
-    exact_kl,
-    importance_weights,
-    linear_exact_kl,
-    linear_policy_loss,
-    linear_token_log_probs,
-    linear_top_k_kl,
-    token_kl,
-    token_log_probs,
-    top_k_kl,
-)
+from fusedrl import VocabPart, linear_token_log_probs, token_log_probs
 from fusedrl.integrations.trl import selective_log_softmax, selective_log_softmax_and_entropy
 
+from .every_case import CONSTANT, DIFFERENTIABLE, EVERY, leaves_of
 
-class Inputs:
-    """Batches of four tokens, five classes and three features, on one device."""
-
-    def __init__(self, device, dtype, requires_grad):
-        self.float = {"device": device, "dtype": dtype, "requires_grad": requires_grad}
-        self.device = device
-
-    def values(self, *shape):
-        return torch.zeros(shape, **self.float)
-
-    def tokens(self, *shape):
-        return torch.zeros(shape, dtype=torch.int64, device=self.device)
-
-    def ids(self, *shape):
-        return torch.arange(shape[-1], device=self.device).expand(shape)
-
-    def constants(self, *shape):
-        return torch.full(shape, -3.0, device=self.device)
-
-    def mask(self, *shape):
-        return torch.zeros(shape, dtype=torch.bool, device=self.device)
-
-    def offsets(self):
-        if self.device == "meta":
-            return torch.empty(3, dtype=torch.int64, device="meta")
-        return torch.tensor([0, 1, 4], device=self.device)
-
-    def scalar(self):
-        return torch.ones((), device=self.device)
-
-    def head(self):
-        return self.values(4, 3), self.values(5, 3)
-
-
-def weighed(*args, **options):
-    weights, mismatch = importance_weights(*args, **options)
-    return (*weights, *mismatch) if isinstance(weights, list) else (weights, *mismatch)
-
-
-CASES = {
-    "token_log_probs": lambda i: token_log_probs(
-        i.values(4, 5), i.tokens(4), i.mask(4), offsets=i.offsets(), shift=True, entropy=True
-    ),
-    "token_log_probs, padded": lambda i: token_log_probs(
-        i.values(2, 4, 5), i.tokens(2, 4), shift=True, temperature=i.scalar()
-    ),
-    "linear_token_log_probs": lambda i: linear_token_log_probs(
-        *(*i.head(), i.tokens(4), i.mask(4)), bias=i.values(5), softcap=3.0, entropy=True
-    ),
-    "linear_policy_loss": lambda i: (
-        linear_policy_loss(
-            *(*i.head(), i.tokens(4), i.mask(4), torch.stack([i.scalar(), i.scalar()])),
-            bias=i.values(5),
-            offsets=i.offsets(),
-            shift=True,
-            entropy_coeff=0.1,
-        ).loss
-    ),
-    "top_k_kl": lambda i: top_k_kl(
-        i.values(2, 4, 5), i.ids(2, 4, 2), i.constants(2, 4, 2), shift=True
-    ),
-    "linear_top_k_kl": lambda i: linear_top_k_kl(
-        *(*i.head(), i.ids(4, 2), i.constants(4, 2), i.mask(4)), tail="renormalize"
-    ),
-    "token_kl": lambda i: token_kl(
-        *(i.values(4), i.values(4), i.mask(4)), offsets=i.offsets(), reward=i.values(2)
-    ),
-    "token_kl, a coefficient": lambda i: token_kl(
-        i.values(2, 4), i.values(2, 4), reward=i.values(2), coeff=i.scalar()
-    ),
-    "token_kl, a list": lambda i: tuple(
-        token_kl([i.values(3), i.values(1)], [i.values(3), i.values(1)])
-    ),
-    "importance_weights": lambda i: weighed(
-        i.values(4), i.values(4), i.mask(4), i.offsets(), level="sequence"
-    ),
-    "importance_weights, padded": lambda i: weighed(
-        i.values(2, 4), i.values(2, 4), high=i.scalar()
-    ),
-    "importance_weights, a list": lambda i: weighed(
-        [i.values(3), i.values(1)], [i.values(3), i.values(1)], low=0.5
-    ),
-    "exact_kl": lambda i: exact_kl(i.values(4, 5), i.values(4, 5), i.mask(4)),
-    "exact_kl, Jensen-Shannon": lambda i: exact_kl(
-        i.values(2, 4, 5), i.values(2, 4, 5), direction="jensen_shannon", shift=True
-    ),
-    "exact_kl, its entropy": lambda i: exact_kl(
-        i.values(4, 5), i.values(4, 5), direction="jensen_shannon", beta=0.0, entropy=True
-    ),
-    "linear_exact_kl": lambda i: linear_exact_kl(*i.head(), *i.head(), i.mask(4)),
-    "linear_exact_kl, its entropy": lambda i: linear_exact_kl(
-        *i.head(), *i.head(), direction="jensen_shannon", beta=0.3, entropy=True
-    ),
-    "selective_log_softmax": lambda i: selective_log_softmax(i.values(4, 5), i.tokens(4, 2)),
-    "selective_log_softmax_and_entropy": lambda i: selective_log_softmax_and_entropy(
-        i.values(2, 4, 5), i.tokens(2, 4)
-    ),
-}
-
-CONSTANT = {name for name in CASES if name.startswith("importance_weights")}
-
-
-def flat(results):
-    return [results] if isinstance(results, torch.Tensor) else list(results)
+KINDS = [(torch.float32, True), (torch.bfloat16, False), (torch.float64, True)]
 
 
 def described(tensors):
     return [(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("dtype", "requires_grad"), KINDS)
 def test_meta_in_meta_out(name, dtype, requires_grad):
-    expected = flat(CASES[name](Inputs("cpu", dtype, requires_grad)))
-    inputs = Inputs("meta", dtype, requires_grad)
-    results = flat(CASES[name](inputs))
+    case = EVERY[name]
+    expected = case.call(leaves_of(case, dtype, "cpu", requires_grad))
+    results = case.to("meta").call(leaves_of(case, dtype, "meta", requires_grad))
     assert all(x.is_meta for x in results)
-    if not name.startswith("selective"):
-        assert described(results) == described(expected)
-    if requires_grad and name not in CONSTANT:
-        torch.autograd.backward([x.sum() for x in results])
+    assert described(results) == described(expected)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("dtype", "requires_grad"), KINDS[:2])
 def test_fake_in_fake_out(name, dtype, requires_grad):
-    expected = described(flat(CASES[name](Inputs("cpu", dtype, requires_grad))))
-    with FakeTensorMode():
-        results = flat(CASES[name](Inputs("cpu", dtype, requires_grad)))
+    case = EVERY[name]
+    expected = described(case.call(leaves_of(case, dtype, "cpu", requires_grad)))
+    leaves, fake = leaves_of(case, dtype, "cpu", requires_grad), FakeTensorMode()
+    with fake:
+        inputs = {name: fake.from_tensor(x) for name, x in leaves.items()}
+        others = {
+            name: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x
+            for name, x in case.others.items()
+        }
+        results = case.call(inputs, **others)
         assert described(results) == expected
         if requires_grad and name not in CONSTANT:
             torch.autograd.backward([x.sum() for x in results])
 
 
-@pytest.mark.parametrize("name", [x for x in CASES if "selective" not in x and x not in CONSTANT])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_a_gradient_has_the_shape_of_its_input(name):
-    class Remembering(Inputs):
-        def __init__(self):
-            super().__init__("meta", torch.bfloat16, True)
-            self.leaves = []
-
-        def values(self, *shape):
-            self.leaves.append(super().values(*shape))
-            return self.leaves[-1]
-
-    inputs = Remembering()
-    results = flat(CASES[name](inputs))
-    grads = torch.autograd.grad([x.sum() for x in results], inputs.leaves)
-    assert described(grads) == [(*entry[:2], False) for entry in described(inputs.leaves)]
+    case = EVERY[name].to("meta")
+    leaves = leaves_of(case, torch.bfloat16, "meta")
+    grads = torch.autograd.grad([x.sum() for x in case.call(leaves)], list(leaves.values()))
+    assert described(grads) == [(*entry[:2], False) for entry in described(leaves.values())]
     assert all(x.is_meta for x in grads)
+
+
+def test_the_functions_of_trl():
+    rows, tokens = torch.empty(2, 4, 5, device="meta"), torch.empty(2, 4, device="meta").long()
+    assert selective_log_softmax(rows, tokens).shape == (2, 4)
+    assert [x.shape for x in selective_log_softmax_and_entropy(rows, tokens)] == [(2, 4)] * 2
 
 
 def test_the_reference_on_meta():
@@ -200,8 +86,9 @@ def test_jagged_meta():
 
 
 def test_shards_on_meta():
-    i = Inputs("meta", torch.float32, False)
-    parts = [linear_token_log_probs(*i.head(), i.tokens(4), vocab_offset=n) for n in (0, 5)]
+    rows = torch.empty(4, 3, device="meta"), torch.empty(5, 3, device="meta")
+    tokens = torch.empty(4, dtype=torch.int64, device="meta")
+    parts = [linear_token_log_probs(*rows, tokens, vocab_offset=n) for n in (0, 5)]
     assert VocabPart.combine(parts).shape == (4,)
 
 
@@ -216,36 +103,15 @@ def test_other_implementations_are_refused_on_meta():
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_companion_on_another_device_is_refused(device):
-    here, there = Inputs(device, torch.float32, False), {"cpu": "meta", "meta": "cpu"}[device]
-    elsewhere = Inputs(there, torch.float32, False)
-    refused = {
-        "tokens": lambda: token_log_probs(here.values(4, 5), elsewhere.tokens(4)),
-        "mask": lambda: token_log_probs(here.values(4, 5), here.tokens(4), elsewhere.mask(4)),
-        "offsets": lambda: token_log_probs(
-            here.values(4, 5), here.tokens(4), offsets=elsewhere.offsets()
-        ),
-        "weight": lambda: linear_token_log_probs(
-            here.values(4, 3), elsewhere.values(5, 3), here.tokens(4)
-        ),
-        "bias": lambda: linear_token_log_probs(
-            *here.head(), here.tokens(4), bias=elsewhere.values(5)
-        ),
-        "ref_log_probs": lambda: token_kl(here.values(4), elsewhere.values(4)),
-        "reward": lambda: token_kl(here.values(4), here.values(4), reward=elsewhere.values(4)),
-        "ids": lambda: top_k_kl(here.values(4, 5), elsewhere.ids(4, 2), here.constants(4, 2)),
-        "teacher_log_probs": lambda: linear_top_k_kl(
-            *here.head(), here.ids(4, 2), elsewhere.constants(4, 2)
-        ),
-        "rollout_log_probs": lambda: importance_weights(here.values(4), elsewhere.values(4)),
-        "ref_logits": lambda: exact_kl(here.values(4, 5), elsewhere.values(4, 5)),
-        "ref_hidden": lambda: linear_exact_kl(
-            *here.head(), elsewhere.values(4, 3), here.values(5, 3)
-        ),
-    }
-    for name, call in refused.items():
-        with pytest.raises(ValueError, match=f"^{name}: expected device {device}, got {there}"):
-            call()
+@pytest.mark.parametrize("name", [name for name in EVERY if "a list" not in name])
+def test_a_companion_on_another_device_is_refused(name, device):
+    there = {"cpu": "meta", "meta": "cpu"}[device]
+    case = EVERY[name].to(device)
+    arguments = case.inputs | case.others
+    for moved in [k for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.dim()][1:]:
+        change = {moved: torch.empty_like(arguments[moved], device=there)}
+        with pytest.raises(ValueError, match=f"^{moved}: expected device {device}, got {there}"):
+            case.op(**arguments | change)
 
 
 def test_a_scalar_on_meta_beside_data_on_the_cpu_is_refused():
@@ -258,9 +124,8 @@ def test_a_scalar_on_meta_beside_data_on_the_cpu_is_refused():
 
 
 def test_a_default_device_changes_nothing():
-    for name, case in CASES.items():
-        expected = flat(case(Inputs("cpu", torch.float32, False)))
+    for name, case in EVERY.items():
+        expected = case.call(case.inputs)
         with torch.device("meta"):
-            found = flat(case(Inputs("cpu", torch.float32, False)))
-        for mine, other in zip(found, expected, strict=True):
-            assert torch.equal(mine, other), name
+            results = case.call(case.inputs)
+        assert all(map(torch.equal, results, expected)), name

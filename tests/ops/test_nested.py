@@ -46,9 +46,9 @@ def nested(values: torch.Tensor) -> torch.Tensor:
 def test_advantages_of_sequences_are_not_those_of_tokens():
     hidden, weight, tokens = torch.randn(2, 4), torch.randn(7, 4), torch.tensor([1, 5])
     advantages = torch.tensor([9.0, -2.0])  # the first is of a sequence without a token
-    ours = linear_policy_loss(nested(hidden), weight, nested(tokens), None, advantages)
+    ours = linear_policy_loss(nested(hidden), weight, nested(tokens), advantages)
     spread = advantages[None, [1, 1]]
-    expected = linear_policy_loss(hidden, weight, tokens, None, spread, offsets=OFFSETS)
+    expected = linear_policy_loss(hidden, weight, tokens, spread, offsets=OFFSETS)
     assert torch.equal(ours.loss, expected.loss)
 
 

@@ -25,7 +25,7 @@ def policy_loss(hidden, weight):
     columns = {"old_log_probs": old, "ref_log_probs": old, "rollout_log_probs": old}
     options = {"clip": 0.9, "kl_coeff": 0.1, "importance": {"high": 2.0}}
     tokens = IDS[:, 0]
-    return linear_policy_loss(hidden, weight, tokens, None, SLOPES, **columns, **options).loss
+    return linear_policy_loss(hidden, weight, tokens, SLOPES, **columns, **options).loss
 
 
 # What has a value a token, or one in all, of the tensors that are differentiated.

@@ -287,6 +287,6 @@ def test_what_needs_other_ranks_rows_is_refused(one_rank):
         linear_token_log_probs(hidden, weight, tokens, vocab_offset=0, sequence_group=one_rank)
     with pytest.raises(ValueError, match="importance: expected level='token' with sequence_group"):
         linear_policy_loss(
-            *(hidden, weight, tokens, None, torch.zeros(2)), sequence_group=one_rank,
+            *(hidden, weight, tokens, torch.zeros(2), None), sequence_group=one_rank,
             rollout_log_probs=torch.zeros(2, 3), importance={"level": "sequence"},
         )  # fmt: skip

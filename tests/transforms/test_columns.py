@@ -59,6 +59,12 @@ class TestPrivateAccess:
         uniform = [{key: x[:2] for key, x in sample.items()} for sample in samples]
         assert isinstance(columns.columns_of(build(uniform)), columns.Columns)
 
+    def test_another_release_goes_through_the_public_interface(self, samples, monkeypatch):
+        monkeypatch.setattr(columns.compat, "is_as_known", lambda: False)
+        data = stack(samples)
+        assert isinstance(columns.columns_of(data), columns.Columns)
+        check(samples, KLComputation(coeff=0.1)(data))
+
     def test_a_subclass_gives_the_same_numbers(self, samples):
         data = KLComputation(coeff=0.1)(_subclassed(samples))
         check(samples, data)

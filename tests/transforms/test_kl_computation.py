@@ -319,6 +319,37 @@ def test_a_column_that_one_sample_lacks_is_refused(samples, build, lacking, key)
     assert leaves(data) == before
 
 
+@pytest.mark.parametrize("build", [lambda tds: tds[0], lazy_stack], ids=["one", "stack"])
+def test_a_tensor_under_next_is_refused(samples, build):
+    """torchrl raises an AttributeError."""
+    data = build([TensorDict(sample | {"next": sample[GEN]}) for sample in samples])
+    with pytest.raises(ValueError, match=r"expected a TensorDictBase under 'next' .* a Tensor"):
+        KLComputation()(data)
+
+
+class Derived(TensorDict):
+    """Samples of a user's class, which are read by tensordict's public interface."""
+
+
+def test_a_stack_of_stacks_of_a_subclass(samples):
+    rows = [Derived(stack([sample])[0].to_dict(), batch_size=[]) for sample in samples[:4]]
+    KLComputation(coeff=0.5)(lazy_stack([lazy_stack(rows[:2]), lazy_stack(rows[2:])]))
+    check(samples[:4], [x["kl_penalty"] for x in rows], [x["reward"] for x in rows], 0.5)
+
+
+def test_a_batch_without_samples_is_refused(samples):
+    with pytest.raises(ValueError, match="expected at least one sample, got none"):
+        KLComputation()(stack(samples)[:0])
+
+
+def test_samples_that_are_stacked_in_another_dimension_are_refused():
+    data = lazy_stack(
+        [TensorDict({GEN: torch.zeros(2, n), REF: torch.zeros(2, n)}, [2]) for n in (3, 4)], 1
+    )
+    with pytest.raises(ValueError, match="stacked in dimension 0, got a stack in dimension 1"):
+        KLComputation()(data)
+
+
 def test_a_reward_that_is_no_tensor_is_refused(samples):
     data = stack(samples)
     data.tensordicts[2].set_non_tensor("reward", "high")

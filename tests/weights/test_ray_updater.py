@@ -61,7 +61,7 @@ def test_ray_collectors_act_by_one_put_an_update_until_one_is_dead(ray, monkeypa
     assert actions(iterator) == [3, 3] and len(puts) == 4
     updater.max_interval = 0
 
-    with pytest.raises(ValueError, match="'other'"):
+    with pytest.raises(ValueError, match="other: expected no such entry"):
         collector.update_policy_weights_(TensorDict({"other": torch.ones(1)}))
     busy = updater.remote_collectors[0].__ray_call__.remote(lambda _: time.sleep(1))
     updater.timeout = 0.2

@@ -141,6 +141,7 @@ def test_a_waiting_update_names_the_worker_that_is_stopped_or_dead(forked):
         os.kill(pid, signal.SIGCONT)
         collector.update_policy_weights_(weights_of(4.0))
 
+        scheme.wait = True
         os.kill(pid, signal.SIGKILL)
         collector.procs[0].join(10)
         with pytest.raises(RuntimeError, match=rf"expected living workers, got dead: pid {pid}"):
@@ -272,7 +273,7 @@ def test_a_collector_that_is_dropped_frees_its_channel():
 
 def test_what_a_channel_cannot_do_is_refused():
     for arguments, message in (
-        ({"timeout": 0}, "timeout: expected a positive"),
+        ({"timeout": -1}, "timeout: expected a finite number of seconds"),
         ({"mode": "share"}, "mode: expected 'alias', 'copy'"),
     ):
         with pytest.raises(ValueError, match=message):

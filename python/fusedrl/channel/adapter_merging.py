@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from fusedrl.channel.tensors import check_supported, whole
+from fusedrl.compat.torch import buffers_of, children_of, parameters_of
 
 
 def loaded(module: str, name: str) -> tuple[type, ...]:
     """The class ``name`` of ``module`` for isinstance, or ``()`` if it was never imported."""
-    found = getattr(sys.modules.get(module), name, None)
-    return () if found is None else (found,)
+    kind = getattr(sys.modules.get(module), name, None)
+    return () if kind is None else (kind,)
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -93,14 +94,14 @@ def _replica(module: nn.Module, known: dict[int, nn.Module], prefix: str) -> nn.
     replica.__dict__.update(
         {k: v.copy() if isinstance(v, (dict, list)) else v for k, v in vars(module).items()}
     )
-    for key, tensor in module._parameters.items():
+    for key, tensor in parameters_of(module).items():
         if tensor is not None:
             check_supported(prefix + key, tensor)
             clone = whole(tensor).clone(memory_format=torch.preserve_format)
-            replica._parameters[key] = nn.Parameter(clone, requires_grad=False)
-    for key, tensor in module._buffers.items():
-        replica._buffers[key] = None if tensor is None else whole(tensor).clone()
-    for key, child in module._modules.items():
+            parameters_of(replica)[key] = nn.Parameter(clone, requires_grad=False)
+    for key, tensor in buffers_of(module).items():
+        buffers_of(replica)[key] = None if tensor is None else whole(tensor).clone()
+    for key, child in children_of(module).items():
         copied = None if child is None else _replica(child, known, f"{prefix}{key}.")
-        replica._modules[key] = copied
+        children_of(replica)[key] = copied
     return replica

@@ -81,13 +81,13 @@ def broadcast(
             "rank of the process that has the weights"
         )
     is_source = dist.get_rank() == src
-    found: list[Place] = []
+    places: list[Place] = []
     error: Exception | None = None
     if is_source:
         try:
             if version is not None:
                 count("version", version, 0, MAX_VERSION)
-            found = channel.layout.matched(channel._template if weights is None else weights)
+            places = channel.places_to_publish(channel.template if weights is None else weights)
         except Exception as raised:
             error = raised
     mine = _State(channel.layout.hash, -1 if channel.version is None else channel.version, version)
@@ -99,7 +99,7 @@ def broadcast(
             writing = stack.enter_context(channel.writing(version, timeout=timeout))
             if is_source:
                 with torch.no_grad():
-                    fill(writing.views, found)
+                    fill(writing.views, places)
         except Exception as raised:
             error = raised
         _tell(mine, error, ranks)
@@ -129,10 +129,10 @@ def _tell(mine: _State, error: Exception | None, group: Any) -> list[_State]:
 
 def _agree(states: list[_State], source: int) -> int:
     if len({state.layout for state in states}) > 1:
-        told = ", ".join(f"rank {i}: {state.layout[:12]}" for i, state in enumerate(states))
+        hashes = ", ".join(f"rank {i}: {state.layout[:12]}" for i, state in enumerate(states))
         raise ValueError(
-            f"channel: expected one layout on all ranks, got {told}; create all channels with the "
-            "same names, shapes and dtypes"
+            f"channel: expected one layout on all ranks, got {hashes}; create all channels with "
+            "the same names, shapes and dtypes"
         )
     last = max(state.last for state in states)
     wanted = states[source].wanted

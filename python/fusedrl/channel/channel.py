@@ -7,9 +7,7 @@ import secrets
 import socket as sockets
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,14 +16,13 @@ from torch import Tensor, nn
 
 from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
-from fusedrl.channel.failures import no_channel
-from fusedrl.channel.forking import renew_in_children
+from fusedrl.channel.following import PUBLISHERS, refuse_followed
+from fusedrl.channel.forking import is_mine, renew_in_children
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout, fill
-from fusedrl.channel.limits import refuse_beyond
-from fusedrl.channel.manifest import Manifest
-from fusedrl.channel.memory import HostMemory, Memory, checksum
-from fusedrl.channel.sources import FoundPlaces, Place, module_places
+from fusedrl.channel.limits import no_channel, refuse_beyond
+from fusedrl.channel.memory import Manifest, Memory, checksum
+from fusedrl.channel.sources import ModuleSnapshot, Place, module_places
 
 # Seconds within which the death of a reader is noticed.
 SLICE_S = 0.02
@@ -51,8 +48,8 @@ class ReaderInfo(NamedTuple):
     applied: int | None
 
 
-class Writing(NamedTuple):
-    """A slot that is being written.
+class Writing(_host.Writing):
+    """A slot that is being written, from the moment in which this exists to the end of its block.
 
     Attributes:
         version: the number under which it will be published.
@@ -60,9 +57,17 @@ class Writing(NamedTuple):
         views: tensors over it, one for each entry of the layout that is not tied to another.
     """
 
-    version: int
-    flat: Tensor
-    views: list[Tensor]
+    __slots__ = ()
+
+    @property
+    def flat(self) -> Tensor:
+        """The bytes of the slot."""
+        return self.channel._memory.slot(self.slot)
+
+    @property
+    def views(self) -> list[Tensor]:
+        """Tensors over the slot."""
+        return self.channel._views[self.slot]
 
 
 class WeightChannel:
@@ -101,7 +106,7 @@ class WeightChannel:
         self.handle = WeightHandle(os.getpid(), end.fd(), session)
         self.device = memory.device
         self.skipped = 0
-        self._template = template
+        self.template = template
         self._memory = memory
         self._end = end
         self._timeout = timeout
@@ -110,7 +115,7 @@ class WeightChannel:
         self._lock: Any = threading.RLock()  # an RLock knows which thread owns it
         renew_in_children(self, _lock=threading.RLock)
         self._closed = False
-        self._found: FoundPlaces | None = None
+        self._template_places: tuple[ModuleSnapshot, list[Place]] | None = None  # in the template
 
     @classmethod
     def create(
@@ -181,8 +186,8 @@ class WeightChannel:
             memory: Memory = CudaMemory.create(where, slots, layout.nbytes)
             end = publisher(0, memory.manifest())
         elif where.type == "cpu":
-            end = publisher(layout.nbytes, HostMemory.MANIFEST)
-            memory = HostMemory(end, slots, layout.nbytes)
+            end = publisher(layout.nbytes, Memory.MANIFEST)
+            memory = Memory(end, slots, layout.nbytes)
         else:
             raise ValueError(
                 f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine"
@@ -228,8 +233,9 @@ class WeightChannel:
             The version, or ``None`` if it was skipped.
 
         Raises:
-            ValueError: the weights have another layout (the message lists the differences), or the
-                version is not greater than the last one. Nothing has changed then.
+            ValueError: the weights have another layout (the message lists the differences), the
+                version is not greater than the last one, or a policy in this process follows the
+                channel with the same parameters. Nothing has changed then.
             TimeoutError: readers hold all slots; the message names their process ids.
         """
         if on_full not in ("block", "skip"):
@@ -237,11 +243,11 @@ class WeightChannel:
                 f"on_full: expected 'block' or 'skip', got {on_full!r}; 'block' waits for a free "
                 "slot, 'skip' publishes nothing where there is none"
             )
-        found = self._find(self._template if weights is None else weights)
+        places = self.places_to_publish(self.template if weights is None else weights)
         try:
             with self.writing(version, timeout=0 if on_full == "skip" else timeout) as writing:
                 with torch.no_grad():
-                    fill(writing.views, found)
+                    fill(writing.views, places)
                 return writing.version
         except FullError:
             if on_full == "block":
@@ -249,14 +255,24 @@ class WeightChannel:
             self.skipped += 1
             return None
 
-    def _find(self, weights: Any) -> list[Place]:
-        """As :meth:`Layout.matched`; the template is matched again only after it has changed."""
-        if weights is self._template and self._found is not None and self._found.is_current():
-            return self._found.places
-        places = self.layout.matched(weights)
-        if weights is self._template and self._can_keep(weights, places):
-            self._found = FoundPlaces(weights, places)
+    def places_to_publish(self, weights: Any) -> list[Place]:
+        """As :meth:`_matched`, of what nothing in this process follows."""
+        places = self._matched(weights)
+        refuse_followed(self.handle.session, places)
+        if weights is self.template:
+            PUBLISHERS[self.handle.session] = self
         return places
+
+    def _matched(self, weights: Any) -> list[Place]:
+        """As :meth:`Layout.matched`; the template is matched again only after it has changed."""
+        if weights is not self.template:
+            return self.layout.matched(weights)
+        if self._template_places is None or not self._template_places[0].is_current():
+            places = self.layout.matched(weights)
+            if not self._can_keep(weights, places):
+                return places
+            self._template_places = ModuleSnapshot(weights, places), places
+        return self._template_places[1]
 
     def _can_keep(self, weights: Any, places: list[Place]) -> bool:
         if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):
@@ -271,10 +287,7 @@ class WeightChannel:
             for entry in entries
         )
 
-    @contextmanager
-    def writing(
-        self, version: int | None = None, *, timeout: float | None = None
-    ) -> Iterator[Writing]:
+    def writing(self, version: int | None = None, *, timeout: float | None = None) -> Writing:
         """Write a slot yourself, in a ``with`` block; it is published when the block ends.
 
         If the block raises, nothing is published. There is one block at a time: the block of
@@ -289,33 +302,35 @@ class WeightChannel:
             ValueError, TimeoutError: as for :meth:`publish`.
         """
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
-        deadline = time.monotonic() + limit
-        full = FullError(
-            f"timeout: expected to begin within {limit} s, got another publish or writing "
-            "block of this channel that has not ended; publish from one thread, after the block"
-        )
-        if self._lock._is_owned():  # by a block around this one, which cannot end before it
-            raise full
-        lock = _host.Acquired(self._lock, min(limit, threading.TIMEOUT_MAX))
-        try:
-            if not lock.held:
-                raise full
-            version = self._next(version)
-            slot = self._begin(limit, deadline)
-            try:
-                flat = self._memory.slot(slot)
+        begin = partial(self._begin, version, limit, time.monotonic() + limit)
+        if is_mine(self._lock):  # by a block around this one, which cannot end before it
+            begin(False)
+        return Writing(self, min(limit, threading.TIMEOUT_MAX), begin)
+
+    def _begin(
+        self, version: int | None, limit: float, deadline: float, locked: bool
+    ) -> tuple[int, int]:
+        """The slot of a block that begins, and its version; the block gives up the slot."""
+        if not locked:
+            raise FullError(
+                f"timeout: expected to begin within {limit} s, got another publish or writing "
+                "block of this channel that has not ended; publish from one thread, after the block"
+            )
+        version = self._next(version)
+        while True:
+            progress = self._end.progress()
+            slot = self._end.try_begin()
+            if slot is not None:
                 self._memory.before_write(slot)
-                try:
-                    yield Writing(version, flat, self._views[slot])
-                finally:  # the copies of a block that raises may not be done, and others follow
-                    self._memory.after_write(slot)
-                total = checksum(flat) if self._checksum else 0
-            except BaseException:
-                self._end.abort(slot)
-                raise
-            self._end.commit(slot, version, total)
-        finally:
-            lock.release()
+                return slot, version
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise self._full(limit)
+            self._end.wait(progress, min(remaining, SLICE_S))
+
+    def _sum(self, slot: int) -> int:
+        """The checksum of a slot that has been written, 0 where none is wanted."""
+        return checksum(self._memory.slot(slot)) if self._checksum else 0
 
     def _next(self, version: int | None) -> int:
         last = self._end.version()
@@ -328,17 +343,6 @@ class WeightChannel:
                 "grow: leave it out for the next one"
             )
         return version
-
-    def _begin(self, timeout: float, deadline: float) -> int:
-        while True:
-            progress = self._end.progress()
-            slot = self._end.try_begin()
-            if slot is not None:
-                return slot
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise self._full(timeout)
-            self._end.wait(progress, min(remaining, SLICE_S))
 
     def _full(self, timeout: float) -> FullError:
         held = [
@@ -396,9 +400,9 @@ class WeightChannel:
                 return
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                told = ", ".join(f"pid {r.pid} has {r.applied}" for r in late)
+                applied = ", ".join(f"pid {r.pid} has {r.applied}" for r in late)
                 raise TimeoutError(
-                    f"version: expected {wanted} in every reader within {limit} s, got {told}; "
+                    f"version: expected {wanted} in every reader within {limit} s, got {applied}; "
                     "raise timeout if they take longer between two leases"
                 )
             self._end.wait(progress, min(remaining, SLICE_S))
@@ -451,12 +455,7 @@ class WeightChannel:
         """The channel."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close it."""
         self.close()
 

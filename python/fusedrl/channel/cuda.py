@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -15,11 +16,15 @@ import torch
 from torch import Tensor
 
 from fusedrl import _host
+from fusedrl.channel.forking import renew_in_children
+from fusedrl.channel.memory import Memory
 
 __all__ = ["CudaMemory"]
 
 # CUDA exports memory in whole blocks of this size, so each slot has blocks of its own.
 _BLOCK = 2 << 20
+# Seconds between two looks whether a GPU has finished with a slot.
+_POLL_S = 0.0005
 
 _Poll = Callable[[], bool]
 logger = logging.getLogger("fusedrl")
@@ -35,7 +40,7 @@ class _Driver(_host.CudaDriver):
 _DRIVER = _Driver()
 
 
-class CudaMemory:
+class CudaMemory(Memory):
     """The slots in a GPU's memory, as one process sees them.
 
     Copies and kernels are asynchronous: events order the streams of the publisher and the readers,
@@ -54,6 +59,7 @@ class CudaMemory:
         self._driver, self._ordinal, self._nbytes = driver, ordinal, nbytes
         self._slots = list(slots)
         self._closed = False
+        self._releases = Releases()
         # As torch names it, with the index, so that it compares equal to the device of parameters.
         self.device = self.slot(0).device
 
@@ -84,7 +90,7 @@ class CudaMemory:
         ordinal = torch.cuda.current_device() if index is None else index
         _close_retired()
         made = [_Slot.allocate(driver, ordinal, nbytes) for _ in range(slots)]
-        _exports.update({(_process(), slot.memory_handle): slot for slot in made})
+        _slots.update({(_process(), _process(), slot.memory_handle): slot for slot in made})
         return cls(driver, ordinal, made, nbytes)
 
     @classmethod
@@ -108,10 +114,10 @@ class CudaMemory:
         ]
         return cls(driver, ordinal, slots, manifest["nbytes"])
 
-    def slot(self, index: int) -> Tensor:
-        """The slot as a flat uint8 tensor; it may outlive this object."""
+    def slot(self, index: int, lease: Any = None) -> Tensor:
+        """The slot as a flat uint8 tensor, which may outlive this object and owns ``lease``."""
         slot = self._slot(index)
-        capsule = self._driver.tensor(slot.address, self._nbytes, self._ordinal, slot)
+        capsule = self._driver.tensor(slot.address, self._nbytes, self._ordinal, (slot, lease))
         return torch.from_dlpack(capsule)
 
     def before_write(self, index: int) -> None:
@@ -126,7 +132,7 @@ class CudaMemory:
         """The current stream waits for the slot's last write; this thread does not."""
         self._driver.stream_wait_event(self._ordinal, self._stream(), self._slot(index).written)
 
-    def after_read(self, index: int) -> _Poll:
+    def after_read(self, index: int) -> _Poll | None:
         """A function that tells whether the current stream's work so far is done with the slot."""
         slot = self._slot(index)
         for poll in tuple(slot.in_flight):
@@ -135,6 +141,15 @@ class CudaMemory:
         poll = _recorded(self._driver, self._ordinal, self._stream())
         slot.in_flight.add(poll)
         return poll
+
+    def keep_while_read(self, index: int, hold: _host.Hold) -> None:
+        """See :class:`Memory`."""
+        if (done := self.after_read(index)) is not None:
+            self._releases.add(hold, done)
+
+    def when_read(self, then: Callable[[], None]) -> None:
+        """See :class:`Memory`."""
+        self._releases.close(then)
 
     def manifest(self) -> dict[str, Any]:
         """What another process needs to open the slots, in types that JSON has."""
@@ -240,10 +255,10 @@ class _Slot:
         weakref.finalize(self, _retire, close).atexit = False
 
 
-# The slots that this process has allocated, which CUDA does not let it open, and those that it has
-# opened, by process and handle. An entry disappears with the last tensor over its slot.
-_exports: weakref.WeakValueDictionary[tuple[str, bytes], _Slot] = weakref.WeakValueDictionary()
-_opens: weakref.WeakValueDictionary[tuple[str, bytes], _Slot] = weakref.WeakValueDictionary()
+# The slots that this process has, whose handles CUDA does not let it open again: by this process,
+# the one that has allocated them, and handle. An entry disappears with the last tensor over its
+# slot, and a forked child has none.
+_slots: weakref.WeakValueDictionary[tuple[str, str, bytes], _Slot] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
 _kept: list[_Slot] = []
 _retired: deque[_Poll] = deque()
@@ -268,19 +283,16 @@ def _process() -> str:
 
 def _opened(driver: Any, ordinal: int, process: str, memory: str, event: str) -> _Slot:
     handles = bytes.fromhex(memory), bytes.fromhex(event)
-    key = (_process(), handles[0])
-    if process == _process():
-        own = _exports.get(key)
-        if own is None:
+    key = (_process(), process, handles[0])
+    with _opening:
+        slot = _slots.get(key)
+        if slot is None and process == _process():
             raise RuntimeError(
                 "handle: expected an open channel, got one that this process has closed; open the "
                 "handle of a new channel"
             )
-        return own
-    with _opening:
-        slot = _opens.get(key)
         if slot is None:
-            slot = _opens[key] = _Slot.open(driver, ordinal, *handles)
+            slot = _slots[key] = _Slot.open(driver, ordinal, *handles)
     return slot
 
 
@@ -326,3 +338,54 @@ def _recorded(driver: Any, ordinal: int, stream: int) -> _Poll:
         return True
 
     return done
+
+
+class Releases:
+    """Holds slots until their readers' computation has ended.
+
+    A thread polls for as long as there are any.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[Any, Callable[[], bool]]] = deque()
+        # Re-entrant: the garbage collector may run while the lock is held, and release leases.
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        # A forked child does not have the thread, and the leases belong to its parent.
+        renew_in_children(self, _lock=threading.RLock, _pending=deque, _thread=lambda: None)
+        self._then: Callable[[], None] | None = None
+
+    def add(self, hold: Any, done: Callable[[], bool]) -> None:
+        """Keep ``hold``, which releases its slot when it is dropped, until ``done()`` is true."""
+        if done():
+            return
+        with self._lock:
+            self._pending.append((hold, done))
+            if self._thread is None:
+                thread = threading.Thread(target=self._poll, daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def _poll(self) -> None:
+        while True:
+            with self._lock:
+                for _ in range(len(self._pending)):
+                    hold, done = self._pending.popleft()
+                    if not done():
+                        self._pending.append((hold, done))
+                    del hold
+                if not self._pending:
+                    self._thread = None
+                    then = self._then
+                    break
+            time.sleep(_POLL_S)
+        if then is not None:
+            then()
+
+    def close(self, then: Callable[[], None]) -> None:
+        """Call ``then()`` once nothing is pending: at once, or from the thread that polls."""
+        with self._lock:
+            if self._pending:
+                self._then = then
+                return
+        then()

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from fusedrl import _host
 from fusedrl.channel.forking import renew_in_children
-from fusedrl.channel.loading import Target
+from fusedrl.channel.loading import Target, own
+from fusedrl.channel.sources import Place, places_of
+from fusedrl.channel.tensors import is_dtensor
 
 if TYPE_CHECKING:
+    from fusedrl.channel.channel import WeightChannel
     from fusedrl.channel.reader import Lease, WeightReader
 
 logger = logging.getLogger("fusedrl")
+# The channels whose template this process publishes, by session.
+PUBLISHERS: weakref.WeakValueDictionary[str, WeightChannel] = weakref.WeakValueDictionary()
+os.register_at_fork(after_in_child=PUBLISHERS.clear)  # a child has memory of its own
 _FOLLOWERS: weakref.WeakSet[Follower] = weakref.WeakSet()
-_writes = attrgetter("_version")
 
 
 class Hook:
@@ -44,57 +49,83 @@ class Hook:
         return Hook, ()
 
 
-class Following(Protocol):
+class Following(_host.Calls):
     """What computes with one version in each ``with`` block, the newest when the block begins.
 
-    Attributes:
-        reader: of the channel.
+    ``with following as version:`` encloses a call: the version is chosen when the block begins and
+    stays until it ends. Overlapping calls of several threads, and calls within a call, share the
+    version of the first. Before the first version is published, the weights stay as they are, and
+    the version is ``None``.
+
+    Args:
+        reader: of the channel; :meth:`close` leaves it open.
         module: that computes.
+
+    Attributes:
         version: of the block that goes on, or of the last one; ``None`` before the first version.
     """
 
-    reader: WeightReader
-    module: nn.Module
-    version: int | None
-
-    def __enter__(self) -> int | None:
-        """Begin a call; its version."""
-        ...
-
-    def __exit__(self, *error: object) -> None:
-        """End it."""
-        ...
+    def __init__(self, reader: WeightReader, module: nn.Module) -> None:
+        super().__init__()
+        self.reader = reader
+        self.module = module
+        self.version: int | None = None
+        # Re-entrant: a follower may be closed by what the garbage collector finds.
+        self._lock = threading.RLock()
+        renew_in_children(self, _lock=threading.RLock)
 
     def load(self, timeout: float | None = None) -> int:
-        """Load the newest version, and return its number."""
-        ...
+        """Load the newest version, unless a call is running, and hold it until the next has ended.
+
+        Args:
+            timeout: seconds to wait for the first version; the channel's own if ``None``.
+
+        Returns:
+            The version that is loaded.
+
+        Raises:
+            TimeoutError, RuntimeError: as for :meth:`WeightReader.lease`.
+        """
+        with self._lock:
+            if self.running == 0:
+                self._switch(timeout)
+            assert self.version is not None
+            return self.version
+
+    def _begin(self) -> int | None:
+        """The version of a call that begins, ``None`` before the first."""
+        if self.running == 0 and self.reader.version is not None:
+            self._switch(None)
+        return self.version
+
+    def _switch(self, timeout: float | None) -> None:
+        """Load the newest version, which no call computes with yet."""
+        raise NotImplementedError
 
     def close(self, detach: bool = True) -> None:
         """Follow no more."""
-        ...
+        raise NotImplementedError
 
 
-class Follower(_host.Calls):
+class Follower(Following):
     """Keep a module at the newest version, between its calls and never during one.
 
-    ``with follower as version:`` encloses a call: the version is chosen when the block begins and
-    held until it ends. If nothing is new, that is a check without a copy. Overlapping calls of
-    several threads, and calls within a call, share the version of the first. Before the first
-    version is published, the module computes with the weights that it has, and the version is
-    ``None``.
+    If nothing is new when a call begins, that is a check without a copy.
 
     Args:
         reader: a reader of the channel; :meth:`close` leaves it open.
         module: a module with the names and shapes of the channel; in alias mode also with its
             dtypes and device.
         mode: ``"alias"`` or ``"copy"``, as for :meth:`WeightReader.load_into`. In both modes the
-            version is held during calls, and ``state_dict()`` of the module returns copies.
+            version is held during calls, ``state_dict()`` of the module returns copies, and its
+            parameters require no gradients: training it would change what a version stands for.
         keeps: in alias mode, hold the version between calls too, until the next one is loaded.
             Otherwise aliased weights may change between calls.
 
     Raises:
         TypeError: an entry of the module is not a plain tensor.
-        ValueError: the module does not fit, or another follower has some of its parameters.
+        ValueError: the module does not fit, another follower has some of its parameters, or they
+            are those that this process publishes in the channel.
 
     Example:
         >>> import torch
@@ -122,22 +153,19 @@ class Follower(_host.Calls):
                 f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
                 "keeps the addresses of the parameters"
             )
-        super().__init__()
-        self.reader = reader
-        self.module = module
-        self.version: int | None = None
-        self._target = Target(module, reader.layout)
+        super().__init__(reader, module)
+        self.target = Target(module, reader.layout)
         self._refuse_shared()
+        publisher = PUBLISHERS.get(reader.session)
+        if publisher is not None:
+            self.refuse_trained(places_of(publisher.template).values())
         self.mode: Literal["alias", "copy"] = mode
         self._aliases = mode == "alias"
         self.keeps = keeps and self._aliases
         self._loaded = False  # whether the module has the weights of `version`
-        self._watched: list[Any] = []  # the parameters, and how often each had been written
-        self._written: list[int] = []  # when it had got its weights
-        # Re-entrant: a follower may be closed by what the garbage collector finds.
-        self._lock = threading.RLock()
-        renew_in_children(self, _lock=threading.RLock)
         self._warned = False
+        for parameter in self.target.parameters:
+            parameter.requires_grad_(False)
         take = Hook(self._take_loads)  # on every part, as state dicts of parts may be loaded too
         self._hooks = [
             module.register_state_dict_post_hook(Hook(self._give_copies)),
@@ -147,36 +175,36 @@ class Follower(_host.Calls):
 
     def _refuse_shared(self) -> None:
         # Another follower would change the parameters during the calls of this one.
-        ours = {id(parameter) for parameter, *_ in self._target._parameters}
+        own = set(map(id, self.target.parameters))
         for other in list(_FOLLOWERS):
-            if any(id(parameter) in ours for parameter, *_ in other._target._parameters):
+            if not own.isdisjoint(map(id, other.target.parameters)):
                 raise ValueError(
                     "module: expected parameters that nothing else loads, got some that follow a "
                     "channel already; publish a module that has all of them through one channel"
                 )
 
-    def load(self, timeout: float | None = None) -> int:
-        """Load the newest version, and hold it until the next call has ended.
+    def refuse_trained(self, places: Iterable[Place]) -> None:
+        """Raise ``ValueError`` if the module has tensors that are published, or their memory.
+
+        A step that is not published yet would be lost at the next load, or computed with under the
+        number of an older version. In alias mode, a step would end the process.
 
         Args:
-            timeout: seconds to wait for the first version; the channel's own if ``None``.
-
-        Raises:
-            TimeoutError, RuntimeError: as for :meth:`WeightReader.lease`.
+            places: of the weights that this process publishes in the channel.
         """
-        with self._lock:
-            if self.running == 0:
-                self._switch(timeout)
-            assert self.version is not None
-            return self.version
-
-    def _begin(self) -> int | None:
-        """The version of a call that begins, ``None`` before the first."""
-        if self.running == 0 and self.reader.version is not None:
-            self._switch(None)
-        elif self.running == 0:
-            self._refuse_written()
-        return self.version
+        own = self.target.parameters
+        known = {*map(id, own), *map(Tensor.data_ptr, own)} - {0}
+        for place in places:
+            tensor = place.tensor
+            if id(tensor) in known or (
+                isinstance(tensor, Tensor) and not is_dtensor(tensor) and tensor.data_ptr() in known
+            ):
+                raise ValueError(
+                    f"policy: expected weights of its own, got those that this process trains "
+                    f"and publishes, such as {place.name}; let copy.deepcopy(policy) follow the "
+                    "channel, or collect without a channel and call increment_version() after "
+                    "each step"
+                )
 
     def hold(self) -> Lease | None:
         """Hold the version of the current call beyond the end of the call.
@@ -190,34 +218,12 @@ class Follower(_host.Calls):
     def _switch(self, timeout: float | None) -> None:
         # An interrupt at any point leaves what the next call begins with: another load of all.
         with self.reader.lease(timeout=timeout) as lease:
-            if lease.version == self.version and self._loaded:
-                self._refuse_written()
-                self.held = lease.share()
-                return
-            self._loaded = False
-            lease.load(self._target, self.mode)
+            if lease.version != self.version or not self._loaded:
+                self._loaded = False
+                lease.load(self.target, self.mode, self.keeps)
+                self.version = lease.version
+                self._loaded = True
             self.held = lease.share()
-            self.version = lease.version
-            self._watch()
-            self._loaded = True
-
-    def _watch(self) -> None:
-        """Note how often each parameter was written, as each write in place counts."""
-        read_only = self.held is not None and self._aliases and self.reader.device.type == "cpu"
-        # Tensors that were made in inference mode do not count.
-        watched = [] if read_only else self._target.parameters
-        self._watched = [p for p in watched if not p.is_inference()]
-        self._written = list(map(_writes, self._watched))
-
-    def _refuse_written(self) -> None:
-        if not self._watched and self.version is None:
-            self._watch()
-        elif self._written != list(map(_writes, self._watched)):
-            raise RuntimeError(
-                f"policy: expected the weights of version {self.version or 0}, got some that were "
-                "written since, as by an optimiser step that is not published; publish each step, "
-                "or let a copy of the trained module follow the channel"
-            )
 
     def _give_copies(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
@@ -241,14 +247,14 @@ class Follower(_host.Calls):
         with self._lock:
             if self._aliases and self._loaded:
                 self._own()
-            self._loaded, self._watched, self._written = False, [], []
+            self._loaded = False
 
     def _own(self) -> None:
-        if self.held is not None and (self.running or self.keeps):
-            self.held.load(self._target, "copy")
+        if self.running or self.keeps:
+            own(self.target.parameters)
             return
         with self.reader.lease() as lease:
-            lease.load(self._target, "copy")
+            lease.load(self.target, "copy")
 
     def close(self, detach: bool = True) -> None:
         """Stop following the channel.
@@ -264,31 +270,36 @@ class Follower(_host.Calls):
             self._hooks = []
             if detach and self._aliases and self._loaded:
                 self._own()
-            self._loaded = self.keeps = False  # a call that still runs releases its version itself
+            self._loaded = False  # a call that still runs releases its version itself
             if self.running == 0:
                 self.held = None
         _FOLLOWERS.discard(self)
 
 
-@contextmanager
-def one_version(model: nn.Module) -> Iterator[None]:
-    """Keep every follower of a model, or of parts of it, at one version within this block.
+def refuse_followed(session: str, places: Collection[Place]) -> None:
+    """Raise ``ValueError`` if a follower of a channel would load what is published there."""
+    for follower in list(_FOLLOWERS):
+        if follower.reader.session == session:
+            follower.refuse_trained(places)
+
+
+def one_version(model: nn.Module) -> AbstractContextManager[None]:
+    """Keep every follower of a model, or of parts of it, at one version within a ``with`` block.
 
     Args:
         model: a model that followers keep at the newest version, in whole or in part, or a part of
             such a model. Other models are left alone.
     """
-    calls: list[_host.Entered] = []
-    try:
-        if followers := list(_FOLLOWERS):
-            parts = set(map(id, model.modules()))
-            for follower in followers:
-                theirs = map(id, follower.module.modules())
-                if id(follower.module) in parts or not parts.isdisjoint(theirs):
-                    calls.append(_host.Entered(follower))
-        yield
-    finally:
-        calls.clear()
+    followers = list(_FOLLOWERS)
+    parts = set(map(id, model.modules())) if followers else set()
+    return _host.AllEntered(
+        [
+            follower
+            for follower in followers
+            if id(follower.module) in parts
+            or not parts.isdisjoint(map(id, follower.module.modules()))
+        ]
+    )
 
 
 def version_of(policy: Any) -> int | None:

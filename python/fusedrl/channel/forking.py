@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-T = TypeVar("T")
 _OWNERS: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -25,28 +24,9 @@ def renew_in_children(owner: Any, **attributes: Callable[[], Any]) -> None:
     _OWNERS[owner] = attributes
 
 
-class ComputedOnce(Generic[T]):
-    """``functools.cached_property`` without the lock that it has up to Python 3.11.
-
-    All instances share that lock, so that a child whose parent held it at the fork waits for ever.
-    Without a lock, threads that come at the same time each compute the value.
-
-    Args:
-        compute: computes the value from an object with a ``__dict__``.
-    """
-
-    def __init__(self, compute: Callable[[Any], T]) -> None:
-        self._compute = compute
-        self.__doc__ = compute.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        """Remember the name under which objects keep the value, where it is found before this."""
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type | None = None) -> T:
-        """Compute the value, when it is first asked for."""
-        value = instance.__dict__[self._name] = self._compute(instance)
-        return value
+def is_mine(lock: Any) -> bool:
+    """Whether this thread holds a ``threading.RLock``, which Python does not tell publicly."""
+    return lock._is_owned()  # noqa: SLF001
 
 
 def _renew() -> None:

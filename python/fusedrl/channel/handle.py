@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fusedrl import _host
-from fusedrl.channel.failures import no_descriptor, no_reader
+from fusedrl.channel.limits import no_descriptor, no_reader
 
 if TYPE_CHECKING:
     from fusedrl.channel.reader import WeightReader
@@ -62,7 +62,7 @@ class WeightHandle:
 
         end = self._end(pid, fd)
         try:
-            return WeightReader(end)
+            return WeightReader(end, self.session)
         except BaseException:
             end.close()  # the traceback of the error would keep it open
             raise

@@ -1,11 +1,11 @@
-"""Where the weights of a model lie in one flat piece of memory."""
+"""Where the weights of a model lie in one flat piece of memory, and how they are written there."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -13,29 +13,52 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from fusedrl.channel.forking import ComputedOnce
-from fusedrl.channel.layout_entries import (
-    PAGE,
-    Entry,
-    described,
-    entry_spec,
-    lay_out,
-    name_clash,
-    refuse_differences,
-    round_up,
-)
-from fusedrl.channel.name_prefixes import PrefixChange, match_prefixes
-from fusedrl.channel.sources import ADAPTERS, Place, checked_places
+from fusedrl.channel.sources import ADAPTERS, Place, PrefixChange, checked_places, match_prefixes
 from fusedrl.channel.tensors import (
+    DTYPES,
     castable,
     check_supported,
     converts,
+    described,
     dtype_name,
     overwrite,
     same_values,
 )
 
 _FORMAT = 1
+_ALIGNMENT = 64  # of an entry: a cache line, and more than any vector load asks for
+_PAGE = 4096
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name of the weights.
+
+    Args:
+        name: as in a state dict.
+        shape: its sizes; ``()`` for a scalar.
+        dtype: as it is stored.
+        offset: of its first byte, a multiple of 64.
+        kind: ``"parameter"`` or ``"buffer"``.
+        tied_to: the earlier entry whose memory this one is, or ``None``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    kind: str
+    tied_to: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without padding."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def described(self) -> str:
+        """Dtype and shape for messages."""
+        return described(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -50,6 +73,11 @@ class Layout:
         transient: buffers of the model that no state dict has, and that are therefore not stored;
             published weights may include them.
 
+    Attributes:
+        nbytes: bytes of one version of the weights, a multiple of 4096.
+        stored: the entries that are not tied to another: one for each view.
+        view_of: the index of the view of each name, tied ones included.
+
     Example:
         >>> import torch
         >>> from fusedrl.channel.layout import Layout
@@ -63,6 +91,28 @@ class Layout:
     entries: tuple[Entry, ...]
     adapters: str | None = None
     transient: tuple[str, ...] = ()
+    nbytes: int = field(init=False, compare=False)
+    stored: tuple[Entry, ...] = field(init=False, compare=False)
+    view_of: dict[str, int] = field(init=False, compare=False)
+    _places: list[tuple[Any, ...]] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Compute what follows from the entries."""
+        end = max(entry.offset + entry.nbytes for entry in self.entries)
+        stored = tuple(entry for entry in self.entries if entry.tied_to is None)
+        index = {entry.name: i for i, entry in enumerate(stored)}
+        views = {entry.name: index[entry.tied_to or entry.name] for entry in self.entries}
+        places = [
+            (
+                e.dtype,
+                e.shape,
+                tuple(prod(e.shape[i + 1 :]) for i in range(len(e.shape))),
+                e.offset // e.dtype.itemsize,
+            )
+            for e in stored
+        ]
+        vars(self).update(nbytes=max(_round_up(end, _PAGE), _PAGE), stored=stored)
+        vars(self).update(view_of=views, _places=places)
 
     @classmethod
     def of(
@@ -71,7 +121,7 @@ class Layout:
         """The layout of weights; their values are not read.
 
         Args:
-            weights: what :func:`~fusedrl.channel.sources.named_tensors` takes.
+            weights: what :func:`~fusedrl.channel.sources.places_of` takes.
             dtype: that of every floating point entry, such as ``torch.bfloat16``; ``None`` keeps
                 the dtypes of the weights.
             adapters: ``None``, ``"only"`` or ``"merged"``, for peft models.
@@ -86,53 +136,29 @@ class Layout:
                 f"dtype: expected a float of 16 bits or more, got {dtype}; smaller ones need "
                 "scales: publish the quantised tensors as they are"
             )
-        places = checked_places(weights, adapters)
-        specs, known = [], {}
-        for place in places.values():
+        places = checked_places(weights, adapters).values()
+        entries, known = [], {}
+        for place in places:
             if place.persistent:
-                same = place.identity()
-                tied_to = None if same is None else known.setdefault(same, place.name)
+                same, shape = place.identity(), tuple(place.tensor.shape)
+                first = place.name if same is None else known.setdefault(same, place.name)
                 kept = place.tensor.dtype if dtype is None else _cast(place, dtype)
-                tied_to = None if tied_to == place.name else tied_to
-                specs.append((place.name, tuple(place.tensor.shape), kept, place.kind, tied_to))
-        names = [name for name, *_ in specs]
-        problem = "expected tensors, got none" if not names else name_clash(names)
-        if problem:
+                tied_to = None if first == place.name else first
+                entries.append(Entry(place.name, shape, kept, 0, place.kind, tied_to))
+        if problem := _problem([entry.name for entry in entries]):
             raise ValueError(f"weights: {problem}; pass a model's weights under its own names")
-        transient = () if adapters == "only" else (s.name for s in places.values())
-        transient = tuple(name for name in transient if not places[name].persistent)
-        return cls(lay_out(specs), adapters, transient)
+        rest = () if adapters == "only" else (p.name for p in places if not p.persistent)
+        return cls(_laid_out(entries), adapters, tuple(rest))
 
     @property
     def partial(self) -> bool:
         """Whether the layout has adapters only, so that readers' modules have other names too."""
         return self.adapters == "only"
 
-    @ComputedOnce
-    def nbytes(self) -> int:
-        """Bytes of one version of the weights, a multiple of 4096."""
-        end = max(entry.offset + entry.nbytes for entry in self.entries)
-        return max(round_up(end, PAGE), PAGE)
-
-    @ComputedOnce
+    @property
     def hash(self) -> str:
         """SHA-256 of the JSON, in hex: equal for equal layouts."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    @ComputedOnce
-    def stored(self) -> tuple[Entry, ...]:
-        """The entries that are not tied to another: one for each view."""
-        return tuple(entry for entry in self.entries if entry.tied_to is None)
-
-    @ComputedOnce
-    def view_of(self) -> dict[str, int]:
-        """The index of the view of each name, tied ones included."""
-        index = {entry.name: i for i, entry in enumerate(self.stored)}
-        return {entry.name: index[entry.tied_to or entry.name] for entry in self.entries}
-
-    @ComputedOnce
-    def _strides(self) -> list[tuple[int, ...]]:
-        return [tuple(prod(e.shape[i + 1 :]) for i in range(len(e.shape))) for e in self.stored]
 
     def to_json(self) -> str:
         """The layout as text for another process."""
@@ -150,13 +176,10 @@ class Layout:
         """
         try:
             fields = json.loads(text)
-            specs = [entry_spec(entry) for entry in fields["entries"]]
-            layout = cls(lay_out(specs), fields["adapters"], tuple(fields["transient"]))
-            names = [name for name, *_ in specs]
-            if not names:
-                raise ValueError("expected entries, got none")
-            if problem := name_clash(names):
+            entries = _laid_out(map(_read_entry, fields["entries"]))
+            if problem := _problem([entry.name for entry in entries]):
                 raise ValueError(problem)
+            layout = cls(entries, fields["adapters"], tuple(fields["transient"]))
             if not all(isinstance(name, str) for name in layout.transient):
                 raise ValueError("expected names in 'transient'")
             # Entries determine all offsets and sizes, so these are compared as a whole.
@@ -179,17 +202,25 @@ class Layout:
                 f"flat: expected a uint8 vector of {self.nbytes} bytes, got "
                 f"{described(flat.dtype, flat.shape)}; allocate layout.nbytes"
             )
-        # Readers make views for every version, hence only one operation for each. Views that are
-        # made in inference mode cannot be used outside of it.
+        # Views that are made in inference mode cannot be used outside of it.
         with torch.inference_mode(False):
-            typed = {e.dtype: flat[: self.nbytes].view(e.dtype) for e in self.stored}
-            starts = {dtype: base.storage_offset() for dtype, base in typed.items()}
-            return [
-                typed[e.dtype].as_strided(
-                    e.shape, strides, starts[e.dtype] + e.offset // e.dtype.itemsize
-                )
-                for e, strides in zip(self.stored, self._strides, strict=True)
-            ]
+            return list(map(self.viewed(flat), range(len(self.stored))))
+
+    def viewed(self, flat: Tensor) -> Callable[[int], Tensor]:
+        """What makes a single view of ``flat``, of the stored entry of that index.
+
+        Readers make views for every version, hence only one operation for each.
+        """
+        places = self._places
+        bases = {dtype: flat[: self.nbytes].view(dtype) for dtype in {p[0] for p in places}}
+        typed = {dtype: (base, base.storage_offset()) for dtype, base in bases.items()}
+
+        def view(index: int) -> Tensor:
+            dtype, shape, strides, offset = places[index]
+            base, start = typed[dtype]
+            return base.as_strided(shape, strides, start + offset)
+
+        return view
 
     def tensordict(self, views: Sequence[Tensor]) -> TensorDict:
         """A tensordict of :meth:`views`, nested by the dots of the names; tied names share one."""
@@ -202,8 +233,8 @@ class Layout:
             node[last] = views[index]
         return TensorDict(nested)
 
-    def sources(self, weights: Any) -> list[Tensor]:
-        """The tensors to copy into :meth:`views`, in their order, without autograd graphs.
+    def named(self, weights: Any) -> dict[str, Tensor]:
+        """The tensors to copy into :meth:`views`, by the names of :attr:`stored`, in their order.
 
         Args:
             weights: weights with this layout's names, shapes and kinds of dtype; device, strides
@@ -217,13 +248,14 @@ class Layout:
             ValueError: the weights differ from this layout, or the values of tied names differ; the
                 message lists the differences.
         """
-        return [place.value() for place in self.matched(weights)]
+        matched = self.matched(weights)
+        return {e.name: place.value() for e, place in zip(self.stored, matched, strict=True)}
 
     def write(self, weights: Any, views: Sequence[Tensor] | None) -> None:
         """Copy weights into views; sharded and merged tensors are made one at a time.
 
         Args:
-            weights: as :meth:`sources` takes them.
+            weights: as :meth:`named` takes them.
             views: as :meth:`views` makes them. ``None`` on ranks that only take part in making
                 the weights whole.
 
@@ -241,26 +273,82 @@ class Layout:
                 place.value()
 
     def matched(self, weights: Any) -> list[Place]:
-        """The places of the tensors that :meth:`sources` returns; nothing is computed yet.
+        """The places of the tensors that :meth:`named` returns; nothing is computed yet.
 
         Values are read only where the layout ties names that are separate tensors in ``weights``.
         """
-        known = {*self.view_of, *self.transient}
-        places, reading = self._collected(weights, known)
-        differences = [d for entry in self.entries for d in _differences(entry, places)]
+        remedy = "publish those of the model that it was created from"
+        return list(self._brought(weights, False, "channel", remedy).values())
+
+    def matched_part(self, weights: Any) -> dict[str, Place]:
+        """As :meth:`matched` of weights that may lack entries, by the names of those they have.
+
+        Weights whose names have, or lack, the prefix of a wrapper may lack buffers only, as a part
+        of them might mean another part of the model.
+        """
+        return self._brought(weights, True, "policy", "give them the policy's names and shapes")
+
+    def _brought(self, weights: Any, partial: bool, whose: str, remedy: str) -> dict[str, Place]:
+        places, reading = self._collected(weights)
+        required = self.stored
+        if partial:  # if no entry is known to be a parameter, each of them may be one
+            parameters = [entry for entry in required if entry.kind == "parameter"]
+            required = (parameters or required) if reading else ()
+        copies, differences = self.compared(places, "weights", required)
+        if not differences:
+            differences = [
+                d for e in self.stored if copies[e.name] for d in _untied(e, copies[e.name])
+            ]
+        if reading:
+            remedy = f"{remedy}; names are read {reading}"
+        refuse_differences("weights", differences, remedy, whose)
+        return {name: same[0] for name, same in copies.items() if same}
+
+    def _collected(self, weights: Any) -> tuple[Mapping[str, Place], PrefixChange]:
+        """The places of weights by this layout's names, and how their own names were changed."""
+        try:
+            places = checked_places(weights, self.adapters if self.adapters == "merged" else None)
+        except ValueError:
+            if self.adapters != "merged":
+                raise
+            places = checked_places(weights)  # the caller has merged them
+        reading = match_prefixes(places, {*self.view_of, *self.transient})
+        if not reading:
+            return places, reading
+        renamed = [replace(place, name=reading(name)) for name, place in places.items()]
+        return {place.name: place for place in renamed}, reading
+
+    def compared(
+        self, places: Mapping[str, Place], argument: str, required: Iterable[Entry]
+    ) -> tuple[dict[str, list[Place]], list[str]]:
+        """The places of each stored entry, and what differs in names, shapes or kinds of dtype.
+
+        Args:
+            places: by name.
+            argument: what messages call them.
+            required: the stored entries that may not be missing.
+
+        Raises:
+            TypeError: a tensor that is no plain one.
+        """
         copies: dict[str, list[Place]] = {entry.name: [] for entry in self.stored}
+        differences = []
         for entry in self.entries:
             if (place := places.get(entry.name)) is not None:
-                if not place.persistent:
-                    check_supported(place.name, place.tensor)
+                tensor = place.tensor
+                check_supported(place.name, tensor, argument)
                 copies[entry.tied_to or entry.name].append(place)
+                if tuple(tensor.shape) != entry.shape or not converts(tensor.dtype, entry.dtype):
+                    got = described(tensor.dtype, tensor.shape)
+                    differences.append(f"{entry.name}: expected {entry.described()}, got {got}")
         # A tied name may be missing, because one of them gives the value of all.
         differences += [
             f"{entry.name}: expected {entry.described()}, got no such entry"
-            for entry in self.stored
+            for entry in required
             if not copies[entry.name]
         ]
         if not self.partial:
+            known = {*self.view_of, *self.transient}
             stored = {place.identity() for same in copies.values() for place in same}
             differences += [
                 f"{name}: expected no such entry, got {described(s.tensor.dtype, s.tensor.shape)}"
@@ -268,33 +356,7 @@ class Layout:
                 # A further name of a tensor that is stored is no difference.
                 if s.persistent and name not in known and (s.identity() or name) not in stored
             ]
-        if not differences:
-            differences = [d for entry in self.stored for d in _untied(entry, copies[entry.name])]
-        remedy = "publish those of the model that it was created from"
-        refuse_differences(
-            "weights", differences, f"{remedy}; names are read {reading}" if reading else remedy
-        )
-        return [copies[entry.name][0] for entry in self.stored]
-
-    def named(self, weights: Any) -> dict[str, Tensor]:
-        """As :meth:`sources`, by the names of :attr:`stored`."""
-        sources = self.sources(weights)
-        return {entry.name: tensor for entry, tensor in zip(self.stored, sources, strict=True)}
-
-    def _collected(self, weights: Any, known: set[str]) -> tuple[dict[str, Place], PrefixChange]:
-        """The places of weights by this layout's names, and how the given names were changed."""
-        try:
-            places = checked_places(weights, self.adapters if self.adapters == "merged" else None)
-        except ValueError:
-            if self.adapters != "merged":
-                raise
-            places = checked_places(weights)  # the caller has merged them
-        reading = match_prefixes(places, known)
-        if not reading:
-            return places, reading
-        return {
-            reading(name): replace(s, name=reading(name)) for name, s in places.items()
-        }, reading
+        return copies, differences
 
 
 def fill(views: Sequence[Tensor], places: Sequence[Place]) -> None:
@@ -303,28 +365,87 @@ def fill(views: Sequence[Tensor], places: Sequence[Place]) -> None:
     Raises:
         TypeError, ValueError: a tensor was freed or resized in the meantime.
     """
-    plain, computed = [], []
-    for view, place in zip(views, places, strict=True):
-        (computed if place.computed else plain).append((view, place))
+    pairs = list(zip(views, places, strict=True))
+    plain = [(view, place) for view, place in pairs if not place.computed]
     overwrite(
         [view for view, _ in plain],
         [place.tensor for _, place in plain],
         [place.name for _, place in plain],
     )
-    for view, place in computed:
-        check_supported(place.name, place.tensor)
-        view.copy_(place.value())
+    for view, place in pairs:
+        if place.computed:
+            check_supported(place.name, place.tensor)
+            view.copy_(place.value())
 
 
-def _differences(entry: Entry, places: dict[str, Place]) -> list[str]:
-    place = places.get(entry.name)
-    if place is None:
-        return []
-    tensor = place.tensor
-    if tuple(tensor.shape) == entry.shape and converts(tensor.dtype, entry.dtype):
-        return []
-    got = described(tensor.dtype, tensor.shape)
-    return [f"{entry.name}: expected {entry.described()}, got {got}"]
+def refuse_differences(
+    argument: str, differences: Sequence[str], remedy: str, whose: str = "channel"
+) -> None:
+    """Raise one ``ValueError`` that counts the ``differences`` and lists the first ten of them."""
+    if differences:
+        raise ValueError(
+            f"{argument}: {len(differences)} differences from the {whose}'s layout; {remedy}"
+            + listed(differences)
+        )
+
+
+def listed(differences: Sequence[str]) -> str:
+    """The first ten differences, a line each, and how many more there are."""
+    more = [f"and {len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
+    return "".join(f"\n  {line}" for line in [*differences[:_SHOWN], *more])
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _problem(names: list[str]) -> str | None:
+    """Why no weights can have these names; ``None`` if they can be nested by their dots."""
+    if not names:
+        return "expected tensors, got none"
+    if len(set(names)) < len(names):
+        return "expected each name once, got duplicates"
+    nodes = {name[:i] for name in names for i, c in enumerate(name) if c == "."}
+    for name in names:
+        if not all(name.split(".")):
+            return f"{name!r}: expected a name between its dots, got an empty one"
+        if name in nodes:
+            return f"{name}: expected a tensor or entries below it, got both"
+    return None
+
+
+def _laid_out(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The entries one after the other in memory, but for those that are tied."""
+    placed: dict[str, Entry] = {}
+    end = 0
+    for entry in entries:
+        offset = end
+        if entry.tied_to is not None:
+            first = placed.get(entry.tied_to)
+            facts = None, entry.shape, entry.dtype
+            if first is None or (first.tied_to, first.shape, first.dtype) != facts:
+                raise ValueError(
+                    f"{entry.name}: expected to be tied to an earlier entry of its shape and "
+                    f"dtype, got {entry.tied_to}"
+                )
+            offset = first.offset
+        placed[entry.name] = entry = replace(entry, offset=offset)
+        end = max(end, _round_up(offset + entry.nbytes, _ALIGNMENT))
+    return tuple(placed.values())
+
+
+def _read_entry(fields: dict[str, Any]) -> Entry:
+    """An entry of a JSON that may be anything, which is checked, without its offset."""
+    name, shape, kind, tied_to = (fields[k] for k in ("name", "shape", "kind", "tied_to"))
+    if not (isinstance(name, str) and (tied_to is None or isinstance(tied_to, str))):
+        raise ValueError(f"{name!r}: expected names")
+    if not (isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)):
+        raise ValueError(f"{name}: expected a shape, got {shape!r}")
+    if kind not in ("parameter", "buffer") or fields["dtype"] not in DTYPES:
+        raise ValueError(
+            f"{name}: expected a known kind and dtype, got {kind!r}, {fields['dtype']}"
+        )
+    return Entry(name, tuple(shape), DTYPES[fields["dtype"]], 0, kind, tied_to)
 
 
 def _untied(entry: Entry, copies: list[Place]) -> Iterator[str]:
@@ -336,8 +457,8 @@ def _untied(entry: Entry, copies: list[Place]) -> Iterator[str]:
             checked.add(other.identity())
             if not same_values(first.value(), other.value(), entry.dtype):
                 yield (
-                    f"{other.name}: expected the values of {first.name}, since the channel's "
-                    "layout ties them, got others"
+                    f"{other.name}: expected the values of {first.name}, since the layout ties "
+                    "them, got others"
                 )
 
 

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and which limit says so.
+"""How much memory this process may still take, and what the kernel refuses and why.
 
 Where shared memory that was promised runs out, the kernel kills a process, and not necessarily this
 one. So the size of a channel is compared with what is left before memory is reserved.
@@ -6,17 +6,28 @@ one. So the size of a channel is compared with what is left before memory is res
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 # Where /proc and /sys are.
 ROOT = Path("/")
-# Page cache and similar memory, which the kernel gives up before a process runs out of memory.
-_RECLAIMABLE = {
-    "memory.max": ("inactive_file", "active_file", "slab_reclaimable"),
-    "memory.limit_in_bytes": ("total_inactive_file", "total_active_file"),
+# Where control groups of version 2 and 1 are below /sys/fs/cgroup: the files of their limits, that
+# of what they use, and what of it the kernel gives up first, such as page cache.
+_CONTROL_GROUPS = {
+    "": (
+        ("memory.max", "memory.high"),
+        "memory.current",
+        ("inactive_file", "active_file", "slab_reclaimable"),
+    ),
+    "memory": (
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
 }
 
 
@@ -32,8 +43,8 @@ def refuse_beyond(nbytes: int, remedy: str) -> None:
     least = min(rooms(), default=None)
     if least is not None and least.free < nbytes:
         raise RuntimeError(
-            f"weights: expected room for {_told(nbytes)} of shared memory, got {_told(least.free)} "
-            f"free by {least.limit}; {remedy}"
+            f"weights: expected room for {_in_gib(nbytes)} of shared memory, got "
+            f"{_in_gib(least.free)} free by {least.limit}; {remedy}"
         )
 
 
@@ -42,55 +53,25 @@ def rooms() -> Iterator[Room]:
     available = _numbers(ROOT / "proc/meminfo").get("MemAvailable:")
     if available is not None:
         yield Room(available * 1024, "this machine's memory (MemAvailable in /proc/meminfo)")
-    yield from _cgroups()
-    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if size != resource.RLIM_INFINITY:
-        yield Room(size, "this process's largest file (ulimit -f)")
-
-
-def _cgroups() -> Iterator[Room]:
-    """The limits of this process's control groups, of version 1 and 2, and of those above them."""
-    paths = {}
     for line in _text(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
-            paths[controllers == ""] = path
-    for line in _text(ROOT / "proc/self/mountinfo").splitlines():
-        mount, _, kind = line.partition(" - ")
-        top, point = mount.split()[3:5]
-        system, _, options = kind.split(maxsplit=2)
-        unified = system == "cgroup2"
-        if unified in paths and (
-            unified or (system == "cgroup" and "memory" in options.split(","))
-        ):
-            yield from _limits_above(ROOT / point.lstrip("/"), _below(top, paths[unified]), unified)
+            yield from _rooms_in_groups("memory" if controllers else "", path)
 
 
-def _below(top: str, path: str) -> Path:
-    """The path of a group below a mount of the group ``top``: containers see part of the tree."""
-    relative = Path(path)
-    # A path outside of what is mounted cannot be followed; the mount is then the container's group.
-    inside = relative.is_relative_to(top) and ".." not in relative.parts
-    return relative.relative_to(top) if inside else Path()
-
-
-def _limits_above(mount: Path, group: Path, unified: bool) -> Iterator[Room]:
+def _rooms_in_groups(version: str, path: str) -> Iterator[Room]:
+    """What the limits of a control group, and of those above it, leave."""
+    limits, used_file, reclaimable = _CONTROL_GROUPS[version]
+    # A container that sees the machine's paths has no such folder, and its own at the top.
+    group = PurePosixPath("" if ".." in path else path.lstrip("/"))
     for folder in (group, *group.parents):
-        where = mount / folder
-        if not unified and _text(where / "memory.use_hierarchy").strip() == "0" and folder != group:
-            continue  # in version 1, groups above may count their own processes alone
-        names, usage = (
-            (("memory.max", "memory.high"), "memory.current")
-            if unified
-            else (("memory.limit_in_bytes",), "memory.usage_in_bytes")
-        )
-        used = _text(where / usage).strip()
-        statistics = _numbers(where / "memory.stat")
-        reclaimable = sum(statistics.get(name, 0) for name in _RECLAIMABLE[names[0]])
-        for name in names:
+        where = ROOT / "sys/fs/cgroup" / version / folder
+        used, statistics = _text(where / used_file).strip(), _numbers(where / "memory.stat")
+        cache = sum(statistics.get(name, 0) for name in reclaimable)
+        for name in limits:
             limit = _text(where / name).strip()
             if limit.isdecimal() and used.isdecimal():
-                free = int(limit) - int(used) + min(reclaimable, int(used))
+                free = int(limit) - int(used) + min(cache, int(used))
                 yield Room(max(free, 0), f"the control group's {where / name}")
 
 
@@ -107,5 +88,80 @@ def _numbers(path: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
 
-def _told(nbytes: int) -> str:
+def _in_gib(nbytes: int) -> str:
     return f"{nbytes} bytes ({nbytes / 2**30:.2f} GiB)"
+
+
+_NOT_SEEN = (
+    "take a new handle from a publisher that runs; where it runs and sees other pids than this "
+    "process (containers on one machine), use WeightChannel.send_to and open(socket)"
+)
+
+
+def no_channel(error: OSError, nbytes: int, remedy: str) -> RuntimeError:
+    """The error to raise where the memory of a channel cannot be reserved.
+
+    Args:
+        error: the error of the system call.
+        nbytes: how many bytes were asked for.
+        remedy: what helps where there is too little memory.
+    """
+    message = _of_this_process(error)
+    if message is None and error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
+        message = (
+            f"weights: expected room for {nbytes} bytes of shared memory, got '{error.strerror}'; "
+            f"{remedy}"
+        )
+    return RuntimeError(
+        message
+        or f"channel: expected shared memory, got '{error.strerror}'; let this process call "
+        "memfd_create and mmap, which a security profile may forbid"
+    )
+
+
+def no_reader(error: OSError, pid: int) -> RuntimeError:
+    """The error to raise where the channel of the publisher ``pid`` cannot be opened."""
+    message = _of_this_process(error)
+    if message is not None:
+        return RuntimeError(message)
+    expected, got, remedy = f"the channel of pid {pid}", f"'{error.strerror}'", _NOT_SEEN
+    if error.errno in (errno.EACCES, errno.EPERM):
+        expected = f"a publisher of this user (uid {os.geteuid()}) that may be looked into"
+        got = f"no access to /proc/{pid}/fd"
+        remedy = (
+            "run both as one user and without a security profile between them, or pass the channel "
+            "with WeightChannel.send_to and open(socket)"
+        )
+    elif error.errno == errno.ENOENT and not Path("/proc/self").exists():
+        expected, got = "/proc", "none in this process"
+        remedy = "mount it, or pass the channel with WeightChannel.send_to and open(socket)"
+    elif error.errno == errno.ENOENT and not Path(f"/proc/{pid}").exists():
+        expected = f"a running publisher with pid {pid}, seen by this process"
+        got = "no such process: it has ended, or this process sees other pids"
+    elif error.errno == errno.ENOENT:
+        expected = f"a running publisher with pid {pid}, with its channel open"
+        got = "a process of that pid without this channel: it was closed, or is another process's"
+    elif error.errno == errno.ENOMEM:
+        expected, got = "room to map the channel", f"{error.strerror}"
+        remedy = "raise this process's address space (ulimit -v) or the machine's vm.max_map_count"
+    return RuntimeError(f"handle: expected {expected}, got {got}; {remedy}")
+
+
+def no_descriptor() -> str:
+    """The message for a process that has reached its limit of open files."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"open files: expected fewer than this process's {limit} (ulimit -n), got all in use; "
+        "close some, or raise the limit"
+    )
+
+
+def _of_this_process(error: OSError) -> str | None:
+    if error.errno == errno.EMFILE:
+        return no_descriptor()
+    if error.errno == errno.ENFILE:
+        return (
+            "open files: expected fewer than the machine takes (fs.file-max), got all in use; end "
+            "what has them open, or raise it with sysctl"
+        )
+    return None

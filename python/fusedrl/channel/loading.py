@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from operator import is_
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusedrl.channel.adapter_merging import has_adapters
-from fusedrl.channel.layout import Layout
-from fusedrl.channel.layout_entries import described, refuse_differences
-from fusedrl.channel.sources import Place, module_places
+from fusedrl.channel.layout import Layout, refuse_differences
+from fusedrl.channel.sources import ModuleSnapshot, Place, module_places
 from fusedrl.channel.tensors import (
     check_supported,
-    converts,
     copy,
+    described,
     has_memory,
     is_dtensor,
     same_values,
 )
 
-# Storages that `alias` gave to modules, which nothing may write to. The weak references keep their
-# addresses from being used again.
-_LENT: dict[int, StorageWeakRef] = {}
+# Storages that `alias` gave to modules, which nothing may write to. A WeakSet would run Python code
+# when one is freed, in which an interrupt would be lost.
+_LENT: set[weakref.ref[torch.UntypedStorage]] = set()
 
 
 class Target:
@@ -66,7 +63,7 @@ class Target:
         self.layout = layout
         self._plan()
 
-    def alias(self, views: Sequence[Tensor]) -> None:
+    def alias(self, views: Sequence[Tensor], flat: Tensor | None = None) -> None:
         """Make ``views`` the memory of the parameters, which then require no gradients.
 
         Buffers are copied, because a forward pass may write to them. The views must not be written
@@ -74,29 +71,28 @@ class Target:
 
         Args:
             views: one for each entry that is stored, as :meth:`Layout.views` makes them.
+            flat: the memory for the parameters, if it is not that of ``views``. Its views are made
+                one at a time, as so many at once make Python look for garbage.
 
         Raises:
             ValueError: parameters have another dtype or device (the message lists them), or views
                 have different values for one tensor. Nothing has changed then.
         """
-        self._check(views)
+        self._check(views, aliases=True)
         params = self._parameters
-        self._check_shapes(self._buffers, views)
-        self._check_ties(views)
         for param, index, _ in params:
             view = views[index]
-            if (
-                param.dtype != view.dtype
-                or param.device != view.device
-                or param.shape != view.shape
-            ):
+            if param.dtype != view.dtype or param.device != view.device:
                 self._refuse_alias(views)
-        _lend(views)
+        _LENT.difference_update([storage for storage in list(_LENT) if storage() is None])
+        lent = views if flat is None else [flat]
+        _LENT.update(map(weakref.ref, {tensor.untyped_storage() for tensor in lent}))
+        view_of = views.__getitem__ if flat is None else self.layout.viewed(flat)
         before = [(param, param.data, param.requires_grad) for param, *_ in params]
         try:
             copy([tensor for tensor, *_ in self._buffers], [views[i] for _, i, _ in self._buffers])
             for param, index, _ in params:
-                param.data = views[index]
+                param.data = view_of(index)
                 if param.requires_grad:
                     param.requires_grad_(False)
         except BaseException:  # the caller releases the new memory, so no parameter may stay there
@@ -117,14 +113,11 @@ class Target:
             ValueError: tensors have another shape by now, or views have different values for one
                 tensor. Nothing has changed then.
         """
-        self._check(views)
+        self._check(views, aliases=False)
         pairs = self._parameters + self._buffers
-        self._check_shapes(pairs, views)
-        self._check_ties(views)
         with torch.inference_mode(False):  # tensors allocated in that mode could not be trained
-            for param, _, _ in self._parameters:
-                if _LENT and param.untyped_storage()._cdata in _LENT:
-                    param.data = torch.empty_like(param)
+            for param in filter(_is_lent, self.parameters):
+                param.data = torch.empty_like(param)
         copy([tensor for tensor, *_ in pairs], [views[i] for _, i, _ in pairs])
 
     @property
@@ -132,29 +125,18 @@ class Target:
         """The parameters that were loaded last."""
         return [param for param, *_ in self._parameters]
 
-    def _check(self, views: Sequence[Tensor]) -> None:
+    def _check(self, views: Sequence[Tensor], aliases: bool) -> None:
+        """Check all that may have changed since the last load; nothing is written before."""
         if len(views) != len(self.layout.stored):
             raise ValueError(
                 f"views: expected {len(self.layout.stored)} tensors, got {len(views)}; make them "
                 "with layout.views"
             )
-        if self._stale():
+        if not self._snapshot.is_current():
             self._plan()
-
-    def _check_shapes(
-        self, pairs: Sequence[tuple[Tensor, int, str]], views: Sequence[Tensor]
-    ) -> None:
-        for tensor, _, name in pairs:
+        for tensor, _, name in self._buffers if aliases else self._parameters + self._buffers:
             if not has_memory(tensor):
                 check_supported(name, tensor, "module")
-        differences = [
-            f"{name}: expected {tuple(views[i].shape)}, got {tuple(tensor.shape)}"
-            for tensor, i, name in pairs
-            if tensor.shape != views[i].shape
-        ]
-        refuse_differences("module", differences, "load into a model of the published one's shapes")
-
-    def _check_ties(self, views: Sequence[Tensor]) -> None:
         view_of = self.layout.view_of
         differences = [
             f"{name}: expected the values of {first}, since the module has one tensor for both, "
@@ -166,31 +148,19 @@ class Target:
             "module", differences, "publish weights that are tied, or load into a model that is not"
         )
 
-    def _stale(self) -> bool:
-        return not (
-            all(home.get(key) is tensor for home, key, tensor in self._buffer_homes)
-            and all(
-                len(home) == len(known) and all(map(is_, home.values(), known))
-                for home, known in self._homes
-            )
-        )
-
     def _plan(self) -> None:
         """Find the tensor for each entry; if the module is refused, the former plan stays."""
         module = self._module()
         assert module is not None  # the caller, which loads into it, keeps it alive
-        places, self._ties = _places(module, self.layout)
+        places, ties = _places(module, self.layout)
         parameters: dict[int, tuple[Tensor, int, str]] = {}
         buffers: dict[int, tuple[Tensor, int, str]] = {}
-        for name, place in places.items():
+        for place in places:
             chosen = parameters if place.kind == "parameter" else buffers
-            chosen.setdefault(id(place.tensor), (place.tensor, self.layout.view_of[name], name))
+            index = self.layout.view_of[place.name]
+            chosen.setdefault(id(place.tensor), (place.tensor, index, place.name))
         self._parameters, self._buffers = list(parameters.values()), list(buffers.values())
-        self._buffer_homes = [
-            (s.home, s.key, s.tensor) for s in places.values() if s.home and s.kind == "buffer"
-        ]
-        homes = [home for m in module.modules() for home in (m._modules, m._parameters)]
-        self._homes = [(home, list(home.values())) for home in homes if home]
+        self._ties, self._snapshot = ties, ModuleSnapshot(module, places)
 
     def _refuse_alias(self, views: Sequence[Tensor]) -> None:
         def placed(tensor: Tensor) -> str:
@@ -208,12 +178,10 @@ class Target:
         )
 
 
-def _places(
-    module: nn.Module, layout: Layout
-) -> tuple[dict[str, Place], list[tuple[str, str, Tensor]]]:
+def _places(module: nn.Module, layout: Layout) -> tuple[list[Place], list[tuple[str, str, Tensor]]]:
     """The place of every entry of ``layout`` in ``module``, and the tensors with two entries.
 
-    Each of the latter is given as its later entry, its first entry, and the tensor.
+    Each of the latter is a later entry, its first entry, and the tensor.
     """
     adapted = has_adapters(module)
     if layout.adapters == "merged" and adapted:
@@ -228,45 +196,38 @@ def _places(
             "with adapters='merged'"
         )
     places = {place.name: place for place in module_places(module)}
-    known = {*layout.view_of, *layout.transient}
-    differences, ties, one_tensor = [], [], {}
-    for entry in layout.entries:
-        place = places.get(entry.name)
-        if place is None:
-            differences.append(f"{entry.name}: expected {entry.described()}, got no such entry")
-            continue
-        tensor = place.tensor
-        check_supported(place.name, tensor, "module")
-        if is_dtensor(tensor):
+    _, differences = layout.compared(places, "module", layout.stored)
+    differences += [
+        f"{entry.name}: expected {entry.described()}, got no such entry"
+        for entry in layout.entries
+        if entry.tied_to is not None and entry.name not in places
+    ]
+    refuse_differences(
+        "module", differences, "load into a model of the published one's architecture"
+    )
+    loaded = [places[name] for name in layout.view_of]
+    ties, one_tensor = [], {}
+    for place in loaded:
+        if is_dtensor(place.tensor):
             raise TypeError(
                 f"module: {place.name}: expected a tensor of this process, got a DTensor; load "
                 "into a module that is not sharded"
             )
-        if tuple(tensor.shape) != entry.shape or not converts(entry.dtype, tensor.dtype):
-            got = described(tensor.dtype, tensor.shape)
-            differences.append(f"{entry.name}: expected {entry.described()}, got {got}")
         # One tensor for two entries can only be loaded if the values of both are equal.
         same = place.identity()
-        first = entry.name if same is None else one_tensor.setdefault(same, entry.name)
-        if layout.view_of[first] != layout.view_of[entry.name]:
-            ties.append((entry.name, first, tensor))
-    if not layout.partial:
-        filled = {id(places[name].tensor) for name in layout.view_of if name in places}
-        differences += [
-            f"{name}: expected no such entry, got {described(s.tensor.dtype, s.tensor.shape)}"
-            for name, s in places.items()
-            # A further name of a tensor that is loaded needs no entry.
-            if s.persistent and name not in known and id(s.tensor) not in filled
-        ]
-    refuse_differences(
-        "module", differences, "load into a model of the published one's architecture"
-    )
-    return {name: places[name] for name in layout.view_of}, ties
+        first = place.name if same is None else one_tensor.setdefault(same, place.name)
+        if layout.view_of[first] != layout.view_of[place.name]:
+            ties.append((place.name, first, place.tensor))
+    return loaded, ties
 
 
-def _lend(views: Sequence[Tensor]) -> None:
-    lent = {view.untyped_storage()._cdata: view for view in views}
-    for cdata in lent.keys() - _LENT.keys():
-        for gone in [c for c, storage in list(_LENT.items()) if storage.expired()]:
-            _LENT.pop(gone, None)
-        _LENT[cdata] = StorageWeakRef(lent[cdata].untyped_storage())
+def own(parameters: Sequence[Tensor]) -> None:
+    """Copy parameters that lie in a channel's memory, which has to be held, into their own."""
+    with torch.inference_mode(False):
+        for param in filter(_is_lent, parameters):
+            param.data = param.data.clone()
+
+
+def _is_lent(tensor: Tensor) -> bool:
+    """Whether a tensor lies in a channel's memory."""
+    return bool(_LENT) and weakref.ref(tensor.untyped_storage()) in _LENT

@@ -1,58 +1,24 @@
-"""The memory of a channel's slots, as one process sees it."""
+"""The memory of a channel's slots, as one process sees it, and what describes it to others."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedrl import _host
-from fusedrl.channel.manifest import damaged
+from fusedrl.channel.checks import seconds
+from fusedrl.channel.layout import Layout
 
 
-class Memory(Protocol):
-    """The slots of a channel in one process, and what orders writes and reads of them.
+class Memory:
+    """The slots of a channel as one process sees them: here in the channel's file in host memory.
 
     A slot is a flat tensor of bytes that owns its mapping: the memory is unmapped when the last
-    tensor over it is freed.
-    """
-
-    device: torch.device
-    asynchronous: bool  # whether computation may go on after the call that launches it
-
-    def slot(self, index: int) -> Tensor:
-        """The bytes of a slot."""
-        ...
-
-    def before_write(self, index: int) -> None:
-        """Make the publisher's copies wait for earlier writes to this slot."""
-        ...
-
-    def after_write(self, index: int) -> None:
-        """Mark the end of the publisher's copies, which readers wait for."""
-        ...
-
-    def before_read(self, index: int) -> None:
-        """Make the reader's computation wait for the publisher's copies."""
-        ...
-
-    def after_read(self, index: int) -> Callable[[], bool] | None:
-        """Tell whether the reader's computation so far has ended; ``None`` if it has already."""
-        ...
-
-    def manifest(self) -> dict[str, Any]:
-        """What another process needs to open this memory, in types that JSON has."""
-        ...
-
-    def close(self, in_use_by: Sequence[int] = ()) -> None:
-        """Free the memory that no tensor and none of the processes with these pids still uses."""
-        ...
-
-
-class HostMemory:
-    """Slots in the channel's own file in host memory, where copies are synchronous.
+    tensor over it is freed. Copies in host memory are synchronous, so nothing has to order them.
 
     Args:
         end: this process's end of the channel; the slots of a reader are read-only.
@@ -61,64 +27,96 @@ class HostMemory:
     """
 
     MANIFEST: ClassVar = {"kind": "host"}
-    asynchronous = False
+    device: torch.device = torch.device("cpu")
+    asynchronous = False  # whether computation may go on after the call that launches it
 
     def __init__(self, end: _host.Publisher | _host.Reader, slots: int, nbytes: int) -> None:
-        self.device = torch.device("cpu")
-        self._tensor: Callable[[int], Tensor] = lambda i: torch.from_dlpack(
-            end.slot_tensor(i, nbytes)
+        self._tensor: Callable[[int, Any], Tensor] = lambda i, lease: torch.from_dlpack(
+            end.slot_tensor(i, nbytes, lease)
         )
-        self._slots = [self._tensor(i) for i in range(slots)]
-        self._addresses = [slot.data_ptr() for slot in self._slots]
+        self._whole = [self._tensor(i, None) for i in range(slots)]
+        self._addresses = [slot.data_ptr() for slot in self._whole]
 
-    def slot(self, index: int) -> Tensor:
-        """See :class:`Memory`."""
-        if self._slots[index].data_ptr() != self._addresses[index]:
+    def slot(self, index: int, lease: Any = None) -> Tensor:
+        """The bytes of a slot; a tensor of its own where it is to keep a ``lease`` of the slot."""
+        if lease is not None:
+            return self._tensor(index, lease)
+        if self._whole[index].data_ptr() != self._addresses[index]:
             # Somebody has pickled a view for another process, which moves its storage elsewhere.
-            self._slots[index] = self._tensor(index)
-        return self._slots[index]
+            self._whole[index] = self._tensor(index, None)
+        return self._whole[index]
 
     def before_write(self, index: int) -> None:
-        """Do nothing: copies on the CPU are in order."""
+        """Make the publisher's copies wait for earlier writes to this slot."""
 
     def after_write(self, index: int) -> None:
-        """Do nothing: copies on the CPU are done when they return."""
+        """Mark the end of the publisher's copies, which readers wait for."""
 
     def before_read(self, index: int) -> None:
-        """Do nothing: a published version is complete."""
+        """Make the reader's computation wait for the publisher's copies."""
 
-    def after_read(self, index: int) -> None:
-        """Return ``None``: reads on the CPU are done when they return."""
+    def keep_while_read(self, index: int, hold: _host.Hold) -> None:
+        """Drop ``hold`` of a slot once the reader's computation so far has ended."""
+
+    def when_read(self, then: Callable[[], None]) -> None:
+        """Call ``then()`` once all computation has ended that :meth:`keep_while_read` waits for."""
+        then()
 
     def manifest(self) -> dict[str, Any]:
-        """See :class:`Memory`."""
+        """What another process needs to open this memory, in types that JSON has."""
         return self.MANIFEST
 
     def close(self, in_use_by: Sequence[int] = ()) -> None:
-        """Do nothing: the tensors own the mapping."""
+        """Free the memory that no tensor and none of the processes with these pids still uses."""
 
 
-def open_memory(manifest: dict[str, Any], end: _host.Reader, nbytes: int) -> Memory:
-    """The slots that a channel's manifest describes, in a reader's process.
+class Manifest(NamedTuple):
+    """The description of a channel, which the channel's memory contains as JSON.
 
-    Raises:
-        RuntimeError: the memory is of an unknown kind, or its size does not fit the layout.
+    Attributes:
+        layout: the layout of a slot.
+        timeout: seconds that publisher and readers wait unless a call says otherwise.
+        checksum: whether each version comes with a checksum of its bytes.
+        memory: what a reader needs to open the slots, with their ``"kind"``.
     """
-    try:
-        if manifest["kind"] == "cuda":
-            from fusedrl.channel.cuda import CudaMemory
 
-            if manifest["nbytes"] != nbytes or len(manifest["slots"]) != end.slot_count():
-                raise ValueError(f"expected {end.slot_count()} slots of {nbytes} bytes")
-            return CudaMemory.open(manifest)
-        if manifest["kind"] != "host" or end.slot_bytes() != nbytes:
-            raise ValueError(
-                f"expected memory of {nbytes} bytes a slot, of a GPU or not, got "
-                f"{manifest['kind']!r} of {end.slot_bytes()}"
+    layout: Layout
+    timeout: float
+    checksum: bool
+    memory: dict[str, Any]
+
+    def to_bytes(self) -> bytes:
+        """The description as JSON."""
+        return json.dumps({**self._asdict(), "layout": self.layout.to_json()}).encode()
+
+    @classmethod
+    def of(cls, text: bytes) -> Manifest:
+        """The description that another process wrote; every part of it is checked.
+
+        Raises:
+            RuntimeError: the text does not come from :meth:`to_bytes`.
+        """
+        try:
+            fields = json.loads(text)
+            made = cls(
+                Layout.from_json(fields["layout"]),
+                seconds("timeout", fields["timeout"]),
+                fields["checksum"],
+                fields["memory"],
             )
-        return HostMemory(end, end.slot_count(), nbytes)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise damaged(error) from error
+            if not (isinstance(made.checksum, bool) and isinstance(made.memory["kind"], str)):
+                raise ValueError("expected 'checksum' to be a bool, and memory of a kind")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise damaged(error) from error
+        return made
+
+
+def damaged(error: Exception) -> RuntimeError:
+    """The error to raise for a description that cannot be read."""
+    return RuntimeError(
+        f"channel: expected its own description, got {type(error).__name__}: {error}; it is "
+        "damaged, or of another version of fusedrl: make another channel"
+    )
 
 
 def checksum(slot: Tensor) -> int:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from fusedrl import _host
-from fusedrl.channel.alias_leases import AliasLeases
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.forking import renew_in_children
-from fusedrl.channel.loading import Target
-from fusedrl.channel.manifest import Manifest
-from fusedrl.channel.memory import Memory, checksum, open_memory
-from fusedrl.channel.releases import Releases
+from fusedrl.channel.loading import Target, own
+from fusedrl.channel.memory import Manifest, Memory, checksum, damaged
 
 # Seconds within which a signal, or the end of the publisher, is noticed.
 SLICE_S = 0.05
@@ -59,7 +56,7 @@ class Lease(_host.Lease):
                 f"lease: expected one that is held, got version {self.version} after its release; "
                 "compute inside the with block, or clone what has to last"
             )
-        self.reader._end.require_open()
+        self.reader.require_open()
         self.lent = True
         return self.slot
 
@@ -67,17 +64,21 @@ class Lease(_host.Lease):
         """Another lease of the same version, which is released by itself."""
         return Lease(self)
 
-    def load(self, target: Target, mode: str) -> None:
-        """Make a module compute with this version, which has to be held meanwhile.
+    def load(self, target: Target, mode: str, keeps: bool = False) -> None:
+        """Make a module compute with this version.
 
         Args:
             target: the module.
             mode: ``"alias"`` or ``"copy"``, as for :meth:`WeightReader.load_into`.
+            keeps: in alias mode, lease the version for as long as a parameter lies in its memory.
+                Otherwise it has to be held while the module computes.
         """
-        if mode == "alias":
-            target.alias(self.reader._lent(self.slot))
-        else:
+        if mode == "copy":
             target.copy(self.reader._views(self.slot))
+        elif keeps:
+            self.reader._keep(self, target)
+        else:
+            target.alias(self.reader._lent(self.slot))
 
 
 class _SlotViews(NamedTuple):
@@ -95,23 +96,24 @@ class WeightReader:
     Threads may share a reader. A forked child may not: it opens the handle again.
     """
 
-    def __init__(self, end: _host.Reader) -> None:
+    def __init__(self, end: _host.Reader, session: str) -> None:
         manifest = Manifest.of(end.manifest())
         self._end = end
+        self.session = session
         self.layout = manifest.layout
         self._timeout = manifest.timeout
         self._checksum = manifest.checksum
-        self._memory: Memory = open_memory(manifest.memory, end, self.layout.nbytes)
+        self._memory: Memory = _open_memory(manifest.memory, end, self.layout.nbytes)
         self._reports_writes = False
         self.device = self._memory.device
         self._slots: dict[int, _SlotViews] = {}
         self._verified: dict[int, int] = {}
         self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
-        self._alias_leases = AliasLeases()
+        # Memory that owns a lease, and the parameters that were made to lie there.
+        self._kept: list[tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Tensor]]]] = []
         # Re-entrant: a reader may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
         renew_in_children(self, _lock=threading.RLock)
-        self._releases = Releases()
         self._applied: int | None = None
 
     @property
@@ -124,6 +126,10 @@ class WeightReader:
     def applied(self) -> int | None:
         """The version that :meth:`load_into` loaded last."""
         return self._applied
+
+    def require_open(self) -> None:
+        """Raise ``RuntimeError`` if this is closed, or was opened by a parent of this process."""
+        self._end.require_open()
 
     def is_publisher_dead(self) -> bool:
         """Whether the publisher has ended without closing the channel."""
@@ -239,6 +245,16 @@ class WeightReader:
             self._reports_writes = True
         return self._views(slot)
 
+    def _keep(self, lease: Lease, target: Target) -> None:
+        """Make a module's parameters lie in memory that owns a lease of its own."""
+        views, flat = self._lent(lease.slot), self._memory.slot(lease.slot, lease.share())
+        with torch.inference_mode(False):
+            target.alias(views, flat)
+        with self._lock:
+            parameters = list(map(weakref.ref, target.parameters))
+            self._kept = [kept for kept in self._kept if kept[0]() is not None]
+            self._kept.append((weakref.ref(flat.untyped_storage()), parameters))
+
     def _weights(self, slot: int) -> TensorDict:
         views = self._lent(slot)
         made = self._of_slot(slot).weights
@@ -248,9 +264,7 @@ class WeightReader:
 
     def _release_later(self, slot: int) -> None:
         """Hold a slot until the work that the current stream has so far is done."""
-        done = self._memory.after_read(slot)
-        if done is not None:
-            self._releases.add(_host.Hold(self._end, slot), done)
+        self._memory.keep_while_read(slot, _host.Hold(self._end, slot))
 
     def load_into(
         self,
@@ -301,11 +315,7 @@ class WeightReader:
         self.wait_for(0 if min_version is None else min_version, timeout)
         # Threads load one after the other, none an older version than the last.
         with self._lock, self._lease(min_version, timeout, apply=False) as lease:
-            lease.load(target, mode)
-            if mode == "alias":
-                self._alias_leases.hold(target.parameters, lease.share())
-            else:
-                self._alias_leases.forget(target.parameters)
+            lease.load(target, mode, keeps=True)
             self._end.applied(lease.version)
             self._applied = lease.version
             return lease.version
@@ -313,24 +323,21 @@ class WeightReader:
     def close(self) -> None:
         """End all leases. Modules that were loaded by alias get copies of their own."""
         with self._lock:
-            self._alias_leases.close()
+            for storage, references in self._kept:
+                parameters = [p for reference in references if (p := reference()) is not None]
+                own([p for p in parameters if p.untyped_storage() is storage()])
             if self._memory.asynchronous:
                 for slot in self._end.leased():
                     self._release_later(slot)
             self._end.end_leases()
-            self._releases.close(self._end.close)
+            self._memory.when_read(self._end.close)
             self._memory.close()
 
     def __enter__(self) -> WeightReader:
         """The reader."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close it."""
         self.close()
 
@@ -340,3 +347,30 @@ class WeightReader:
             "reader: expected a WeightHandle to send to another process, got a WeightReader; send "
             "channel.handle and open it there"
         )
+
+
+def _open_memory(manifest: dict[str, Any], end: _host.Reader, nbytes: int) -> Memory:
+    """The slots that a channel's manifest describes, in a reader's process.
+
+    Raises:
+        RuntimeError: the memory is of an unknown kind, or its size does not fit the layout.
+    """
+    try:
+        if manifest["kind"] == "cuda":
+            from fusedrl.channel.cuda import CudaMemory
+
+            if manifest["nbytes"] != nbytes or len(manifest["slots"]) != end.slot_count():
+                raise ValueError(
+                    f"memory: expected {end.slot_count()} slots of {nbytes} bytes, got others; "
+                    "open the handle of a publisher that runs"
+                )
+            return CudaMemory.open(manifest)
+        if manifest["kind"] != "host" or end.slot_bytes() != nbytes:
+            raise ValueError(
+                f"memory: expected {nbytes} bytes a slot, of a GPU or not, got "
+                f"{manifest['kind']!r} of {end.slot_bytes()}; "
+                "open the handle of a publisher that runs"
+            )
+        return Memory(end, end.slot_count(), nbytes)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise damaged(error) from error

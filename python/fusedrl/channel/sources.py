@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import takewhile
 from operator import is_
 from typing import Any
 
@@ -13,6 +14,14 @@ from torch import Tensor, nn
 
 from fusedrl.channel import adapter_merging as peft
 from fusedrl.channel.tensors import check_supported, identity, is_dtensor, whole
+from fusedrl.compat.torch import (
+    CHECKPOINTED_CHILD,
+    COMPILED_CHILD,
+    buffers_of,
+    children_of,
+    parameters_of,
+    unsaved_buffers_of,
+)
 
 ADAPTERS = (None, "only", "merged")
 
@@ -51,25 +60,27 @@ class Place:
         return whole(self.tensor if self.merge is None else self.merge())
 
 
-class FoundPlaces:
-    """The places in a module, which are valid until something in the module is replaced.
+class ModuleSnapshot:
+    """What was found in a module, which is valid until something in the module is replaced.
 
-    Finding them again takes longer than copying the weights of a small model.
+    Finding it again takes longer than copying the weights of a small model.
 
     Args:
-        module: a module of plain tensors, of which no two share memory.
+        module: the module.
         places: the places that were found in it.
     """
 
-    def __init__(self, module: nn.Module, places: list[Place]) -> None:
-        self.places = places
-        homes = [h for m in module.modules() for h in (m._modules, m._parameters, m._buffers)]
-        self._homes = homes
-        self._known = [(home, list(home), list(home.values())) for home in homes if home]
+    def __init__(self, module: nn.Module, places: Iterable[Place]) -> None:
+        self._homes = [
+            home(part)
+            for part in module.modules()
+            for home in (children_of, parameters_of, buffers_of)
+        ]
+        self._known = [(home, list(home), list(home.values())) for home in self._homes if home]
         self._facts = [(s.tensor, type(s.tensor), s.tensor.shape, s.tensor.dtype) for s in places]
 
     def is_current(self) -> bool:
-        """Whether :attr:`places` are what would be found now."""
+        """Whether the same would be found now."""
         return (
             sum(map(len, self._homes)) == sum(len(names) for _, names, _ in self._known)
             and all(
@@ -84,44 +95,17 @@ class FoundPlaces:
         )
 
 
-def named_tensors(weights: Any, adapters: str | None = None) -> dict[str, tuple[Tensor, str]]:
-    """The weights by their names in a state dict, each with ``"parameter"`` or ``"buffer"``.
-
-    Args:
-        weights: a module, a tensordict (nested names are joined by dots) or a dict of tensors.
-            A module's names are those of the module inside DistributedDataParallel,
-            ``torch.compile`` and checkpoint wrappers: without ``module.`` and ``_orig_mod.``.
-            Its persistent buffers are among them. DTensors are made whole, which is a
-            collective: every rank has to call.
-        adapters: what is taken of a peft model. ``None``: all that its state dict has.
-            ``"only"``: the adapters, and what else is trained. ``"merged"``: the base model's
-            weights with the active adapters merged in, under the base model's names; the model
-            itself does not change.
+def checked_places(weights: Any, adapters: str | None = None) -> dict[str, Place]:
+    """As :func:`places_of`, after a check that all persistent entries are plain tensors.
 
     Raises:
-        TypeError: weights of another type, or an entry that is no plain tensor.
-        ValueError: two entries have one name, or ``adapters`` is given and there are none.
-
-    Example:
-        >>> import torch
-        >>> from fusedrl.channel.sources import named_tensors
-        >>> sorted(named_tensors(torch.nn.Linear(1, 1)))
-        ['bias', 'weight']
+        TypeError: an entry that is no plain tensor.
     """
-    return {
-        name: (place.value(), place.kind)
-        for name, place in checked_places(weights, adapters).items()
-        if place.persistent
-    }
-
-
-def checked_places(weights: Any, adapters: str | None = None) -> dict[str, Place]:
-    """As :func:`places_of`, after a check that all persistent entries are plain tensors."""
-    found = places_of(weights, adapters)
-    for place in found.values():
+    places = places_of(weights, adapters)
+    for place in places.values():
         if place.persistent:
             check_supported(place.name, place.tensor)
-    return found
+    return places
 
 
 def places_of(weights: Any, adapters: str | None = None) -> dict[str, Place]:
@@ -131,8 +115,18 @@ def places_of(weights: Any, adapters: str | None = None) -> dict[str, Place]:
     these too and does not tell them from the others.
 
     Args:
-        weights: as for :func:`named_tensors`; entries that are not tensors have places too.
-        adapters: as for :func:`named_tensors`.
+        weights: a module, a tensordict (nested names are joined by dots) or a dict of tensors.
+            A module's names are those of the module inside DistributedDataParallel,
+            ``torch.compile`` and checkpoint wrappers: without ``module.`` and ``_orig_mod.``.
+            Entries that are not tensors have places too.
+        adapters: what is taken of a peft model. ``None``: all that its state dict has.
+            ``"only"``: the adapters, and what else is trained. ``"merged"``: the base model's
+            weights with the active adapters merged in, under the base model's names; the model
+            itself does not change.
+
+    Raises:
+        TypeError: weights of another type.
+        ValueError: two entries have one name, or ``adapters`` is given and there are none.
     """
     if adapters not in ADAPTERS:
         raise ValueError(
@@ -161,18 +155,18 @@ def places_of(weights: Any, adapters: str | None = None) -> dict[str, Place]:
             "weights: expected a module, a tensordict or a dict of tensors, got "
             f"{type(weights).__name__}; pass the model or its state_dict()"
         )
-    found: dict[str, Place] = {}
+    by_name: dict[str, Place] = {}
     for place in places:
-        if place.name in found:
+        if place.name in by_name:
             raise ValueError(
                 f"weights: {place.name}: expected one entry of this name, got two; rename one"
             )
-        found[place.name] = place
-    return found
+        by_name[place.name] = place
+    return by_name
 
 
 # The names under which torch's wrappers keep the module that they wrap.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPERS = (COMPILED_CHILD, CHECKPOINTED_CHILD)
 
 
 def _mapping_places(weights: Any, prefix: str) -> Iterator[Place]:
@@ -234,16 +228,17 @@ def _walk(
     _check_module(prefix, module)
     base = peft.base_child(type(module))
     own = adapter if base is None else True
-    for kind, home in (("parameter", module._parameters), ("buffer", module._buffers)):
+    unsaved = unsaved_buffers_of(module)
+    for kind, home in (("parameter", parameters_of(module)), ("buffer", buffers_of(module))):
         for key, tensor in home.items():
             if tensor is not None:
                 name = prefix + key
-                persistent = kind == "parameter" or key not in module._non_persistent_buffers_set
+                persistent = kind == "parameter" or key not in unsaved
                 place = Place(name, tensor, kind, home, key, persistent, own)
                 if within is not None:
                     place.layer, place.merge = within.layer, partial(within.value, name)
                 yield place
-    for key, child in module._modules.items():
+    for key, child in children_of(module).items():
         if child is not None:
             yield from _walk(f"{prefix}{key}.", child, merged, own and key != base, within)
 
@@ -253,10 +248,10 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             module = module.module
             continue
-        inner = next((w for w in _WRAPPERS if w in module._modules), None)
+        inner = next((w for w in _WRAPPERS if w in children_of(module)), None)
         if inner is None:
             return module
-        module = module._modules[inner]  # pyright: ignore[reportAssignmentType]
+        module = children_of(module)[inner]  # pyright: ignore[reportAssignmentType]
 
 
 def _check_module(prefix: str, module: Any) -> None:
@@ -283,3 +278,77 @@ def _features(kind: type[nn.Module]) -> tuple[bool, bool, bool]:
         issubclass(kind, peft.loaded("torch.distributed.fsdp", "FullyShardedDataParallel")),
         issubclass(kind, peft.loaded("torch.distributed.fsdp", "FSDPModule")),
     )
+
+
+# What DistributedDataParallel calls the module that it wraps.
+_PARALLEL = "module"
+
+
+@dataclass(frozen=True)
+class PrefixChange:
+    """What changes the names that were given: ``removed`` is taken off, ``added`` is put before."""
+
+    removed: str = ""
+    added: str = ""
+
+    def __call__(self, name: str) -> str:
+        """The name that is meant."""
+        return self.added + name.removeprefix(self.removed)
+
+    def __bool__(self) -> bool:
+        """Whether names are not read as they are."""
+        return bool(self.removed or self.added)
+
+    def __str__(self) -> str:
+        """What it does, for messages."""
+        parts = [f"without {self.removed!r}"] if self.removed else []
+        parts += [f"with {self.added!r} before them"] if self.added else []
+        return " and ".join(parts) or "as they are"
+
+
+def match_prefixes(names: Collection[str], known: Collection[str]) -> PrefixChange:
+    """How ``names`` are read so that as many as possible are ``known``: as they are if that does.
+
+    All of them are read in one way. What is taken off or put before is the path of a module that
+    has all of the weights, on one of the two sides: a policy's around its model's, say.
+
+    Raises:
+        ValueError: several ways do equally well, and better than none.
+
+    Example:
+        >>> from fusedrl.channel.sources import match_prefixes
+        >>> print(match_prefixes(["lm_head.weight"], ["model.lm_head.weight", "model.norm.weight"]))
+        with 'model.' before them
+    """
+    wanted = set(known)
+    if wanted.issuperset(names) or wanted.issubset(names):
+        return PrefixChange()
+    scores = {way: sum(way(name) in wanted for name in names) for way in _ways(names, known)}
+    best = max(scores.values())
+    if scores[PrefixChange()] == best:
+        return PrefixChange()
+    ways = [way for way, score in scores.items() if score == best]
+    if len(ways) > 1:
+        raise ValueError(
+            f"weights: expected names that can be read in one way, got some that fit "
+            f"{' or '.join(map(str, ways))}; put the whole prefix before them"
+        )
+    return ways[0]
+
+
+def _ways(names: Collection[str], known: Collection[str]) -> Iterator[PrefixChange]:
+    for removed in _paths(names):
+        for added in _paths(known):
+            off, on = ([part for part in path if part != _PARALLEL] for path in (removed, added))
+            # One path for another would take the weights of another model.
+            if not off or not on or off == on:
+                yield PrefixChange(
+                    "".join(f"{p}." for p in removed), "".join(f"{p}." for p in added)
+                )
+
+
+def _paths(names: Collection[str]) -> list[list[str]]:
+    """Of each module that has all of ``names``, from the outermost, which has none, inwards."""
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, levels)]
+    return [shared[:depth] for depth in range(len(shared) + 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fusedrl import _host
+from fusedrl.compat.torch import copy_all, storage_of
 
 # Types whose bytes are all of their values; other subclasses keep scales or shards beside them.
 _PLAIN = (Tensor, nn.Parameter, MemoryMappedTensor)
@@ -29,6 +31,11 @@ DTYPES: dict[str, torch.dtype] = {
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.float32`` as ``"float32"``."""
     return str(dtype).removeprefix("torch.")
+
+
+def described(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Dtype and shape for messages."""
+    return f"{dtype_name(dtype)} {tuple(shape)}"
 
 
 def castable(dtype: torch.dtype) -> bool:
@@ -107,7 +114,7 @@ def identity(tensor: Tensor) -> tuple[Any, ...] | None:
     shard: Any = tensor
     shard = shard.to_local() if is_dtensor(tensor) else tensor
     return (
-        shard.untyped_storage()._cdata,
+        storage_of(shard),
         shard.storage_offset(),
         tensor.shape,
         tensor.stride(),
@@ -163,7 +170,7 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
 def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy any number of tensors in one fused operation."""
     if targets:
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        copy_all(targets, sources)
 
 
 def overwrite(targets: list[Tensor], sources: list[Tensor], names: list[str]) -> None:

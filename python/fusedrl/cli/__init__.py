@@ -21,7 +21,7 @@ from fusedrl.cli import stdout
 
 COMMANDS = {
     "score": "score your chats under a policy and its reference: log-probs, KL, a heat map",
-    "demo": "make two tiny models and score 50 bundled chats with them",
+    "demo": "train a tiny policy by GRPO, and score its drift on 50 bundled chats",
     "check": "compare every op with its definition in plain torch on this machine",
     "bench": "time every op beside what it replaces on this machine",
     "info": "print versions, devices and compiled libraries, and what is missing",
@@ -31,7 +31,7 @@ NEXT = """\
 fusedrl: compiled kernels and drop-in torchrl classes for LLM post-training.
 
 Begin here:
-  fusedrl demo            # score 50 bundled chats with two tiny models
+  fusedrl demo            # train a tiny policy by GRPO, and score its drift
   fusedrl check           # compare every op with its definition on this machine
   fusedrl info            # what is installed, and how to get what is missing
 

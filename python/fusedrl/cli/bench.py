@@ -6,11 +6,15 @@ import argparse
 import importlib
 import importlib.util
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,35 +22,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.progress import Progress
 
+from fusedrl import ops
 from fusedrl.benchmarks import harness, peers  # pyright: ignore[reportMissingImports]
 from fusedrl.benchmarks import results as files  # pyright: ignore[reportMissingImports]
-from fusedrl.cli import bench_lines, numbers
+from fusedrl.cli import alive, bench_lines, numbers
 from fusedrl.cli.console import Console
 from fusedrl.cli.info import collect
 from fusedrl.cli.missing import requirement
 from fusedrl.cli.stdout import CannotWrite
+from fusedrl.scoring.signals import Terminated, raised
 
 if TYPE_CHECKING:
     from fusedrl.benchmarks.harness import Case, Row  # pyright: ignore[reportMissingImports]
     from fusedrl.benchmarks.results import Results  # pyright: ignore[reportMissingImports]
 
 OPS = (
-    "token_log_probs",
-    "token_kl",
-    "linear_token_log_probs",
-    "linear_policy_loss",
-    "exact_kl",
-    "linear_exact_kl",
-    "top_k_kl",
-    "linear_top_k_kl",
-    "importance_weights",
-    "retrieve_kl",
-    "trl",
-    "channel",
-    "collectors",
-    "grpo_step",
-    "async_collector",
-    "vllm",
+    *ops.OPS,
+    *("retrieve_kl", "trl", "channel", "collectors", "grpo_step", "async_collector", "vllm"),
 )
 SECONDS, QUICK_SECONDS = 2.0, 0.1
 QUICK_SETTINGS = 1  # of each op, with --quick
@@ -66,6 +58,7 @@ exit codes:
   1    an answer of fusedrl is wrong, or one of its ops did not run
   2    the arguments are refused, or a result cannot be written
   130  Ctrl-C; what was measured until then is printed, stored and plotted
+  143  SIGTERM; the same
 """
 
 
@@ -164,7 +157,9 @@ def _run(args: argparse.Namespace) -> int:
     console = Console()
     copy_rate = harness.copy_bandwidth(args.device)
     results = files.Results(_facts(args, copy_rate))
-    _measure(args, results, console, copy_rate)
+    if (args.out / "bench.json").exists():
+        _print(console, f"replacing the earlier results in {args.out / 'bench.json'}")
+    ended = _measure(args, results, console, copy_rate)
     results.write(args.out / "bench.json")
     for note in bench_lines.notes(results):
         _print(console, note)
@@ -172,8 +167,8 @@ def _run(args: argparse.Namespace) -> int:
     _draw_overview(results, args.out / "bench.png", console)
     if args.plots is not None:
         _plot([results], args.plots, console)
-    if results.interrupted is not None:
-        return 130
+    if ended is not None:
+        return 128 + ended
     return 1 if results.wrong or results.failed else 0
 
 
@@ -222,36 +217,58 @@ def _plot(measured: list[Results], folder: Path, console: Console) -> None:
 
 def _measure(
     args: argparse.Namespace, results: Results, console: Console, copy_rate: float
-) -> None:
-    """Run case after case; an interrupt ends the loop and keeps what was measured."""
+) -> signal.Signals | None:
+    """Run case after case; a signal ends the loop and keeps what was measured.
+
+    Returns:
+        The signal that ended the loop, if one did.
+    """
     limit = (QUICK_LIMIT if args.quick else math.inf) if args.limit is None else args.limit
     end = time.monotonic() + limit
     seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
     op, running = None, "the preparation"
-    with Progress(console=console, transient=True) as progress:
+    # A file has no width; someone who pipes into a narrow place can say so.
+    width = console.width if console.is_terminal or "COLUMNS" in os.environ else bench_lines.WIDE
+    with (
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+        alive.told("bench", lambda: f"measuring {running}", terminal=console.is_terminal),
+        _no_warning_between_rows(results),
+    ):
         progress.add_task("measuring", total=None)
         try:
-            for case in _cases(args, results):
-                running = f"{case.op} {case.setting}"
-                if time.monotonic() > end:
-                    results.skipped["the rest"] = f"not started: {limit:.0f} s were over"
-                    break
-                if case.op != op:
-                    op = case.op
-                    _print(console, f"\n{op}: medians; speed-ups are those of fusedrl")
-                    _print(console, bench_lines.heading())
-                _print(console, case.setting)
-                try:
-                    measured = harness.measure(case, seconds, args.device, copy_rate)
-                except Exception as error:
-                    # The input or the truth raised; what a contender raises stands in its row.
-                    results.failed[running] = f"{type(error).__name__}: {error}"
-                    continue
-                for row in _kept(measured, results):
-                    _print(console, bench_lines.line(row, row in results.wrong))
-                results.write(args.out / "bench.json")  # for a run that is killed later
-        except KeyboardInterrupt:
+            with raised():
+                for case in _cases(args, results):
+                    running = f"{case.op} {case.setting}"
+                    if time.monotonic() > end:
+                        results.skipped["the rest"] = f"not started: {limit:.0f} s were over"
+                        break
+                    if case.op != op:
+                        op = case.op
+                        _print(console, f"\n{op}: medians; speed-ups are those of fusedrl")
+                        _print(console, bench_lines.heading(width))
+                    _print(console, case.setting)
+                    try:
+                        measured = harness.measure(case, seconds, args.device, copy_rate)
+                    except Exception as error:
+                        # The input or the truth raised; what a contender raises stands in its row.
+                        results.failed[running] = f"{type(error).__name__}: {error}"
+                        continue
+                    for row in _kept(measured, results):
+                        _print(console, bench_lines.line(row, row in results.wrong, width))
+                    results.write(args.out / "bench.json")  # for a run that is killed later
+        except (KeyboardInterrupt, Terminated) as error:
             results.interrupted = running
+            return error.signal if isinstance(error, Terminated) else signal.SIGINT
+    return None
+
+
+@contextmanager
+def _no_warning_between_rows(results: Results) -> Iterator[None]:
+    """Keep warnings for the notes at the end, each once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        yield
+    results.warnings = list(dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught))
 
 
 def _kept(measured: list[Row], results: Results) -> list[Row]:

@@ -1,15 +1,20 @@
-"""``fusedrl demo``: the scoring job on bundled chats, with two tiny models that it makes."""
+"""``fusedrl demo``: trains a tiny policy by ``examples/grpo.py``, then scores its drift."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+import warnings
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
 from fusedrl.cli.score import score_and_print
-from fusedrl.demo import CHATS, make_models
+from fusedrl.demo import CHATS, make_reference
+from fusedrl.demo.models import one_thread
+from fusedrl.demo.report import add_training, parts_of
+from fusedrl.examples.grpo import train  # pyright: ignore[reportMissingImports]
 from fusedrl.scoring import Settings
 from fusedrl.scoring.errors import printable, reason
 
@@ -39,13 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train the two models into ``out/models`` and score the bundled chats; 2 if out is refused."""
     disable_progress_bar()
+    warnings.filterwarnings("ignore", module="torch|tensordict")  # not about what users do here
     policy, reference = args.out / "models" / "policy", args.out / "models" / "reference"
-    into = printable(str(policy.parent))
-    print(f"training two tiny models into {into} (about half a minute) ...", flush=True)
+    print(f"making a reference in {printable(str(reference))} ...", flush=True)
+    clock = [time.perf_counter()]
     try:
         for folder in (policy, reference):
             folder.mkdir(parents=True, exist_ok=True)
-        make_models(policy, reference)
+        make_reference(reference)
+        clock.append(time.perf_counter())
+        print("training a policy to answer in digits, with a worker that generates ...", flush=True)
+        with one_thread():  # the worker has the other cores
+            batches = train(reference, policy)
     except Exception as error:
         # The Rust libraries behind tokenizers and weights have error types of their own.
         if not isinstance(error, OSError) and "(os error" not in str(error):
@@ -53,4 +63,10 @@ def run(args: argparse.Namespace) -> int:
         where = printable(str(args.out))
         print(f"demo: out: cannot write {where}: {reason(error)}", file=sys.stderr)
         return 2
-    return score_and_print(CHATS, str(policy), str(reference), args.out, Settings())
+    clock.append(time.perf_counter())
+    code = score_and_print(CHATS, str(policy), str(reference), args.out, Settings())
+    if code == 0:
+        seconds = {"making the reference": clock[1] - clock[0], **parts_of(batches)}
+        seconds["scoring"] = time.perf_counter() - clock[2]
+        add_training(args.out / "report.html", batches, seconds)
+    return code

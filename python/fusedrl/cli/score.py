@@ -6,17 +6,19 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fusedrl.cli import numbers
+from fusedrl.cli import alive, numbers
 from fusedrl.cli.console import Console
 from fusedrl.scoring import ChatError, ScoreError, Settings
 from fusedrl.scoring.errors import printable
-from fusedrl.scoring.inputs import check_inputs
+from fusedrl.scoring.inputs import check_inputs, hub_names
+from fusedrl.scoring.records import Source, opened
 from fusedrl.scoring.settings import DTYPES, ESTIMATORS, TEMPERATURES
 from fusedrl.scoring.signals import Terminated, raised
 
@@ -50,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     defaults = Settings()
     parser.add_argument(
-        "chats", type=Path, help="a JSONL or .parquet file of chats, with a column 'messages'"
+        "chats",
+        help="a file of JSON lines, a JSON array or Parquet, - for standard input; rows with "
+        "messages, prompt and completion, conversations, or chosen and rejected",
     )
     model = {"required": True, "metavar": "MODEL"}
     parser.add_argument("--policy", **model, help="folder of the policy, or its name on the hub")
@@ -147,37 +151,23 @@ def run(args: argparse.Namespace) -> int:
     return score_and_print(args.chats, args.policy, args.reference, args.out, settings)
 
 
-def score_and_print(chats: Path, policy: str, reference: str, out: Path, settings: Settings) -> int:
+def score_and_print(
+    chats: str | Path, policy: str, reference: str, out: Path, settings: Settings
+) -> int:
     """Run the job as the command does.
 
     Returns:
         The exit code: 0, 1 if chats were left out, 2 if the input is refused, 128 and the number of
         the signal that ended it.
     """
-    errors = Console(stderr=True)
     try:
-        # Before the imports, which take seconds.
-        count = check_inputs(chats, policy, reference, settings.chat_template)
-        from transformers.utils.logging import disable_progress_bar
-
-        from fusedrl.scoring.job import score_chats
-
-        disable_progress_bar()  # that of transformers, which would break up ours
-        with raised(), _progress(errors) as progress:
-            task = progress.add_task("scoring", total=count)
-
-            def on_skip(error: ChatError) -> None:
-                errors.print(f"{error}; skipped", markup=False, highlight=False, soft_wrap=True)
-
-            summary = score_chats(
-                chats,
-                policy,
-                reference,
-                out,
-                settings,
-                on_skip=on_skip,
-                on_progress=lambda done: progress.advance(task, done),
-            )
+        with raised(), opened(chats) as source:
+            # Before the imports, which take seconds.
+            found = check_inputs(source, policy, reference, settings.chat_template)
+            errors = Console(stderr=True)
+            for line in (f"{source.name}: {found.format}", *hub_names(policy, reference)):
+                errors.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+            summary = _score(source, policy, reference, out, settings, found.chats, errors)
     except ScoreError as error:
         print(f"score: {error}", file=sys.stderr)
         return 2
@@ -189,10 +179,49 @@ def score_and_print(chats: Path, policy: str, reference: str, out: Path, setting
     return 1 if summary.skipped else 0
 
 
+def _score(
+    chats: Source,
+    policy: str,
+    reference: str,
+    out: Path,
+    settings: Settings,
+    expected: int,
+    errors: Console,
+) -> Summary:
+    """Run the job with a progress bar, or with a line from time to time where no one sees one."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from fusedrl.scoring.job import score_chats
+
+    disable_progress_bar()  # that of transformers, which would break up ours
+
+    def on_skip(error: ChatError) -> None:
+        errors.print(f"{error}; skipped", markup=False, highlight=False, soft_wrap=True)
+
+    with _progress(errors) as progress:
+        task = progress.add_task("scoring", total=expected)
+
+        def doing() -> str:
+            done = progress.tasks[0].completed
+            return f"{done:.0f} of {expected} chats" if done else "loading the models"
+
+        with alive.told("score", doing, terminal=errors.is_terminal):
+            return score_chats(
+                chats,
+                policy,
+                reference,
+                out,
+                settings,
+                on_skip=on_skip,
+                on_progress=lambda done: progress.advance(task, done),
+            )
+
+
 @contextmanager
 def _progress(console: Console) -> Iterator[Progress]:
     columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=console, transient=True)
+    shown = console.is_terminal
+    progress = Progress(*columns, console=console, transient=True, disable=not shown)
     progress.start()
     try:
         yield progress
@@ -210,7 +239,7 @@ def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
         table.add_column(heading, justify="right")
     for row in sorted(summary.rows, key=drift, reverse=True)[:10]:
         table.add_row(
-            str(row["chat"]),
+            f"{row['chat']} {row['answer'] or ''}".rstrip(),
             str(row["scored_tokens"]),
             f"{row['kl_total']:.3f}",
             f"{row['kl_mean']:.4f}",
@@ -220,18 +249,44 @@ def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
     tokens = sum(row["scored_tokens"] for row in summary.rows)
     left_out = " (left out, see above)" if summary.skipped else ""
     for line in (
-        f"{len(summary.rows)} chats scored, {len(summary.skipped)} skipped{left_out}, "
-        f"{tokens} tokens",
+        f"{_count(len(summary.rows), 'chat')} scored, {len(summary.skipped)} skipped{left_out}, "
+        f"{_count(tokens, 'token')}",
         f"mean KL {summary.mean('kl_mean'):.4f} nats a token ({settings.estimator}; "
         f"k1 {summary.mean('kl_k1_mean'):.4f}, k3 {summary.mean('kl_k3_mean'):.4f}), "
         f"mean entropy {summary.mean('entropy_mean'):.3f} nats",
+        *_answer_lines(summary),
         *_mismatch_line(summary, settings.rollout_bound),
+        *_report_lines(summary, settings, out),
         f"{out / 'report.html'}, {out / 'chats.parquet'}, {out / 'tokens.parquet'}",
     ):
         # A terminal may not know every character of a path.
         shown = printable(line).encode(console.encoding, "backslashreplace")
         text = shown.decode(console.encoding)
         console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _answer_lines(summary: Summary) -> Iterator[str]:
+    for answer in ("chosen", "rejected"):
+        own = replace(summary, rows=[row for row in summary.rows if row["answer"] == answer])
+        if own.rows:
+            yield f"{answer}: {_count(len(own.rows), 'chat')}, mean KL {own.mean('kl_mean'):.4f}"
+
+
+def _report_lines(summary: Summary, settings: Settings, out: Path) -> Iterator[str]:
+    from fusedrl.scoring.report import MAX_TOKENS
+
+    asked = min(settings.report_chats, len(summary.rows))
+    if summary.shown < asked:
+        yield (
+            f"report.html shows {summary.shown} of {_count(asked, 'chat')}: a page has at most "
+            f"{MAX_TOKENS} tokens"
+        )
+    if summary.replaced:
+        yield f"replaced {', '.join(summary.replaced)} of an earlier job in {out}"
 
 
 def _mismatch_line(summary: Summary, bound: float) -> Iterator[str]:
@@ -242,7 +297,8 @@ def _mismatch_line(summary: Summary, bound: float) -> Iterator[str]:
     total = mismatch_row(summary.mismatch)
     chats = sum(row["rollout_tokens"] is not None for row in summary.rows)
     yield (
-        f"{chats} chats with rollout log-probs: k1 {total['k1']:.4f}, k3 {total['k3']:.4f} nats a "
-        f"token, effective {total['ess']:.1f} of {total['tokens']} tokens, largest ratio "
-        f"{total['max_ratio']:.4g}, {total['clipped']:.2%} above {bound:g}"
+        f"{_count(chats, 'chat')} with rollout log-probs: k1 {total['k1']:.4f}, k3 "
+        f"{total['k3']:.4f} nats a token, effective {total['ess']:.1f} of "
+        f"{total['tokens']} tokens, largest ratio {total['max_ratio']:.4g}, "
+        f"{total['clipped']:.2%} above {bound:g}"
     )

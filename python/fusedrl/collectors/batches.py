@@ -1,4 +1,4 @@
-"""Queues in which turns wait until there are enough of them for a batch.
+"""Queues in which turns wait until there are enough of them, and where batches of them go.
 
 A queue that is ``by_row`` takes each turn as a list with a tensordict for each row, and others take
 it as one tensordict.
@@ -6,13 +6,16 @@ it as one tensordict.
 
 from __future__ import annotations
 
+import logging
+import queue
 from collections import deque
-from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
+from torchrl.envs import AsyncEnvPool
 
-from fusedrl.collectors.turn_rows import rows_of
+logger = logging.getLogger("fusedrl")
 
 
 class TurnBatches:
@@ -23,24 +26,16 @@ class TurnBatches:
     """
 
     by_row = False
+    completed = False
 
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted
-        self.turns: list[Any] = []
         self.pending = 0
-
-    def interrupt(self) -> int:
-        """Forget the turns that are in no batch yet, and return how many these are."""
-        lost, self.turns, self.pending = self.pending, [], 0
-        return lost
-
-    def clear(self) -> int:
-        """As :meth:`interrupt`."""
-        return self.interrupt()
+        self._turns: list[Any] = []
 
     @property
-    def complete(self) -> bool:
-        """Whether there are enough turns for a batch."""
+    def cuts(self) -> bool:
+        """Whether there is a batch that ends within dialogs, which go on with its tensors."""
         return self.pending >= self.wanted
 
     def skip(self, over: list[bool]) -> bool:
@@ -49,117 +44,159 @@ class TurnBatches:
 
     def add(self, turn: Any, over: list[bool]) -> int:
         """Keep one turn of every dialog; returns how many turns no batch will have, 0 here."""
-        self.turns.append(turn)
+        self._turns.append(turn)
         self.pending += turn.numel()
         return 0
 
     def take(self) -> TensorDictBase | None:
         """A batch, once there are enough turns."""
-        if not self.complete:
+        if self.pending < self.wanted:
             return None
-        turns, self.turns, self.pending = self.turns, [], 0
+        turns, self._turns, self.pending = self._turns, [], 0
         return lazy_stack(turns, -1)
 
-
-class FlatBatches(TurnBatches):
-    """Batches as of :class:`TurnBatches`, in one dimension, dialog after dialog."""
-
-    by_row = True
-
-    def add(self, rows: list[TensorDictBase], over: list[bool]) -> int:
-        """Keep one turn of every dialog; returns how many turns no batch will have, 0 here."""
-        self.turns.append(rows)
-        self.pending += len(rows)
-        return 0
-
-    def take(self) -> TensorDictBase | None:
-        """A batch, once there are enough turns."""
-        if not self.complete:
-            return None
-        turns, self.turns, self.pending = self.turns, [], 0
-        return lazy_stack(_by_dialog(turns))
+    def forget(self, finished: bool = False) -> int:
+        """Forget the turns that are in no batch yet, and return how many these are."""
+        lost, self._turns, self.pending = self.pending, [], 0
+        return lost
 
 
-class DialogBatches:
-    """Batches of finished dialogs with at least ``wanted`` turns, in the order in which they ended.
+class RowBatches:
+    """Batches of at least ``wanted`` turns in one dimension, dialog after dialog.
 
     Args:
         rows: how many dialogs run at a time.
         wanted: turns in a batch, at least.
-        only_last: whether a batch has each dialog's last turn only.
+        completed: whether a batch has finished dialogs only, in the order in which they ended.
+        only_last: whether it has each finished dialog's last turn only.
     """
 
     by_row = True
 
-    def __init__(self, rows: int, wanted: int, only_last: bool) -> None:
-        self.wanted = wanted
-        self.only_last = only_last
-        self.running: list[list[TensorDictBase]] = [[] for _ in range(rows)]
-        self.lengths = [0] * rows  # turns of each running dialog
-        self.finished: deque[list[TensorDictBase]] = deque()
-        self.ready = 0  # turns of finished dialogs
+    def __init__(
+        self, rows: int, wanted: int, completed: bool = False, only_last: bool = False
+    ) -> None:
+        self.wanted, self.completed, self._only_last = wanted, completed, only_last
         self.pending = 0  # turns of finished and of running dialogs
+        self._running: list[list[Any]] = [[] for _ in range(rows)]  # None: that is only counted
+        self._finished: deque[list[Any]] = deque()
+        self._ready = 0  # turns of finished dialogs
 
-    def interrupt(self) -> int:
-        """Forget the running dialogs; returns how many turns they had."""
-        lost, self.pending = self.pending - self.ready, self.ready
-        self.lengths = [0] * len(self.running)
-        self.running = [[] for _ in self.running]
-        return lost
+    @property
+    def cuts(self) -> bool:
+        """As for :class:`TurnBatches`."""
+        return not self.completed and self.pending >= self.wanted
 
-    def clear(self) -> int:
-        """Forget the running and the finished dialogs; returns how many turns they had."""
-        lost = self.interrupt() + self.ready
-        self.finished.clear()
-        self.ready = self.pending = 0
-        return lost
+    def length(self, index: int) -> int:
+        """The number of turns of a running dialog."""
+        return len(self._running[index])
 
     def skip(self, over: list[bool]) -> bool:
         """Whether a turn is only counted, because no batch will have any part of it."""
-        if not self.only_last or True in over:
+        if not self._only_last or True in over:
             return False
-        self.lengths = [n + 1 for n in self.lengths]
+        for turns in self._running:
+            turns.append(None)
         self.pending += len(over)
         return True
 
-    def add(self, rows: list[TensorDictBase], over: list[bool]) -> int:
+    def add(self, rows: list[Any], over: list[bool]) -> int:
         """Keep one turn of every dialog; returns how many turns no batch will have.
 
         Args:
             rows: the turns.
             over: for each turn, whether it is the last of its dialog.
         """
-        numbered = enumerate(zip(rows, over, strict=True))
-        return sum(self.add_row(index, row, done) for index, (row, done) in numbered)
-
-    def add_row(self, index: int, row: TensorDictBase, over: bool) -> int:
-        """Keep one turn of one dialog, a row with one element; returns as :meth:`add`."""
-        turns = self.running[index]
-        if not self.only_last or over:
+        if self.completed and True in over:
+            return sum(map(self.add_row, range(len(rows)), rows, over))
+        for turns, row in zip(self._running, rows, strict=True):
             turns.append(row)
-        self.lengths[index] += 1
+        self.pending += len(rows)
+        return 0
+
+    def add_row(self, index: int, row: Any, over: bool) -> int:
+        """Keep one turn of one dialog; returns as :meth:`add`."""
+        turns = self._running[index]
+        turns.append(None if self._only_last and not over else row)
         self.pending += 1
-        if not over:
+        if not (over and self.completed):
             return 0
-        dropped = self.lengths[index] - len(turns)
-        self.finished.append(_by_dialog(map(rows_of, turns)) if row.batch_dims else turns)
-        self.ready += len(self.finished[-1])
-        self.pending -= dropped
-        self.running[index], self.lengths[index] = [], 0
-        return dropped
+        self._running[index] = []
+        kept = turns[-1:] if self._only_last else turns
+        self._finished.append(kept)
+        self._ready += len(kept)
+        self.pending -= len(turns) - len(kept)
+        return len(turns) - len(kept)
 
     def take(self) -> TensorDictBase | None:
-        """A batch, once finished dialogs have enough turns."""
-        if not self.finished or self.ready < self.wanted:
+        """A batch, once there are enough turns for it."""
+        enough = self._ready if self.completed else self.pending
+        if enough < self.wanted or not enough:
             return None
-        turns: list[TensorDictBase] = []
-        while not turns or len(turns) < self.wanted:
-            turns += self.finished.popleft()
-        self.ready -= len(turns)
+        turns: list[Any] = []
+        if self.completed:
+            while len(turns) < self.wanted:
+                turns += self._finished.popleft()
+            self._ready -= len(turns)
+        else:
+            turns = list(chain(*self._running))
+            self._running = [[] for _ in self._running]
         self.pending -= len(turns)
         return lazy_stack(turns)
 
+    def forget(self, finished: bool = False) -> int:
+        """Forget running dialogs, and finished ones too if asked; returns how many turns."""
+        if finished:
+            self._finished.clear()
+            self._ready = 0
+        lost, self.pending = self.pending - self._ready, self._ready
+        self._running = [[] for _ in self._running]
+        return lost
 
-def _by_dialog(turns: Iterable[list[TensorDictBase]]) -> list[TensorDictBase]:
-    """One dialog after the other."""
-    return [turn for dialog in zip(*turns, strict=True) for turn in dialog]
+
+def batches_of(
+    env: Any, wanted: int, flat: bool, completed: bool, only_last: bool
+) -> TurnBatches | RowBatches:
+    """The queue for the turns of an environment; a pool hands out each finished dialog at once."""
+    if not (flat or completed):
+        return TurnBatches(wanted)
+    if not isinstance(env, AsyncEnvPool):
+        return RowBatches(env.batch_size.numel(), wanted, completed, only_last)
+    return RowBatches(env.batch_size[0], 1 if completed else wanted, completed, only_last)
+
+
+class QueueBuffer:
+    """Puts each element of a batch into a bounded queue, which drops its oldest when it is full.
+
+    It stands in the place of a replay buffer.
+
+    Args:
+        queue: a queue with ``put_nowait`` and ``get_nowait`` like those of :class:`queue.Queue`,
+            such as a queue of multiprocessing or of Ray.
+    """
+
+    def __init__(self, queue: Any) -> None:
+        self.queue = queue
+        self.dropped = 0
+
+    def extend(self, batch: TensorDictBase) -> None:
+        """Put the elements along the first dimension, in order."""
+        for turn in batch.unbind(0):
+            while True:
+                try:
+                    self.queue.put_nowait(turn)
+                    break
+                except queue.Full:  # Ray's error is a subclass
+                    self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        try:
+            self.queue.get_nowait()
+        except queue.Empty:  # a reader has taken it first
+            return
+        self.dropped += 1
+        if self.dropped == 1:
+            logger.warning(
+                "LLMCollector: the queue is full, its oldest turns are dropped; read faster, or "
+                "make it larger (this is said once, QueueBuffer.dropped counts)"
+            )

@@ -7,6 +7,8 @@ from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 
+from fusedrl.compat.tensordict import get_entry
+
 PROMPT = ("history", "prompt")  # what torchrl's chats give to its wrappers of language models
 
 
@@ -44,7 +46,7 @@ def call_by_length(
 def _have_several_lengths(dialogs: Any) -> bool:
     if not isinstance(dialogs, LazyStackedTensorDict) or dialogs.stack_dim != 0:
         return False  # a tensordict of stacked tensors cannot hold several lengths
-    if dialogs.tensordicts[0]._get_str(PROMPT[0], None) is None:  # quick: most are no chats
+    if get_entry(dialogs.tensordicts[0], PROMPT[0]) is None:  # quick: most are no chats
         return False
     prompt: Any = dialogs.get(PROMPT, None)
     return prompt is not None and -1 in prompt.batch_size

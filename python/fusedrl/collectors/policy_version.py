@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
 from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.envs import AsyncEnvPool
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion as _PolicyVersion
 from torchrl.envs.llm.transforms.policy_version import VersionChange
 from torchrl.envs.transforms import Transform
@@ -138,11 +139,6 @@ class PolicyVersion(_PolicyVersion):
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         return stamp(next_tensordict, self.version)
 
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        return stamp(tensordict_reset, self.version)
-
     def _step(
         self, tensordict: TensorDictBase | None, next_tensordict: TensorDictBase
     ) -> TensorDictBase:
@@ -159,6 +155,32 @@ class PolicyVersion(_PolicyVersion):
         return spec
 
 
+def tracker_of(track: bool | _PolicyVersion) -> Any:
+    """The tracker that ``track_policy_version`` asks for; ``None`` if it asks for none."""
+    if isinstance(track, bool):
+        return PolicyVersion() if track else None
+    return track
+
+
+def tracked(env: Any, track: bool | _PolicyVersion) -> tuple[Any, Any]:
+    """An environment with the tracker that is asked for, and the tracker; a pool needs none.
+
+    Raises:
+        ValueError: the tracker is in another environment.
+    """
+    tracker = tracker_of(track)
+    if tracker is None or isinstance(env, AsyncEnvPool):
+        return env, tracker
+    if tracker.container is None:
+        env = env.append_transform(tracker)
+    if KEY not in list(env.observation_spec):
+        raise ValueError(
+            "track_policy_version: expected a tracker that is in env or in none, got one of "
+            "another environment; make a PolicyVersion for each"
+        )
+    return env, tracker
+
+
 def stamp(tensordict: TensorDictBase, version: Version) -> TensorDictBase:
     """Write one version into every element of a tensordict, in place."""
     shape, device = tensordict.batch_size, tensordict.device
@@ -168,6 +190,21 @@ def stamp(tensordict: TensorDictBase, version: Version) -> TensorDictBase:
         return tensordict.set(KEY, NonTensorData(version, batch_size=shape, device=device))
     # One entry an element, so that reading the key answers with a list as in torchrl.
     return tensordict.set(KEY, NonTensorData(version, device=device).expand(shape))
+
+
+def stamp_turn(turn: TensorDictBase, version: Version, following: bool = True) -> None:
+    """Write the version of a turn into it, and that of its tokens if the policy reported them.
+
+    Args:
+        turn: is changed in place.
+        version: the version that the policy had when it was called for the turn.
+        following: whether ``"next"`` does not have that version yet.
+    """
+    stamp(turn, version)
+    if following:
+        stamp(turn.get("next"), version)
+    if not isinstance(version, str):
+        stamp_tokens(turn)
 
 
 def stamp_tokens(turn: TensorDictBase) -> None:

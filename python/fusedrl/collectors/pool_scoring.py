@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import is_
 from typing import Any
 
 from torch import nn
-from torchrl.envs.llm.transforms import RetrieveKL as TorchrlRetrieveKL
 
 from fusedrl.channel import Lease
 from fusedrl.channel.following import Follower, Following
 from fusedrl.channel.loading import Target
-from fusedrl.collectors.turn_gate import Entry
 from fusedrl.collectors.versions import Versions
+from fusedrl.compat.torchrl import steps_have_ended, will_take_policy
 from fusedrl.weights.follow import patch_attribute
 from fusedrl.weights.policy_copies import copied_for
 
@@ -28,9 +26,9 @@ class PoolScoring:
     """Lets transforms of a pool's environments score with the version of their turn.
 
     While an environment steps, the policy is called for others. If a transform takes the policy
-    from its collector, each turn therefore holds its version until its environment has stepped. If
-    versions come from a channel, the others may have newer ones: a second model computes with the
-    version of the turn, for one environment at a time. Without a channel, updates wait.
+    from its collector, the version of each turn lasts until its environment has stepped. Without a
+    channel, updates wait for that. Through a channel, the others may have newer versions: each turn
+    has a lease, and a second model computes with its version, for one environment at a time.
 
     Args:
         pool: a pool of threads; environments of other pools cannot reach the policy.
@@ -41,20 +39,20 @@ class PoolScoring:
     """
 
     def __init__(self, pool: Any, versions: Versions) -> None:
+        self._pool, self._versions = pool, versions
         self._envs: list[Any] = list(getattr(pool, "envs", ()))
-        self._versions = versions
         self._scores = any(
             getattr(part, "takes_policy", False) for env in self._envs for part in env.modules()
         )
         self.policy: Any = None
         self._model: _SecondModel | None = None
         self._checked: tuple[Any, Any] = (None, None)  # the follower and the policy
-        self._turns: dict[int, Lease | Entry | None] = {}  # by environment
-        self._stepping = threading.local()  # the turn of the environment that a thread steps
+        self._leases: dict[int, Lease | None] = {}  # by environment
+        self._stepping = threading.local()  # the environment that a thread steps
         self._undo: list[Callable[[], None]] = []
 
     def prepare(self, policy: Any) -> None:
-        """Let turns last until their environment has stepped, if it computes with the policy.
+        """Let versions last until environments have stepped that compute with the policy.
 
         Weights from a channel need a second model for that, which is made here.
 
@@ -68,13 +66,11 @@ class PoolScoring:
         if all(map(is_, self._checked, (follower, policy))):
             return
         shared = self._sharing(policy if follower is None else follower.module)
-        if follower is not None and self._model is None:
+        if follower is None and (self._scores or shared):
+            self._versions.settle = partial(steps_have_ended, self._pool)
+        elif follower is not None and self._model is None:
             self._make_model(follower, policy, shared)
         self._checked = follower, policy
-        for index, env in enumerate(self._envs if self._scores or shared else ()):
-            if len(self._undo) < len(self._envs):
-                step = partial(self._step, index, env.step_and_maybe_reset)
-                self._undo.append(patch_attribute(env, "step_and_maybe_reset", step))
 
     def _sharing(self, policy: Any) -> list[Any]:
         """The parts of environments that compute with the policy's own parameters."""
@@ -88,7 +84,7 @@ class PoolScoring:
             part
             for env in self._envs
             for part in env.modules()
-            if (isinstance(part, TorchrlRetrieveKL) and not part._initialized)
+            if will_take_policy(part)
             or any(id(parameter) in own for parameter in part.parameters(recurse=False))
         ]
 
@@ -110,19 +106,22 @@ class PoolScoring:
         follower.load()  # the weights that the policy began with have no version
         self._model = _SecondModel(policy, follower)
         self.policy = self._model.policy
+        for index, env in enumerate(self._envs):
+            step = partial(self._step, index, env.step_and_maybe_reset)
+            self._undo.append(patch_attribute(env, "step_and_maybe_reset", step))
 
     @contextmanager
     def turns_of(self, indices: list[int]) -> Iterator[None]:
-        """Hold the policy's version for the environments that get their turns in this block."""
-        if self._model is not None and self._versions.follower is not self._model.follower:
+        """Lease the policy's version for the environments that get their turns in this block."""
+        model = self._model
+        if model is not None and self._versions.follower is not model.follower:
             raise RuntimeError(
                 "policy: expected weights through the channel that environments score with, got "
                 "another way; make another collector"
             )
-        hold = self._versions.gate.hold if self._model is None else self._model.follower.hold
-        for index in indices if self._undo else ():
-            self._turns[index] = hold()
         try:
+            if model is not None:
+                self._leases.update((index, model.follower.hold()) for index in indices)
             yield
         except BaseException:
             for index in indices:
@@ -139,35 +138,31 @@ class PoolScoring:
             self._release(index)
 
     def _release(self, index: int) -> None:
-        held = self._turns.pop(index, None)
-        if held is not None:
-            held.release()
+        lease = self._leases.pop(index, None)
+        if lease is not None:
+            lease.release()
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[Any]:
         """Let :attr:`policy` compute with the version of the turn that this thread steps."""
         if self._model is None:
-            with self._versions.held(joins=True):
-                yield
-            return
-        held = self._turns.get(getattr(self._stepping, "index", -1))
-        if not isinstance(held, Lease):
+            # Without a channel, updates wait for the environments.
+            return nullcontext() if self._versions.follower is None else self._versions.held()
+        lease = self._leases.get(getattr(self._stepping, "index", -1))
+        if lease is None:
             raise RuntimeError(
                 "env: expected a transform that takes the policy from its collector to score in "
                 "the thread of its environment's step, got another thread; call the policy within "
                 "that step"
             )
-        with self._model.computing_with(held):
-            yield
+        return self._model.computing_with(lease)
 
     def close(self) -> None:
         """Wait until the environments have stepped, then restore them and release all versions."""
-        deadline = time.monotonic() + CLOSE_S
-        while self._turns and time.monotonic() < deadline:
-            time.sleep(0.005)
+        if self._leases:
+            steps_have_ended(self._pool, CLOSE_S)
         while self._undo:
             self._undo.pop()()
-        for index in list(self._turns):
+        for index in list(self._leases):
             self._release(index)
 
 
@@ -190,11 +185,11 @@ class _SecondModel:
         self._lock = threading.Lock()
 
     @contextmanager
-    def computing_with(self, held: Lease) -> Iterator[None]:
+    def computing_with(self, lease: Lease) -> Iterator[None]:
         """Load a version for this block, which one thread at a time can enter."""
         with self._lock:
-            if self._version != held.version:
+            if self._version != lease.version:
                 self._version = None  # until the whole version is loaded
-                held.load(self._target, self.follower.mode)
-                self._version = held.version
+                lease.load(self._target, self.follower.mode)
+                self._version = lease.version
             yield

@@ -1,21 +1,24 @@
-"""Shows a collector's progress on a bar, or in the log."""
+"""Shows a collector's progress on a bar or in the log, and measures where its time goes."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDictBase
 
 from fusedrl.collectors.policy_version import versions_in
+from fusedrl.compat.torchrl import frames_of
 
 logger = logging.getLogger("fusedrl")
 
 RESPONSES = (("tokens", "response"), "tokens_response")
 MASK = ("masks", "all_attention_mask")
+PARTS = ("policy", "env", "stamping", "queueing")
 
 
 def check_progress(progress: bool) -> None:
@@ -69,32 +72,19 @@ def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
         yield advance
 
 
-class OpenBar:
-    """A :func:`progress_bar` that is kept open between calls, until :meth:`close`."""
-
-    def __init__(self, bar: AbstractContextManager[Callable[..., None]]) -> None:
-        self._open = ExitStack()
-        self.advance = self._open.enter_context(bar)
-
-    def close(self) -> None:
-        """End the bar."""
-        self._open.close()
-
-
 class Meter:
-    """Computes the numbers to show for a collector, which counts its turns in ``_frames``."""
+    """Computes the numbers to show for a collector, which counts its turns."""
 
     def __init__(self, collector: Any) -> None:
         self._collector = collector
         self._last = time.perf_counter()
-        self._turns = collector._frames
+        self._turns = frames_of(collector)
 
     def read(
         self,
         batch: TensorDictBase | None = None,
         tokens: int | None = None,
         oldest: Any = None,
-        turns: int | None = None,
     ) -> dict[str, Any]:
         """The numbers that are known: turns, rates since the last call, version, staleness.
 
@@ -103,11 +93,10 @@ class Meter:
                 responses, and staleness is how many versions its oldest turn is behind the newest.
             tokens: the number of tokens, if the batch is in another process.
             oldest: the version of the oldest turn, if the batch is in another process.
-            turns: the collector's turns, if it counts them later.
         """
         now, collector = time.perf_counter(), self._collector
         seconds, self._last = max(now - self._last, 1e-9), now
-        before, self._turns = self._turns, collector._frames if turns is None else turns
+        before, self._turns = self._turns, frames_of(collector)
         rate = (self._turns - before) / seconds
         numbers: dict[str, Any] = {"turns": self._turns, "turns_per_s": rate}
         tokens = tokens if batch is None else response_tokens(batch)
@@ -154,3 +143,49 @@ def _rates(numbers: dict[str, Any]) -> str:
     if "staleness" in numbers:
         shown.append(f"staleness {numbers['staleness']}")
     return ", ".join(shown)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds that a collector has spent on each kind of work; ``print`` shows shares and rates.
+
+    ``policy`` includes taking new weights from a channel, and ``env`` waiting for environments of
+    a pool. ``stamping`` is writing versions and trajectory ids. ``queueing`` is building batches,
+    postprocessing, and writing to a buffer or a queue.
+    """
+
+    turns: int
+    policy: float
+    env: float
+    stamping: float
+    queueing: float
+
+    def __str__(self) -> str:
+        """The shares of each kind of work, and the rates."""
+        parts = {name: getattr(self, name) for name in PARTS}
+        total = sum(parts.values()) or 1.0
+        shares = ", ".join(f"{k} {v:.3g} s ({v / total:.0%})" for k, v in parts.items())
+        return f"{self.turns} turns, {self.turns / total:.3g} a second: {shares}"
+
+
+class Stopwatch:
+    """Measures laps: the end of each lap names the work that its time was spent on."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self.turns = 0
+        self._last = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin a lap; the time since the last one is not counted."""
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Count the time since the last lap as ``name``."""
+        now = time.perf_counter()
+        self.seconds[name] += now - self._last
+        self._last = now
+
+    def profile(self) -> Profile:
+        """The laps so far."""
+        return Profile(turns=self.turns, **self.seconds)

@@ -6,18 +6,47 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
-from fusedrl.collectors.batches import DialogBatches, TurnBatches
+from fusedrl.collectors.batches import RowBatches, TurnBatches
 from fusedrl.collectors.call_by_length import call_by_length
-from fusedrl.collectors.policy_version import stamp, stamp_tokens
-from fusedrl.collectors.stopwatch import Stopwatch
-from fusedrl.collectors.trajectories import Trajectories
-from fusedrl.collectors.turn_copies import TurnCopies
-from fusedrl.collectors.turn_rows import IDS, ended, rows_of, tag
+from fusedrl.collectors.policy_version import stamp_turn
+from fusedrl.collectors.progress import Stopwatch
+from fusedrl.collectors.turn_data import IDS, TurnCopies, ended, rows_of, tag
 from fusedrl.collectors.versions import Versions
+from fusedrl.compat.torchrl import trajectory_numbers
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+class Trajectories:
+    """The id of the trajectory that each element of an environment is in.
+
+    Attributes:
+        source: gives ids that no trajectory has had before.
+        ids: the id of each element, in the environment's shape.
+    """
+
+    def __init__(self) -> None:
+        self.source = trajectory_numbers()
+        self.ids = torch.empty(0, dtype=torch.int64)
+
+    def begin(self, shape: torch.Size, device: torch.device | None) -> None:
+        """Begin a new trajectory in each element."""
+        self.ids = self.source.get_traj_and_increment(shape.numel(), device=device).reshape(shape)
+
+    def renew(self, over: Tensor, rows: Any = ...) -> None:
+        """Begin a new trajectory where one is over.
+
+        Args:
+            over: bool, for each element of the rows.
+            rows: the indices of these rows along the first dimension; all by default.
+        """
+        if count := int(over.sum()):
+            fresh = self.source.get_traj_and_increment(count, device=self.ids.device)
+            self.ids[rows] = self.ids[rows].masked_scatter(over, fresh)
 
 
 class TurnLoop:
@@ -31,38 +60,49 @@ class TurnLoop:
         batches: the queue in which turns wait for a batch.
         versions: the versions of the policy's weights.
         copies: whether turns are copied.
+        total: number of turns to run in all.
 
     Attributes:
         frames: turns so far; those of a batch are added when it is counted.
         trajectories: the trajectories that the dialogs are in.
         watch: measures where the time goes.
+        scored_policy: the policy that transforms score with, if it is not the collector's own.
     """
 
+    scored_policy: Any = None
+
     def __init__(
-        self, env: Any, batches: TurnBatches | DialogBatches, versions: Versions, copies: bool
+        self,
+        env: Any,
+        batches: TurnBatches | RowBatches,
+        versions: Versions,
+        copies: bool,
+        total: float,
     ) -> None:
-        self._env, self._batches, self._versions, self._copies = env, batches, versions, copies
+        self._env, self._batches, self._versions = env, batches, versions
+        self._copies, self._total = copies, total
         self.frames = 0
-        self.trajectories = Trajectories(by_first=False)
+        self.trajectories = Trajectories()
         self.watch = Stopwatch()
         self._carried: Any = None  # the policy's next input; None before a reset
         self._last: Any = None  # the turn before
 
+    def prepare(self, policy: Any) -> None:
+        """Do nothing: transforms that score with the policy need no preparation."""
+
     def batch(self, policy: Policy) -> TensorDictBase:
         """Run turns until there is a batch."""
         while (batch := self._batches.take()) is None:
-            if self._carried is None:
-                self._begin()
-            self._turn(policy)
+            self._advance(policy)
         return batch
 
-    def _begin(self) -> None:
-        self._carried = self._env.reset()
-        self.trajectories.begin(self._env.batch_size, self._env.device)
-        self.watch.lap("env")
-
-    def _turn(self, policy: Policy) -> None:
+    def _advance(self, policy: Policy) -> None:
+        """Run a turn."""
         watch = self.watch
+        if self._carried is None:
+            self._carried = self._env.reset()
+            self.trajectories.begin(self._env.batch_size, self._env.device)
+            watch.lap("env")
         with self._versions.held() as version:
             actions = call_by_length(policy, self._carried)
             watch.lap("policy")
@@ -77,15 +117,12 @@ class TurnLoop:
         if not self._batches.skip(over):
             turn = self._checked(turn) if copies is None else copies.after(turn)
             if version is not None:
-                stamp(turn, version)
-                if self._versions.tracker.version != version:  # the environment wrote that one
-                    stamp(turn.get("next"), version)
-                if not isinstance(version, str):
-                    stamp_tokens(turn)
+                # The environment has tagged "next" with what the tracker says.
+                stamp_turn(turn, version, following=self._versions.tracker.version != version)
             self._add(turn, over)
             if True in over:
                 self.trajectories.renew(mask)
-            if copies is None and isinstance(self._batches, TurnBatches) and self._batches.complete:
+            if copies is None and self._batches.cuts:
                 self._carried = self._carried.clone()  # the caller may change the batch
         watch.lap("queueing")
 
@@ -99,36 +136,29 @@ class TurnLoop:
         return turn
 
     def _add(self, turn: TensorDictBase, over: list[bool]) -> None:
+        ids = self.trajectories.ids.clone()
         if not self._batches.by_row:
-            turn.set(IDS, self.trajectories.ids)
+            turn.set(IDS, ids)
             self.watch.lap("stamping")
             self._batches.add(turn, over)
             return
         rows = rows_of(turn, own=self._copies)
-        tag(rows, self.trajectories.rows)
+        tag(rows, ids.flatten().unbind(0))
         self.watch.lap("stamping")
         self.frames += self._batches.add(rows, over)
 
-    def prepare(self, policy: Any) -> None:
-        """Do nothing: transforms that score with the policy need no preparation."""
-
-    def scored(self, policy: Any) -> Any:
-        """The policy that transforms score with, within :meth:`scoring`."""
-        return policy
-
     def scoring(self) -> AbstractContextManager[Any]:
-        """Give that policy the version of the turn."""
-        return self._versions.held(joins=True)
+        """Give the policy that transforms score with the version of the turn."""
+        return self._versions.held()
+
+    def restart(self, finished: bool = False) -> None:
+        """End running dialogs; their turns count, but are in no batch.
+
+        Args:
+            finished: whether to forget finished dialogs, too.
+        """
+        self._carried = None
+        self.frames += self._batches.forget(finished)
 
     def close(self) -> None:
         """Do nothing: no version is held."""
-
-    def interrupt(self) -> None:
-        """End running dialogs; their turns count, but are in no batch."""
-        self._carried = None
-        self.frames += self._batches.interrupt()
-
-    def clear(self) -> None:
-        """As :meth:`interrupt`, and forget finished dialogs too."""
-        self.interrupt()
-        self.frames += self._batches.clear()

@@ -3,48 +3,57 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 from fusedrl import _host
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Following
-from fusedrl.channel.forking import renew_in_children
+from fusedrl.channel.forking import is_mine, renew_in_children
 from fusedrl.collectors.policy_version import Version
-from fusedrl.collectors.turn_gate import TurnGate
 from fusedrl.weights.follow import (
-    Unnumbered,
     check_counts,
     check_open,
     follow_channel,
+    number_own,
     refuse_another_channel,
 )
+
+WAIT_S = 600.0  # seconds that an update waits for turns, and a turn for an update
 
 
 class Versions:
     """Gives each turn of a collector one version of the policy's weights, and its number.
 
-    Weights come through a channel, with their number, or somebody writes them into the policy
-    between two turns, and each update is counted.
+    Weights come through a channel, with their number: a follower switches them between turns. Or
+    somebody writes them into the policy, and each update is counted: a turn and an update then hold
+    one lock, which goes to whoever has waited longest.
 
     Attributes:
         tracker: the transform that tags what the environment returns, if versions are tracked.
         follower: what switches the policy's weights, if they come through a channel.
-        gate: keeps other updates out of turns.
+        settle: waits, for a number of seconds at most, until environments that step beside the
+            turns no longer compute with the policy; returns whether they have ended.
     """
 
     def __init__(self) -> None:
         self.tracker: Any = None
         self.follower: Following | None = None
-        self.gate = TurnGate()
+        self.settle: Callable[[float], bool] = lambda seconds: True
         self._close: Callable[[], None] | None = None
-        self._update = _Update()
-        self._unnumbered: Unnumbered | None = None
+        # Whoever waits for the lock has the first place, so that nobody who comes later overtakes.
+        self._lock: Any = threading.RLock()  # an RLock knows which thread owns it
+        self._first_place = threading.Lock()
+        self._updates = False  # whether the owner of the lock is an update
+        self._numbered = False  # whether the weights of that update come with their version
         self._counting = threading.Lock()
-        renew_in_children(self, _counting=threading.Lock)
+        renew_in_children(
+            self, _lock=threading.RLock, _first_place=threading.Lock, _counting=threading.Lock
+        )
 
     def open(self, channel: WeightHandle | WeightReader, policy: Any, mode: Any) -> None:
         """Take the policy's weights from a channel, until :meth:`close`.
@@ -65,19 +74,19 @@ class Versions:
             refuse_another_channel()
         if self.tracker is not None:
             check_counts(self.tracker)
-        self.follower, self._unnumbered = follower, None
+        self.follower = follower
         self._tag(follower.version)
 
     def leave(self, keeps: bool = True) -> None:
         """Stop following a channel.
 
         Args:
-            keeps: whether the policy keeps the version that it had last. Otherwise turns are
-                refused until somebody counts a version of its new weights.
+            keeps: whether the policy keeps the version that it had last. Otherwise it gets back the
+                trainer's own weights, under a number that no published ones have.
         """
-        self.follower = None
-        if not keeps and self.tracker is not None:
-            self._unnumbered = Unnumbered(self.tracker)
+        follower, self.follower = self.follower, None
+        if follower is not None and not keeps and self.tracker is not None:
+            number_own(self.tracker, follower)
 
     def close(self) -> None:
         """End what :meth:`open` began."""
@@ -91,28 +100,51 @@ class Versions:
         """Whether :meth:`open` was called, and :meth:`close` not yet."""
         return self._close is not None
 
-    def held(self, joins: bool = False) -> AbstractContextManager[Version | None]:
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if the reader of the channel is closed; nothing has begun then."""
+        if self.is_open and self.follower is not None:
+            check_open(self.follower.reader)
+
+    def held(self) -> AbstractContextManager[Version | None]:
         """Let the policy compute with one version in a block: the newest now.
 
-        Args:
-            joins: whether the block is a part of a turn that runs, if one does.
+        A block within another of the same thread is a part of it.
 
         Returns:
             A context manager that gives the number of the version; ``None`` if versions are not
             tracked.
 
         Raises:
-            RuntimeError: the policy's weights have no number, or the channel's reader is closed.
+            RuntimeError: as for :meth:`check`.
             TimeoutError: an update without a channel does not end.
         """
-        if self._unnumbered is not None:
-            self._unnumbered.check()
-        if self.follower is None:
-            return _host.Entered(self.gate.turn(joins), lambda _: self._tag(None))
-        if self.is_open:
-            check_open(self.follower.reader)
-        # An object, which also ends where an interrupt comes before the block begins.
-        return _host.Entered(self.follower, self._tag)
+        self.check()
+        if self.follower is not None:
+            # An object, which also ends where an interrupt comes before the block begins.
+            return _host.Entered(self.follower, self._tag)
+        return self._alone(False, "turn: expected the end of an update of the policy's weights")
+
+    def _alone(self, updates: bool, expected: str) -> _host.Entered:
+        """Hold the lock in a block, which gives the number of the weights."""
+        deadline = time.monotonic() + WAIT_S
+        waiting: list[_host.Acquired] = []
+        try:
+            if not is_mine(self._lock):
+                for lock in (self._first_place, self._lock):
+                    waiting.append(_host.Acquired(lock, max(deadline - time.monotonic(), 0.0)))
+                    if not waiting[-1].held:
+                        raise _late(expected)
+                self._updates = updates
+            elif updates and not self._updates:
+                raise RuntimeError(
+                    "weights: expected an update between two turns, got one from within a turn, "
+                    "which would have two versions; update before or after the rollout, or from "
+                    "another thread"
+                )
+            return _host.Entered(self._lock, lambda _: self._tag(None))
+        finally:
+            for lock in waiting:
+                lock.release()
 
     def _tag(self, version: int | None) -> Version | None:
         """The number of the weights that are computed with, if versions are tracked."""
@@ -132,36 +164,59 @@ class Versions:
 
     def count(self) -> None:
         """Count a new version, once for an update, unless versions come from a channel."""
-        if self.tracker is None or self.follower is not None or self._update.depth:
-            return
-        with self._counting:
-            self.tracker.increment_version()
+        if not (self._updates and is_mine(self._lock)):
+            self._count()
+
+    def _count(self) -> None:
+        if self.tracker is not None and self.follower is None:
+            with self._counting:
+                self.tracker.increment_version()
 
     @contextmanager
-    def one_update(self, numbered: bool = False, waits: bool = True) -> Iterator[None]:
-        """Count one version at the end of the block, however many are counted or set inside.
+    def one_update(self, numbered: bool = False) -> Iterator[None]:
+        """As :meth:`between_turns`, and count one version, however many are counted in the block.
+
+        If weights come through a channel, which numbers them, nothing is counted.
 
         Args:
             numbered: whether the weights come with their version, which may be the current one.
-            waits: whether the block writes weights that turns compute with, and therefore waits for
-                the end of those that run, unless a follower switches these weights.
+
+        Raises:
+            RuntimeError: the collector has opened a channel for its weights, or as for
+                :meth:`between_turns`.
+            TimeoutError: a turn does not end.
+        """
+        self.refuse_beside_channel()
+        is_part = self._updates and is_mine(self._lock)
+        with self.between_turns():
+            self._numbered = numbered or (is_part and self._numbered)
+            yield
+            if not (is_part or self._numbered):
+                self._count()
+
+    @contextmanager
+    def between_turns(self) -> Iterator[None]:
+        """Write the policy's weights in a block, unless they come through a channel.
 
         Raises:
             RuntimeError: this thread is within a turn, for whose end the block would wait.
             TimeoutError: a turn does not end.
         """
-        update = self._update
-        outermost = not update.depth
-        gate = self.gate.update() if waits and self.follower is None else nullcontext()
-        with gate:
-            update.depth += 1
-            update.numbered = numbered or (update.numbered and not outermost)
-            try:
-                yield
-            finally:
-                update.depth -= 1
-            if outermost and not update.numbered:
-                self.count()
+        if self.follower is not None:  # it switches the weights between turns
+            yield
+            return
+        expected = "weights: expected the end of the turn that computes with the former ones"
+        with self._alone(True, expected):
+            if not self.settle(WAIT_S):
+                raise _late(expected)
+            yield
+
+    def refuse_beside_channel(self) -> None:
+        """Raise ``RuntimeError`` if :meth:`open` has a channel for the weights."""
+        if self.is_open:
+            raise RuntimeError(
+                "channel: expected weights to come through it, got others; publish them"
+            )
 
     def take_updates_of(self, updater: Any) -> None:
         """Make one version of each update of a weight updater, also if it is called itself.
@@ -183,13 +238,8 @@ class Versions:
                 setattr(updater, name, partial(between_turns, push))
 
 
-class _Update(threading.local):
-    """The update that is running in a thread; those of other threads are counted separately.
-
-    Attributes:
-        depth: how many updates are nested.
-        numbered: whether one of them came with its version.
-    """
-
-    depth = 0
-    numbered = False
+def _late(expected: str) -> TimeoutError:
+    return TimeoutError(
+        f"{expected} within {WAIT_S:.0f} s, got none; pass channel=, where turns and updates do "
+        "not wait for each other"
+    )

@@ -1,5 +1,5 @@
-"""The bundled chats, and two tiny chat models made from them in seconds."""
+"""The bundled chats, a tiny chat model made from them in seconds, and an environment of them."""
 
-from fusedrl.demo.models import CHATS, make_models
+from fusedrl.demo.models import CHATS, make_reference
 
-__all__ = ["CHATS", "make_models"]
+__all__ = ["CHATS", "make_reference"]

@@ -1,4 +1,4 @@
-"""Make two tiny models: a reference that learns the bundled chats, and a policy tuned from it."""
+"""Make a tiny chat model that has learned the bundled chats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from fusedrl.ops import token_log_probs
-from fusedrl.scoring.chats import parse_chat, read_records
+from fusedrl.scoring.chats import Chat, parse_chats
+from fusedrl.scoring.records import read_records
 from fusedrl.scoring.tokenization import TokenizedChat, tokenize_chat
 
 CHATS = Path(__file__).parent / "chats.jsonl"
@@ -27,40 +28,34 @@ _TEMPLATE = (
 )
 
 
-def make_models(
-    policy: Path, reference: Path, *, pretrain_steps: int = 200, tune_steps: int = 30, seed: int = 0
-) -> None:
-    """Train and save two models with their tokenizer, for ``from_pretrained``.
+def make_reference(folder: Path, *, steps: int = 100, seed: int = 0) -> None:
+    """Train a tiny model on the bundled chats and save it for ``from_pretrained``.
 
-    The reference learns all bundled chats. The policy starts from it and is tuned on every second
-    chat only: it moves there, and elsewhere as far as the two share weights.
+    A token is a byte of UTF-8, so that the text of an answer has the tokens that were sampled.
 
     Args:
-        policy: directory to write, made if absent.
-        reference: the same for the reference.
-        pretrain_steps: optimiser steps of the reference, of 8 chats each.
-        tune_steps: further steps of the policy.
+        folder: directory to write, made if absent.
+        steps: optimiser steps, of 4 chats each.
         seed: seeds the initial weights and the order of the chats.
     """
-    conversations = [parse_chat(record) for record in read_records(CHATS)]
-    texts = [message["content"] for chat in conversations for message in chat.messages]
-    tokenizer = make_tokenizer(texts)
+    tokenizer = make_tokenizer([""], size=0)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = make_model(len(tokenizer))
-        for folder in (reference, policy):
-            tokenizer.save_pretrained(folder)
-            model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        model.config.save_pretrained(folder)
         # Train on what scoring will read: AutoTokenizer gives a Qwen2 folder Qwen2's own way of
         # splitting text, whatever the tokenizer was saved with.
-        loaded = AutoTokenizer.from_pretrained(reference)
-        chats = [tokenize_chat(chat, loaded) for chat in conversations]
-        shuffle = random.Random(seed)
-        with _one_thread():
-            _train(model, chats, pretrain_steps, 5e-3, shuffle)
-            model.save_pretrained(reference)
-            _train(model, chats[::2], tune_steps, 5e-4, shuffle)
-            model.save_pretrained(policy)
+        loaded = AutoTokenizer.from_pretrained(folder)
+        with one_thread():
+            chats = [tokenize_chat(chat, loaded) for chat in bundled_chats()]
+            _train(model, chats, steps, 5e-3, random.Random(seed))
+        model.save_pretrained(folder)
+
+
+def bundled_chats() -> list[Chat]:
+    """The conversations in ``CHATS``."""
+    return [chat for record in read_records(CHATS) for chat in parse_chats(record)]
 
 
 def make_tokenizer(texts: list[str], size: int = 1500) -> PreTrainedTokenizerFast:
@@ -86,7 +81,7 @@ def make_tokenizer(texts: list[str], size: int = 1500) -> PreTrainedTokenizerFas
 
 
 def make_model(vocabulary: int) -> Qwen2ForCausalLM:
-    """An untrained Qwen2 of about 370,000 parameters."""
+    """An untrained Qwen2: 225,000 parameters, and 96 more for each token of its vocabulary."""
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=vocabulary,
@@ -105,7 +100,7 @@ def make_model(vocabulary: int) -> Qwen2ForCausalLM:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Lets torch compute on one thread: in products as small as these, others would wait for it.
 
     On a busy machine they wait for most of the time.
@@ -133,7 +128,7 @@ def _train(
     )
     model.train()
     for _ in range(steps):
-        batch = shuffle.sample(chats, 8)
+        batch = shuffle.sample(chats, 4)
         tokens = pad_sequence([torch.tensor(c.token_ids) for c in batch], batch_first=True)
         mask = pad_sequence([torch.tensor(c.turns) >= 0 for c in batch], batch_first=True)
         # Causal attention and padding on the right: no kept token sees the padding.

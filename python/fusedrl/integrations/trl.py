@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedrl.integrations import _trl_trainers
+from fusedrl.compat.trl import DIVERGENCE_LOSS, LOSS
+from fusedrl.integrations import trl_trainers
 from fusedrl.ops._autograd import first_derivative_only
 from fusedrl.ops.token_log_probs import TokenLogProbs, normalizers, token_log_probs
 from fusedrl.patching import Replacement, Report, chosen_of, replace
@@ -217,9 +218,8 @@ class _ManyClasses(torch.autograd.Function):
 
 
 _HEAD = "ChunkedLogProbFunction"
-_LOSS = "._compute_loss"
+_LOSS = f".{LOSS}"
 _DIVERGENCE = "ChunkedDivergenceFunction"
-_DIVERGENCE_LOSS = "_chunked_divergence_loss"
 _GKD_LOSS = "GKDTrainer.generalized_jsd_loss"
 
 # name in TRL -> the module that defines it
@@ -228,15 +228,15 @@ _HOMES = {
     "entropy_from_logits": "trl.trainer.utils",
     "selective_log_softmax_and_entropy": "trl.trainer.utils",
     _HEAD: "trl.kernels.chunked_logprob",
-    "GRPOTrainer._compute_loss": "trl.trainer.grpo_trainer",
-    "RLOOTrainer._compute_loss": "trl.trainer.rloo_trainer",
+    f"GRPOTrainer{_LOSS}": "trl.trainer.grpo_trainer",
+    f"RLOOTrainer{_LOSS}": "trl.trainer.rloo_trainer",
     _DIVERGENCE: "trl.kernels.chunked_divergence",
-    _DIVERGENCE_LOSS: "trl.trainer.distillation_trainer",
+    DIVERGENCE_LOSS: "trl.trainer.distillation_trainer",
     _GKD_LOSS: "trl.experimental.gkd.gkd_trainer",
 }
 
 # Modules that only some trainers need, and that may fail to load where they are not used.
-_OF_TRAINERS = (_DIVERGENCE, _DIVERGENCE_LOSS, _GKD_LOSS)
+_OF_TRAINERS = (_DIVERGENCE, DIVERGENCE_LOSS, _GKD_LOSS)
 
 # trainer -> what of it is fused, and when it is not
 _NOT_TRIED = "FSDP, DeepSpeed and torch_compile"
@@ -333,8 +333,8 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
     return replace(
         "trl",
         replacements,
-        untouched=partial(_trl_trainers.without, names),
-        in_part=partial(_trl_trainers.in_part, names, losses),
+        untouched=partial(trl_trainers.without, names),
+        in_part=partial(trl_trainers.in_part, names, losses),
     )
 
 
@@ -359,11 +359,11 @@ def _ours(name: str) -> tuple[Any, str | None]:
         return _planned_loss(name, theirs)
     if name == _HEAD:
         # Its module keeps TRL's own function to fall back on, so it is loaded before the patch.
-        from fusedrl.integrations._trl_head import ChunkedLogProbFunction as ours
+        from fusedrl.integrations.trl_head import ChunkedLogProbFunction as ours
 
         same = theirs is ours or _arguments(theirs.forward)[1:] == _arguments(ours.apply)
     elif name == _DIVERGENCE:
-        from fusedrl.integrations._trl_divergence import ChunkedDivergenceFunction as ours
+        from fusedrl.integrations.trl_divergence import ChunkedDivergenceFunction as ours
 
         same = theirs is ours or _arguments(theirs.forward)[1:] == _arguments(ours.apply)
     elif name in _OF_TRAINERS:
@@ -378,22 +378,22 @@ def _ours(name: str) -> tuple[Any, str | None]:
 
 def _loss_of_a_trainer(name: str) -> Any:
     if name == _GKD_LOSS:
-        from fusedrl.integrations._trl_gkd import generalized_jsd_loss
+        from fusedrl.integrations.trl_gkd import generalized_jsd_loss
 
         return generalized_jsd_loss
-    from fusedrl.integrations._trl_distillation import chunked_divergence_loss
+    from fusedrl.integrations.trl_distillation import chunked_divergence_loss
 
     return chunked_divergence_loss
 
 
 def _planned_loss(name: str, theirs: Any) -> tuple[Any, str | None]:
-    from fusedrl.integrations import _trl_loss
+    from fusedrl.integrations import trl_loss
 
-    if _trl_loss.is_planned(theirs):
+    if trl_loss.is_planned(theirs):
         return theirs, None
     if _arguments(theirs) != ["self", "model", "inputs"]:
         return None, f"{name} takes other arguments in this TRL"
-    return _trl_loss.planned(theirs, name.partition(".")[0]), None
+    return trl_loss.planned(theirs, name.partition(".")[0]), None
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:

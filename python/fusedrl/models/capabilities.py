@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from fusedrl.compat.transformers import attention_of
 from fusedrl.models.lengths import shared_below
 from fusedrl.models.probes import ProbeResult, probe_parts, probe_whole
 from fusedrl.models.signature import modules_of, signature
@@ -128,7 +129,7 @@ def _check_decoder(model: Any) -> None:
 
 def _parts_finding(modules: list[Any], parts: Parts, below: int | None) -> ProbeResult:
     model = modules[0]
-    attention = getattr(parts.config, "_attn_implementation", None)
+    attention = attention_of(parts.config)
     packable = parts.config.model_type in PACKABLE and attention in ATTENTIONS
     ends = (model, parts.base, parts.decoder, parts.head)
     autocast = autocast_of(parts.weight.device)

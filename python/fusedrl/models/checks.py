@@ -49,7 +49,7 @@ def logits_of(model: nn.Module, output: Any, ids: Tensor) -> Tensor:
         raise TypeError(
             f"model: expected logits that this rank has in full, got a DTensor from {name}; gather "
             "them with .full_tensor(), or pass this rank's shard of the head to "
-            "linear_token_log_probs with vocab_offset= and group="
+            "linear_token_log_probs with vocab_offset= and vocab_group="
         )
     rows, width = ids.shape
     if logits.dim() != 3 or len(logits) != rows or logits.shape[1] < width:
@@ -70,7 +70,7 @@ def check_all_classes(classes: int, embedded: int | None) -> None:
         raise ValueError(
             f"model: expected logits of the {embedded} ids that it embeds, got those of {classes}, "
             "as a head that is sharded over the vocabulary gives; gather its logits, or pass the "
-            "shard to linear_token_log_probs with vocab_offset= and group="
+            "shard to linear_token_log_probs with vocab_offset= and vocab_group="
         )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from fusedrl.compat.torch import buffers_of, parameters_of
+
 # Rotary embeddings whose frequencies depend on the longest position of the call.
 _FOLLOWING = ("dynamic", "longrope", "su")
 _CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
@@ -89,8 +91,8 @@ def positions_held(model: Any, context: int) -> bool:
         rows = getattr(module, "num_embeddings", None)
         if isinstance(rows, int) and module is not inputs and 0 <= rows - context <= _OFFSET:
             return True
-        own = [*module._buffers.values()]
-        own += [weight for name, weight in module._parameters.items() if "pos" in name]
+        own = [*buffers_of(module).values()]
+        own += [weight for name, weight in parameters_of(module).items() if "pos" in name]
         if any(x is not None and x.dim() > 1 and context in x.shape for x in own):
             return True
     return False

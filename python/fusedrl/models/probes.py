@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fusedrl.channel.forking import renew_in_children
+from fusedrl.compat.torch import buffers_of
 from fusedrl.models.split import Parts, autocast_as, autocast_of
 from fusedrl.ops._head import scaled_and_capped
 
@@ -239,7 +242,7 @@ def _forgotten(decoder: nn.Module) -> Iterator[None]:
     saved = []
     for module in decoder.modules():
         if hasattr(module, "inv_freq") or hasattr(module, "rope_type"):
-            buffers = dict(module._buffers)
+            buffers = dict(buffers_of(module))
             values = [(b, b.clone()) for b in buffers.values() if b is not None]
             saved.append((module, dict(vars(module)), buffers, values))
     try:
@@ -248,8 +251,9 @@ def _forgotten(decoder: nn.Module) -> Iterator[None]:
         for module, attributes, buffers, values in saved:
             vars(module).clear()
             vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            own = buffers_of(module)
+            own.clear()
+            own.update(buffers)
             for buffer, value in values:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
@@ -263,13 +267,42 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices),
-            torch.compiler.set_stance("force_eager"),  # a graph would hide the head's product
+            _UNCOMPILED,  # a graph would hide the head's product
             _NoDropout(),
         ):
             yield
     finally:
         # Autocast keeps weights that it has converted, here without a gradient graph.
         torch.clear_autocast_cache()
+
+
+class _Uncompiled:
+    """Lets compiled functions run uncompiled while any thread is in its ``with`` block.
+
+    The block of torch restores what it found. Two threads that overlap would find each other's, and
+    leave the process uncompiled for ever.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = 0
+        self._stance = ExitStack()
+        self._lock = threading.Lock()
+        renew_in_children(self, _lock=threading.Lock)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._blocks == 0:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self._blocks += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0:
+                self._stance.close()
+
+
+_UNCOMPILED = _Uncompiled()
 
 
 class _NoDropout(TorchFunctionMode):

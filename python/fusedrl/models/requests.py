@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.channel.following import one_version
+from fusedrl.compat.transformers import attention_of
 from fusedrl.models import forwards
 from fusedrl.models.capabilities import Capabilities, capabilities_of
 from fusedrl.models.checks import (
@@ -96,7 +97,7 @@ def kept_states(request: Request, capabilities: Capabilities, parts: Parts) -> K
     """The decoder's hidden states for a request, in a block that ``opened`` began."""
     work = [row for row in request.work if len(row.kept)]
     device = parts.embeddings.device
-    attention = getattr(parts.config, "_attn_implementation", None)
+    attention = attention_of(parts.config)
     limit = request.limit or forwards.tokens_per_forward(device, attention)
     places = [torch.empty(0, dtype=torch.int64, device="cpu")]
     hidden = [parts.weight.new_empty(0, parts.weight.shape[1])]

@@ -7,14 +7,14 @@ from operator import is_
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import nn
-from torch.nn.modules import module as every_module
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+from fusedrl.compat.accelerate import has_hook
+from fusedrl.compat.peft import ADAPTER_SWITCHES
+from fusedrl.compat.torch import COMPILED_CALL, children_of, has_hooks, parameters_of
+
 # What is computed in another way while it is set: the compiled call of a module, and adapters.
-_SWITCHES = ("_compiled_call_impl", "_disable_adapters", "_active_adapter", "merged_adapters")
+_SWITCHES = (COMPILED_CALL, *ADAPTER_SWITCHES, "merged_adapters")
 
 
 def signature(modules: Sequence[nn.Module], ends: Iterable[nn.Module], *settings: Any) -> Any:
@@ -50,7 +50,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     found = {model: None}
     pending = [model]
     while pending:
-        for module in pending.pop()._modules.values():
+        for module in children_of(pending.pop()).values():
             if module is not None and module not in found:
                 found[module] = None
                 pending.append(module)
@@ -62,10 +62,7 @@ def is_hooked(module: nn.Module) -> bool:
 
     Hooks of the backward pass count only if a backward pass may follow.
     """
-    names = (*_HOOKS, *_BACKWARD_HOOKS) if torch.is_grad_enabled() else _HOOKS
-    of_all = any(getattr(every_module, f"_global{name}") for name in names)
-    own = any(getattr(module, name) for name in names)
-    return of_all or own or hasattr(module, "_hf_hook")
+    return has_hooks(module) or has_hook(module)
 
 
 class _Same:
@@ -112,7 +109,7 @@ def _weights(modules: Sequence[nn.Module]) -> list[Any]:
     """How many parameters each module has, and their dtypes and devices, in one list."""
     found: list[Any] = []
     for module in modules:
-        parameters = module._parameters
+        parameters = parameters_of(module)
         found.append(len(parameters))
         for parameter in parameters.values():
             if parameter is not None:

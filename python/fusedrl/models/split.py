@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fusedrl.compat.torch import COMPILED_CALL, uncompiled
 from fusedrl.models.signature import is_hooked
 from fusedrl.models.without_adapters import WithoutAdapters
 
@@ -58,11 +59,6 @@ def unwrapped(model: Any) -> tuple[Any, AbstractContextManager[None]]:
     if isinstance(model, WithoutAdapters):
         return model.adapted, model.disabled()
     return model, nullcontext()
-
-
-def uncompiled(model: Any) -> Any:
-    """The model that ``torch.compile`` was given, or ``model``."""
-    return model._modules.get("_orig_mod", model)
 
 
 def autocast_of(device: torch.device) -> torch.dtype | None:
@@ -156,11 +152,12 @@ def split(model: Any) -> Parts:
 def _compiled_as(decoder: nn.Module, *models: nn.Module) -> Callable[..., Any]:
     """The decoder, compiled as itself or else as one of the models around it; or as it is."""
     for child in models[-1].children():
-        if child._modules.get("_orig_mod") is decoder:  # transformers looks through torch.compile
+        # transformers looks through torch.compile
+        if child is not decoder and uncompiled(child) is decoder:
             return child
     for model in models:
         compiler = getattr(model, "dynamo_ctx", None)
-        call = model._compiled_call_impl
+        call = getattr(model, COMPILED_CALL)
         while isinstance(call, partial):  # a follower's, around what the module had
             call = call.args[0]
         if inspect.isfunction(call):  # Module.compile() keeps its settings in the call alone

@@ -10,22 +10,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torchrl.objectives.llm import CISPOLoss, GRPOLoss
 
+from fusedrl.compat.torchrl import POLICY_OBJECTIVE, WEIGHT_FORMULAS, mean_of
 from fusedrl.ops import _dispatch
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
 
 # The surrogate of each objective that torchrl has.
 _OBJECTIVES = {
-    GRPOLoss._compute_policy_objective: "clip",
-    CISPOLoss._compute_policy_objective: "clipped_ratio",
+    getattr(GRPOLoss, POLICY_OBJECTIVE): "clip",
+    getattr(CISPOLoss, POLICY_OBJECTIVE): "clipped_ratio",
 }
-# What else of torchrl's class the weights of tokens follow.
-_FORMULA = (
-    "_aggregate_loss_value",
-    "_reduce_loss",
-    "_expand_loss_mask",
-    "_loss_mask_keys",
-    "_clip_bounds",
-)
 
 
 class LossTerms(NamedTuple):
@@ -86,8 +79,8 @@ def loss_terms_of(
 
 def _surrogate(loss: Any) -> Surrogate | None:
     """The term of the advantages, where the loss has one of torchrl's."""
-    kind = _OBJECTIVES.get(type(loss)._compute_policy_objective)
-    own = "_compute_policy_objective" in vars(loss) or overridden(loss, GRPOLoss, _FORMULA)
+    kind = _OBJECTIVES.get(getattr(type(loss), POLICY_OBJECTIVE))
+    own = POLICY_OBJECTIVE in vars(loss) or overridden(loss, GRPOLoss, WEIGHT_FORMULAS)
     if kind is None or own or (loss.kl_mask_threshold or 0) > 0:
         return None
     low, high = 1 - float(loss.clip_epsilon_low), 1 + float(loss.clip_epsilon_high)
@@ -127,7 +120,7 @@ def _share(loss: Any, td: TensorDictBase, mask: Tensor, dtype: torch.dtype) -> T
     values = torch.zeros(*mask.shape, 1, device=mask.device, dtype=dtype, requires_grad=True)
     # Hooks of the caller, as a checkpoint has them, would run its whole segment once more.
     with saved_tensors_hooks(_as_it_is, _as_it_is):
-        mean = loss._aggregate_loss_value(values, mask, tensordict=td)
+        mean = mean_of(loss, values, mask, td)
         if mean.numel() != 1:
             return None
         (share,) = torch.autograd.grad(mean.sum(), values)

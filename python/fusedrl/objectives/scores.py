@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, distributions
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
 
+from fusedrl.compat.torch import in_forward_mode, is_transformed
+from fusedrl.compat.torchrl import READERS_OF_LOGITS
 from fusedrl.models import causal_log_probs
 from fusedrl.models.policy_terms import causal_policy_terms
 from fusedrl.models.split import classes_of
@@ -23,9 +23,6 @@ from fusedrl.transforms.reading import can_read
 
 logger = logging.getLogger("fusedrl")
 
-# Methods that make or get the distribution of all logits. A subclass that overrides one may read
-# more of the distribution than is computed here.
-_SEE_LOGITS = ("_get_cur_log_prob", "_log_weight", "_get_entropy", "_kl_to_ref")
 # The outputs whose gradients come from the terms of linear_policy_loss, in the order of these.
 _OUTPUTS = ("loss_objective", "loss_kl_to_ref", "loss_kl_to_inference", "loss_entropy")
 
@@ -122,7 +119,7 @@ def _scores(loss: Any, base: type, tensordict: TensorDictBase) -> Scores | None:
 def _check(loss: Any, base: type, td: TensorDictBase) -> None:
     """Raise ``CannotFuse`` for what only torchrl's own code computes."""
     actor = loss.actor_network
-    changed = overridden(loss, base, _SEE_LOGITS)
+    changed = overridden(loss, base, READERS_OF_LOGITS)
     if changed:
         raise CannotFuse(f"it has {', '.join(changed)} of its own")
     if not can_read(actor):
@@ -132,7 +129,7 @@ def _check(loss: Any, base: type, td: TensorDictBase) -> None:
     if td.batch_dims != 1:
         raise CannotFuse(f"the data has {td.batch_dims} batch dimensions")
     parameters = actor.model.parameters()
-    if forward_ad._current_level >= 0 or any(map(is_functorch_wrapped_tensor, parameters)):
+    if in_forward_mode() or any(map(is_transformed, parameters)):
         raise CannotFuse("it is differentiated by torch.func or in forward mode")
 
 

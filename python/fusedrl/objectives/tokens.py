@@ -10,8 +10,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl.modules.llm import TransformersWrapper
 
-# The methods of a wrapper that give the distribution of each masking strategy.
-_STRATEGIES = {"sft": "_get_sft_dist", "rlhf": "_get_rlhf_dist", "generic": "_get_generic_dist"}
+from fusedrl.compat.torch import children_of, replace_children
+from fusedrl.compat.torchrl import DISTRIBUTIONS
 
 
 class CannotFuse(Exception):
@@ -58,10 +58,10 @@ def read(
     Raises:
         CannotFuse: the tokens of the loss are not those that the model gets.
     """
-    if strategy not in _STRATEGIES:
+    if strategy not in DISTRIBUTIONS:
         raise CannotFuse(f"masking_strategy={strategy!r} is not known")
     listener = _Listener(wrapper.model)
-    counted = getattr(_with_model(wrapper, listener), _STRATEGIES[strategy])(td).mask
+    counted = getattr(_with_model(wrapper, listener), DISTRIBUTIONS[strategy])(td).mask
     if listener.seen is None:
         raise CannotFuse("its wrapper calls the model in a way of its own")
     ids, attended = listener.seen
@@ -95,7 +95,7 @@ def _with_model(wrapper: TransformersWrapper, model: nn.Module) -> Any:
     """A copy of a wrapper with another model, whose inputs it pads."""
     twin: Any = copy(wrapper)
     # A copy shares these with the wrapper, and changes them while it reads.
-    vars(twin)["_modules"] = {**wrapper._modules, "model": model}
+    replace_children(twin, {**children_of(wrapper), "model": model})
     twin.out_keys = list(wrapper.out_keys)
     twin.pad_model_input = True
     return twin

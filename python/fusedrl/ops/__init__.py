@@ -10,6 +10,18 @@ from fusedrl.ops.token_kl import TokenKL, token_kl
 from fusedrl.ops.token_log_probs import TokenLogProbs, token_log_probs
 from fusedrl.ops.top_k_kl import top_k_kl
 
+OPS = (
+    "token_log_probs",
+    "linear_token_log_probs",
+    "linear_policy_loss",
+    "token_kl",
+    "exact_kl",
+    "linear_exact_kl",
+    "top_k_kl",
+    "linear_top_k_kl",
+    "importance_weights",
+)
+
 __all__ = [
     "ExactKL",
     "ImportanceWeights",

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
+
+from fusedrl.compat.torch import in_forward_mode, is_batched, is_transformed, untransformed
 
 
 def needs_grad(**inputs: Tensor | None) -> bool:
@@ -18,7 +19,7 @@ def needs_grad(**inputs: Tensor | None) -> bool:
     Raises ``NotImplementedError``, with the name of the input, for gradients that no kernel has:
     those of forward mode, and those that a transform of ``torch.func`` asks for.
     """
-    if forward_ad._current_level >= 0:
+    if in_forward_mode():
         for name, tensor in inputs.items():
             if tensor is not None and _has_tangent(tensor):
                 raise NotImplementedError(
@@ -34,7 +35,7 @@ def needs_grad(**inputs: Tensor | None) -> bool:
     for name, tensor in inputs.items():
         if tensor is None:
             continue
-        if is_functorch_wrapped_tensor(tensor) and _records(tensor):
+        if is_transformed(tensor) and _records(tensor):
             raise NotImplementedError(
                 f"{name}: expected a tensor outside the transforms of torch.func (grad, vjp, "
                 "jacrev, vmap) where a gradient is recorded, got one inside; differentiate with "
@@ -60,16 +61,16 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 def _records(tensor: Tensor) -> bool:
     # Inside vmap a tensor does not tell that the one it is made of requires a gradient.
-    while is_functorch_wrapped_tensor(tensor):
+    while is_transformed(tensor):
         if tensor.requires_grad:
             return True
-        tensor = get_unwrapped(tensor)
+        tensor = untransformed(tensor)
     return tensor.requires_grad
 
 
 def _has_tangent(tensor: Tensor) -> bool:
     # Inside vmap it cannot be asked for.
-    return is_batchedtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
+    return is_batched(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
 
 
 SECOND_DERIVATIVE = "pass impl='reference', which has one"

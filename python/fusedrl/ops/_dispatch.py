@@ -11,9 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 from fusedrl import native
+from fusedrl.compat.torch import (
+    is_batched_for_gradients,
+    is_transformed,
+    keep_out_of_cuda_graphs,
+)
 
 logger = logging.getLogger("fusedrl")
 
@@ -59,8 +63,7 @@ def register_fakes(fakes: dict[str, Callable]) -> None:
         return
     for name, fake in fakes.items():
         torch.library.register_fake(f"fusedrl::{name}", fake)
-        # The stable ABI takes tags from torch 2.12 on. Inductor reads these.
-        getattr(torch.ops.fusedrl, name).default._tags.append(torch.Tag.cudagraph_unsafe)
+        keep_out_of_cuda_graphs(getattr(torch.ops.fusedrl, name).default)
 
 
 def choose(
@@ -290,8 +293,8 @@ def has_values(tensor: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
         and not tensor.is_meta
-        and not is_functorch_wrapped_tensor(tensor)
-        and not is_legacy_batchedtensor(tensor)
+        and not is_transformed(tensor)
+        and not is_batched_for_gradients(tensor)
     )
 
 

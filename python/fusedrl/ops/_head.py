@@ -37,7 +37,7 @@ def prepare(
         if type(tensor).__name__ == "DTensor":  # its module takes seconds to import
             raise TypeError(
                 f"{prefix}{name}: expected a tensor of this rank, got a DTensor; pass .to_local() "
-                "of a vocabulary's shard with vocab_offset= and group=, or .full_tensor()"
+                "of a vocabulary's shard with vocab_offset= and vocab_group=, or .full_tensor()"
             )
     if not hidden.is_floating_point():
         raise TypeError(

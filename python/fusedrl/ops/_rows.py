@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedrl.compat.torch import assert_on_device
 from fusedrl.ops import _dispatch
 
 TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -103,6 +104,6 @@ def _check_one_token_each(name: str, value: Tensor, offsets: Tensor) -> None:
     )
     remedy = "reshape it with .view(-1, 1) if it is of sequences, or with .view(1, -1) if of tokens"
     if not (others.is_cpu and _dispatch.has_values(others)):
-        torch.ops.aten._assert_async.msg(~others.any(), f"{expected}, got one dimension; {remedy}")
+        assert_on_device(~others.any(), f"{expected}, got one dimension; {remedy}")
     elif bool(others.any()):
         raise ValueError(f"{expected}, got {tuple(value.shape)}; {remedy}")

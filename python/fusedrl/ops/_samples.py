@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from fusedrl.compat.torch import in_forward_mode
 from fusedrl.ops._dispatch import ONE_A_TOKEN, check_device, check_tensor, kind
 
 COLUMNS = (torch.Size(()), torch.Size((1,)))  # trailing dimensions of one value a row
@@ -135,7 +135,7 @@ def _cat_is_slow(column: Sequence[Tensor], lengths: list[int]) -> bool:
         and torch.get_num_threads() > 1
         and sum(lengths) > _FAST_CAT > max(lengths)
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in column))
-        and forward_ad._current_level < 0
+        and not in_forward_mode()
         and len({(x.dtype, x.shape[1:]) for x in column}) == 1
         and column[0].shape[1:] in COLUMNS
     )

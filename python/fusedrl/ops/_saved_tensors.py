@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_on_top
+
+from fusedrl.compat.torch import saves_through_hooks
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
     """``ctx.save_for_backward``, and what :func:`saved` needs to know where hooks are in force."""
     ctx.save_for_backward(*tensors)
     traced = torch.compiler.is_compiling()  # a graph gives itself back what it saved
-    forms = None if traced or hooks_on_top(False) is None else [_form(x) for x in tensors]
+    forms = None if traced or not saves_through_hooks() else [_form(x) for x in tensors]
     ctx.saved_forms = forms
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from fusedrl.compat.torch import in_no_graph_of_its_caller
 from fusedrl.ops import _dispatch, _rows
 
 P = ParamSpec("P")
@@ -52,6 +53,7 @@ def accepts_parts(
                 return op(*args, **kwargs)
             return on_a_part(*args, **kwargs)
 
+        @in_no_graph_of_its_caller  # no graph holds what ranks tell each other
         def on_a_part(*args: P.args, **kwargs: P.kwargs) -> R:
             given = signature.bind(*args, **kwargs).arguments
             name = next(iter(given))
@@ -84,9 +86,6 @@ def accepts_parts(
             }
             return result._replace(**{field: part.of_tokens(x) for field, x in of_rows.items()})
 
-        # No graph holds what ranks tell each other. torch.compiler.disable says the same, and
-        # imports the compiler.
-        on_a_part._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
         return wrapped
 
     return wrap

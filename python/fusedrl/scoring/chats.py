@@ -1,50 +1,45 @@
-"""Conversations from JSONL or Parquet, each checked before anything is computed from it."""
+"""Conversations from records of any shape, each checked before anything is computed from it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from reprlib import Repr
+from itertools import islice
 from typing import Any, NamedTuple
 
 import pyarrow
-import pyarrow.parquet
 
-from fusedrl.scoring.errors import ChatError, ScoreError, printable, reason
+from fusedrl.scoring.errors import ChatError, reason
+from fusedrl.scoring.messages import (
+    brief,
+    check_objects,
+    decoded,
+    looks_like_messages,
+    messages_of,
+)
+from fusedrl.scoring.records import Record, Source, count_records, kind_of, read_records, text_of
 
-_BOM = b"\xef\xbb\xbf"
-_COLUMNS = ("messages", "tools", "rollout_log_probs")
 # A token that is certain may have a log-prob of this much above 0, by the rounding of an engine.
 _ROUNDING = 1e-3
 _LARGEST = 1e30  # stays in float32
-# The first bytes of files that are not JSONL in UTF-8, although some of their lines may look so.
-_FOREIGN = {
-    b"\xff\xfe": "UTF-16 text; convert it to UTF-8",
-    b"\xfe\xff": "UTF-16 text; convert it to UTF-8",
-    b"\x1f\x8b": "a gzip archive; decompress it",
-    b"\x28\xb5\x2f\xfd": "a zstd archive; decompress it",
-    b"BZh": "a bzip2 archive; decompress it",
-    b"\xfd7zXZ": "an xz archive; decompress it",
-    b"PK\x03\x04": "a zip archive; decompress it",
-    b"PAR1": "Parquet; give its name the suffix .parquet",
+# What the keys of a row say of it, in the order in which they are asked; the first that fits holds.
+_SHAPES = {
+    ("chosen", "rejected"): "'chosen' and 'rejected', which are both scored",
+    ("messages",): "'messages'",
+    ("conversations",): "'conversations'",
+    ("prompt", "completion"): "'prompt' and 'completion'",
 }
-
-
-class Record(NamedTuple):
-    """One line of the input, unchecked: ``line`` counts from 1 (rows, for Parquet)."""
-
-    where: str
-    line: int
-    raw: bytes | pyarrow.RecordBatch
+# Names that other data sets have for a prompt and its answer.
+_PROMPTS = ("prompt", "instruction", "question", "query", "input")
+_ANSWERS = ("completion", "output", "response", "answer")
 
 
 class Chat(NamedTuple):
     """A checked conversation: every message has a ``role`` and, where it has content, text.
 
     ``rollout_log_probs`` are those that the engine reported, with NaN for tokens without one.
+    Turns before message ``start`` are a prompt, which is not scored. ``answer`` is ``"chosen"`` or
+    ``"rejected"`` for the two conversations of a preference.
     """
 
     where: str
@@ -52,121 +47,177 @@ class Chat(NamedTuple):
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     rollout_log_probs: list[float] | None = None
+    start: int = 0
+    answer: str | None = None
 
 
-def count_records(path: Path) -> int:
-    """How many records :func:`read_records` yields, without parsing them.
+class Survey(NamedTuple):
+    """How many chats an input has if all its rows are like the first, and in which format."""
+
+    chats: int
+    format: str
+
+
+def survey(source: Source) -> Survey:
+    """Count the records of an input, and recognise their shape by the first that can be read.
 
     Raises:
-        ScoreError: the file cannot be read, or is neither JSONL nor Parquet with ``messages``.
+        ScoreError: the file cannot be read.
     """
-    with _readable(path):
-        if _is_parquet(path):
-            with _parquet(path) as table:
-                return table.metadata.num_rows
-        with path.open("rb") as file:
-            start = file.read(8)
-            for magic, what in _FOREIGN.items():
-                if start.startswith(magic):
-                    raise ScoreError(
-                        f"{path}: expected JSONL in UTF-8, got {what}; convert it, or name a "
-                        "Parquet file .parquet"
-                    )
-            file.seek(0)
-            return sum(1 for line in file if not _blank(line))
+    count = count_records(source)
+    for record in islice(read_records(source), 100):
+        try:
+            shape = _shape(_parsed(record))
+        except ChatError:
+            continue
+        if shape is not None:
+            pairs = 2 if "chosen" in shape else 1
+            return Survey(count * pairs, f"{kind_of(source)} with {_SHAPES[shape]}")
+    return Survey(count, kind_of(source))
 
 
-def read_records(path: Path) -> Iterator[Record]:
-    """The lines of a JSONL file (blank ones left out), or the rows of a ``.parquet`` file.
+def parse_chats(record: Record) -> list[Chat]:
+    """Check one record: a preference has two chats, and every other shape has one.
 
     Raises:
-        ScoreError: the file cannot be read, or is a Parquet file without a ``messages`` column.
-    """
-    name = printable(str(path))
-    with _readable(path):
-        for line, raw in _rows(path) if _is_parquet(path) else _lines(path):
-            yield Record(f"{name}:{line}", line, raw)
-
-
-def _is_parquet(path: Path) -> bool:
-    return path.suffix.lower() == ".parquet"
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    with path.open("rb") as file:
-        yield from ((n, line) for n, line in enumerate(file, start=1) if not _blank(line))
-
-
-def _blank(line: bytes) -> bool:
-    return not line.removeprefix(_BOM).strip()
-
-
-def _rows(path: Path) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
-    with _parquet(path) as table:
-        columns = [name for name in _COLUMNS if name in table.schema_arrow.names]
-        line = 0
-        for batch in table.iter_batches(columns=columns):
-            for row in range(len(batch)):
-                line += 1
-                yield line, batch.slice(row, 1)
-
-
-@contextmanager
-def _parquet(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
-    with path.open("rb") as file:  # opened here, because pyarrow takes no path that is not UTF-8
-        table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
-        names = table.schema_arrow.names
-        if "messages" not in names:
-            raise ScoreError(
-                f"{path}: expected a column 'messages', got {', '.join(names)}; rename the one "
-                "that has the chats"
-            )
-        yield table
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, pyarrow.ArrowException) as error:
-        # pyarrow raises OSError for a damaged page, too.
-        what = "Parquet file" if _is_parquet(path) else "file"
-        raise ScoreError(
-            f"{path}: not a readable {what}: {reason(error)}; write it again"
-        ) from error
-
-
-def parse_chat(record: Record) -> Chat:
-    """Check one record.
-
-    Raises:
-        ChatError: it is not ``{"messages": [{"role", "content"}, ...]}`` with an assistant turn.
+        ChatError: it has none of the shapes, or no assistant turn to score.
     """
     row = _parsed(record)
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(row, dict) or not isinstance(messages, list):
-        raise ChatError(record.where, 'expected {"messages": [...]}, got ' + _brief(row))
+    shape = _shape(row)
+    if shape is None:
+        raise ChatError(record.where, _unknown(row, isinstance(record.raw, bytes)))
+    rollout = _log_probs(record.where, "rollout_log_probs", row.get("rollout_log_probs"))
+    tools = row.get("tools") or None
+    tools = _json(tools) if isinstance(tools, str) else tools
+    check_objects(record.where, "tools", tools)
+    if "chosen" in shape:
+        if rollout is not None:
+            raise ChatError(
+                record.where,
+                "rollout_log_probs: expected none beside two answers, got a list; write each "
+                "answer as a row of its own",
+            )
+        return [
+            Chat(f"{record.where} ({name})", record.line, messages, tools, None, start, name)
+            for name, messages, start in _preference(record.where, row)
+        ]
+    if "completion" in shape:
+        messages, start = _answered(record.where, row, "completion")
+    else:
+        messages, start = _with_system(row, messages_of(record.where, shape[0], row[shape[0]])), 0
+    _check_assistant(record.where, messages, start)
+    return [Chat(record.where, record.line, messages, tools, rollout, start)]
+
+
+def _shape(row: Any) -> tuple[str, ...] | None:
+    if isinstance(row, dict):
+        for keys in _SHAPES:
+            if all(row.get(key) is not None for key in keys):
+                return keys
+    return None
+
+
+def _preference(where: str, row: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]], int]]:
+    """Both answers: name, conversation, and where what the two do not share begins."""
+    (chosen, at_chosen), (rejected, at_rejected) = (
+        _answered(where, row, key) for key in ("chosen", "rejected")
+    )
+    if row.get("prompt") is None:
+        longest = min(len(chosen), len(rejected)) - 1
+        at_chosen = at_rejected = next(
+            (i for i in range(longest) if _text(chosen[i]) != _text(rejected[i])), max(longest, 0)
+        )
+    found = [("chosen", chosen, at_chosen), ("rejected", rejected, at_rejected)]
+    for name, messages, start in found:
+        _check_assistant(f"{where} ({name})", messages, start)
+    return found
+
+
+def _answered(where: str, row: dict[str, Any], key: str) -> tuple[list[dict[str, Any]], int]:
+    """The conversation of a prompt and an answer, and the number of the prompt's messages."""
+    answer = messages_of(where, key, row[key], "assistant")
+    if row.get("prompt") is None:
+        if isinstance(decoded(row[key]), str):
+            raise ChatError(
+                where,
+                f"{key}: expected a list of messages without a 'prompt', got {brief(row[key])}; "
+                "split it into 'prompt' and answer, or into messages",
+            )
+        return _with_system(row, answer), 0
+    prompt = messages_of(where, "prompt", row["prompt"], "user")
+    begun = list(map(_text, answer[: len(prompt)])) == list(map(_text, prompt))
+    if not begun and answer and answer[0]["role"] in ("user", "system"):
+        raise ChatError(
+            where,
+            f"{key}: expected what follows the prompt, or the whole conversation with the prompt "
+            f"first, got a conversation that begins with {brief(answer[0])}; leave out 'prompt'",
+        )
+    together = answer if begun else prompt + answer
+    whole = _with_system(row, together)
+    return whole, len(whole) - len(together) + len(prompt)
+
+
+def _text(message: dict[str, Any]) -> tuple[Any, Any, Any]:
+    return message["role"], message.get("content"), message.get("tool_calls")
+
+
+def _with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages behind the row's ``system``, which other shapes than ``messages`` may have."""
+    system = row.get("system")
+    if not isinstance(system, str) or not system or row.get("messages") is not None:
+        return messages
+    if messages and messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _check_assistant(where: str, messages: list[dict[str, Any]], start: int) -> None:
     if not messages:
-        raise ChatError(record.where, "empty chat: messages has no message")
-    messages = [_message(record.where, i, message) for i, message in enumerate(messages)]
-    roles = {message["role"]: None for message in messages}
+        raise ChatError(where, "empty chat: messages has no message")
+    roles = {message["role"]: None for message in messages[start:]}
     if "assistant" not in roles:
         raise ChatError(
-            record.where,
-            f"no assistant turn: the roles are {_brief(list(roles))}, and only what an assistant "
+            where,
+            f"no assistant turn: the roles are {brief(list(roles))}, and only what an assistant "
             "said is scored",
         )
-    tools = row.get("tools") or None
-    _check_objects(record.where, "tools", tools)
-    rollout = _log_probs(record.where, "rollout_log_probs", row.get("rollout_log_probs"))
-    return Chat(record.where, record.line, messages, tools, rollout)
+
+
+def _unknown(row: Any, json_lines: bool) -> str:
+    """What is wrong of a row that has none of the shapes, and the line that converts it."""
+    expected = (
+        'expected {"messages": [...]}, {"conversations": [...]}, {"prompt", "completion"} or '
+        f'{{"chosen", "rejected"}}, got {brief(row)}'
+    )
+    if looks_like_messages(row):
+        return f"{expected}; convert it: `jq -c '{{messages: .}}' FILE | fusedrl score - ...`"
+    if not isinstance(row, dict):
+        return expected
+    for key, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            made = f"{{messages: .{key}}}" if looks_like_messages(value) else f".{key}[]"
+            return f"{expected}; {_conversion(made, {key: 'messages'}, json_lines)}"
+    prompt = next((key for key in _PROMPTS if key in row), "PROMPT")
+    answer = next((key for key in _ANSWERS if key in row), "ANSWER")
+    made = f"{{prompt: .{prompt}, completion: .{answer}}}"
+    return f"{expected}; {_conversion(made, {prompt: 'prompt', answer: 'completion'}, json_lines)}"
+
+
+def _conversion(made: str, names: dict[str, str], json_lines: bool) -> str:
+    if json_lines:
+        return f"convert it: `jq -c '{made}' FILE | fusedrl score - ...`"
+    return (
+        'rename its columns: `python -c "from pyarrow import parquet as p; '
+        f"t = p.read_table('FILE'); p.write_table(t.rename_columns([{names}.get(n, n) "
+        "for n in t.column_names]), 'chats.parquet')\"`"
+    )
 
 
 def _parsed(record: Record) -> Any:
     try:
         if not isinstance(record.raw, bytes):
             return record.raw.to_pylist()[0]
-        return json.loads(record.raw.strip().decode("utf-8-sig"), object_pairs_hook=_object)
+        return json.loads(text_of(record.raw), object_pairs_hook=_object)
     except RecursionError as error:
         raise ChatError(record.where, "unreadable line: nested too deeply") from error
     # UnicodeDecodeError is a ValueError; a date that is out of range raises an ArithmeticError.
@@ -180,54 +231,23 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in made if keys.count(key) > 1)
-        raise ValueError(f"the key {_brief(twice)} stands twice in one object")
+        raise ValueError(f"the key {brief(twice)} stands twice in one object")
     return made
 
 
-def _message(where: str, index: int, message: Any) -> dict[str, Any]:
-    name = f"messages[{index}]"
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ChatError(where, f'{name}: expected {{"role", "content"}}, got {_brief(message)}')
-    content, calls = message.get("content"), message.get("tool_calls")
-    _check_objects(where, f"{name}.tool_calls", calls)
-    if isinstance(content, list):
-        content = _text_of_parts(where, f"{name}.content", content)
-    elif content is None and not calls:
-        raise ChatError(where, f"{name}: no content and no tool_calls")
-    elif not isinstance(content, str | None):
-        raise ChatError(where, f"{name}.content: expected a string, got {_brief(content)}")
-    for key, text in (("role", message["role"]), ("content", content or "")):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ChatError(where, f"{name}.{key}: not valid Unicode: {error}") from error
-    # A Parquet struct has every key in every message; templates expect absent keys to be absent.
-    kept = {key: value for key, value in message.items() if value is not None}
-    return kept if content is None else kept | {"content": content}
-
-
-def _text_of_parts(where: str, name: str, parts: list[Any]) -> str:
-    texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        for part in parts
-    ]
-    for part, text in zip(parts, texts, strict=True):
-        if not isinstance(text, str):
-            raise ChatError(where, f"{name}: expected text parts only, got {_brief(part)}")
-    return "".join(text for text in texts if text is not None)
-
-
-def _check_objects(where: str, name: str, value: Any) -> None:
-    items = [] if value is None else value
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise ChatError(where, f"{name}: expected a list of objects, got {_brief(value)}")
+def _json(text: str) -> Any:
+    """What a string holds as JSON, or the string."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _log_probs(where: str, name: str, value: Any) -> list[float] | None:
     if value is None:
         return None
     if not isinstance(value, list):
-        raise ChatError(where, f"{name}: expected a list of numbers, got {_brief(value)}")
+        raise ChatError(where, f"{name}: expected a list of numbers, got {brief(value)}")
     log_probs = [math.nan if item is None else item for item in value]
     for i, item in enumerate(log_probs):
         number = isinstance(item, int | float) and not isinstance(item, bool)
@@ -235,17 +255,6 @@ def _log_probs(where: str, name: str, value: Any) -> list[float] | None:
             raise ChatError(
                 where,
                 f"{name}[{i}]: expected a log-prob, a number of at most 0 or null, "
-                f"got {_brief(item)}",
+                f"got {brief(item)}",
             )
     return [float(item) for item in log_probs]
-
-
-# The start of a value in an error, however large or deep the value is.
-_REPR = Repr()
-_REPR.maxstring = _REPR.maxother = 60
-_REPR.maxlevel = 3
-
-
-def _brief(value: Any) -> str:
-    text = _REPR.repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -9,11 +9,12 @@ import difflib
 from contextlib import suppress
 from pathlib import Path
 
-from fusedrl.scoring.chats import count_records
+from fusedrl.scoring.chats import Survey, survey
 from fusedrl.scoring.errors import ScoreError, reason
+from fusedrl.scoring.records import Source
 
 
-def check_inputs(chats: Path, policy: str, reference: str, template: Path | None) -> int:
+def check_inputs(chats: Source, policy: str, reference: str, template: Path | None) -> Survey:
     """Refuse a file or a folder that is not there, or that cannot be read.
 
     A model's name that may be one on a hub is left to whoever loads the model.
@@ -25,16 +26,16 @@ def check_inputs(chats: Path, policy: str, reference: str, template: Path | None
         template: the file of a chat template, or ``None``.
 
     Returns:
-        The number of records in the file of conversations.
+        How many conversations the file has, and in which format.
 
     Raises:
         ScoreError: an input is refused; the message names it.
     """
-    _check_file("chats", chats)
+    _check_file("chats", chats.path)
     read_template(template)
     for role, name in (("policy", policy), ("reference", reference)):
         _check_model(role, str(name))
-    return count_records(chats)
+    return survey(chats)
 
 
 def read_template(path: Path | None) -> str | None:
@@ -87,6 +88,18 @@ def _check_model(role: str, name: str) -> None:
     nearest = _nearest_folder(path)
     remedy = "check the path" if nearest is None else f"did you mean {nearest}?"
     raise ScoreError(f"{role}: expected a folder, found none at {name}; {remedy}")
+
+
+def hub_names(policy: str, reference: str) -> list[str]:
+    """A sentence for each model that is no folder, and is therefore asked of the hub."""
+    roles: dict[str, list[str]] = {}
+    for role, name in (("policy", policy), ("reference", reference)):
+        if not Path(name).is_dir():
+            roles.setdefault(name, []).append(role)
+    return [
+        f"{' and '.join(of)}: there is no folder {name!r} here, so the hub is asked for it"
+        for name, of in roles.items()
+    ]
 
 
 def _can_only_be_a_path(name: str) -> bool:

@@ -14,11 +14,12 @@ import torch
 import fusedrl
 from fusedrl.ops import Mismatch
 from fusedrl.scoring.batch_scores import ScoredChat, score_batch
-from fusedrl.scoring.chats import parse_chat, read_records
+from fusedrl.scoring.chats import parse_chats
 from fusedrl.scoring.errors import ChatError, ScoreError, printable, reason
 from fusedrl.scoring.inputs import check_inputs, read_template
 from fusedrl.scoring.output import publish, unfinished
 from fusedrl.scoring.pretrained import ModelPair, load_pair
+from fusedrl.scoring.records import Source, opened, read_records
 from fusedrl.scoring.report import HtmlReport
 from fusedrl.scoring.settings import Settings
 from fusedrl.scoring.tables import Tables
@@ -33,11 +34,15 @@ class Summary:
     """What a job did: a row for each chat, as in ``chats.parquet``, and the skipped chats.
 
     ``mismatch`` is over all tokens with a rollout log-prob, or ``None`` if there is no such token.
+    ``shown`` is how many chats the report has, and ``replaced`` names the files of an earlier job
+    that gave way.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[ChatError] = field(default_factory=list)
     mismatch: Mismatch | None = None
+    shown: int = 0
+    replaced: list[str] = field(default_factory=list)
 
     def mean(self, column: str) -> float:
         """Mean over all scored tokens of a per-chat mean such as ``"kl_mean"``."""
@@ -46,7 +51,7 @@ class Summary:
 
 
 def score_chats(
-    chats: str | Path,
+    chats: str | Path | Source,
     policy: str,
     reference: str,
     out: str | Path,
@@ -63,9 +68,11 @@ def score_chats(
     leaves that directory behind, and the next job removes it.
 
     Args:
-        chats: a JSONL file, or a Parquet file by its suffix, of ``{"messages": [{"role",
-            "content"}, ...]}``. An optional ``"rollout_log_probs"`` has the engine's log-prob of
-            each scored token or of each token.
+        chats: a file of JSON lines, a JSON array or Parquet; ``"-"`` for standard input. Rows are
+            ``{"messages": [{"role", "content"}, ...]}``, ``{"prompt", "completion"}``,
+            ``{"chosen", "rejected"}`` with or without a ``"prompt"``, or ``{"conversations":
+            [{"from", "value"}, ...]}``. An optional ``"rollout_log_probs"`` has the engine's
+            log-prob of each scored token or of each token.
         policy: directory or hub name of the trained model.
         reference: directory or hub name of the model that it is compared with.
         out: directory to write into; made if absent.
@@ -84,11 +91,24 @@ def score_chats(
         >>> summary.mean("kl_mean")  # doctest: +SKIP
         0.031
     """
-    settings = settings or Settings()
-    chats, out = Path(chats), Path(out)
-    inputs = [chats] if settings.chat_template is None else [chats, settings.chat_template]
-    check_inputs(chats, policy, reference, settings.chat_template)
-    template = read_template(settings.chat_template)
+    settings, out = settings or Settings(), Path(out)
+    with opened(chats) as source:
+        return _score(source, policy, reference, out, settings, on_skip, on_progress)
+
+
+def _score(
+    chats: Source,
+    policy: str,
+    reference: str,
+    out: Path,
+    settings: Settings,
+    on_skip: Callable[[ChatError], None],
+    on_progress: Callable[[int], None],
+) -> Summary:
+    template_path = settings.chat_template
+    inputs = [chats.path] if template_path is None else [chats.path, template_path]
+    found = check_inputs(chats, policy, reference, template_path)
+    template = read_template(template_path)
     summary = Summary()
 
     def skip(error: ChatError) -> None:
@@ -98,11 +118,12 @@ def score_chats(
         on_skip(error)
         on_progress(1)
 
-    _check_some_chat(chats, skip)
+    _check_some_chat(chats)
     with unfinished(out, inputs) as folder:
         models = load_pair(policy, reference, settings.device, settings.dtype, template)
         facts = {
-            "chats": printable(str(chats)),
+            "chats": printable(chats.name),
+            "format": found.format,
             "policy": printable(str(policy)),
             "reference": printable(str(reference)),
             "estimator": settings.estimator,
@@ -130,46 +151,47 @@ def score_chats(
             together = map(torch.cat, zip(*mismatches, strict=True))
             summary.mismatch = Mismatch._make(together).total()
         path = folder / "report.html"
-        report.write(path, summary.rows, summary.skipped, summary.mismatch)
-        publish(folder, out)
+        summary.shown = report.write(path, summary.rows, summary.skipped, summary.mismatch)
+        summary.replaced = publish(folder, out)
     return summary
 
 
-def _check_some_chat(path: Path, skip: Callable[[ChatError], None]) -> None:
+def _check_some_chat(chats: Source) -> None:
     """Refuse a file without any conversation, so that no model is loaded for it."""
     errors: list[ChatError] = []
-    for record in read_records(path):
+    for record in read_records(chats):
         try:
-            parse_chat(record)
+            parse_chats(record)
         except ChatError as error:
             errors.append(error)
         else:
             return
-    for error in errors:
-        skip(error)
-    raise ScoreError(_nothing(path, errors))
+    raise ScoreError(_nothing(chats, errors))
 
 
-def _nothing(chats: Path, skipped: list[ChatError]) -> str:
+def _nothing(chats: Source, skipped: list[ChatError]) -> str:
     first = f"; the first: {skipped[0]}" if skipped else ""
-    return f"{chats}: no chat to score, {len(skipped)} skipped{first}"
+    return f"{chats.name}: no chat to score, {len(skipped)} skipped{first}"
 
 
 def _tokenized(
-    path: Path,
+    chats: Source,
     models: ModelPair,
     template: str | None,
     context: int | None,
     skip: Callable[[ChatError], None],
 ) -> Iterator[TokenizedChat]:
-    for record in read_records(path):
+    for record in read_records(chats):
         try:
-            chat = parse_chat(record)
-            tokenized = tokenize_chat(chat, models.tokenizer, template, context or models.context)
+            found = parse_chats(record)
         except ChatError as error:
             skip(error)
-        else:
-            yield tokenized
+            continue
+        for chat in found:
+            try:
+                yield tokenize_chat(chat, models.tokenizer, template, context or models.context)
+            except ChatError as error:
+                skip(error)
 
 
 def _scored(

@@ -53,15 +53,20 @@ def unfinished(out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
                     made.rmdir()
 
 
-def publish(folder: Path, out: Path) -> None:
+def publish(folder: Path, out: Path) -> list[str]:
     """Move the files of a job to their place; files of two jobs never mix.
+
+    Returns:
+        The names of files that were there before.
 
     Raises:
         ScoreError: a file cannot be moved.
     """
     with explain_write_errors(out), _locked(out), held():
+        replaced = [name for name in FILES if (out / name).exists()]
         for name in FILES:
             (folder / name).replace(out / name)
+    return replaced
 
 
 @contextmanager

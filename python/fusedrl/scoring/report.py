@@ -24,11 +24,15 @@ MAX_TOKENS = 30_000
 
 
 class View(NamedTuple):
-    """A quantity that colours the tokens; ``scale`` is where its colour saturates, in nats."""
+    """A quantity that colours the tokens; ``scale`` is where its colour saturates, in nats.
+
+    One that is never negative has a sequential scale, from 0; ``signed`` is for the others.
+    """
 
     key: str
     label: str
     scale: float
+    signed: bool
 
 
 class HtmlReport:
@@ -72,8 +76,11 @@ class HtmlReport:
         rows: Sequence[dict[str, Any]],
         skipped: Sequence[ChatError],
         mismatch: Mismatch | None = None,
-    ) -> None:
-        """Render the page. ``rows`` are all chats' rows, shown or not; ``mismatch`` is theirs."""
+    ) -> int:
+        """Render the page, and say how many chats it shows.
+
+        ``rows`` are all chats' rows, shown or not; ``mismatch`` is theirs.
+        """
         self._prune()
         views = self._views()
         budget = MAX_TOKENS
@@ -85,11 +92,13 @@ class HtmlReport:
             chats.append(said | _conversation(scored, views, budget))
             budget -= len(scored.positions)
         kl = numpy.concatenate(self._kl)
+        given = self._facts.get("chats", "")
+        folder = given.removesuffix(_base(given))
         page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
             Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
         )
         html = page.render(
-            facts=self._facts,
+            facts={name: _base(value) for name, value in self._facts.items()},
             estimator=self._estimator,
             views=views,
             chats=chats,
@@ -103,7 +112,7 @@ class HtmlReport:
             mismatch=None if mismatch is None else mismatch_row(mismatch),
             rollout_bound=self._rollout_bound,
             rows=rows,
-            skipped=[str(error) for error in skipped],
+            skipped=[str(error).replace(folder, "", 1) for error in skipped],
             tokens=len(kl),
             kl_mean=float(kl.mean(dtype=numpy.float64)),
             entropy_mean=numpy.average(
@@ -115,17 +124,18 @@ class HtmlReport:
         with explain_write_errors(path):
             # Text that no model reads may be invalid, such as a key that the template ignores.
             path.write_text(html, encoding="utf-8", errors="backslashreplace")
+        return len(chats)
 
     def _plots(self, kl: numpy.ndarray, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         of_chats = numpy.array([row["kl_mean"] for row in rows])
         plots = [
-            histogram(kl, f"KL of a token, {self._estimator}, nats", "tokens"),
-            histogram(of_chats, f"mean KL of a chat, {self._estimator}, nats", "chats"),
+            histogram(kl, "KL of each token, in nats", "token"),
+            histogram(of_chats, "Mean KL of each chat, in nats", "chat"),
         ]
         if self._log_ratios:
             log_ratios = numpy.concatenate(self._log_ratios)
             plots.append(
-                histogram(log_ratios, "log-ratio of a token to its rollout, nats", "tokens")
+                histogram(log_ratios, "Log-ratio of each token to its rollout, in nats", "token")
             )
         return plots
 
@@ -137,7 +147,8 @@ class HtmlReport:
         rollouts = [_log_ratios(scored) for _, scored in self._kept if scored.rollout is not None]
         if rollouts:
             values.append(("rollout", "log-ratio to the rollout", rollouts))
-        return [View(key, label, _saturation(numpy.concatenate(v))) for key, label, v in values]
+        together = [(key, label, numpy.concatenate(found)) for key, label, found in values]
+        return [View(k, name, _saturation(v), bool((v < 0).any())) for k, name, v in together]
 
 
 def _plain(value: Any) -> Any:
@@ -152,8 +163,16 @@ def _plain(value: Any) -> Any:
 
 
 def drift(row: dict[str, Any]) -> float:
-    """Sort key of a chat: its mean KL; NaN sorts first, because someone should look at it."""
-    return math.inf if math.isnan(row["kl_mean"]) else abs(row["kl_mean"])
+    """Sort key of a chat: its mean KL; NaN sorts first, because someone should look at it.
+
+    It has as many digits as the page, so that chats with the same KL keep the order of the file.
+    """
+    return math.inf if math.isnan(row["kl_mean"]) else float(f"{abs(row['kl_mean']):.5g}")
+
+
+def _base(path: str) -> str:
+    """The last part of a path, which is what a reader needs of it."""
+    return path.rstrip("/").rpartition("/")[2] or path
 
 
 def _saturation(values: numpy.ndarray) -> float:
@@ -197,7 +216,7 @@ def _conversation(scored: ScoredChat, views: Sequence[View], budget: int) -> dic
         shown = _merged(cells[turn]) if turn in cells else None
         messages.append({"role": message["role"], "text": text, "cells": shown})
     return {
-        "where": tokenized.chat.where,
+        "where": _base(tokenized.chat.where),
         "messages": messages,
         "cut": max(len(scored.positions) - budget, 0),
     }

@@ -16,6 +16,7 @@ from fusedrl.scoring.output import explain_write_errors
 
 _TOKENS = [
     ("chat", pyarrow.int64()),  # line of the input, from 1
+    ("answer", pyarrow.string()),  # "chosen" or "rejected", null for chats that are no such pair
     ("turn", pyarrow.int32()),  # index into the chat's messages
     ("position", pyarrow.int32()),  # index into the chat's tokens
     ("token", pyarrow.int32()),
@@ -30,6 +31,7 @@ _TOKENS = [
 ]
 _CHATS = [
     ("chat", pyarrow.int64()),
+    ("answer", pyarrow.string()),
     ("turns", pyarrow.int32()),
     ("length", pyarrow.int32()),
     ("scored_tokens", pyarrow.int32()),
@@ -113,6 +115,7 @@ def _token_rows(scored: ScoredChat, estimator: str, schema: pyarrow.Schema) -> p
     tokenized = scored.tokenized
     columns = {
         "chat": numpy.full(len(scored.positions), tokenized.chat.line),
+        "answer": [tokenized.chat.answer] * len(scored.positions),
         "turn": [tokenized.turns[i] for i in scored.positions],
         "position": scored.positions,
         "token": [tokenized.token_ids[i] for i in scored.positions],
@@ -150,6 +153,7 @@ def chat_row(scored: ScoredChat, estimator: str) -> dict[str, Any]:
     kl = scored.kl[estimator]
     return {
         "chat": scored.tokenized.chat.line,
+        "answer": scored.tokenized.chat.answer,
         "turns": len({scored.tokenized.turns[i] for i in scored.positions}),
         "length": len(scored.tokenized.token_ids),
         "scored_tokens": len(scored.positions),

@@ -88,6 +88,7 @@ def _tokenized(chat: Chat, renderer: Renderer, context: int | None) -> Tokenized
     ends = [0, *covering(offsets)[:, 1].tolist()]
     spans = assistant_spans(renderer, chat.messages, text)
     turns = _turns(chat, renderer, spans)
+    turns = [turn if turn >= chat.start else -1 for turn in turns]
     turn_of = [turns[n] if n >= 0 else -1 for n in tokens_in(spans, offsets).tolist()]
     if all(turn < 0 for turn in turn_of):
         raise ChatError(chat.where, "no token to score: the template renders no assistant text")

@@ -22,12 +22,13 @@ from tensordict import (
     lazy_stack,
 )
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
 from torchrl.data import Composite, Unbounded
 from torchrl.modules.llm.policies import LogProbs
 
 from fusedrl import ragged
 from fusedrl._host import Plain, entries, put
+from fusedrl.compat import tensordict as compat
+from fusedrl.compat.torch import NestedTensor
 
 Column = Tensor | Sequence[Tensor]
 
@@ -73,7 +74,7 @@ def check_all_or_none(key: NestedKey, found: Sequence[Any], kind: type = Tensor)
 def entries_of(td: Any, key: NestedKey) -> Iterator[Any]:
     """What each sample of any tensordict has under ``key``, or ``None`` for it."""
     if is_tensorclass(td):
-        td = td._tensordict
+        td = compat.tensordict_of(td)
     if isinstance(td, LazyStackedTensorDict):
         for inner in td.tensordicts:
             yield from entries_of(inner, key)
@@ -89,21 +90,6 @@ def entries_of(td: Any, key: NestedKey) -> Iterator[Any]:
 def column_rows(column: Column) -> Sequence[Tensor]:
     """The rows of a dense, nested or stacked column, one for each sample."""
     return column.unbind(0) if isinstance(column, Tensor) else column
-
-
-def jagged_offsets(
-    log_probs: Column, reward: Column | None, lengths: Sequence[int]
-) -> Tensor | None:
-    """The offsets ``[B + 1]`` of results that are written beside a jagged reward, else ``None``.
-
-    Jagged log-probs without holes lend theirs, because torch combines jagged tensors only if they
-    share one tensor of offsets.
-    """
-    if not isinstance(reward, NestedTensor):
-        return None
-    if isinstance(log_probs, NestedTensor) and log_probs._lengths is None:
-        return log_probs.offsets()
-    return ragged.offsets_of(lengths, reward.device)
 
 
 class Columns:
@@ -184,10 +170,11 @@ class SampleColumns:
 def sample_columns(td: TensorDictBase) -> SampleColumns | None:
     """The samples of an unlocked stack, or stack of stacks, of plain unlocked tensordicts.
 
-    ``None`` for anything else, such as a locked stack, a subclass, or a tensordict inside ``vmap``.
+    ``None`` for anything else, such as an empty or a locked stack, a subclass, or a tensordict
+    inside ``vmap``.
     """
-    samples = _samples_of(td)
-    return None if samples is None else _plain(samples)
+    samples = _samples_of(td) if compat.is_as_known() else None
+    return _plain(samples) if samples else None
 
 
 def target_columns(td: TensorDictBase) -> SampleColumns | None:
@@ -201,7 +188,7 @@ def target_columns(td: TensorDictBase) -> SampleColumns | None:
 
 def _samples_of(td: Any) -> list[Any] | None:
     """The elements of a stack, of any types; ``None`` for what is no plain, unlocked stack."""
-    if type(td) is not LazyStackedTensorDict or td.is_locked:
+    if type(td) is not LazyStackedTensorDict or td.is_locked or td.stack_dim != 0:
         return None
     if td.hook_out is not None or td.hook_in is not None:
         return None
@@ -223,7 +210,24 @@ def _plain(samples: list[Any]) -> SampleColumns | None:
 
 def columns_of(td: TensorDictBase) -> SampleColumns | Columns:
     """The columns of ``td``, in the fastest way that its type allows."""
-    return sample_columns(td) or Columns(td)
+    if isinstance(td, LazyStackedTensorDict) and td.stack_dim != 0:
+        raise ValueError(
+            f"tensordict: expected samples that are stacked in dimension 0, got a stack in "
+            f"dimension {td.stack_dim}; stack them with lazy_stack(samples, 0)"
+        )
+    samples = sample_columns(td)
+    if samples is not None:
+        return samples
+    check_some(td)
+    return Columns(_one_stack(td))
+
+
+def _one_stack(td: Any) -> Any:
+    """A stack of stacks as one stack of the same samples; anything else as it is."""
+    parts = td.tensordicts if isinstance(td, LazyStackedTensorDict) else []
+    if not all(isinstance(part, LazyStackedTensorDict) for part in parts) or not parts:
+        return td
+    return lazy_stack([sample for part in parts for sample in _one_stack(part).tensordicts])
 
 
 def step_one(

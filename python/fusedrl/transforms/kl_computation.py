@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
 from torchrl.data import Composite
 from torchrl.envs.llm.transforms import KLComputation as _KLComputation
 
-from fusedrl import ragged
-from fusedrl.ops._samples import PackedColumns
-from fusedrl.ops.token_kl import kl_of_lists, token_kl
-from fusedrl.transforms import columns, transitions
-from fusedrl.transforms.columns import Column, Columns, SampleColumns, column_rows, is_dense
+from fusedrl.transforms import columns, token_columns, transitions
+from fusedrl.transforms.columns import Column, Columns, SampleColumns
 from fusedrl.transforms.renamed_arguments import accept_renamed, refuse
 
 Data = SampleColumns | Columns
@@ -104,6 +98,7 @@ class KLComputation(_KLComputation):
         if rows is not None:
             self._penalise(rows)
             return data
+        columns.check_some(data)
         following = transitions.following(data)
         if following is None:
             return self._step(data, data)
@@ -135,92 +130,12 @@ class KLComputation(_KLComputation):
                     "run RetrieveLogProb before, or name the keys where they are"
                 )
         assert log_probs is not None and ref_log_probs is not None
-        reward = self.reward_of(data)
-        given = (log_probs, ref_log_probs) if reward is None else (log_probs, ref_log_probs, reward)
-        if all(map(is_dense, given)):
-            self._dense(data, *given)  # pyright: ignore[reportArgumentType]
-        else:
-            self._ragged(data, *given)
-
-    def _dense(
-        self, data: Data, log_probs: Tensor, ref_log_probs: Tensor, reward: Tensor | None = None
-    ) -> None:
-        if reward is None:
-            data.set(self.kl_key, token_kl(log_probs, ref_log_probs, nan="missing"))
-            return
-        _check_reward_dims([log_probs], [reward])
-        if not reward.is_floating_point():
-            reward = reward.to(log_probs.dtype)
-        if reward.shape == (*log_probs.shape, 1):
-            kl, penalised = token_kl(
-                log_probs, ref_log_probs, reward=reward.squeeze(-1), coeff=self.coeff, nan="missing"
-            )
-            penalised = penalised.unsqueeze(-1)
-        else:
-            kl = token_kl(log_probs, ref_log_probs, nan="missing")
-            penalised = reward - self.coeff * kl.unsqueeze(-1)
-        data.set(self.kl_key, kl)
-        data.set("reward", penalised)
-
-    def _ragged(
-        self, data: Data, log_probs: Column, ref_log_probs: Column, reward: Column | None = None
-    ) -> None:
-        # torchrl gives a strided KL for jagged log-probs, and raises an error for a jagged reward.
-        layout = torch.jagged if isinstance(reward, NestedTensor) else torch.strided
-        found = self._nested(log_probs, ref_log_probs, reward)
-        if found is None:
-            rows, ref_rows = column_rows(log_probs), column_rows(ref_log_probs)
-            rewards = None if reward is None else column_rows(reward)
-            if not _are_token_rows(rows, rewards):
-                if rewards is not None:
-                    _check_reward_dims(rows, rewards)
-                self._each(data, rows, ref_rows, rewards, layout)
-                return
-            options: dict[str, Any] = {"coeff": self.coeff, "nan": "missing"}
-            found = kl_of_lists(rows, ref_rows, None, rewards, integer_rewards=True, **options)
-        (kl, *penalised), lengths = found
-        jagged = columns.jagged_offsets(log_probs, reward, lengths)
-        data.set_packed(self.kl_key, kl, lengths, jagged)
-        for values in penalised:
-            data.set_packed("reward", values.unsqueeze(-1), lengths, jagged)
-
-    def _nested(
-        self, log_probs: Column, ref_log_probs: Column, reward: Column | None
-    ) -> PackedColumns | None:
-        """The KL of nested columns without unbinding them; ``None`` unless their rows fit."""
-        packed = _pack_nested(log_probs, ref_log_probs, reward)
-        if packed is None:
-            return None
-        (p, q, *rewards), lengths = packed
-        if not rewards:
-            return PackedColumns([token_kl(p, q, nan="missing")], lengths)
-        before = rewards[0] if rewards[0].is_floating_point() else rewards[0].to(p.dtype)
-        results = token_kl(p, q, reward=before, coeff=self.coeff, nan="missing")
-        return PackedColumns(list(results), lengths)
-
-    def _each(
-        self,
-        data: Data,
-        rows: Sequence[Tensor],
-        ref_rows: Sequence[Tensor],
-        rewards: Sequence[Tensor] | None,
-        layout: torch.layout,
-    ) -> None:
-        """Compute rows of several dimensions, or rewards of several columns, sample by sample."""
-        if len(rows) != len(ref_rows):
-            raise ValueError(
-                f"ref_log_probs: expected {len(rows)} samples, got {len(ref_rows)}; "
-                "score the same batch with both models"
-            )
-        kl = [token_kl(x, y, nan="missing") for x, y in zip(rows, ref_rows, strict=True)]
-        if rewards is not None:
-            rewards = [
-                reward - self.coeff * row.unsqueeze(-1)
-                for reward, row in zip(rewards, kl, strict=True)
-            ]
-        data.set(self.kl_key, kl, layout)
-        if rewards is not None:
-            data.set("reward", rewards, layout)
+        kl, penalised, places = token_columns.kl_of_samples(
+            log_probs, ref_log_probs, self.reward_of(data), self.coeff
+        )
+        token_columns.store(data, self.kl_key, kl, places)
+        if penalised is not None:
+            token_columns.store(data, "reward", penalised, places)
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
@@ -236,41 +151,3 @@ class KLComputation(_KLComputation):
         if before is not None:
             columns.declare_tokens(reward_spec, "reward", 1, dtype=before.dtype)
         return reward_spec
-
-
-def _are_token_rows(rows: Sequence[Tensor], rewards: Sequence[Tensor] | None) -> bool:
-    """Whether each sample is one row of tokens, with a reward of one column.
-
-    The first sample decides, because packing refuses later samples with other dimensions.
-    """
-    if len(rows) == 0 or rows[0].dim() != 1:
-        return False
-    return rewards is None or (len(rewards) > 0 and rewards[0].shape[1:] == (1,))
-
-
-def _check_reward_dims(rows: Sequence[Tensor], rewards: Sequence[Tensor]) -> None:
-    for i, (row, reward) in enumerate(zip(rows, rewards, strict=True)):
-        fits = zip(reward.shape, row.shape, strict=False)
-        if reward.dim() != row.dim() + 1 or any(size not in (1, n) for size, n in fits):
-            raise ValueError(
-                f"reward: sample {i}: expected one dimension more than the log-probs, "
-                f"{(*row.shape, 1)}, got {tuple(reward.shape)}; add it with .unsqueeze(-1)"
-            )
-
-
-def _pack_nested(
-    log_probs: Column, ref_log_probs: Column, reward: Column | None
-) -> PackedColumns | None:
-    """Nested columns as packed views, a reward as ``[N]``."""
-    given = [log_probs, ref_log_probs] + ([] if reward is None else [reward])
-    if not all(map(columns.is_nested, given)):
-        return None
-    packed = [ragged.from_nested(column) for column in given]  # pyright: ignore[reportArgumentType]
-    offsets = packed[0].offsets
-    values, ref_values, *rewards = (column.values for column in packed)
-    if values.dim() != 1 or any(x.shape != (len(values), 1) for x in rewards):
-        return None
-    if any(x.offsets is not offsets and not torch.equal(offsets, x.offsets) for x in packed[1:]):
-        return None
-    rewards = [x.squeeze(-1) for x in rewards]
-    return PackedColumns([values, ref_values, *rewards], offsets.diff().tolist())

@@ -13,7 +13,7 @@ from torchrl.envs import EnvBase, Transform
 from torchrl.envs.llm.transforms import KLRewardTransform as _KLRewardTransform
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from fusedrl.ops.token_kl import TokenKL, kl_of_lists, token_kl
+from fusedrl.compat.torchrl import computing_device, step
 from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.columns import Column, Columns, SampleColumns, column_rows, is_dense
 from fusedrl.transforms.ray import RayKLRewardTransform
@@ -26,10 +26,10 @@ from fusedrl.transforms.rollout_columns import (
     PROMPT,
     answer_key,
     assistant_mask,
-    dense_reward,
     policy_log_probs,
     readable,
 )
+from fusedrl.transforms.token_columns import store, token_columns
 
 # The key of the reference's log-probs in torchrl up to 0.10.
 _NAMED_BEFORE = "ref_log_prob"
@@ -234,11 +234,11 @@ class KLRewardTransform(_KLRewardTransform):
         """The reference's log-probs of ``tokens``, in the form of the tokens."""
         if not is_dense(tokens) and (self.pad_output or isinstance(tokens, Tensor)):
             td = readable(tokens, columns.columns_of(td).get(ATTENTION), key, self.pad_output)
-        device = getattr(self, "_io_device", None)
+        device = computing_device(self)
         td = td if device is None else td.to(device)
         # Made for each call: as a submodule it would put the model into the state dict twice.
         scorer = RetrieveLogProb(self.ref_model, assistant_only=False, detach=self.detach)
-        scored = scorer._step(td, td.empty())
+        scored = step(scorer, td, td.empty())
         log_probs = columns.columns_of(scored).get(scorer.log_probs_full_key)
         assert log_probs is not None
         if is_dense(log_probs) and is_dense(tokens):
@@ -255,50 +255,23 @@ class KLRewardTransform(_KLRewardTransform):
         mask: Column | None,
         reward: Column | None,
     ) -> None:
-        given = (x for x in (log_probs, ref_log_probs, mask, reward) if x is not None)
-        if all(map(is_dense, given)):
-            columns_given: Any = (log_probs, ref_log_probs, mask, dense_reward(reward, log_probs))
-            for key, values in self._dense(*columns_given).items():
-                target.set(key, values.unsqueeze(-1))
-            return
-        rows, ref_rows = column_rows(log_probs), column_rows(ref_log_probs)
-        masks = None if mask is None else [row.bool() for row in column_rows(mask)]
-        rewards = None if reward is None else column_rows(reward)
-        if self.add_to_reward and rewards is None:
-            rewards = [torch.zeros_like(row) for row in rows]
-        coeff: Any = self.coef.to(device=rows[0].device if rows else None)
-        (kl, *penalised), lengths = kl_of_lists(
-            rows, ref_rows, masks, rewards, coeff=coeff, nan="missing", integer_rewards=True
-        )
-        kept = None if masks is None else torch.cat(masks)
-        results = self._named(kl, penalised, torch.cat(tuple(ref_rows)), kept)
-        jagged = columns.jagged_offsets(log_probs, reward, lengths)
-        for key, values in results.items():
-            target.set_packed(key, values.unsqueeze(-1), lengths, jagged)
-
-    def _dense(
-        self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor | None, reward: Tensor | None
-    ) -> dict[NestedKey, Tensor]:
-        mask = None if mask is None else mask.bool()
-        options: dict[str, Any] = {"nan": "missing"}
-        if self.add_to_reward:
-            reward = torch.zeros_like(log_probs) if reward is None else reward
-            reward = reward if reward.is_floating_point() else reward.to(log_probs.dtype)
-            options |= {"reward": reward, "coeff": self.coef.to(log_probs.device)}
-        result = token_kl(log_probs, ref_log_probs, mask, **options)
-        kl, *penalised = result if isinstance(result, TokenKL) else (result,)
-        return self._named(kl, penalised, ref_log_probs, mask)
-
-    def _named(
-        self, kl: Tensor, penalised: Sequence[Tensor], ref_log_probs: Tensor, mask: Tensor | None
-    ) -> dict[NestedKey, Tensor]:
-        """All results by key, dense ``[B, T]`` or packed ``[N]``, before any of them is stored."""
-        results: dict[NestedKey, Tensor] = {}
-        for values in penalised:
-            results[self.out_keys[0]] = values
-        results[self.out_keys[1]] = kl
-        kept = ref_log_probs if mask is None else ref_log_probs.masked_fill(~mask, 0)
-        return results | dict.fromkeys(self.columns_written[2:], kept)
+        tokens = token_columns(log_probs, ref_log_probs, mask, reward)
+        if tokens.reward is not None and tokens.reward.shape[-1] != 1:
+            raise ValueError(
+                f"reward: expected one value for each token or sample, got "
+                f"{tokens.reward.shape[-1]}; sum them, or choose one with in_keys"
+            )
+        if reward is None and self.add_to_reward:
+            tokens = tokens._replace(reward=torch.zeros_like(tokens.log_probs).unsqueeze(-1))
+        coeff: Any = self.coef.to(tokens.log_probs.device)
+        kl, penalised = tokens.kl_and_reward(coeff)
+        kept = tokens.ref_log_probs
+        kept = kept if tokens.mask is None else kept.masked_fill(~tokens.mask, 0)
+        if penalised is not None:
+            store(target, self.out_keys[0], penalised, tokens.places)
+        store(target, self.out_keys[1], kl.unsqueeze(-1), tokens.places)
+        for key in self.columns_written[2:]:
+            store(target, key, kept.unsqueeze(-1), tokens.places)
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         if "full_observation_spec" not in list(output_spec.keys()):

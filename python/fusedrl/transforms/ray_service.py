@@ -11,6 +11,7 @@ from torchrl.data import Composite
 from torchrl.envs import Transform
 from torchrl.envs.transforms.ray_service import RayTransform
 
+from fusedrl.compat.torchrl import DONE_LOCALLY
 from fusedrl.transforms import transitions
 from fusedrl.transforms.transform_actor import CALLS, Description, TransformActor, full_name
 from fusedrl.transport import deserialize, serialize
@@ -29,7 +30,8 @@ class RayService:
 
     def __set_name__(self, owner: type[Transform], name: str) -> None:
         """Remember the class that defines this attribute: the Ray class runs it."""
-        self._ray_class._service_cls = self._owner = owner
+        self._owner = owner
+        self._ray_class.serve(owner)
 
     def __get__(self, instance: Any, owner: type[Transform]) -> Callable[..., Transform]:
         """The Ray class, which runs ``owner``."""
@@ -62,16 +64,17 @@ class RayKL(RayTransform):
     dump = Transform.dump
     init = Transform.init
     inv: Any = Transform.inv
-    _inv_call: Any = Transform._inv_call
-    _apply_transform: Any = Transform._apply_transform
-    _inv_apply_transform: Any = Transform._inv_apply_transform
-    _reset_env_preprocess: Any = Transform._reset_env_preprocess
     transform_env_batch_size = Transform.transform_env_batch_size
     transform_env_device = Transform.transform_env_device
     transform_input_spec: Any = Transform.transform_input_spec
     transform_action_spec: Any = Transform.transform_action_spec
     transform_state_spec: Any = Transform.transform_state_spec
     transform_done_spec: Any = Transform.transform_done_spec
+
+    @classmethod
+    def serve(cls, transform_class: type[Transform]) -> None:
+        """Say which transform runs in the actor, unless a subclass of it is asked for."""
+        cls._service_cls = transform_class
 
     def _start(
         self,
@@ -250,6 +253,10 @@ class RayKL(RayTransform):
         device = spec.device
         answer = self._get(self._running.spec.remote(method, spec.clone().cpu()))
         return answer.clear_device_() if device is None else answer.to(device)
+
+
+for _name in DONE_LOCALLY:
+    setattr(RayKL, _name, getattr(Transform, _name))
 
 
 def _check_runs_remotely(transform_class: type[Transform], base: type[Transform]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -45,9 +45,9 @@ def accept_renamed(names: dict[str, str] = RENAMED) -> Callable[[Init], Init]:
 
 def _warn(message: str) -> None:
     """Warn, and name the line that called the constructor, not torchrl's metaclass."""
-    frame: Any = sys._getframe(2)
-    level = 3
-    while frame.f_globals.get("__name__", "").startswith("torchrl."):
+    frame: Any = inspect.currentframe()
+    level = 1
+    while level < 3 or frame.f_globals.get("__name__", "").startswith("torchrl."):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, DeprecationWarning, stacklevel=level)
 

@@ -15,6 +15,7 @@ from torchrl.envs import Compose, Transform
 from torchrl.envs.llm.transforms import RetrieveKL as _RetrieveKL
 from torchrl.modules.llm.policies import LLMWrapperBase
 
+from fusedrl.compat import torchrl
 from fusedrl.models.without_adapters import WithoutAdapters, is_peft_model
 from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.kl_computation import KLComputation
@@ -225,13 +226,13 @@ class RetrieveKL(_RetrieveKL):
         steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
         transforms: Any = self.transforms
         for transform in transforms:
-            if type(transform)._step is RetrieveLogProb._step:
+            if torchrl.steps_as(transform, RetrieveLogProb):
                 batch = transform.read(tensordict, shared=batch)
                 steps.append(partial(transform.score, tensordict, batch=batch))
             else:
                 if isinstance(transform, KLComputation):
                     transform.reward_of(columns.columns_of(next_tensordict))
-                steps.append(partial(transform._step, tensordict))
+                steps.append(partial(torchrl.step, transform, tensordict))
         for step in steps:
             next_tensordict = step(next_tensordict)
         return next_tensordict
@@ -249,10 +250,9 @@ class RetrieveKL(_RetrieveKL):
         super().__setstate__(state)
         if "_pending" in state:
             return
-        waiting = vars(self).get("_init_params")
+        waiting = torchrl.take_kept_arguments(self)
         self._pending = self.takes_policy = False
         if waiting is not None:
-            del self._init_params
             container = self._container
             made = {"gen_model_factory": None, "ref_model_factory": None}
             RetrieveKL.__init__(self, "from_collector", **(waiting | made))

@@ -19,6 +19,7 @@ from torchrl.data import Composite
 from torchrl.envs.llm.transforms import RetrieveLogProb as _RetrieveLogProb
 from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 
+from fusedrl.compat.torchrl import computing_device
 from fusedrl.models import causal_log_probs
 from fusedrl.models.forwards import check_limit
 from fusedrl.transforms import columns, transitions
@@ -159,7 +160,7 @@ class RetrieveLogProb(_RetrieveLogProb):
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, batch: TokenBatch | None
     ) -> TensorDictBase:
         """Write the log-probs of ``batch``, which was read from ``tensordict``."""
-        device, original_device = getattr(self, "_io_device", None), tensordict.device
+        device, original_device = computing_device(self), tensordict.device
         if device is not None:
             next_tensordict = next_tensordict.to(device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
@@ -200,7 +201,7 @@ class RetrieveLogProb(_RetrieveLogProb):
             columns.write_rows(td, key, rows, self.model.layout or torch.strided)
             return
         if key == own:
-            log_probs: Any = LogProbs._from_tensordict(column.get(own[0]))
+            log_probs: Any = LogProbs.from_tensordict(column.get(own[0]))
             log_probs.padded = MetaData(padded)
             column.set(own[0], log_probs)
         td.update(column, keys_to_update=(key,))

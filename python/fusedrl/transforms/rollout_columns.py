@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
@@ -33,18 +31,6 @@ def readable(tokens: Column, attended: Column | None, key: NestedKey, pad: bool)
 def answer_key(key: NestedKey) -> NestedKey:
     """The key under which a policy that generates writes the answer's part of a full column."""
     return (*key[:-1], "response") if isinstance(key, tuple) else key
-
-
-def dense_reward(reward: Any, log_probs: Any) -> Tensor | None:
-    """A reward ``[B, T, 1]`` or ``[B, 1, 1]`` as ``[B, T]``."""
-    if reward is None:
-        return None
-    if reward.dim() != 3 or reward.shape[-1] != 1:
-        raise ValueError(
-            f"reward: expected {(*log_probs.shape, 1)}, or {(len(log_probs), 1, 1)} to broadcast, "
-            f"got {tuple(reward.shape)}; add the missing dimension with .unsqueeze(-1)"
-        )
-    return reward.squeeze(-1).expand(log_probs.shape)
 
 
 def policy_log_probs(data: SampleColumns | Columns, key: NestedKey, tokens: Column) -> Column:

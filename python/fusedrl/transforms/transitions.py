@@ -8,6 +8,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
+from fusedrl.compat.torchrl import stands_alone
 from fusedrl.transforms.columns import check_all_or_none, entries_of
 
 Step = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
@@ -20,17 +21,15 @@ def writable(transform: Transform, tensordict: TensorDictBase) -> TensorDictBase
     replay buffer, and a storage of tensordicts hands out what it stores: a reward that is penalised
     in place would be penalised again each time it is sampled. So it gets a copy.
     """
-    if vars(transform)["_container"] is None:
+    if stands_alone(transform):
         return tensordict
     return tensordict.clone(recurse=False)
 
 
 def following(tensordict: TensorDictBase) -> TensorDictBase | None:
     """The ``"next"`` entry, or ``None`` if no sample has it; an error if some have it."""
-    found = tensordict.get("next", None)
-    if found is None:
-        check_all_or_none("next", list(entries_of(tensordict, "next")), TensorDictBase)
-    return found
+    check_all_or_none("next", list(entries_of(tensordict, "next")), TensorDictBase)
+    return tensordict.get("next", None)
 
 
 def begin(

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fusedrl.transport.groups import Group, TensorGroups
 from fusedrl.transport.pickling import ColumnPickler, ColumnUnpickler
@@ -68,9 +67,13 @@ def take_apart(value: Any, share: bool = False) -> tuple[Contents, TensorGroups]
     return Contents(file.getvalue(), *tensors.layout()), tensors
 
 
-def put_together(contents: Contents, memory: Tensor) -> Any:
-    """Restore the value; its tensors are views of ``memory``, a flat tensor of bytes."""
-    tensors = [group.views(memory) for group in contents.groups]
+def put_together(contents: Contents, memory: np.ndarray[Any, Any]) -> Any:
+    """Restore the value; its tensors lie in ``memory``, a flat array of bytes, without a copy.
+
+    Each has a storage of its own there, and keeps the array. So a pickle or a copy of one tensor
+    has nothing of the others.
+    """
+    tensors = [group.tensors(memory) for group in contents.groups]
     return ColumnUnpickler(io.BytesIO(contents.structure), tensors).read()
 
 
@@ -83,6 +86,6 @@ def serialize(value: Any) -> Serialized:
 
 
 def deserialize(serialized: Serialized) -> Any:
-    """The value that was serialized; its tensors are views of one piece of memory."""
+    """The value that was serialized; its tensors lie in one piece of memory."""
     # The memory of a message is read-only, so it is copied.
-    return put_together(serialized.contents, torch.from_numpy(serialized.memory.copy()))
+    return put_together(serialized.contents, serialized.memory.copy())

@@ -6,12 +6,15 @@ An operation for each tensor would cost more than the copy of its values.
 from __future__ import annotations
 
 import math
-from itertools import repeat
+from itertools import accumulate, pairwise, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from fusedrl.compat.torch import strided_layout, strided_sizes, strided_view
 
 ALIGNMENT = 64
 
@@ -19,6 +22,19 @@ ALIGNMENT = 64
 # where they are in several groups, the group and the index of each.
 Places = tuple[int, int, int] | list[tuple[int, int]]
 
+
+class _NumpyTypes(dict[torch.dtype, Any]):
+    """The dtypes of numpy for those of torch; integers of their size for those it lacks."""
+
+    def __missing__(self, dtype: torch.dtype) -> Any:
+        try:
+            self[dtype] = torch.empty(0, dtype=dtype).numpy().dtype
+        except TypeError:
+            self[dtype] = np.dtype(f"i{dtype.itemsize}")
+        return self[dtype]
+
+
+_NUMPY = _NumpyTypes()
 _shape, _dtype, _layout, _is_cpu = map(attrgetter, ("shape", "dtype", "layout", "is_cpu"))
 _QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
@@ -53,20 +69,24 @@ class Group(NamedTuple):
         values = memory[self.offset : self.offset + self.nbytes]
         return values.view(self.dtype).view(self.shape)
 
-    def views(self, memory: Tensor) -> list[Tensor]:
-        """Each tensor of the group, as a view of a flat tensor of bytes.
+    def tensors(self, memory: np.ndarray[Any, Any]) -> list[Tensor]:
+        """Each tensor of the group, over its own part of a flat array of bytes.
 
-        Autograd takes the views for separate tensors: a change of one does not count as a change
-        of the others, and one that requires gradients does not make the others require them.
+        Their storages are separate, so that a pickle or a copy of one has nothing of the others.
         """
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            whole = self.whole(memory)
-            if self.lengths is None:
-                return list(whole.unbind())
-            views = whole.split_with_sizes(self.lengths)
-            if self.shapes is None:
-                return list(views)
-            return [view.view(shape) for view, shape in zip(views, self.shapes, strict=True)]
+        values = memory[self.offset : self.offset + self.nbytes]
+        whole = values.view(_NUMPY[self.dtype]).reshape(self.shape)
+        if self.lengths is None:
+            arrays = [whole[index, ...] for index in range(self.count)]
+        else:
+            ends = accumulate(self.lengths, initial=0)
+            arrays = [whole[start:stop] for start, stop in pairwise(ends)]
+        if self.shapes is not None:
+            arrays = [array.reshape(s) for array, s in zip(arrays, self.shapes, strict=True)]
+        tensors = list(map(torch.from_numpy, arrays))
+        if tensors and tensors[0].dtype != self.dtype:
+            return [tensor.view(self.dtype) for tensor in tensors]
+        return tensors
 
 
 class _Members:
@@ -175,22 +195,14 @@ class TensorGroups:
 def nested_parts(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a strided nested tensor consists of: values, and the sizes, strides, offsets of rows."""
     tensor = tensor.detach()
-    sizes = tensor._nested_tensor_size()
+    sizes = strided_sizes(tensor)
     if not tensor.is_contiguous() or tensor.values().numel() != int(sizes.prod(1).sum()):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    strides, offsets = tensor._nested_tensor_strides(), tensor._nested_tensor_storage_offsets()
-    return tensor.values(), sizes, strides, offsets
+    return tensor.values(), sizes, *strided_layout(tensor)
 
 
 def nested_view(values: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor) -> Tensor:
-    """A strided nested tensor over ``values``, without a copy if they are on the CPU."""
-    if values.is_cpu and values.numel():
-        # torch finds the rows from the start of the storage, which therefore has to begin with the
-        # values.
-        values = torch.from_numpy(values.view(torch.uint8).numpy()).view(values.dtype)
-    elif values.storage_offset():
+    """A strided nested tensor over ``values``, which have a storage of their own."""
+    if values.storage_offset():  # torch finds the rows from the start of the storage
         values = values.clone()
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        return torch._nested_view_from_buffer(  # pyright: ignore[reportPrivateImportUsage]
-            values, sizes, strides, offsets
-        )
+    return strided_view(values, sizes, strides, offsets)

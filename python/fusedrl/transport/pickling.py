@@ -27,12 +27,9 @@ from tensordict import (
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from fusedrl.compat import tensordict as compat
 from fusedrl.transport.groups import Places, TensorGroups, nested_parts, nested_view
 
-# Attributes of tensordicts that are caches, or that say where the values lay. Locks are restored
-# separately, after everything else.
-_VOLATILE = {"_cache", "_last_op", "__lock_parents_weakrefs", "_locked_schema"}
-_VOLATILE |= {"_is_shared", "_is_memmap", "_memmap_prefix"}
 _CONSTANTS = {type(None), bool, int, str, torch.Size, torch.device}
 
 # The name of the method of ColumnUnpickler that reads a column, and the arguments of that method.
@@ -43,7 +40,9 @@ class _Taken(dict[type, bool]):
     """Whether objects of a class consist of their ``__dict__`` alone; decided once for a class."""
 
     def __missing__(self, cls: type) -> bool:
-        if cls in (TensorDict, LazyStackedTensorDict, NonTensorStack):
+        if not compat.is_as_known():
+            taken = False
+        elif cls in (TensorDict, LazyStackedTensorDict, NonTensorStack):
             taken = True
         else:  # a tensorclass that is pickled as all are
             names = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
@@ -148,7 +147,7 @@ class ColumnPickler(pickle.Pickler):
             return self._repeated(cls, objects, ids)
         states: list[dict[str, Any]] = list(map(vars, objects))
         kinds = {
-            kind: tuple(name for name in kind if name not in _VOLATILE)
+            kind: tuple(name for name in kind if name not in compat.CACHES)
             for kind in set(map(tuple, states))
         }
         if len(set(kinds.values())) > 1:
@@ -163,7 +162,7 @@ class ColumnPickler(pickle.Pickler):
         fields = []
         for name in names:
             values = list(map(itemgetter(name), states))
-            if name == "_is_locked" and any(values):
+            if name == compat.LOCKED and any(values):  # restored after everything else
                 self._locked.append((number, [n for n, locked in enumerate(values) if locked]))
                 values = [None] * len(values) if cls is not TensorDict else [False] * len(values)
             fields.append(self._field(name, values))
@@ -179,13 +178,13 @@ class ColumnPickler(pickle.Pickler):
 
     def _field(self, name: str, values: list[Any]) -> Column:
         """A column of the values that tensordicts or tensorclasses have as one attribute."""
-        if name == "tensordicts":
+        if name == compat.ROWS:
             return "lists", list(map(len, values)), self._column(list(chain.from_iterable(values)))
-        if name == "_tensordict" and type(values[0]) is not dict:
+        if name == compat.ENTRIES and type(values[0]) is not dict:
             return self._column(values)
-        if name == "_tensordict":
+        if name == compat.ENTRIES:
             return self._dicts(values, self._column)
-        if name == "_non_tensordict":
+        if name == compat.FIELDS:
             return self._dicts(values, _plain)
         return _plain(values)
 

@@ -1,13 +1,13 @@
 """Steps that all workers of one engine take, or none of them."""
 
-# vLLM has an environment of its own, which the linters do not see.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+
+from fusedrl.compat.vllm import workers_of_this_engine
 
 Value = TypeVar("Value")
 
@@ -32,25 +32,19 @@ class Ranks:
     @classmethod
     def of_this_process(cls) -> Ranks:
         """The workers of the engine that this process belongs to."""
-        from vllm.distributed.parallel_state import get_world_group
-
-        world = get_world_group()
-        return cls(world.world_size, world.rank_in_group, world.cpu_group)
+        return cls(*workers_of_this_engine())
 
     def gathered(self, value: Value) -> list[Value]:
         """The values of all workers, which have to call this together."""
-        if self.size == 1:
-            return [value]
         values: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(values, value, group=self._group)
         return values
 
-    def all_or_none(self, attempt: Callable[[], Value], undo: Callable[[], Any]) -> Value | None:
-        """Do something on every rank, and undo it everywhere if it fails on one of them.
+    def all_or_none(self, attempt: Callable[[], Value]) -> Value | None:
+        """Do something on every rank, and learn whether it failed on one of them.
 
         Args:
-            attempt: what to do; if it fails, it must leave nothing behind.
-            undo: called where ``attempt`` succeeded although it failed on another rank.
+            attempt: what to do; the caller undoes it where this returns ``None`` or raises.
 
         Returns:
             What ``attempt`` returned; ``None`` if it failed on any rank.
@@ -59,18 +53,16 @@ class Ranks:
             Exception: the error of ``attempt``, if there is only one rank.
             RuntimeError: raised on the last of several ranks, with the messages of all that failed.
         """
+        if self.size == 1:
+            return attempt()
         value, failure = None, None
         try:
             value = attempt()
         except Exception as error:
-            if self.size == 1:
-                raise
             failure = f"{type(error).__name__}: {error}"
         failures = self.gathered(failure)
         if not any(failures):
             return value
-        if failure is None:
-            undo()
         if self.rank == self.size - 1:
             raise RuntimeError(
                 "; ".join(f"worker {rank}: {text}" for rank, text in enumerate(failures) if text)

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fusedrl.channel import WeightChannel
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.vllm.channel_socket import ChannelSocket
-from fusedrl.vllm.controls import InFlight, control_of
-from fusedrl.vllm.engine_loads import EngineLoads, to_its_end
-from fusedrl.vllm.peft_models import PeftAdapters
+from fusedrl.vllm.engines import InFlight, engine_of
+from fusedrl.vllm.lora_adapters import PeftAdapters
+from fusedrl.vllm.updates import Updates, to_its_end
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -86,12 +85,12 @@ class EngineWeights:
                 "got the address of a server, whose requests name adapters by their files; create "
                 "the channel with adapters='merged'"
             )
-        control = control_of(engine, timeout)
+        called = engine_of(engine, timeout)
         self._socket = None if socket is None else ChannelSocket(channel, socket)
-        self._loads = EngineLoads(
+        self._updates = Updates(
             channel.handle,
             lambda: channel.version,
-            control,
+            called,
             in_flight=in_flight,
             socket=socket,
             timeout=timeout,
@@ -101,7 +100,7 @@ class EngineWeights:
     @property
     def version(self) -> int | None:
         """The version that the engine has loaded last; ``None`` before the first."""
-        return self._loads.version
+        return self._updates.version
 
     @property
     def lora_request(self) -> LoRARequest | None:
@@ -125,7 +124,9 @@ class EngineWeights:
         from vllm.lora.request import LoRARequest
 
         # An absolute path, as vLLM would look up any other name on the model hub.
-        return LoRARequest(self._adapters.name, self._adapters.number, f"/{self._adapters.name}")
+        return LoRARequest(
+            self._adapters.name, self._adapters.update.number, f"/{self._adapters.name}"
+        )
 
     def update(self, weights: Any = None, version: int | None = None) -> int:
         """Publish weights, and wait until the engine has loaded them.
@@ -146,9 +147,9 @@ class EngineWeights:
                 it stays paused, or a ``vllm.LLM`` refuses to run, until an update succeeds.
             TypeError: the engine is an ``AsyncLLM``.
         """
-        self._loads.check_synchronous()
+        self._updates.check_synchronous()
         with self._updating:
-            return self._loads.load(self._published(weights, version))
+            return self._updates.load(self._published(weights, version))
 
     async def update_async(self, weights: Any = None, version: int | None = None) -> int:
         """As :meth:`update`, in the event loop of an ``AsyncLLM``, which goes on meanwhile.
@@ -158,7 +159,7 @@ class EngineWeights:
         await self._turn()
         try:
             published = await to_its_end(asyncio.to_thread(self._published, weights, version))
-            return await self._loads.load_async(published)
+            return await self._updates.load_async(published)
         finally:
             self._updating.release()
 
@@ -187,11 +188,6 @@ class EngineWeights:
         """The object itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close it."""
         self.close()

@@ -1,10 +1,7 @@
 """Lets a server go on whose trainer ended in the middle of an update."""
 
-# vLLM has an environment of its own, which the linters do not see.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -12,8 +9,8 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fusedrl.vllm.controls import Server
-from fusedrl.vllm.engine_loads import run_calls
+from fusedrl.vllm.engines import Server
+from fusedrl.vllm.updates import run_calls
 
 # Seconds between two looks at whether the trainer lives.
 _LOOK = 0.5
@@ -49,18 +46,18 @@ class PauseGuard:
     """Watches a trainer from a worker of the engine that it updates.
 
     Args:
-        hold: what the trainer said last.
+        hold: what the trainer said last, for which there is a guard of its own.
         is_dead: whether the trainer has ended without saying so.
-        label: given the label of the weights when the update began, returns that of those which the
-            model has; ``None`` if they are parts of two versions.
+        label_after: returns the label of the weights that the model has after a trainer that said
+            this last; ``None`` if they are parts of two versions.
     """
 
     def __init__(
-        self, hold: Hold, is_dead: Callable[[], bool], label: Callable[[str], str | None]
+        self, hold: Hold, is_dead: Callable[[], bool], label_after: Callable[[Hold], str | None]
     ) -> None:
-        self.hold = hold
+        self._hold = hold
         self._is_dead = is_dead
-        self._label = label
+        self._label_after = label_after
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="fusedrl-pause-guard", daemon=True).start()
 
@@ -74,37 +71,26 @@ class PauseGuard:
         self._over.set()
 
     def _watch(self) -> None:
-        try:
-            while not self._over.wait(_LOOK):
-                if self._is_dead():
-                    time.sleep(_SETTLED)
-                    self._recover()
-                    return
-        finally:
-            self._over.set()
+        while not self._over.wait(_LOOK):
+            if self._is_dead():
+                time.sleep(_SETTLED)
+                self._recover()
+                self._over.set()
 
     def _recover(self) -> None:
-        if self.hold.label is None:
-            return
-        for last in (*[False] * (_TRIES - 1), True):
+        for _ in range(_TRIES):
             try:
-                return run_calls(self._let_go(self.hold.label))
+                return run_calls(self._let_go())
             except Exception:
-                if last:
-                    logger.exception("update: its trainer has ended, and the engine stays paused")
+                logger.exception("update: its trainer has ended, and the engine is paused still")
             time.sleep(_LOOK)
 
-    async def _let_go(self, before: str) -> None:
+    async def _let_go(self) -> None:
         """Let the engine go on with the whole version that it has, if it has one."""
-        server = Server(self.hold.server, timeout=60.0)
-        if not await server.paused():
+        server = Server(self._hold.server, timeout=60.0)
+        if self._hold.label is None or not await server.ask(server.is_paused):
             return
-        try:
-            await server.init({"expect": "ended"})
-        except Exception:
-            with contextlib.suppress(Exception):
-                await server.finish(None)
-        label = self._label(before)
+        label = self._label_after(self._hold)
         if label is None:
             logger.error(
                 "update: its trainer has ended while the engine loaded a part of a version, and it "
@@ -112,9 +98,9 @@ class PauseGuard:
             )
             return
         await server.forget()
-        await server.number(label)
-        if not self.hold.was_paused:
-            await server.resume()
+        await server.ask(server.name, label)
+        if not self._hold.was_paused:
+            await server.ask(server.resume)
         logger.warning("update: its trainer has ended, and the engine goes on with %s", label)
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-BACKEND = "fusedrl"
+from fusedrl.compat.vllm import register_backend
+from fusedrl.vllm.engines import BACKEND
+
 # The oldest vLLM whose interface the transfer engine implements. Before 0.31, `receive_weights` and
 # `start_weight_update` have other signatures.
 OLDEST = (0, 31)
@@ -22,15 +24,10 @@ def register() -> None:
     backend. To those that do, vLLM says that there is no such option.
     """
     try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+        register_backend(BACKEND, __name__, transfer_engine.__name__)
     except ImportError:
         logger.info(
             "vllm: expected weight transfer (0.31 or later) for backend='fusedrl', got none"
-        )
-        return
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "fusedrl.vllm.plugin", transfer_engine.__name__
         )
 
 
@@ -53,10 +50,10 @@ def check_version(version: str) -> None:
     """Raise ``RuntimeError`` unless a version of vLLM is one that the backend works with."""
     numbers = version.split(".")
     try:
-        found = int(numbers[0]), int(numbers[1])
+        release = int(numbers[0]), int(numbers[1])
     except (IndexError, ValueError):
         return  # a build of a branch, which says nothing
-    if found < OLDEST:
+    if release < OLDEST:
         raise RuntimeError(
             f"vllm: expected 0.31 or 0.32 for backend='fusedrl', got {version}; upgrade vLLM"
         )

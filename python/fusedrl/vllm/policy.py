@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase, set_list_to_stack
 from torch import nn
 
+from fusedrl.compat.torchrl import VLLM_CALLS, engine_kind
 from fusedrl.vllm.token_versions import PADDING, TOKENS_KEY, token_versions
 
 
@@ -35,7 +36,7 @@ def _with_engines(policy: Any) -> Iterator[Any]:
     # Importing vLLM takes seconds, and without an import the policy cannot have an engine.
     engine_class = getattr(sys.modules.get("vllm.entrypoints.llm"), "LLM", None)
     for part in policy.modules() if isinstance(policy, nn.Module) else [policy]:
-        if getattr(part, "_model_type", None) in ("async_vllm", "ray_actor"):
+        if engine_kind(part) in ("async_vllm", "ray_actor"):
             raise TypeError(
                 "policy: expected a vLLMWrapper of a vllm.LLM for weights out of a channel, got "
                 f"one of {type(part.model).__name__}, whose engines run in Ray's actors and are "
@@ -63,11 +64,10 @@ class ReportedVersions:
         self._call = threading.local()  # the completions of this thread's call
         self._out_keys = list(wrapper.out_keys)
         wrapper.out_keys = [*self._out_keys, TOKENS_KEY]
-        self._replaced = ["_call_generate", "_generate_from_tokens", "_generate_from_text"]
-        generate, from_tokens, from_text = (getattr(wrapper, name) for name in self._replaced)
-        wrapper._call_generate = partial(self._generate, generate)
-        wrapper._generate_from_tokens = partial(self._report, from_tokens)
-        wrapper._generate_from_text = partial(self._report, from_text)
+        self._replaced = list(VLLM_CALLS)
+        calls = (self._generate, self._report, self._report)
+        for name, call in zip(VLLM_CALLS, calls, strict=True):
+            setattr(wrapper, name, partial(call, getattr(wrapper, name)))
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The wrapper's call of its engine."""

@@ -4,44 +4,60 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import logging
+import contextlib
 import socket as sockets
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.lora.lora_model import LoRAModel
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.channel.reader import Lease
+from fusedrl.compat.vllm import connectors_that_keep, key_value_caches
 from fusedrl.vllm.agreement import Ranks
-from fusedrl.vllm.controls import BUSY
-from fusedrl.vllm.kv_caches import check_caches, clear_caches
-from fusedrl.vllm.lora_weights import LoraWeights
+from fusedrl.vllm.lora_adapters import LoraWeights
 from fusedrl.vllm.model_weights import ModelWeights
 from fusedrl.vllm.pause_guard import Hold, PauseGuard, check_reachable
-from fusedrl.vllm.refusal import let_run, refuse_to_run
+from fusedrl.vllm.updates import BUSY
 
-logger = logging.getLogger("fusedrl")
+# CUDA graphs replay `forward` without calling it, so `compute_logits` is replaced too. Models that
+# generate no tokens do not have the latter.
+_RUNS = ("compute_logits", "forward")
 
 
 @dataclass
-class ChannelInitInfo(WeightTransferInitInfo):
-    """Which channel an engine is to read: the fields of a :class:`WeightHandle`, as plain JSON.
+class VersionUpdate:
+    """Which version an engine is to load.
+
+    Attributes:
+        version: the version to load; another one would get a wrong number in the engine.
+        timeout: seconds to wait for it; the channel's own if ``None``.
+        attempt: a name that no other update has.
+        adapters: the fields of an ``AdapterUpdate``, for a channel with ``adapters="only"``.
+    """
+
+    version: int
+    timeout: float | None = None
+    attempt: str = ""
+    adapters: dict[str, Any] | None = None
+
+
+@dataclass
+class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
+    """A message of a trainer: the address of its channel, as plain JSON, and what to do with it.
 
     Attributes:
         pid: the publisher's process id, as the engine's processes see it.
         fd: the channel's file descriptor in the publisher's process.
         session: the channel's secret.
         socket: path of a Unix socket that passes the channel, where the engine sees other pids.
-        adapters: the fields of :class:`AdapterUpdate`, to load a version of a channel with
-            ``adapters="only"``. They are not sent as an update of weights, at the end of which
-            vLLM drops all adapters.
+        update: the fields of :class:`VersionUpdate`, to load a version.
+        untouched_by: an attempt; it is an error if it has touched the model.
         hold: the fields of :class:`Hold`, for the engine of a server that a trainer is to pause.
     """
 
@@ -49,72 +65,23 @@ class ChannelInitInfo(WeightTransferInitInfo):
     fd: int
     session: str = field(repr=False)
     socket: str | None = None
-    adapters: dict[str, Any] | None = None
+    update: dict[str, Any] | None = None
+    untouched_by: str | None = None
     hold: dict[str, Any] | None = None
 
 
-@dataclass
-class AdapterUpdate:
-    """Which version of a peft model's adapters an engine is to load.
-
-    Attributes:
-        version: the version to load; no other one is taken.
-        timeout: seconds to wait for it; the channel's own if ``None``.
-        number: the number by which requests name the adapters, vLLM's ``lora_int_id``.
-        scalings: the factor by which each layer multiplies what its adapter adds.
-        attempt: a name that no other update has, for :class:`Expectation`.
-    """
-
-    version: int
-    timeout: float | None
-    number: int
-    scalings: dict[str, float]
-    attempt: str = ""
-
-
-@dataclass
-class Expectation(WeightTransferInitInfo):
-    """What a trainer wants to be sure of; a worker raises an error where it does not hold.
-
-    Attributes:
-        expect: ``"ended"``: no update is unfinished. ``"untouched"``: the model has not changed
-            since the attempt began.
-        attempt: that of :class:`ChannelUpdateInfo` or :class:`AdapterUpdate`.
-    """
-
-    expect: Literal["ended", "untouched"]
-    attempt: str = ""
-
-
-@dataclass
-class ChannelUpdateInfo(WeightTransferUpdateInfo):
-    """Which version an engine is to load.
-
-    Attributes:
-        version: the version to load; another one would get a wrong number in the engine.
-        timeout: seconds to wait for it; the channel's own if ``None``.
-        channel: the fields of :class:`ChannelInitInfo`, of the channel that has the version.
-            ``None``: the one that the engine reads.
-        attempt: a name that no other update has, for :class:`Expectation`.
-    """
-
-    version: int
-    timeout: float | None = None
-    channel: dict[str, Any] | None = field(default=None, repr=False)
-    attempt: str = ""
-
-
-class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelUpdateInfo]):
+class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMessage]):
     """Load versions of a :class:`WeightChannel` into the model of a vLLM worker.
 
-    vLLM makes one for ``WeightTransferConfig(backend="fusedrl")``. All workers lease the same
-    version before any of them changes its model. An update that fails until then leaves the engine
-    with the version that it has. One that fails later leaves models that refuse to run until an
-    update succeeds.
+    vLLM makes one for ``WeightTransferConfig(backend="fusedrl")``. A trainer's messages come to
+    :meth:`init_transfer_engine`, since vLLM's own calls for an update have to be begun and ended,
+    which a trainer that is killed in between does not do. All workers lease the same version before
+    any of them changes its model. An update that fails until then leaves the engine with the
+    version that it has. One that fails later leaves models that refuse to run until an update
+    succeeds.
     """
 
-    init_info_cls = ChannelInitInfo
-    update_info_cls = ChannelUpdateInfo
+    init_info_cls = update_info_cls = ChannelMessage
     # The channel has the weights of the model, not those of its draft.
     supports_draft_weight_update = False
 
@@ -123,204 +90,43 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
         self._reader: WeightReader | None = None
         self._weights: ModelWeights | LoraWeights | None = None
         self._session: str | None = None
-        self._begun = False
         self._touched_by: str | None = None
         self._loaded: int | None = None  # None: none so far, or a part of one
         self._guard: PauseGuard | None = None
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """The address of a channel, or an expectation of the trainer."""
-        if "expect" in init_dict:
-            return Expectation(**init_dict)
-        return super().parse_init_info(init_dict)
-
-    def init_transfer_engine(self, init_info: ChannelInitInfo | Expectation) -> None:
-        """Become a reader of the channel, in the place of any other one.
-
-        With ``adapters``, a version of the adapters is loaded too.
+    def init_transfer_engine(self, init_info: ChannelMessage) -> None:
+        """Do what a trainer asks for; without a further field, become a reader of its channel.
 
         Raises:
             RuntimeError, TimeoutError: the channel cannot be opened, the version cannot be leased,
-                or an expectation is not met; the message says why.
+                the attempt has touched the model, or another trainer updates the engine.
             ValueError: the channel's weights are not those of the engine's model; the message lists
                 all differences.
+            Exception: an error of vLLM's model while it is loaded, which then refuses to run.
         """
-        if isinstance(init_info, Expectation):
-            self._check(init_info)
+        if init_info.untouched_by is not None:
+            self._check_untouched(init_info.untouched_by)
         elif init_info.hold is not None:
             self._hold(init_info, Hold(**init_info.hold))
-        elif init_info.adapters is None:
-            self._open(init_info, ModelWeights)
+        elif init_info.update is not None:
+            self._update(init_info, VersionUpdate(**init_info.update))
         else:
-            known = init_info.session == self._session and isinstance(self._weights, LoraWeights)
-            if known or self._open(init_info, LoraWeights):
-                self._load_adapters(AdapterUpdate(**init_info.adapters))
-
-    def _check(self, wanted: Expectation) -> None:
-        def check() -> None:
-            if wanted.expect == "ended" and self._begun:
-                raise RuntimeError("update: expected none that goes on, got one; finish it")
-            if wanted.expect == "untouched" and self._touched_by == wanted.attempt:
-                raise RuntimeError(
-                    "update: expected one that has not touched the model, got one that has; update "
-                    "the weights again"
-                )
-
-        Ranks.of_this_process().all_or_none(check, _nothing)
-
-    def _hold(self, info: ChannelInitInfo, hold: Hold) -> None:
-        """Watch the trainer of a channel until its update is over; only one of them at a time."""
-        ranks = Ranks.of_this_process()
-
-        def check() -> bool:
-            guard = self._guard
-            if guard is not None and guard.is_watching and info.session != self._session:
-                raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
-            if ranks.rank == 0 and not hold.over:
-                check_reachable(hold.server)
-            return True
-
-        if not ranks.all_or_none(check, _nothing):
-            return
-        if hold.over:
-            if self._guard is not None:
-                self._guard.end()
-        elif info.session == self._session or self._open(info, ModelWeights):
-            if self._guard is not None and self._guard.hold.attempt == hold.attempt:
-                self._guard.hold = hold
-            elif ranks.rank == 0:
-                if self._guard is not None:
-                    self._guard.end()
-                self._guard = self._watching(hold)
-
-    def _watching(self, hold: Hold) -> PauseGuard:
-        reader = self._reader
-        assert reader is not None
-
-        def label(before: str) -> str | None:
-            if self._touched_by != hold.attempt:
-                return before
-            return None if self._loaded is None else str(self._loaded)
-
-        return PauseGuard(hold, reader.is_publisher_dead, label)
-
-    def _load_adapters(self, update: AdapterUpdate) -> None:
-        weights = self._weights
-        assert isinstance(weights, LoraWeights)
-
-        def copied() -> LoRAModel:
-            with self._lease(update.version, update.timeout) as lease:
-                copies = weights.copied(lease.views, update.number, update.scalings)
-                self._synchronize()
-                return copies
-
-        lora = Ranks.of_this_process().all_or_none(copied, _nothing)
-        if lora is not None:
-            self._touched_by = update.attempt
-            weights.put(lora)
-
-    def _open(self, info: ChannelInitInfo, kind: type[ModelWeights] | type[LoraWeights]) -> bool:
-        """Read another channel; ``False``, on all but the last rank, if some worker cannot."""
-        opened: list[WeightReader] = []
-
-        def open_and_check() -> ModelWeights | LoraWeights:
-            opened.append(_opened(info))
-            try:
-                check_caches(self.vllm_config)
-                return kind(self.model, self.vllm_config, opened[0].layout)
-            except BaseException:
-                opened[0].close()
-                raise
-
-        weights = Ranks.of_this_process().all_or_none(open_and_check, lambda: opened[0].close())
-        if weights is None:
-            return False
-        self.shutdown()
-        self._reader, self._weights, self._session = opened[0], weights, info.session
-        return True
+            self._open(init_info, ModelWeights)
 
     def start_weight_update(self) -> None:
-        """Change nothing: :meth:`update_weights` changes the model once it has a version."""
-        self._begun = True
+        """Change nothing: a version is loaded in one call."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As :meth:`receive_weights`, with the fields as a dict."""
         # The method of the base class synchronises an accelerator, and fails on a CPU.
-        try:
-            self.receive_weights(self.parse_update_info(update_info))
-        except BaseException:
-            self._begun = False  # vLLM's worker ends an update that raises
-            raise
+        self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: ChannelUpdateInfo) -> None:
-        """Lease a version, load all of it, and release it.
-
-        Raises:
-            RuntimeError: there is no channel, its publisher has ended without this version or has
-                gone on to another one, or one of several workers failed.
-            TimeoutError: the version was not published in time.
-            ValueError: the channel does not have the weights of the engine's model.
-            Exception: an error of vLLM's model while it is loaded, which then refuses to run.
-        """
-        if update_info.channel is not None:
-            info = self.parse_init_info(update_info.channel)
-            if info.session != self._session and not self._open(info, ModelWeights):
-                return
-        held: list[Lease] = []
-
-        def lease() -> Lease:
-            if isinstance(self._weights, LoraWeights):
-                raise ValueError(
-                    "channel: expected all weights of a model, got adapters alone; call "
-                    "init_weight_transfer_engine with 'adapters', as EngineWeights does"
-                )
-            held.append(self._lease(update_info.version, update_info.timeout))
-            return held[0]
-
-        leased = Ranks.of_this_process().all_or_none(lease, lambda: held[0].release())
-        if leased is None:
-            return
-        with leased:
-            self._load(leased, update_info.attempt)
-
-    def _load(self, lease: Lease, attempt: str) -> None:
-        weights = self._weights
-        assert isinstance(weights, ModelWeights)
-
-        def load() -> bool:
-            weights.load(lease.views)
-            clear_caches(self.vllm_config)
-            self._synchronize()
-            return True
-
-        self._touched_by, self._loaded = attempt, None
-        refuse_to_run(self.model, lease.version)
-        if Ranks.of_this_process().all_or_none(load, _nothing):
-            let_run(self.model)
-            self._loaded = lease.version
-
-    def _synchronize(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-
-    def _lease(self, version: int, timeout: float | None) -> Lease:
-        if self._reader is None:
-            raise RuntimeError(
-                "channel: expected one that is open, got none; call init_weight_transfer_engine "
-                "with the channel's handle first"
-            )
-        lease = self._reader.lease(version, timeout)
-        if lease.version != version:
-            lease.release()
-            raise RuntimeError(
-                f"version: expected {version}, got a channel that has published "
-                f"{lease.version} since; ask for that one"
-            )
-        return lease
+    def receive_weights(self, update_info: ChannelMessage) -> None:
+        """As :meth:`init_transfer_engine`."""
+        self.init_transfer_engine(update_info)
 
     def finish_weight_update(self) -> None:
-        """Change nothing: :meth:`update_weights` has loaded the version."""
-        self._begun = False
+        """Change nothing: a version is loaded in one call."""
 
     def shutdown(self) -> None:
         """Close the channel; the model keeps its weights."""
@@ -328,21 +134,148 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelInitInfo, ChannelU
             self._reader.close()
         self._reader = self._weights = self._session = None
 
+    def _check_untouched(self, attempt: str) -> None:
+        def check() -> None:
+            if self._touched_by == attempt:
+                raise RuntimeError(
+                    "update: expected one that has not touched the model, got one that has; update "
+                    "the weights again"
+                )
 
-def _nothing() -> None:
-    """Undo an attempt that leaves nothing behind."""
+        Ranks.of_this_process().all_or_none(check)
+
+    def _update(self, address: ChannelMessage, update: VersionUpdate) -> None:
+        """Open the channel, lease a version, load it, and release it; each on all ranks or none."""
+        kind = ModelWeights if update.adapters is None else LoraWeights
+        if not self._open(address, kind):
+            return
+        ranks = Ranks.of_this_process()
+        with contextlib.ExitStack() as held:
+
+            def stage() -> Any:
+                assert self._reader is not None and self._weights is not None
+                lease = held.enter_context(self._reader.lease(update.version, update.timeout))
+                if lease.version != update.version:
+                    raise RuntimeError(
+                        f"version: expected {update.version}, got a channel that has published "
+                        f"{lease.version} since; ask for that one"
+                    )
+                return self._weights.staged(lease.views, update.adapters)
+
+            if (load := ranks.all_or_none(stage)) is None:
+                return
+            self._touched_by, self._loaded = update.attempt, None
+            _refuse_to_run(self.model, update.version)
+            if ranks.all_or_none(lambda: self._load(load)):
+                _let_run(self.model)
+                self._loaded = update.version
+
+    def _load(self, load: Any) -> bool:
+        load()
+        _clear(self.vllm_config)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return True
+
+    def _open(self, address: ChannelMessage, kind: type[ModelWeights] | type[LoraWeights]) -> bool:
+        """Read a channel; ``False``, on all but the last rank, if some worker cannot."""
+        if address.session == self._session and isinstance(self._weights, kind):
+            return True
+        with contextlib.ExitStack() as opened:
+
+            def check() -> tuple[WeightReader, ModelWeights | LoraWeights]:
+                reader = opened.enter_context(_opened(address))
+                check_connectors(self.vllm_config)
+                return reader, kind(self.model, self.vllm_config, reader.layout)
+
+            if (fitting := Ranks.of_this_process().all_or_none(check)) is None:
+                return False
+            self.shutdown()
+            (self._reader, self._weights), self._session = fitting, address.session
+            opened.pop_all()
+            return True
+
+    def _hold(self, address: ChannelMessage, hold: Hold) -> None:
+        """Watch the trainer of a channel until its update is over; only one of them at a time."""
+        ranks, guard = Ranks.of_this_process(), self._guard
+
+        def check() -> bool:
+            if guard is not None and guard.is_watching and address.session != self._session:
+                raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
+            if ranks.rank == 0 and not hold.over:
+                check_reachable(hold.server)
+            return True
+
+        if not ranks.all_or_none(check):
+            return
+        if guard is not None:
+            guard.end()
+        if not hold.over and self._open(address, ModelWeights) and ranks.rank == 0:
+            assert self._reader is not None
+            self._guard = PauseGuard(hold, self._reader.is_publisher_dead, self._label_after)
+
+    def _label_after(self, hold: Hold) -> str | None:
+        """The label of the whole version that the model has; ``None`` if it has parts of two."""
+        if self._touched_by != hold.attempt:
+            return hold.label
+        return None if self._loaded is None else str(self._loaded)
 
 
-def _opened(init_info: ChannelInitInfo) -> WeightReader:
-    handle = WeightHandle(init_info.pid, init_info.fd, init_info.session)
-    if init_info.socket is None:
+def _opened(address: ChannelMessage) -> WeightReader:
+    handle = WeightHandle(address.pid, address.fd, address.session)
+    if address.socket is None:
         return handle.open()
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as socket:
         try:
-            socket.connect(init_info.socket)
+            socket.connect(address.socket)
         except OSError as error:
             raise RuntimeError(
-                f"socket: expected the trainer's Unix socket at {init_info.socket}, got "
+                f"socket: expected the trainer's Unix socket at {address.socket}, got "
                 f"{error.strerror or error}; mount its folder into the engine's container"
             ) from error
         return handle.open(socket)
+
+
+def check_connectors(vllm_config: Any) -> None:
+    """Raise ``ValueError`` for an engine with a connector that keeps what it has stored."""
+    if keeping := connectors_that_keep(vllm_config):
+        raise ValueError(
+            "engine: expected a KV connector that drops what it has stored (reset_cache), got "
+            f"{', '.join(keeping)}, which would serve keys and values of former weights; start the "
+            "engine without it"
+        )
+
+
+@torch.no_grad()
+def _clear(vllm_config: Any) -> None:
+    """Zero the caches of keys and values in which something is not finite.
+
+    vLLM gives their blocks to other requests as they are, and masks what is behind the end of a
+    request by a factor of zero, which does not hide NaN.
+    """
+    for cache in key_value_caches(vllm_config):
+        # Sums, as booleans would take memory. In a wider dtype than the cache's they take a CPU far
+        # longer, and one that overflows does no harm. Single bytes cannot be added.
+        if cache.itemsize == 1 or not cache.sum().isfinite():
+            cache.zero_()
+
+
+def _refuse_to_run(model: nn.Module, version: int) -> None:
+    """Make every run of a model fail, whereupon vLLM ends the engine."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"model: expected the weights of one version, got a part of version {version} and a "
+            "part of another, as loading it failed; update the weights again before the engine "
+            "generates"
+        )
+
+    for method in _RUNS:
+        if hasattr(model, method):
+            setattr(model, method, refuse)
+
+
+def _let_run(model: nn.Module) -> None:
+    """Undo :func:`_refuse_to_run`."""
+    for method in _RUNS:
+        vars(model).pop(method, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +18,17 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
 
     class _Updater(WeightUpdaterBase):
-        """What both bases share: the registered collector."""
+        """What both bases share: the registered collector, and the ways to call an update."""
 
         _collector_wr: Any = None
+
+        @abstractmethod
+        def _get_server_weights(self) -> Weights:
+            """The weights to fetch or to send, for updates that are given none."""
+
+        def _fetched(self, weights: Weights) -> Weights:
+            """The weights of an update: those of the server if it has none."""
+            return self._get_server_weights() if weights is None else unwrap(weights)
 
         def __init_subclass__(cls, **kwargs: Any) -> None:
             # This skips torchrl's method, which warns that every subclass is deprecated.
@@ -54,6 +61,41 @@ with warnings.catch_warnings():
             # A copy in another process belongs to the collector there.
             return {k: v for k, v in vars(self).items() if k != "_collector_wr"}
 
+        def __call__(
+            self,
+            weights: Weights = None,
+            worker_ids: Any = None,
+            *,
+            policy_or_weights: Weights = None,
+        ) -> None:
+            """As :meth:`update_weights`."""
+            if weights is not None and policy_or_weights is not None:
+                raise ValueError(
+                    "policy_or_weights: expected weights or policy_or_weights, got both; they mean "
+                    "the same"
+                )
+            self.update_weights(policy_or_weights if weights is None else weights, worker_ids)
+
+        def push_weights(self, policy_or_weights: Weights = None, worker_ids: Any = None) -> None:
+            """As :meth:`update_weights`, under torchrl's name."""
+            self.update_weights(policy_or_weights, worker_ids)
+
+        def update_weights(self, weights: Weights = None, worker_ids: Any = None) -> None:
+            """Write or send weights, then run the post-hooks.
+
+            Args:
+                weights: a tensordict, a module or a mapping; those of the server if ``None``.
+                worker_ids: one or several of :meth:`all_worker_ids`; all if ``None``. A local
+                    updater has none.
+
+            Raises:
+                ValueError: an unknown worker, or a policy without such entries, or with entries of
+                    other shapes. No weight has changed then.
+            """
+            self._push_weights(policy_or_weights=weights, worker_ids=worker_ids)
+            for hook in self.post_hooks:
+                hook()
+
 
 class LocalWeightUpdaterBase(_Updater):
     """Base of updaters that fetch weights into the policy of their own process.
@@ -81,10 +123,6 @@ class LocalWeightUpdaterBase(_Updater):
     """
 
     @abstractmethod
-    def _get_server_weights(self) -> Weights:
-        """The weights to fetch, for updates that are given none."""
-
-    @abstractmethod
     def _get_local_weights(self) -> Weights:
         """The policy's weights, which are written in place."""
 
@@ -95,36 +133,13 @@ class LocalWeightUpdaterBase(_Updater):
     def _update_local_weights(self, local_weights: Weights, mapped_weights: Weights) -> Any:
         copy_weights(mapped_weights, local_weights)
 
-    def __call__(
-        self, weights: Weights = None, worker_ids: Any = None, *, policy_or_weights: Any = None
-    ) -> None:
-        """As :meth:`update_weights`."""
-        weights = _one_of(weights, policy_or_weights)
-        _refuse_workers(worker_ids)
-        self.update_weights(weights=weights)
-
-    def push_weights(self, policy_or_weights: Weights = None, worker_ids: Any = None) -> None:
-        """As :meth:`update_weights`, under torchrl's name."""
-        self(policy_or_weights, worker_ids)
-
-    def update_weights(self, weights: Weights = None) -> None:
-        """Write weights into the local policy.
-
-        Args:
-            weights: a tensordict or a module; fetched with :meth:`_get_server_weights` if ``None``.
-
-        Raises:
-            ValueError: the policy does not have such entries, or has them in other shapes. No
-                weight has changed then.
-        """
-        self._push_weights(policy_or_weights=weights)
-        self._call_post_hooks()
-
     def _push_weights(self, *, policy_or_weights: Weights = None, worker_ids: Any = None) -> None:
-        _refuse_workers(worker_ids)
-        weights = policy_or_weights
-        server_weights = self._get_server_weights() if weights is None else unwrap(weights)
-        self._sync_weights_with_worker(server_weights=server_weights)
+        if worker_ids is not None:
+            raise ValueError(
+                f"worker_ids: expected None, got {worker_ids!r}; a local updater writes the policy "
+                "of its own process: leave worker_ids out, or use a remote updater"
+            )
+        self._sync_weights_with_worker(server_weights=self._fetched(policy_or_weights))
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Weights) -> None:
         local_weights = self._get_local_weights()
@@ -164,10 +179,6 @@ class RemoteWeightUpdaterBase(_Updater):
         """Send mapped weights to one worker."""
 
     @abstractmethod
-    def _get_server_weights(self) -> Weights:
-        """The weights to send, for updates that are given none."""
-
-    @abstractmethod
     def _maybe_map_weights(self, server_weights: Weights) -> Weights:
         """The weights in the form that workers take, which is what is sent."""
 
@@ -178,40 +189,11 @@ class RemoteWeightUpdaterBase(_Updater):
     def _skip_update(self, worker_id: WorkerId) -> bool:
         return False
 
-    def __call__(
-        self, weights: Weights = None, worker_ids: Any = None, *, policy_or_weights: Any = None
-    ) -> None:
-        """As :meth:`update_weights`."""
-        self.update_weights(weights=_one_of(weights, policy_or_weights), worker_ids=worker_ids)
-
-    def push_weights(self, policy_or_weights: Weights = None, worker_ids: Any = None) -> None:
-        """As :meth:`update_weights`, under torchrl's name."""
-        self.update_weights(weights=policy_or_weights, worker_ids=worker_ids)
-
-    def update_weights(
-        self,
-        weights: Weights = None,
-        worker_ids: WorkerId | Sequence[WorkerId] | None = None,
-    ) -> None:
-        """Send weights to workers.
-
-        Args:
-            weights: a tensordict or a module; fetched with :meth:`_get_server_weights` if ``None``.
-            worker_ids: one or several of :meth:`all_worker_ids`; all if ``None``.
-
-        Raises:
-            ValueError: an unknown worker. Nothing has been sent then.
-        """
-        self._push_weights(policy_or_weights=weights, worker_ids=worker_ids)
-        self._call_post_hooks()
-
     def _push_weights(self, *, policy_or_weights: Weights = None, worker_ids: Any = None) -> None:
         due = [worker for worker in self._chosen(worker_ids) if not self._skip_update(worker)]
         if not due:
             return
-        weights = policy_or_weights
-        server_weights = self._get_server_weights() if weights is None else unwrap(weights)
-        self._distribute(due, self._maybe_map_weights(server_weights))
+        self._distribute(due, self._maybe_map_weights(self._fetched(policy_or_weights)))
 
     def _chosen(self, worker_ids: Any) -> list[Any]:
         known = self.all_worker_ids()
@@ -233,19 +215,3 @@ class RemoteWeightUpdaterBase(_Updater):
     def _distribute(self, worker_ids: list[Any], mapped_weights: Weights) -> list[Any]:
         """Send mapped weights to all of ``worker_ids``: the transport of one update."""
         return [self._sync_weights_with_worker(worker, mapped_weights) for worker in worker_ids]
-
-
-def _one_of(weights: Weights, policy_or_weights: Weights) -> Weights:
-    if weights is not None and policy_or_weights is not None:
-        raise ValueError(
-            "policy_or_weights: expected weights or policy_or_weights, got both; they mean the same"
-        )
-    return policy_or_weights if weights is None else weights
-
-
-def _refuse_workers(worker_ids: Any) -> None:
-    if worker_ids is not None:
-        raise ValueError(
-            f"worker_ids: expected None, got {worker_ids!r}; a local updater writes the policy of "
-            "its own process: leave worker_ids out, or use a remote updater"
-        )

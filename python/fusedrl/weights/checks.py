@@ -23,13 +23,3 @@ def check_getter(name: str, getter: Any) -> None:
             f"{name}: expected a function that returns weights, or None, got "
             f"{type(getter).__name__}; wrap it: lambda: weights"
         )
-
-
-def check_timeout(timeout: float) -> None:
-    """Raise ``ValueError`` unless ``timeout`` is a positive, finite number of seconds."""
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not number or not 0 < timeout < float("inf"):
-        raise ValueError(
-            f"timeout: expected a positive, finite number of seconds, got {timeout!r}; every wait "
-            "for a worker has to end"
-        )

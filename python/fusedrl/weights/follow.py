@@ -11,13 +11,15 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import CudaGraphModule
 from torch import nn
-from torchrl.collectors.llm import LLMCollector
 
 from fusedrl import _host
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Follower, Following
 from fusedrl.channel.sources import module_places
+from fusedrl.compat import torch as torch_names
+from fusedrl.compat import torchrl
 from fusedrl.vllm.engine_follower import EngineFollower
 from fusedrl.vllm.policy import wrappers_in
 
@@ -25,10 +27,10 @@ VERSION_KEY = "policy_version"
 
 
 class LeasedVersion:
-    """The version tracker of a collector whose versions come with its weights.
+    """The version tracker of a torchrl collector whose versions come with its weights.
 
-    The transform that tags frames gets the version of each policy call. It does not change by an
-    update between that call and ``env.step``, nor by a count of updates.
+    It has the newest published version, which the next policy call computes with. The transform
+    that tags frames has that of the current call, which no update changes before ``env.step``.
 
     Args:
         transform: the collector's ``PolicyVersion``, which has integers.
@@ -36,17 +38,12 @@ class LeasedVersion:
     """
 
     def __init__(self, transform: Any, follower: Following) -> None:
-        self.transform = transform
+        self.version_type = transform.version_type
         self._follower = follower
 
     @property
-    def version_type(self) -> Any:
-        """The version type of the transform."""
-        return self.transform.version_type
-
-    @property
     def version(self) -> int:
-        """The newest published version, which the next policy call computes with."""
+        """The newest published version."""
         return self._follower.reader.version or 0
 
     @version.setter
@@ -57,31 +54,9 @@ class LeasedVersion:
         """Do nothing: an update is counted when it is published."""
 
 
-class UnnumberedError(RuntimeError):
-    """A turn was refused, and none was begun, because its weights have no number."""
-
-
-class Unnumbered:
-    """Weights without a version: those of a trainer's own model after its scheme is shut down.
-
-    Args:
-        tracker: the version tracker. Until somebody sets or counts a version, it still has the
-            number of other weights.
-    """
-
-    def __init__(self, tracker: Any) -> None:
-        self._tracker = tracker
-        self._last = tracker.version
-
-    def check(self) -> None:
-        """Raise ``RuntimeError`` unless somebody has counted a version since the shutdown."""
-        if self._tracker.version == self._last:
-            raise UnnumberedError(
-                f"policy_version: expected weights with a number, got those of the trainer, since "
-                f"the scheme that published up to version {self._last} is shut down; call "
-                "increment_version() for each change before the next batch, or make another "
-                "collector"
-            )
+def number_own(tracker: Any, follower: Following) -> None:
+    """Number the weights that a policy gets back from its trainer, after all that are published."""
+    tracker.version = (follower.reader.version or 0) + 1
 
 
 class FollowedCall(partial):
@@ -115,57 +90,41 @@ class Attachment:
     """
 
     def __init__(self, collector: Any, follower: Following, is_policy: bool) -> None:
-        self._undo: list[Callable[[], Any]] = []
-        self._leave: Callable[[bool], None] | None = None
         self._collector = weakref.ref(collector)
         self._follower = follower
-        self._transform: Any = None
-        self._rollouts: tuple[str, ...] = ()
-        self._of_dialogs = isinstance(collector, LLMCollector)  # calls its attribute `policy`
+        self._leave: Callable[[bool], None] | None = None
+        self._tracker: Any = None  # the transform that tags frames
         # The rollout that a thread runs. Its frame alone keeps it, so that its turn ends with it.
         self._running = threading.local()
-        if is_policy and hasattr(collector, "hold_turns"):
-            self._leave = collector.hold_turns(follower)
-        elif is_policy:
-            self._attach_turns(collector)
-        if not (is_policy and is_compiled(collector)):
-            # A module calls this attribute, if it is set, instead of its forward and hooks. Hooks
-            # would not run after KeyboardInterrupt, nor in a module that is compiled already.
-            module = follower.module
-            call = module._compiled_call_impl or module._call_impl
-            self._undo.append(
-                patch_attribute(module, "_compiled_call_impl", FollowedCall(self._in_call, call))
-            )
+        with ExitStack() as undo:
+            if is_policy and hasattr(collector, "hold_turns"):
+                self._leave = collector.hold_turns(follower)
+            elif is_policy:
+                self._attach_turns(collector, undo)
+            if not (is_policy and is_compiled(collector)):
+                # Hooks would not run after KeyboardInterrupt, nor in a module that is compiled.
+                module = follower.module
+                call = FollowedCall(self._in_call, torch_names.call_of(module))
+                undo.callback(patch_attribute(module, torch_names.COMPILED_CALL, call))
+            self._undo = undo.pop_all()
 
-    def _attach_turns(self, collector: Any) -> None:
+    def _attach_turns(self, collector: Any, undo: ExitStack) -> None:
         tracker = collector.policy_version_tracker
-        if tracker is not None:
-            self._track(collector, tracker)
-        if self._of_dialogs:
-            name, call = "policy", collector.policy
-            self._rollouts = ("_rollout_all", "_rollout_yield_trajs")
-        else:
-            name, call = "_wrapped_policy_maybe_compiled", collector._wrapped_policy
-            self._rollouts = ("rollout",)
-        self._undo.append(patch_attribute(collector, name, FollowedCall(self._in_turn, call)))
-        for rollout in self._rollouts:
-            if isinstance(vars(collector).get(rollout), _NumberedRollout):
-                delattr(collector, rollout)  # from here on, this follower numbers the weights
-            # The rollout of another follower, or the collector's own, by a weak reference that does
-            # not keep the collector alive.
-            inner = vars(collector).get(rollout) or partial(_call, self._collector, rollout)
-            whole_turns = partial(self._whole_turns, inner)
-            self._undo.append(patch_attribute(collector, rollout, whole_turns))
-
-    def _track(self, collector: Any, tracker: Any) -> None:
         if isinstance(tracker, LeasedVersion):
             refuse_another_channel()
-        check_counts(tracker)
-        self._transform = tracker
-        if self._follower.version is not None:
-            tracker.version = self._follower.version
-        leased = LeasedVersion(tracker, self._follower)
-        self._undo.append(patch_attribute(collector, "policy_version_tracker", leased))
+        if tracker is not None:
+            check_counts(tracker)
+            self._tracker = tracker
+            leased = LeasedVersion(tracker, self._follower)
+            undo.callback(patch_attribute(collector, "policy_version_tracker", leased))
+        name, policy, rollouts = torchrl.turns_of(collector)
+        undo.callback(patch_attribute(collector, name, FollowedCall(self._in_turn, policy)))
+        for rollout in rollouts:
+            inner = vars(collector).get(rollout)  # that of another follower
+            if inner is None:
+                inner = partial(_call, weakref.WeakMethod(getattr(collector, rollout)))
+            whole_turns = partial(self._whole_turns, inner)
+            undo.callback(patch_attribute(collector, rollout, whole_turns))
 
     def _whole_turns(self, rollout: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A rollout of the collector, whose turns hold their versions."""
@@ -177,10 +136,8 @@ class Attachment:
         finally:
             running.turn = None
             self._running.rollout = _no_rollout
-        if not running.called:
-            policy = vars(self._collector()).get("policy")
-            if self._of_dialogs and not isinstance(policy, FollowedCall):
-                refuse_another_policy()
+        if not running.called and torchrl.calls_another_policy(self._collector(), FollowedCall):
+            refuse_another_policy()
         return made
 
     def _in_turn(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -198,40 +155,34 @@ class Attachment:
             return call(*args, **kwargs)
 
     def _tagged(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._transform is not None:
-            self._transform.version = self._follower.version or 0
-            self._tag(*args, *kwargs.values())
+        self._tag(*args, *kwargs.values())
         return call(*args, **kwargs)
 
-    def _tag(self, *given: Any) -> None:
+    def _tag(self, *inputs: Any) -> None:
         """Tag the root of the frame that begins with the version that its ``"next"`` will have.
 
         Otherwise the root would keep the tag of the step before, or of the reset.
         """
-        for data in (*given, getattr(self._collector(), "_carrier", None)):
-            if self._transform is not None and isinstance(data, TensorDictBase):
-                tag = data.get(VERSION_KEY, None)
-                if isinstance(tag, torch.Tensor):
-                    data.set(VERSION_KEY, torch.full_like(tag, self._transform.version))
+        if self._tracker is None:
+            return
+        self._tracker.version = self._follower.version or 0
+        for data in (*inputs, torchrl.carried_by(self._collector())):
+            tag = data.get(VERSION_KEY, None) if isinstance(data, TensorDictBase) else None
+            if isinstance(tag, torch.Tensor):
+                data.set(VERSION_KEY, torch.full_like(tag, self._tracker.version))
 
     def remove(self, keeps: bool = True) -> None:
         """Restore the collector.
 
         Args:
-            keeps: whether the policy keeps the version that it had last. Otherwise the collector
-                refuses to tag frames until somebody counts a version of its new weights.
+            keeps: whether the policy keeps the version that it had last. Otherwise it gets back the
+                trainer's own weights, under a number that no published ones have.
         """
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         if self._leave is not None:
             self._leave(keeps)
-        collector = self._collector()
-        if keeps or collector is None or self._transform is None:
-            return
-        unnumbered = Unnumbered(self._transform)
-        for rollout in self._rollouts:
-            checked = _NumberedRollout(_call_checked, unnumbered, self._collector, rollout)
-            setattr(collector, rollout, checked)
+        elif not keeps and self._tracker is not None:
+            number_own(self._tracker, self._follower)
 
 
 class _Rollout:
@@ -245,21 +196,10 @@ def _no_rollout() -> None:
     """No rollout goes on, as a reference to one that is gone says."""
 
 
-class _NumberedRollout(partial):
-    """A rollout of a collector that is refused unless the weights have a number."""
-
-
-def _call_checked(
-    unnumbered: Unnumbered, collector: weakref.ref[Any], method: str, *args: Any, **kwargs: Any
-) -> Any:
-    unnumbered.check()
-    return _call(collector, method, *args, **kwargs)
-
-
-def _call(collector: weakref.ref[Any], method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method that the class of an object has, not one of the object itself."""
-    existing = collector()
-    return getattr(type(existing), method)(existing, *args, **kwargs)
+def _call(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method without keeping its object alive."""
+    bound: Any = method()
+    return bound(*args, **kwargs)
 
 
 def follow_channel(
@@ -308,7 +248,7 @@ def _handle(channel: WeightHandle | WeightReader) -> WeightHandle:
 def check_open(reader: WeightReader) -> None:
     """Raise ``RuntimeError`` if a reader is closed, which others may have done."""
     try:
-        reader._end.require_open()
+        reader.require_open()
     except RuntimeError as error:
         raise RuntimeError(
             "channel: expected a reader that stays open until the collector is shut down, got: "
@@ -375,6 +315,7 @@ def is_compiled(collector: Any) -> bool:
     return bool(
         getattr(collector, "compiled_policy", False)
         or getattr(collector, "cudagraphed_policy", False)
+        or isinstance(getattr(collector, "policy", None), CudaGraphModule)
     )
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrl.weight_update.utils import _resolve_attr
 
 from fusedrl.channel.following import version_of
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import module_places
+from fusedrl.compat import torch as torch_names
+from fusedrl.compat import torchrl
 from fusedrl.weights.follow import FollowedCall, module_of, patch_attribute
 
 logger = logging.getLogger("fusedrl")
@@ -60,8 +62,8 @@ def materialise(
         place.home[place.key] = made[view]
 
 
-class Copied:
-    """A model of a collector in the trainer's process, replaced by a copy.
+def replace_by_copy(collector: Any, model_id: str, layout: Layout) -> Callable[[], None]:
+    """Replace a model of a collector in the trainer's process by a copy.
 
     The trainer goes on with the original, which its optimiser may write at any time. A policy is
     copied as a whole. Weights that no version brings, such as the frozen base of a model with
@@ -72,41 +74,36 @@ class Copied:
         model_id: the attribute path of the model in the collector.
         layout: the layout of the channel that the copy will follow.
 
+    Returns:
+        A function that gives the original back to the collector.
+
     Raises:
         TypeError: something in the model cannot be copied.
         ValueError: the policy is a copy already, or the path does not end with an attribute.
     """
-
-    def __init__(self, collector: Any, model_id: str, layout: Layout) -> None:
-        model = collector.get_model(model_id)
-        if model_id.split(".")[0] == "policy":
-            if version_of(collector.policy) is not None:
-                raise ValueError(
-                    f"weight_sync_schemes: expected one for the policy, got {model_id!r} as "
-                    "another; in the trainer's process, use 'policy' for all of it"
-                )
-            wrapped = collector._wrapped_policy_uncompiled
-            policy, wrapped = copied_for((collector.policy, wrapped), module_of(model), layout)
-            self._undo = [
-                patch_attribute(collector, "policy", policy),
-                patch_attribute(collector, "_wrapped_policy_uncompiled", wrapped),
-                patch_attribute(collector, "_wrapped_policy_maybe_compiled", None),
-            ]
-            return
+    model = collector.get_model(model_id)
+    owner, names = collector, ["policy", torchrl.UNCOMPILED_POLICY]
+    if model_id.split(".")[0] != "policy":
         parent, _, name = model_id.rpartition(".")
         if not name.isidentifier():
             raise ValueError(
                 f"weight_sync_schemes: expected a path that ends with an attribute, got "
                 f"{model_id!r}; name the module in it, such as '{model_id}.model'"
             )
-        owner = _resolve_attr(collector, parent) if parent else collector
-        (copied,) = copied_for((model,), module_of(model), layout)
-        self._undo = [patch_attribute(owner, name, copied)]
-
-    def put_back(self) -> None:
-        """Give the original models back to the collector."""
-        while self._undo:
-            self._undo.pop()()
+        owner, names = torchrl.model_at(collector, parent) if parent else collector, [name]
+    elif version_of(collector.policy) is not None:
+        raise ValueError(
+            f"weight_sync_schemes: expected one for the policy, got {model_id!r} as another; in "
+            "the trainer's process, use 'policy' for all of it"
+        )
+    whole = tuple(getattr(owner, name) for name in names)
+    copies = dict(zip(names, copied_for(whole, module_of(model), layout), strict=True))
+    if owner is collector and "policy" in copies:
+        copies[torchrl.COMPILED_POLICY] = None
+    undo = ExitStack()
+    for name, copied in copies.items():
+        undo.callback(patch_attribute(owner, name, copied))
+    return undo.close
 
 
 def copied_for(
@@ -134,7 +131,7 @@ def copied_for(
             for parameter in part.parameters():
                 memo.setdefault(id(parameter), parameter)
             for child in part.modules():
-                compiled = child._compiled_call_impl
+                compiled = getattr(child, torch_names.COMPILED_CALL)
                 if not isinstance(compiled, FollowedCall | None) and id(compiled) not in memo:
                     memo[id(compiled)] = None  # a compiled call would compute with the original
                     logger.warning(

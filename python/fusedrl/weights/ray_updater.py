@@ -8,9 +8,10 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from fusedrl.channel.checks import seconds
 from fusedrl.weights.base import RemoteWeightUpdaterBase
-from fusedrl.weights.checks import check_timeout, check_weights
-from fusedrl.weights.copying import match_weights, named_as
+from fusedrl.weights.checks import check_weights
+from fusedrl.weights.copying import named_as
 from fusedrl.weights.ray_store import StoredWeights
 
 
@@ -57,7 +58,7 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         timeout: float = 300.0,
     ) -> None:
         check_weights("policy_weights", policy_weights)
-        check_timeout(timeout)
+        seconds("timeout", timeout)
         self.policy_weights = policy_weights
         self.remote_collectors = remote_collectors
         self.max_interval = max(0, max_interval)
@@ -96,9 +97,7 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         # A collector that is an actor dies of weights that it cannot apply.
         if server_weights is None or isinstance(server_weights, ray.ObjectRef):
             return server_weights
-        server_weights = named_as(self.policy_weights, server_weights)
-        match_weights(server_weights, self.policy_weights)
-        return server_weights
+        return named_as(self.policy_weights, server_weights)
 
     def _skip_update(self, worker_id: int) -> bool:
         self._batches_since_weight_update[worker_id] += 1
@@ -118,14 +117,11 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         return answers
 
     def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> Any:
-        answer = self._send(worker_id, server_weights)
+        """Send a reference; returns what Ray will resolve once the worker has the weights."""
+        assert self.remote_collectors is not None
+        answer = self.remote_collectors[worker_id].update_policy_weights_.remote(server_weights)
         self._batches_since_weight_update[worker_id] = 0
         return answer
-
-    def _send(self, worker_id: int, weights: Any) -> Any:
-        """The transport: returns what Ray will resolve once the worker has the weights."""
-        assert self.remote_collectors is not None
-        return self.remote_collectors[worker_id].update_policy_weights_.remote(weights)
 
     def _wait(self, answers: dict[Any, int]) -> None:
         import ray
@@ -134,7 +130,7 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         if not answers:
             return
         ready, missing = ray.wait(list(answers), num_returns=len(answers), timeout=self.timeout)
-        told = {answers[ref]: f"no answer within {self.timeout} s" for ref in missing}
+        failures = {answers[ref]: f"no answer within {self.timeout} s" for ref in missing}
         cause = None
         for ref in ready:
             try:
@@ -143,9 +139,9 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
                 cause = error
                 pid = re.search(r"pid[:=] ?(\d+)", str(error))
                 where = f" (pid {pid[1]})" if pid else ""
-                told[answers[ref]] = f"{type(error).__name__}{where}"
-        if told:
-            got = ", ".join(f"worker {worker}: {told[worker]}" for worker in sorted(told))
+                failures[answers[ref]] = f"{type(error).__name__}{where}"
+        if failures:
+            got = ", ".join(f"worker {worker}: {failures[worker]}" for worker in sorted(failures))
             raise (RuntimeError if cause else TimeoutError)(
                 f"worker_ids: expected each to apply the weights, got {got}; replace dead workers "
                 "or leave them out, raise timeout if rollouts take longer"

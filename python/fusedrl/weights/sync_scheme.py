@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,17 +15,16 @@ from torchrl.weight_update import TransportBackend, WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
 from fusedrl.channel import WeightChannel, WeightHandle
+from fusedrl.channel.checks import seconds
 from fusedrl.vllm.policy import wrappers_in
-from fusedrl.weights.checks import check_timeout
 from fusedrl.weights.follow import module_of
-from fusedrl.weights.policy_copies import Copied, unsaved_buffers
-from fusedrl.weights.trainer_end import TrainerEnd
+from fusedrl.weights.late_workers import settle
+from fusedrl.weights.policy_copies import replace_by_copy, unsaved_buffers
 from fusedrl.weights.worker_end import WorkerEnd, find_model, is_policy
 
-_OF_THIS_PROCESS = ("_trainer", "_worker", "_copied", "_local")
+_OF_THIS_PROCESS = ("_channel", "_worker", "_put_back", "_local", "_end")
 
 
-@register_weight_sync_backend("channel")
 class ChannelWeightSyncScheme(WeightSyncScheme):
     """torchrl's weight-sync backend ``"channel"``: updates through a :class:`WeightChannel`.
 
@@ -77,10 +76,12 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         >>> scheme.shutdown()
     """
 
-    _trainer: TrainerEnd | None
+    awaits_first = True  # whether workers wait for the first version
+    _channel: WeightChannel | None  # of the trainer's end
     _worker: WorkerEnd | None
-    _copied: Copied | None
+    _put_back: Callable[[], None] | None  # gives a collector its model back, which it has a copy of
     _local: Any  # this process's model
+    _end: weakref.finalize[..., Any] | None  # shuts down with the collector
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         timeout: float = 60.0,
         checksum: bool = False,
     ) -> None:
-        check_timeout(timeout)
+        seconds("timeout", timeout)
         if mode not in (None, "alias", "copy"):
             raise ValueError(
                 f"mode: expected 'alias', 'copy' or None, got {mode!r}; None takes alias where the "
@@ -115,7 +116,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         }
         self._pid = os.getpid()
         self._handle: WeightHandle | None = None
-        self._buffers: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
         for name in _OF_THIS_PROCESS:
             setattr(self, name, None)
 
@@ -130,21 +131,18 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         Raises:
             RuntimeError: this is the scheme in a worker, or it is shut down.
         """
-        return self._end().channel
-
-    def _end(self) -> TrainerEnd:
-        if self._trainer is None:
+        if self._channel is None:
             raise RuntimeError(
                 "scheme: expected the trainer's end of an open channel, got none; give the scheme "
                 "to a collector first, or call init_on_sender, and nothing after shutdown()"
             )
-        return self._trainer
+        return self._channel
 
     @property
     def version(self) -> int | None:
         """The newest published version; ``None`` before the first, and after :meth:`shutdown`."""
-        if self._trainer is not None:
-            return self._trainer.channel.version
+        if self._channel is not None:
+            return self._channel.version
         return None if self._worker is None else self._worker.reader.version
 
     # What follows is called by torchrl.
@@ -184,23 +182,23 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 )
         if not isinstance(source, Mapping):
             source = module_of(source)
-            self._buffers = unsaved_buffers(source)
+            self.buffers = unsaved_buffers(source)
         options = dict(self._options)
         if self.strategy_str == "state_dict" and hasattr(source, "merge_and_unload"):
             options["adapters"] = options["adapters"] or "merged"
-        channel = WeightChannel.create(source, **options)
-        self._handle = channel.handle
-        self._trainer = TrainerEnd(channel, self.wait, self.timeout)
+        self._channel = WeightChannel.create(source, **options)
+        self._handle = self._channel.handle
         if context is not None:
             self._end_with(context)
 
     def _end_with(self, collector: Any) -> None:
-        ends = weakref.ref(self), weakref.ref(self.channel)
-        weakref.finalize(collector, _close_with, *ends).atexit = False
+        """Shut down once the collector is gone, unless somebody does so before."""
+        self._end = weakref.finalize(collector, _call, weakref.WeakMethod(self.shutdown))
+        self._end.atexit = False
 
     def join(self, collector: Any) -> None:
         """Take a collector of this process that was made after this scheme was initialized."""
-        if self._trainer is None or self.context is not None:
+        if self._channel is None or self.context is not None:
             return
         self.context = collector
         self._end_with(collector)
@@ -219,7 +217,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     def _follow_in(self, collector: Any, weights: Any = None, publishes: bool = False) -> None:
         try:
             if not wrappers_in(collector.get_model(self._id())):  # an engine has its own weights
-                self._copied = Copied(collector, self._id(), self.channel.layout)
+                self._put_back = replace_by_copy(collector, self._id(), self.channel.layout)
             if publishes:
                 self._publish(weights)
             self._open_end()
@@ -252,11 +250,14 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 "version reaches every worker: give workers that differ their own schemes"
             )
         published = self._publish(weights, version)
-        self._end().settle(published)
+        settle(self.channel, published, self.wait, self.timeout)
         return published
 
     def _publish(self, weights: Any, version: int | None = None) -> int:
-        published = self._end().publish(weights, version)
+        if weights is not None and not isinstance(weights, Mapping):
+            weights = module_of(weights)
+        published = self.channel.publish(weights, version)
+        assert published is not None
         tracker: Any = getattr(self.context, "policy_version_tracker", None)
         if is_policy(self._id()) and getattr(tracker, "version_type", None) in (int, "int"):
             tracker.version = published
@@ -308,7 +309,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
 
     def _open_end(self) -> WorkerEnd:
         assert self._handle is not None
-        self._worker = WorkerEnd(self._handle, self._id(), self.mode, self._buffers)
+        self._worker = WorkerEnd(
+            self._handle, self._id(), self.mode, self.buffers, self.awaits_first
+        )
         return self._worker
 
     def _attach(self, collector: Any) -> None:
@@ -355,26 +358,27 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         """Close this end of the channel; may be called again.
 
         A collector that goes on keeps the newest version. One in the trainer's process gets back
-        the policy that it was given; if it tracks versions, it refuses to go on until
-        ``increment_version`` numbers these weights. The trainer's end frees the memory, once the
-        workers' ends are closed too.
+        the policy that it was given, under a number greater than that of any version; call
+        ``increment_version`` for each further change of it. The trainer's end frees the memory,
+        once the workers' ends are closed too.
         """
         if self._worker is not None:
-            self._worker.close(detach=self._copied is None)
-        if self._copied is not None:
-            self._copied.put_back()
-        if self._trainer is not None:
-            self._trainer.channel.close()
+            self._worker.close(detach=self._put_back is None)
+        if self._put_back is not None:
+            self._put_back()
+        if self._end is not None:
+            self._end.detach()  # there may be another channel by the time that it runs
+        if self._channel is not None:
+            self._channel.close()
         for name in _OF_THIS_PROCESS:
             setattr(self, name, None)
         super().shutdown()
 
 
-def _close_with(scheme: weakref.ref[Any], channel: weakref.ref[WeightChannel]) -> None:
-    ours: Any = scheme()
-    theirs = channel()
-    # The scheme may have another collector by now.
-    if ours is not None and ours._trainer is not None and ours._trainer.channel is theirs:
-        ours.shutdown()
-    if theirs is not None:
-        theirs.close()
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call a method if its object still exists."""
+    if (call := method()) is not None:
+        call()
+
+
+register_weight_sync_backend("channel")(ChannelWeightSyncScheme)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from fusedrl.channel import WeightChannel
-from fusedrl.weights import pipes
-from fusedrl.weights.base import (
-    LocalWeightUpdaterBase,
-    RemoteWeightUpdaterBase,
-    WorkerId,
-)
-from fusedrl.weights.checks import check_getter, check_timeout, check_weights
-from fusedrl.weights.copying import copy_weights, match_weights, unwrap
-from fusedrl.weights.worker_channels import following
+from fusedrl.channel import WeightHandle
+from fusedrl.channel.checks import seconds
+from fusedrl.compat import torchrl
+from fusedrl.weights.base import LocalWeightUpdaterBase, RemoteWeightUpdaterBase, WorkerId
+from fusedrl.weights.checks import check_getter, check_weights
+from fusedrl.weights.copying import copy_weights, pairs, unwrap
+from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
 
 class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
@@ -80,31 +77,31 @@ class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
 class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
     """Sends weights to the worker processes of a torchrl multi-process collector.
 
-    If a collector gets the updater when it is made, an update publishes one version in a
-    :class:`~fusedrl.WeightChannel`. Every call of a worker's policy computes with one complete
-    version, and a call that begins after the update computes with the new one, also in the middle
-    of a batch. No worker is interrupted, and none waits. ``policy_weights`` are written in place
-    too.
-
-    Workers that run already are updated in their shared memory or through their pipes.
+    An update writes ``policy_weights`` in place, and publishes one version of them by a
+    :class:`~fusedrl.ChannelWeightSyncScheme`, which the collector gets before its processes start.
+    Every call of a worker's policy computes with one complete version, and a call that begins after
+    the update computes with the new one, also in the middle of a batch. No worker is interrupted,
+    and none waits.
 
     Args:
         get_server_weights: returns the trainer's weights, a tensordict or a module. Pass ``None``
             if you give each update its weights, or if the collector's policy *is* the trained
             module: an update without weights then publishes it as it is.
         policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, by the
-            device of the workers' policy or by the index of a worker. For a collector with
-            ``policy_factory`` they are the trainer's copy of what a worker has, and the workers
-            start with what the factory makes.
-        timeout: seconds to wait for a worker that a signal stopped, for the end of a policy call of
-            an old version if all slots are taken, and for an answer through a pipe.
+            device of the workers' policy or by the index of a worker. Each entry has a channel. For
+            a collector with ``policy_factory`` they are the trainer's copy of what a worker has,
+            and the workers start with what the factory makes.
+        timeout: seconds to wait for the end of a policy call of an old version if all slots are
+            taken.
         slots: number of versions that fit into a channel; each takes memory. With fewer than two
             more than the workers that share it, an update may wait for the end of a policy call.
 
     Raises:
-        ValueError: the policy does not have such names or shapes, or a worker is unknown.
-        RuntimeError: a worker is dead; the message names its index and process id.
-        TimeoutError: one of these took longer than ``timeout``.
+        ValueError: the policy does not have such names or shapes, a worker is unknown, or one has
+            no entry.
+        RuntimeError: a worker is dead; the message names its index and process id. Or the
+            collector's processes run already when it gets the updater.
+        TimeoutError: workers hold all slots for longer than ``timeout``.
 
     Example:
         >>> import torch
@@ -133,16 +130,17 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
             )
         for worker, weights in policy_weights.items():
             check_weights(f"policy_weights[{worker!r}]", weights)
-        check_timeout(timeout)
+        seconds("timeout", timeout)
         self.weights_getter = get_server_weights
-        self._policy_weights = policy_weights
+        self.policy_weights = policy_weights
         self.timeout = timeout
         self.slots = slots
-        self._channels: dict[Any, WeightChannel] = {}
+        self._schemes: dict[Any, ChannelWeightSyncScheme] = {}
+        self._entries: list[Any] = []  # of the workers, by index
 
     def all_worker_ids(self) -> list[Any]:
         """The names of all workers: the keys of ``policy_weights``."""
-        return list(self._policy_weights)
+        return list(self.policy_weights)
 
     def _get_server_weights(self) -> TensorDictBase | None:
         return None if self.weights_getter is None else unwrap(self.weights_getter())
@@ -151,56 +149,126 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         return server_weights
 
     def register_collector(self, collector: Any) -> None:
-        """Keep a weak reference to the collector, whose workers will follow a channel."""
+        """Keep a weak reference to the collector, and let its workers follow channels.
+
+        Raises:
+            RuntimeError: another collector is registered, or the processes of this one run already.
+        """
+        if hasattr(collector, "procs") and not self._schemes:
+            raise RuntimeError(
+                "weight_updater: expected a collector whose processes have not started, got one "
+                "that runs; pass the updater to its constructor, or weight_sync_schemes="
+            )
         super().register_collector(collector)
-        start = getattr(collector, "_run_processes", None)
-        if start is None or hasattr(collector, "procs"):
+        torchrl.before_processes_start(collector, partial(self._open_channels, collector))
+
+    def publish_with(self, scheme: ChannelWeightSyncScheme) -> None:
+        """Publish for the one worker of a collector, whose scheme it is.
+
+        Raises:
+            ValueError: ``policy_weights`` are not those of one worker.
+        """
+        workers = self.all_worker_ids()
+        if len(workers) != 1:
+            raise ValueError(
+                f"policy_weights: expected one entry for the one worker, got {workers}; drop others"
+            )
+        self._schemes, self._entries = {workers[0]: scheme}, workers
+
+    def _open_channels(self, collector: Any) -> None:
+        """Open a channel for each entry of ``policy_weights``, before the processes start."""
+        if all(weights.is_empty() for weights in self.policy_weights.values()):
             return
+        devices = collector.policy_device
+        self._entries = [self._entry_for(index, device) for index, device in enumerate(devices)]
+        if unknown := [worker for worker in self.policy_weights if worker not in self._entries]:
+            raise ValueError(
+                f"policy_weights: expected workers of the collector, 0 to {len(devices) - 1} or "
+                f"devices {devices}, got {unknown}; name each by its index or device, once"
+            )
+        for worker, weights in self.policy_weights.items():
+            scheme: Any = ChannelWeightSyncScheme(slots=self.slots, timeout=self.timeout)
+            scheme.init_on_sender(model_id="policy", context=collector, weights=weights)
+            self._schemes[worker] = scheme
+            if collector.policy is not None:
+                scheme.channel.layout.matched(collector.policy)
+                scheme.send()
+        handles = [self._schemes[worker].channel.handle for worker in self._entries]
+        torchrl.set_schemes(collector, {"policy": _WorkersOwn(handles)})
 
-        def start_followers() -> None:
-            del collector._run_processes  # back to the collector's own
-            with following(collector, self._policy_weights, self.slots) as self._channels:
-                start()
+    def _entry_for(self, index: int, device: torch.device | None) -> Any:
+        """The key of ``policy_weights`` for a worker; every device is that of a policy without one.
 
-        # Hooks can only be added to a worker's policy before it is sent to the worker.
-        collector._run_processes = start_followers
+        Raises:
+            ValueError: there is none.
+        """
+        for worker in self.policy_weights:
+            if worker == index if isinstance(worker, int) else device in (None, worker):
+                return worker
+        raise ValueError(
+            f"policy_weights: expected weights for each worker, got none for worker {index}; add "
+            "them by its index, or by the device of its policy"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process publishes nothing."""
-        return {**super().__getstate__(), "_channels": {}}
+        return {**super().__getstate__(), "_schemes": {}, "_entries": []}
 
     def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> list[Any]:
-        deadline = time.monotonic() + self.timeout
         for worker in worker_ids:
             if mapped_weights is not None:
-                match_weights(mapped_weights, self._policy_weights[worker])
-            for index in pipes.processes_of(self.collector, worker):
-                if worker in self._channels:
-                    pipes.wait_until_runs(self.collector, index, deadline)
+                pairs(mapped_weights, self.policy_weights[worker])  # refuses what does not fit
+            self._check_alive(worker)
         return super()._distribute(worker_ids, mapped_weights)
+
+    def _check_alive(self, worker: WorkerId) -> None:
+        """Raise ``RuntimeError`` if processes have ended that compute with an entry."""
+        if not self._entries:
+            return
+        if self.collector is None or self.collector.closed:
+            raise RuntimeError(
+                "collector: expected a running one, got one that is shut down; make another"
+            )
+        for index, process in enumerate(self.collector.procs):
+            if self._entries[index] == worker and not process.is_alive():
+                raise RuntimeError(
+                    f"worker {index} (pid {process.pid}): expected a living process, got exit code "
+                    f"{process.exitcode}; its own output says why it ended: make another collector"
+                )
 
     def _sync_weights_with_worker(
         self, worker_id: WorkerId, server_weights: TensorDictBase | None
     ) -> None:
+        weights = self.policy_weights[worker_id]
         if server_weights is not None:
-            self._send(worker_id, server_weights)
-        elif worker_id in self._channels and getattr(self.collector, "policy", None) is not None:
-            self._publish(worker_id)  # trained in place
+            copy_weights(server_weights, weights)
+        elif getattr(self.collector, "policy", None) is None:
+            return  # not trained in place
+        if worker_id in self._schemes:
+            self._schemes[worker_id].send(weights)
 
-    def _send(self, worker_id: WorkerId, weights: TensorDictBase) -> None:
-        """Send weights through a channel, or by shared memory and pipes to workers without one."""
-        ours = self._policy_weights[worker_id]
-        copy_weights(weights, ours)
-        if worker_id in self._channels:
-            self._publish(worker_id)
-            return
-        for index in pipes.processes_of(self.collector, worker_id):
-            if not pipes.reads(self.collector, index, ours):
-                pipes.update(self.collector, index, ours, self.timeout)
 
-    def _publish(self, worker_id: WorkerId) -> None:
-        try:
-            self._channels[worker_id].publish(self._policy_weights[worker_id], timeout=self.timeout)
-        except TimeoutError as error:
-            busy = {reader.pid for reader in self._channels[worker_id].readers() if reader.leased}
-            raise TimeoutError(pipes.busy(self.collector, busy)) from error
+class _WorkersOwn(ChannelWeightSyncScheme):
+    """The workers' end of an updater's schemes: each worker opens the channel of its own entry.
+
+    Where nothing is published before the workers start, they begin with the weights that they have.
+
+    Args:
+        handles: of the workers' channels, in the order of the workers.
+    """
+
+    awaits_first = False
+
+    def __init__(self, handles: list[WeightHandle]) -> None:
+        super().__init__()
+        self._handles = handles
+
+    def _init_on_sender_impl(self, **_: Any) -> None:
+        """Do nothing: the updater's schemes are the trainer's end."""
+
+    def _setup_connection_and_weights_on_sender_impl(self, **_: Any) -> None:
+        """Do nothing: the updater publishes."""
+
+    def _init_on_receiver_impl(self, *args: Any, worker_idx: int, **kwargs: Any) -> None:
+        self._handle = self._handles[worker_idx]
+        super()._init_on_receiver_impl(*args, worker_idx=worker_idx, **kwargs)

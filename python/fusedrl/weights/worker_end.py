@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 from torchrl.envs import Transform
-from torchrl.weight_update.utils import _resolve_attr
 
 from fusedrl.channel import WeightHandle
 from fusedrl.channel.following import Follower, Following
 from fusedrl.channel.sources import module_places
+from fusedrl.compat import torchrl
 from fusedrl.vllm.engine_follower import EngineFollower
 from fusedrl.vllm.policy import wrappers_in
 from fusedrl.weights.follow import Attachment, is_compiled, module_of
@@ -28,6 +28,8 @@ class WorkerEnd:
         mode: ``"alias"``, ``"copy"``, or ``None``, which takes alias if dtypes and devices fit and
             the collector compiles nothing, and copy otherwise.
         buffers: values of the model's buffers that versions do not include.
+        awaits_first: whether the model waits for the first version, else it begins with the weights
+            that it has.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class WorkerEnd:
         model_id: str,
         mode: Literal["alias", "copy"] | None,
         buffers: Mapping[str, Tensor],
+        awaits_first: bool = True,
     ) -> None:
         self.reader = handle.open()
         self._handle = handle
         self._model_id = model_id
         self._mode: Literal["alias", "copy"] | None = mode
         self._buffers = buffers
+        self._awaits_first = awaits_first
         self._follower: Following | None = None
         self._attachment: Attachment | None = None
 
@@ -78,7 +82,8 @@ class WorkerEnd:
             if has_engine
             else Follower(self.reader, module, mode)
         )
-        self._follower.load()
+        if self._awaits_first or self.reader.version is not None:
+            self._follower.load()
         return self._follower
 
     def attach(self, collector: Any) -> Any:
@@ -137,7 +142,7 @@ def find_model(collector: Any, model_id: str) -> Any:
     """
     get = getattr(collector, "get_model", None)
     try:
-        return _resolve_attr(collector, model_id) if get is None else get(model_id)
+        return torchrl.model_at(collector, model_id) if get is None else get(model_id)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"weight_sync_schemes: expected {model_id!r} to name a model of the collector in this "

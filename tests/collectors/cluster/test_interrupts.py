@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from fusedrl import RayLLMCollector
+from fusedrl.collectors import batch_stream
 from fusedrl.collectors.cluster import ray_batches, ray_llm_collector
 from fusedrl.collectors.cluster.dialog_actor import Collected
 from fusedrl.collectors.cluster.ray_batches import RayBatches
@@ -25,6 +26,7 @@ ray = pytest.importorskip("ray")
 
 BATCHES = 2
 OURS = {
+    batch_stream.__file__,
     ray_batches.__file__,
     ray_llm_collector.__file__,
     sys.modules[uninterrupted.__module__].__file__,
@@ -109,7 +111,7 @@ def ctrl_c_at(line: int) -> Iterator[Callable[[], bool]]:
         if frame.f_code.co_filename not in OURS:
             return None
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and text not in ("yield ready.batch", "return ready.batch"):
+        if event == "line" and text not in ("yield batch", "return batch"):
             left -= 1
             if left == -1:
                 signal.raise_signal(signal.SIGINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from counting_dialogs import Counting, policy
 from tensordict import TensorDict
 
 from fusedrl import PolicyVersion, VanillaLocalWeightUpdater
-from fusedrl.collectors.cluster.dialog_actor import DialogActor, Stopped
+from fusedrl.collectors.cluster.dialog_actor import DialogActor, Own
 from fusedrl.transport import deserialize
 
 pytest.importorskip("ray")
@@ -31,7 +32,7 @@ def started(index: int = 0, of: int = 1, **options: Any) -> DialogActor:
         "dialog_turns_per_batch": 2,
         "track_policy_version": True,
     }
-    actor.start(given | options, index, of, 0, {})
+    actor.start(given | options, Own(index, of, 0, {}))
     return actor
 
 
@@ -92,13 +93,19 @@ def test_counts_and_the_end():
     assert [one.batch is None for one in got] == [False, False, True, True]
 
 
-def test_it_stops_between_two_turns():
+def test_it_ends_between_two_turns():
     actor = started(dialog_turns_per_batch=100)
-    actor._collector.policy.register_forward_pre_hook(lambda *_: actor.stop())
-    with pytest.raises(Stopped):
+    closing = threading.Thread(target=actor.close, args=(True,))
+
+    def close(*_: Any) -> None:
+        closing.start()
+        ray_dialogs.wait_for(lambda: actor._collector._ends)
+
+    actor._collector.policy.register_forward_pre_hook(close)
+    with pytest.raises(RuntimeError, match="got one that was shut down"):
         actor.collect()
-    assert actor._collector._watch.turns == 2
-    actor.close(True)
+    closing.join()
+    assert actor._collector._watch.turns == 2 and actor._collector.closed
 
 
 def test_a_failure_is_not_the_end():
@@ -127,6 +134,17 @@ def test_ids_differ_between_actors():
     assert ids == [[0, 3], [1, 4], [2, 5]]
 
 
+def test_ids_go_on_behind_those_of_a_state():
+    actor = started(1, of=3)
+    batch_of(actor)
+    state = actor.call("state_dict")
+    ids = [batch_of(actor)["collector", "traj_ids"].unique().tolist() for _ in range(2)]
+    actor.call("check_state_dict", (state,))
+    actor.call("load_state_dict", (state,))
+    fresh = batch_of(actor)["collector", "traj_ids"]
+    assert ids == [[1, 4]] * 2 and fresh.min() > 4 and (fresh % 3 == 1).all()
+
+
 def test_random_numbers_differ_between_actors_whatever_their_factory_seeds():
     def factory():
         torch.manual_seed(1)
@@ -136,7 +154,7 @@ def test_random_numbers_differ_between_actors_whatever_their_factory_seeds():
     for seed in (5, 6):
         actor = DialogActor()
         arguments = {"policy": None, "policy_factory": factory, "env": Counting()}
-        actor.start({**arguments, "dialog_turns_per_batch": 2}, 0, 1, seed, {})
+        actor.start(arguments, Own(0, 1, seed, {"dialog_turns_per_batch": 2}))
         drawn.append(torch.rand(1).item())
     assert drawn[0] != drawn[1]
 

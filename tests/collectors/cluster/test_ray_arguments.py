@@ -44,7 +44,7 @@ def no_ray(monkeypatch):
         ),
         ({"channel_mode": "half"}, "channel_mode: expected 'alias' or 'copy'"),
         ({"max_staleness": 1, "track_policy_version": False}, "max_staleness: expected int"),
-        ({"timeout": 0}, "timeout"),
+        ({"timeout": -1}, "timeout"),
         ({"remote_config": {"max_restarts": 1}}, "remote_config: expected max_restarts=0"),
     ],
 )
@@ -75,8 +75,8 @@ class Started(Exception):
     ],
 )
 def test_turns_are_shared_out_or_never_end(monkeypatch, total, shares):
-    def start(actors: Any, shared: Any, own: list[dict[str, Any]], seed: int) -> None:
-        raise Started([one["total_dialog_turns"] for one in own])
+    def start(actors: Any, kind: type, options: Any, shared: Any, own: list[Any]) -> None:
+        raise Started([one.arguments["total_dialog_turns"] for one in own])
 
     monkeypatch.setattr(ray_llm_collector.Actors, "start", start)
     monkeypatch.setattr(ray_llm_collector, "start_ray", lambda config: None)

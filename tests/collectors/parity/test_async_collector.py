@@ -24,8 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that are spawned import for seconds."""
     context = multiprocessing.get_context("fork")
-    for module in (torchrl.collectors._multi_base, fusedrl.collectors.process.async_collector):
-        monkeypatch.setattr(module, "_get_mp_ctx", lambda: context)
+    ours, theirs = fusedrl.collectors.process.async_collector, torchrl.collectors._multi_base
+    monkeypatch.setattr(ours, "process_context", lambda: context)
+    monkeypatch.setattr(theirs, "_get_mp_ctx", lambda: context)
 
 
 SMALL = {"frames_per_batch": 6, "total_frames": 24}

@@ -16,7 +16,8 @@ from fusedrl import AsyncCollector
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is no fork of this process either, and starts at once."""
-    monkeypatch.setattr("fusedrl.collectors.process.async_collector._get_mp_ctx", lambda: processes)
+    module = "fusedrl.collectors.process.async_collector"
+    monkeypatch.setattr(f"{module}.process_context", lambda: processes)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def test_verbose_logs_a_line_for_each_batch(make, caplog):
         for _ in collector:
             collector.update_policy_weights_(weights_of(2.0))
             # The next batch is there, and has the version that is newest now.
-            collector._worker.batch(collector._batches.taken.number, None)
+            collector._worker.batch(collector._batches.number, None)
             collector.update_policy_weights_(weights_of(3.0))
     lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
     assert all(line.startswith("AsyncCollector: turns=") for line in lines)

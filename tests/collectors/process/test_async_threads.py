@@ -8,15 +8,17 @@ import signal
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
 from async_workers import Deaf, Failing, Loading, Parent, Slow, SlowToTell, no_env
 from counting_dialogs import Counting, policy
 from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.testing.mocking_classes import CountingEnv
 
 from fusedrl import LLMCollector
-from fusedrl.collectors.process import process_tree, worker_process
+from fusedrl.collectors.process import process_tree, worker_handle
 
 from .ends import LONG_S, is_there, runs, until
 
@@ -55,6 +57,15 @@ def test_big_calls_beside_a_thread_that_collects(make):
     assert at_once(call, call) == [True, True]
     assert collector.is_running()
     collector.async_shutdown()
+
+
+def test_threads_that_iterate_share_the_batches(make):
+    collector = make(partial(CountingEnv, max_steps=1000), frames_per_batch=2, total_frames=200)
+
+    def take() -> list[Any]:
+        return [frame for batch in collector for frame in batch["observation"].flatten().tolist()]
+
+    assert sorted(chain(*at_once(take, take, take))) == list(range(200))
 
 
 def test_each_thread_gets_the_answers_to_its_calls(make):
@@ -167,7 +178,7 @@ def test_shutdown_that_ctrl_c_breaks_off_can_be_called_again(make, tmp_path):
     """As if it came while the worker, which does not end, is waited for."""
     collector = make(partial(Deaf, str(tmp_path)))
     pid = collector.procs[0].pid
-    collector._batches.ask(1, collector._batches.taken)
+    collector._worker.ask(0, 1)
     until((tmp_path / "steps").exists)
 
     def interrupt(*_: Any) -> None:
@@ -191,7 +202,7 @@ def test_a_stopped_worker_is_called_stopped(make, monkeypatch, caplog):
     until(lambda: process_tree.is_stopped(pid))
     with pytest.raises(TimeoutError, match=f"stopped it: let it go on with kill -CONT {pid}"):
         collector._worker.batch(1, 0.2)
-    monkeypatch.setattr(worker_process, "LOOK_S", 0.05)
+    monkeypatch.setattr(worker_handle, "LOOK_S", 0.05)
     calls = threading.Thread(target=lambda: caplog.set_level(0) or collector.reset(), daemon=True)
     calls.start()
     until(lambda: f"kill -CONT {pid}" in caplog.text)
@@ -226,10 +237,20 @@ def test_a_killed_worker_whose_child_lives_on(make, tmp_path):
     os.kill(child, signal.SIGKILL)
 
 
+def test_half_a_message_of_a_killed_worker_is_not_waited_for(make, tmp_path):
+    """Its child, which lives on, holds its end of the connection open."""
+    collector = make(partial(Parent, str(tmp_path)), prefetch=0)
+    pid, child = map(int, (tmp_path / "pids").read_text().split())
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        collector.map_fn("env.tell_half")
+    assert runs(child) and not runs(pid)
+    os.kill(child, signal.SIGKILL)
+
+
 def test_the_end_of_a_worker_that_tells_of_an_error(make, tmp_path, capfd):
     """It prints no traceback of its own."""
     collector = make(policy=Failing(SlowToTell, str(tmp_path)))
-    collector._batches.ask(2, collector._batches.taken)
+    collector._worker.ask(0, 2)
     until((tmp_path / "telling").exists)
     collector.shutdown(timeout=LONG_S)
     assert "Stop" not in capfd.readouterr().err
@@ -273,7 +294,7 @@ def test_what_the_trainer_cannot_read_is_an_error_of_all_calls(make, monkeypatch
     def fail(*_: Any) -> None:
         raise ValueError("torn")
 
-    monkeypatch.setattr(collector._worker._inbox, "answer", fail)
+    monkeypatch.setattr(collector._worker, "_take", fail)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="messages that can be read, got ValueError: torn"):
             collector.map_fn("env.load", [(1,)])
@@ -313,7 +334,7 @@ def test_the_workers_end_is_told_once_for_each_batch(make):
     for _ in range(2):
         assert len(list(collector)) == 2
         for _ in range(4):
-            collector._batches.ask(2, collector._batches.taken)
+            collector._worker.ask(collector._batches.number, 2)
             assert collector.next() is None
         collector.load_state_dict(state)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import os
+import pickle
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,6 +175,27 @@ def test_one_tensors_changes_are_no_others(ends):
     got[1].mul_(weight)
     assert got[1].requires_grad and not got[0].requires_grad and not got[2].requires_grad
     got[2].requires_grad_().sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool])
+def test_a_pickle_or_a_copy_of_a_tensor_has_nothing_of_the_others(ends, dtype):
+    got = ends.send(
+        TensorDict(
+            scalar=torch.ones((), dtype=dtype),
+            small=torch.ones(3, 2, dtype=dtype),
+            big=torch.ones(100_000, dtype=dtype),
+            nested=torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)]),
+            rows=lazy_stack([TensorDict(x=torch.ones(n, 2, n)) for n in (1, 2)]),
+        )
+    )
+    small = got.select("scalar", "small", "nested", "rows")
+    for pickled in (pickle.dumps(small), pickle.dumps(copy.deepcopy(small))):
+        assert len(pickled) < 20_000
+        assert torch.equal(pickle.loads(pickled)["small"], got["small"])
+    file = io.BytesIO()
+    torch.save([got["scalar"], got["small"], got["nested"].values()], file)
+    assert file.tell() < 5_000
+    assert mapped_at(got["small"]) and got["scalar"].shape == () and got["scalar"] == 1
 
 
 def test_a_batch_without_tensors(ends):

@@ -1,36 +1,23 @@
-"""Attributes of a collector that one of its parts, or its actors, answer for."""
+"""Attributes and methods of a collector that its actors answer for."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
-from torchrl.collectors._single import _CollectorMeta
+from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
+
+from fusedrl.collectors.cluster.ray_actors import Actors
+
+_Meta: Any = type(_RayLLMCollector)
 
 
-class OwnArguments(_CollectorMeta):
+class OwnArguments(_Meta):
     """A metaclass that passes all arguments on; torchrl's takes ``num_collectors`` for itself."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore
         """Make an instance, with all arguments."""
         return type.__call__(cls, *args, **kwargs)
-
-
-def of_part(part: str, name: str, doc: str) -> Any:
-    """An attribute that reads and sets an attribute of a part of the collector.
-
-    Args:
-        part: the collector's attribute with the part.
-        name: the name of the part's attribute.
-        doc: the docstring of the attribute.
-    """
-
-    def read(self: Any) -> Any:
-        return getattr(getattr(self, part), name)
-
-    def write(self: Any, value: Any) -> None:
-        setattr(getattr(self, part), name, value)
-
-    return property(read, write, doc=doc)
 
 
 def in_actors(name: str, doc: str) -> Any:
@@ -43,3 +30,24 @@ def in_actors(name: str, doc: str) -> Any:
         self._actors.each("set", name, value)
 
     return property(read, write, doc=doc)
+
+
+class FirstActor:
+    """The first actor, with those methods of its collector as remote methods that change nothing.
+
+    Others would change this actor without the rest.
+    """
+
+    def __init__(self, actors: Actors) -> None:
+        self._actors = actors
+
+    def __getattr__(self, name: str) -> Any:
+        """A method of the collector, whose ``remote`` calls it between two batches."""
+        if name.startswith(("get", "is_")) or name in ("profile", "state_dict", "stats"):
+            return SimpleNamespace(
+                remote=lambda *args, **kwargs: self._actors.send(0, "call", name, args, kwargs)
+            )
+        raise AttributeError(
+            f"{name}: expected a method that asks one collector, got one that is for all actors; "
+            "call it on the RayLLMCollector"
+        )

@@ -11,22 +11,14 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torchrl.collectors.utils import _TrajectoryPool
 
 from fusedrl.channel import WeightChannel
+from fusedrl.collectors.cluster.ray_actors import Actors, Started
+from fusedrl.collectors.cluster.updates import Updates
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import versions_in
 from fusedrl.collectors.progress import response_tokens
 from fusedrl.transport import Serialized, serialize
-
-
-@dataclass(frozen=True)
-class Started:
-    """What the caller needs to know of an actor: where it runs, and the layout of its weights."""
-
-    pid: int
-    node: str
-    layout: str | None
 
 
 @dataclass(frozen=True)
@@ -45,31 +37,31 @@ class Collected:
     oldest: Any
 
 
-class Stopped(Exception):
-    """The collector was told to stop in the middle of a batch."""
-
-
-class _EveryNth(_TrajectoryPool):
+class _EveryNth:
     """Gives trajectory ids that none of the other ``step - 1`` collectors gives."""
 
-    def __init__(self, first: int, step: int) -> None:
-        super().__init__()
-        self._first, self._step = first, step
+    def __init__(self, ids: Any, first: int, step: int) -> None:
+        self._ids, self._first, self._step = ids, first, step
 
     def get_traj_and_increment(self, n: int = 1, device: Any = None) -> Tensor:
-        return self._first + self._step * super().get_traj_and_increment(n, device)
+        return self._first + self._step * self._ids.get_traj_and_increment(n, device)
+
+    def __getattr__(self, name: str) -> Any:
+        """What torchrl's collectors store of them."""
+        return getattr(self._ids, name)
 
 
 class _Collector(LLMCollector):
-    """A collector that can be stopped between two turns, and that describes its last batch."""
+    """A collector that describes its last batch, and whose versions another one numbers."""
 
-    stopping = False
     tokens: int | None = None
     oldest: Any = None
 
-    def check_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
-        """Raise the error that loading a state would raise."""
-        self._checked_state(state_dict, kwargs.get("strict", True))
+    def be_one_of(self, count: int, index: int) -> None:
+        """Give trajectories other ids than the other collectors do."""
+        self.worker_idx = index
+        trajectories: Any = self._loop.trajectories
+        trajectories.source = _EveryNth(trajectories.source, index, count)
 
     def rollout(self) -> TensorDictBase:
         batch = super().rollout()
@@ -77,10 +69,47 @@ class _Collector(LLMCollector):
         self.oldest = None if self.policy_version_tracker is None else min(versions_in(batch))
         return batch
 
-    def _call_policy(self, carried: TensorDictBase) -> TensorDictBase:
-        if self.stopping:
-            raise Stopped
-        return super()._call_policy(carried)
+    def collected(self, batch: TensorDictBase | None, over: bool) -> Collected:
+        """A batch as it is sent, with what it had and the counts."""
+        packed = None if batch is None else serialize(batch.clear_device_())
+        counts = self._frames, self.stale_turns
+        return Collected(packed, *counts, over, self.tokens, self.oldest)
+
+    def update_as(self, version: Any, weights: Any, worker_ids: Any) -> None:
+        """Update by the updater, as this version."""
+        with self._versions.one_update(numbered=True):
+            self.update_policy_weights_(weights, worker_ids=worker_ids)
+            self.tag(version)
+
+    def tag(self, version: Any) -> None:
+        """Tag turns with this version from here on."""
+        if self.policy_version_tracker is not None:
+            self.policy_version_tracker.version = version
+
+    def stop_following(self) -> None:
+        """Keep the weights that the channel brought, and take no more from it."""
+        self._versions.close()
+
+    def check_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
+        """Raise the error that loading a state would raise."""
+        self._checked_state(state_dict, kwargs.get("strict", True))
+
+
+@dataclass(frozen=True)
+class Own:
+    """What differs between actors.
+
+    Args:
+        index: the index of the actor.
+        count: the number of actors.
+        seed: torch's seed from here on, as all processes start with the same one.
+        arguments: arguments of :class:`LLMCollector`.
+    """
+
+    index: int
+    count: int
+    seed: int
+    arguments: dict[str, Any]
 
 
 class DialogActor:
@@ -92,30 +121,15 @@ class DialogActor:
 
     _collector: _Collector
     _channel: WeightChannel | None = None
-    _distributor: Any = None
+    _updates: Updates
 
-    def start(
-        self,
-        arguments: dict[str, Any],
-        index: int,
-        of: int,
-        seed: int,
-        own: dict[str, Any],
-    ) -> Started:
-        """Make the collector.
-
-        Args:
-            arguments: the arguments of :class:`LLMCollector` that all actors share.
-            index: the index of this actor.
-            of: the number of actors.
-            seed: torch's seed from here on, as all processes start with the same one.
-            own: the arguments of this actor alone.
-        """
+    def start(self, shared: dict[str, Any], own: Own) -> Started:
+        """Make the collector, from the arguments that actors share and those of its own."""
         import ray
 
         # Weights are views of Ray's store, which the channel reads.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        arguments = {**arguments, **own}
+        arguments = {**shared, **own.arguments}
         policy, factory = arguments.pop("policy"), arguments.pop("policy_factory")
         policy = policy if factory is None else factory()
         source = None if arguments.get("weight_updater") is not None else _source(policy)
@@ -123,25 +137,21 @@ class DialogActor:
             self._channel = WeightChannel.create(source)
             arguments["channel"] = self._channel.handle
         self._collector = _Collector(policy=policy, **arguments)
-        self._collector.worker_idx = index
-        self._collector._loop.trajectories.source = _EveryNth(index, of)
+        self._collector.be_one_of(own.count, own.index)
         self._batches = iter(self._collector)
-        torch.manual_seed(seed)  # a factory may have set one for the weights
+        torch.manual_seed(own.seed)  # a factory may have set one for the weights
         layout = None if self._channel is None else self._channel.layout.to_json()
         return Started(os.getpid(), ray.util.get_node_ip_address(), layout)
 
     def collect(self) -> Collected:
         """The next batch."""
         try:
-            batch, over = next(self._batches), False
+            return self._collector.collected(next(self._batches), over=False)
         except Exception as error:
             self._batches = iter(self._collector)  # for the case that another state is loaded
             if not isinstance(error, StopIteration):
                 raise
-            batch, over = None, True
-        packed = None if batch is None else serialize(batch.clear_device_())
-        it = self._collector
-        return Collected(packed, it._frames, it.stale_turns, over, it.tokens, it.oldest)
+        return self._collector.collected(None, over=True)
 
     def rollout(self) -> Serialized:
         """A batch that is not counted."""
@@ -163,46 +173,36 @@ class DialogActor:
 
     def update_by_updater(self, weights: Any, worker_ids: Any, version: Any) -> None:
         """Update by the updater of this collector, under the caller's version."""
-        with self._collector._versions.one_update(numbered=True):
-            self._collector.update_policy_weights_(weights, worker_ids=worker_ids)
-            self._tag(version)
+        self._collector.update_as(version, weights, worker_ids)
 
     def renumber(self, version: Any) -> None:
         """Set the version without new weights."""
         if self._channel is None or self._channel.version is None:
-            self._tag(version)
+            self._collector.tag(version)
             return
         with self._channel.handle.open() as reader, reader.lease() as lease:
             self._channel.publish(lease.weights, version)
 
-    def _tag(self, version: Any) -> None:
-        if self._collector.policy_version_tracker is not None:
-            self._collector.policy_version_tracker.version = version
-
-    def take_over(self, actors: Any, versions: Any, newest: str | None) -> None:
-        """Number and distribute updates here, for the collector's handles in any process.
+    def number_updates(self, actors: Actors, versions: Any) -> None:
+        """Number and send updates here, for the collector and its handles in any process.
 
         Args:
             actors: the actors, without this one.
             versions: the tracker that counts.
-            newest: the id of the newest version's weights in Ray's store.
         """
         import ray
 
-        # Imported here, because that module imports the actors, which import this module.
-        from fusedrl.collectors.cluster.distributor import Distributor
-
         # The actor makes its own handle: one that was sent here would keep it alive for ever.
         me = ray.get_runtime_context().current_actor
-        self._distributor = Distributor(actors.with_first(me), versions, newest)
+        self._updates = Updates(actors.with_first(me), versions)
 
-    def distribute(self, method: str, args: tuple[Any, ...]) -> None:
-        """Call a method of the distributor that runs in this actor."""
-        getattr(self._distributor, method)(*args)
+    def number(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Call a method of :class:`Updates`."""
+        return getattr(self._updates, method)(*args)
 
     def version(self) -> Any:
-        """The distributor's newest version."""
-        return self._distributor.version()
+        """The newest version, also while an update is sent."""
+        return self._updates.version()
 
     def call(self, name: str, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call a method of the collector."""
@@ -218,18 +218,14 @@ class DialogActor:
 
     def set_updater(self, updater: Any) -> None:
         """Replace the updater; the policy stops following the channel, and keeps its weights."""
-        self._collector._versions.close()
+        self._collector.stop_following()
         if self._channel is not None:
             self._channel.close()
             self._channel = None
         self._collector.weight_updater = updater
 
-    def stop(self) -> None:
-        """End a batch that is being collected, before its next turn."""
-        self._collector.stopping = True
-
     def close(self, close_env: bool) -> None:
-        """Close the environment and the channel."""
+        """Let the turn that runs end, and close the environment and the channel."""
         try:
             self._collector.shutdown(close_env=close_env)
         finally:

@@ -6,31 +6,18 @@ import copy
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from fusedrl.collectors.cluster.dialog_actor import DialogActor, Started
-
 logger = logging.getLogger("fusedrl")
 
-BETWEEN = "between_batches"  # a concurrency group, so that weights need not wait for a batch
-OF_ALL = {
-    "async_shutdown",
-    "increment_version",
-    "init_updater",
-    "iterator",
-    "load_state_dict",
-    "next",
-    "receive_weights",
-    "reset",
-    "rollout",
-    "set_weight_updater",
-    "shutdown",
-    "start",
-    "update_policy_weights_",
-}  # methods of a collector that change it
-UPDATES = "updates"  # the first actor's group that numbers updates for handles in any process
+# Concurrency groups of an actor, with a thread each. Weights and versions arrive in neither, so
+# that they need not wait for a batch.
+BETWEEN = "between_batches"
+UPDATES = "updates"  # the first actor numbers updates there, one after the other
+
+SECONDS_MORE = 10.0  # that the first actor may take to say which actor is late
 
 
 class ActorDied(RuntimeError):
@@ -38,50 +25,35 @@ class ActorDied(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Failures:
-    """The first error of an update, and whether every actor itself refused the update."""
+class Started:
+    """What the caller needs to know of an actor: where it runs, and the layout of its weights."""
 
-    first: Exception | None
-    refused: bool
+    pid: int
+    node: str
+    layout: str | None
 
 
 class Actors:
-    """Starts an actor for each of the given options of Ray, calls them, and ends them.
+    """Starts actors, calls them, and ends them. A pickled copy has handles of the same actors.
 
     Args:
-        options: Ray's options for each actor.
         timeout: seconds that Ray may take to place an actor, and that a call may take which does
             not wait for a batch.
     """
 
-    def __init__(self, options: Sequence[dict[str, Any]], timeout: float) -> None:
-        import ray
-
-        self._ray: Any = ray
+    def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.closed = True  # until the actors have started, and once they are being ended
         self.started: list[Started] = []
         self.handles: list[Any] = []
-        self.shared = False  # whether other processes have handles of the collector
         self._cluster: str | None = None  # once actors run: outside of one, Ray would start it
-        self._options = [{**one, "concurrency_groups": {BETWEEN: 1, UPDATES: 1}} for one in options]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Handles of the same actors, for another process."""
-        kept = ("timeout", "closed", "started", "handles", "shared")
-        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Use the Ray of this process."""
+        """Use the cluster that this process is in."""
         import ray
 
-        vars(self).update(state, _ray=ray)
-        self._cluster = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
-
-    def share(self) -> Actors:
-        """The actors as they are sent to the first one, which then calls :meth:`with_first`."""
-        self.shared = True
-        return self.with_first(None)
+        own = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
+        vars(self).update(state, _cluster=own)
 
     def with_first(self, handle: Any) -> Actors:
         """The same actors with another handle of the first one."""
@@ -103,47 +75,56 @@ class Actors:
             )
 
     @property
+    def _ray(self) -> Any:
+        import ray
+
+        return ray
+
+    @property
     def is_reachable(self) -> bool:
         """Whether this process is still in the cluster of the actors.
 
         Outside of any, almost every call of Ray's starts one.
         """
-        if not self._ray.is_initialized():
-            return False
-        return self._ray.get_runtime_context().gcs_address == self._cluster
+        return (
+            self._ray.is_initialized()
+            and self._ray.get_runtime_context().gcs_address == self._cluster
+        )
 
-    def start(self, arguments: dict[str, Any], own: Sequence[dict[str, Any]], seed: int) -> None:
-        """Make the collectors; no actor is left if one fails.
+    @property
+    def indices(self) -> range:
+        """The indices of the actors."""
+        return range(len(self.handles))
+
+    def start(
+        self, kind: type, options: Sequence[dict[str, Any]], shared: Any, own: Sequence[Any]
+    ) -> None:
+        """Start an actor for each of Ray's options, and call its ``start``.
+
+        No actor is left if one fails.
+
+        Args:
+            kind: the class of the actors.
+            options: Ray's options for each actor.
+            shared: the first argument of ``start``, which is the same for all.
+            own: the second argument of ``start`` for each actor.
 
         Raises:
             TypeError: the arguments cannot be pickled.
             RuntimeError: Ray has no place for an actor.
         """
-        shared, own = self._put(arguments), [self._put(one) for one in own]
-        self.handles = [self._ray.remote(**one)(DialogActor).remote() for one in self._options]
+        shared, own = _stored(shared), [_stored(one) for one in own]
+        groups = {"concurrency_groups": {BETWEEN: 1, UPDATES: 1}}
+        self.handles = [self._ray.remote(**one, **groups)(kind).remote() for one in options]
         self._cluster = self._ray.get_runtime_context().gcs_address
         try:
             self._wait_for_places()
-            answers = [
-                handle.start.options(concurrency_group=BETWEEN).remote(
-                    shared, index, len(own), seed + index, mine
-                )
-                for index, (handle, mine) in enumerate(zip(self.handles, own, strict=True))
-            ]
-            self.started = self.wait(answers, None)
             self.closed = False
+            self.started = self.each_its_own("start", [(shared, one) for one in own])
         except BaseException:
             self.kill()
+            self.closed = True
             raise
-
-    def _put(self, arguments: dict[str, Any]) -> Any:
-        try:
-            return self._ray.put(arguments)
-        except TypeError as error:
-            raise TypeError(
-                f"policy, env: expected what can be pickled for another process, got {error}; pass "
-                "policy_factory=, and for env a function that makes it"
-            ) from error
 
     def _wait_for_places(self) -> None:
         ready = [handle.__ray_ready__.remote() for handle in self.handles]
@@ -151,105 +132,95 @@ class Actors:
         if not missing:
             return
         free = self._ray.available_resources()
-        late = [one for one, ref in zip(self._options, ready, strict=True) if ref in missing]
-        got = f"{len(ready)} actors within {self.timeout} s, got {len(ready) - len(missing)}"
-        if all(_fits(options, free) for options in late):
-            raise RuntimeError(
-                f"timeout: expected processes of {got}; {free} are free, so that Ray has places "
-                "and the processes are still starting, which takes longer on a busy machine: raise "
-                "timeout"
-            )
         raise RuntimeError(
-            f"num_cpus, num_gpus, remote_config: expected places for {got}; of "
-            f"{self._ray.cluster_resources()} free are {free}: ask for less, free some, add a "
-            "machine, or raise timeout"
+            f"timeout, num_cpus, num_gpus, remote_config: expected places for {len(ready)} actors "
+            f"within {self.timeout} s, got {len(ready) - len(missing)}; of "
+            f"{self._ray.cluster_resources()} free are {free}: raise timeout if that suffices, as "
+            "processes start slowly on a busy machine; else ask for less, or add a machine"
         )
 
-    def each(self, method: str, *args: Any, between: bool = True) -> list[Any]:
-        """Call a method of every actor; its answers, in the order of the actors.
+    def send(self, index: int, method: str, *args: Any, group: str | None = BETWEEN) -> Any:
+        """Call a method of one actor, and return a reference to its answer.
 
         Args:
-            method: the name of a method of :class:`DialogActor`.
+            index: the index of the actor.
+            method: the name of the method.
             args: the arguments of the method.
-            between: whether the call waits for the batch that is being collected.
+            group: the concurrency group that runs it: by default between two batches.
         """
-        answers = self.ask_all(method, *args, between=between)
-        return self.wait(answers, None if between else self.timeout)
-
-    def ask_all(self, method: str, *args: Any, between: bool = True) -> list[Any]:
-        """As :meth:`each`, but return references to the answers without waiting."""
         self.require_open()
-        return [self.send(index, method, *args, between=between) for index in self.indices]
+        bound = getattr(self.handles[index], method)
+        return (bound if group is None else bound.options(concurrency_group=group)).remote(*args)
 
-    def each_its_own(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """As :meth:`each`, between two batches, with arguments for each actor."""
-        self.require_open()
-        answers = [self.send(index, method, *own) for index, own in enumerate(arguments)]
-        return self.wait(answers, None)
+    def send_all(self, method: str, *args: Any, group: str | None = BETWEEN) -> Mapping[Any, int]:
+        """As :meth:`send`, to every actor: their indices by the references to their answers."""
+        return {self.send(index, method, *args, group=group): index for index in self.indices}
 
     def one(self, index: int, method: str, *args: Any) -> Any:
         """Call a method of one actor, between two batches."""
         return self.answer(self.send(index, method, *args), index)
 
-    @property
-    def indices(self) -> range:
-        """The indices of the actors."""
-        return range(len(self.handles))
+    def each(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every actor between two batches; its answers, in their order."""
+        return self.wait(self.send_all(method, *args))
 
-    def send(
-        self, index: int, method: str, *args: Any, between: bool = True, group: str = BETWEEN
-    ) -> Any:
-        """Call a method of one actor, and return a reference to its answer."""
-        self.require_open()
-        bound = getattr(self.handles[index], method)
-        if between:
-            bound = bound.options(concurrency_group=group)
-        return bound.remote(*args)
+    def each_its_own(self, method: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """As :meth:`each`, with arguments for each actor."""
+        sent = enumerate(arguments)
+        return self.wait({self.send(index, method, *own): index for index, own in sent})
 
-    def wait(self, answers: Sequence[Any], timeout: float | None) -> list[Any]:
-        """All answers, one of each actor; the first failure is raised without waiting for others.
+    def update(self, method: str, *args: Any, waits: bool = False) -> Any:
+        """Call a method of the first actor's :class:`Updates`, after those that were called before.
+
+        Args:
+            method: the name of the method.
+            args: the arguments of the method.
+            waits: whether the update waits for batches, for which there is no time limit.
+        """
+        until = None if waits else self.deadline() + SECONDS_MORE
+        answer = self.send(0, "number", method, args, group=UPDATES)
+        return self.wait({answer: 0}, until).pop()
+
+    def deadline(self) -> float:
+        """When an actor that is called now is late, on the clock of ``time.monotonic``."""
+        return time.monotonic() + self.timeout
+
+    def wait(self, answers: Mapping[Any, int], until: float | None = None) -> list[Any]:
+        """All answers; the first failure is raised without waiting for others.
+
+        Args:
+            answers: the indices of actors, by the references to their answers.
+            until: a :meth:`deadline`.
 
         Raises:
             RuntimeError: an actor is dead. An exception that an actor raised is raised as it is.
             TimeoutError: an actor does not answer in time.
         """
         got: dict[Any, Any] = {}
-        index_of = {answer: index for index, answer in enumerate(answers)}
-        waiting, deadline = list(answers), None if timeout is None else time.monotonic() + timeout
+        waiting = list(answers)
         while waiting:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = None if until is None else max(0.0, until - time.monotonic())
             ready, waiting = self._ray.wait(waiting, timeout=left)
             if not ready:
-                raise self._late([index_of[answer] for answer in waiting], timeout)
-            got.update({answer: self.answer(answer, index_of[answer]) for answer in ready})
-        return [got[answer] for answer in answers]
+                late = ", ".join(self.name(answers[reference]) for reference in waiting)
+                raise TimeoutError(
+                    f"timeout: expected answers within {self.timeout} s, got none of {late}; raise "
+                    "timeout if they take longer"
+                )
+            got.update(
+                {reference: self.answer(reference, answers[reference]) for reference in ready}
+            )
+        return [got[reference] for reference in answers]
 
-    def failures(self, answers: Sequence[Any], timeout: float | None) -> Failures:
-        """The failures, once all actors have answered."""
+    def failures(self, answers: Mapping[Any, int], until: float | None) -> list[Exception]:
+        """The errors of an update, at most one for each actor, once all have answered."""
         failed: list[Exception] = []
-        refused = 0
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for index, answer in enumerate(answers):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _ = self._ray.wait([answer], timeout=left)
-            if not ready:
-                failed.append(self._late([index], timeout))
-                continue
+        for reference, index in answers.items():
             try:
-                self.answer(answer, index)
-            except ActorDied as error:
-                failed.append(error)
+                self.wait({reference: index}, until)
             except Exception as error:
                 failed.append(error)
-                refused += 1
-        return Failures(next(iter(failed), None), refused == len(answers))
-
-    def _late(self, indices: Sequence[int], timeout: float | None) -> TimeoutError:
-        late = ", ".join(map(self.name, indices))
-        return TimeoutError(
-            f"timeout: expected answers within {timeout} s, got none of {late}; raise "
-            "timeout if they take longer"
-        )
+        return failed
 
     def answer(self, reference: Any, index: int) -> Any:
         """The answer of an actor, or its own exception.
@@ -295,27 +266,25 @@ class Actors:
         It may be called again, also if Ctrl-C interrupted the first call.
         """
         self.closed = True
+        if not self.is_reachable:
+            self.handles = []
+        failed: list[str] = []
         try:
-            answering = self.handles and self.is_reachable
-            return self._closed(close_env, timeout) if answering else []
+            ends = {handle.close.remote(close_env): n for n, handle in enumerate(self.handles)}
+            late = list(ends)
+            if ends:
+                _, late = self._ray.wait(late, num_returns=len(ends), timeout=timeout)
+            failed += [f"{self.name(ends[one])}: no end within {timeout} s" for one in late]
+            for reference in ends.keys() - set(late):
+                try:
+                    self.answer(reference, ends[reference])
+                except ActorDied as error:  # there is nothing to close
+                    logger.warning("%s", error)
+                except Exception as error:
+                    failed.append(f"{self.name(ends[reference])}: {error}")
         finally:
             self.kill()
-
-    def _closed(self, close_env: bool, timeout: float) -> list[str]:
-        for handle in self.handles:
-            handle.stop.remote()
-        ends = [handle.close.options(concurrency_group=BETWEEN) for handle in self.handles]
-        answers = {end.remote(close_env): index for index, end in enumerate(ends)}
-        _, late = self._ray.wait(list(answers), num_returns=len(answers), timeout=timeout)
-        told = [f"{self.name(answers[ref])}: no end within {timeout} s" for ref in late]
-        for reference in answers.keys() - set(late):
-            try:
-                self.answer(reference, answers[reference])
-            except ActorDied as error:  # there is nothing to close
-                logger.warning("%s", error)
-            except Exception as error:
-                told.append(f"{self.name(answers[reference])}: {error}")
-        return told
+        return failed
 
     def kill(self) -> None:
         """End all actors at once."""
@@ -324,43 +293,16 @@ class Actors:
         self.handles = []
 
 
-class FirstActor:
-    """The first actor, with the methods of its collector as remote methods.
+def _stored(arguments: Any) -> Any:
+    import ray
 
-    Methods that would affect this actor without the others are left out.
-    """
-
-    def __init__(self, actors: Actors) -> None:
-        self._actors = actors
-
-    def __getattr__(self, name: str) -> RemoteMethod:
-        """A method of the collector, which :meth:`RemoteMethod.remote` calls."""
-        if name.startswith("_") or name in OF_ALL:
-            raise AttributeError(
-                f"{name}: expected a method that asks one collector, got one that is for all "
-                "actors; call it on the RayLLMCollector"
-            )
-        return RemoteMethod(self._actors, name)
-
-
-@dataclass(frozen=True)
-class RemoteMethod:
-    """A method of the first actor's collector."""
-
-    actors: Actors
-    name: str
-
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method between two batches, and return a reference to its answer."""
-        return self.actors.send(0, "call", self.name, args, kwargs)
-
-
-def _fits(options: dict[str, Any], free: dict[str, float]) -> bool:
-    """Whether what an actor asks for is free; Ray places one that asks for nothing with a CPU."""
-    cpus, gpus = options.get("num_cpus"), options.get("num_gpus")
-    asked = {"CPU": 1 if cpus is None else cpus, "GPU": gpus or 0}
-    asked |= {"memory": options.get("memory") or 0} | (options.get("resources") or {})
-    return all(free.get(name, 0) >= count for name, count in asked.items())
+    try:
+        return ray.put(arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"policy, env: expected what can be pickled for another process, got {error}; pass "
+            "policy_factory=, and for env a function that makes it"
+        ) from error
 
 
 def start_ray(config: dict[str, Any] | None) -> None:

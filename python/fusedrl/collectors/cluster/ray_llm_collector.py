@@ -13,15 +13,18 @@ from tensordict import TensorDictBase
 from torchrl.collectors import ProfileConfig
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
-from fusedrl.collectors.cluster.delegation import OwnArguments, in_actors, of_part
-from fusedrl.collectors.cluster.ray_actors import Actors, FirstActor, start_ray
+from fusedrl.collectors.cluster.delegation import (
+    FirstActor,
+    OwnArguments,
+    in_actors,
+)
+from fusedrl.collectors.cluster.dialog_actor import DialogActor
+from fusedrl.collectors.cluster.ray_actors import Actors, start_ray
 from fusedrl.collectors.cluster.ray_batches import RayBatches
 from fusedrl.collectors.cluster.ray_options import RayOptions
 from fusedrl.collectors.cluster.ray_weights import RayWeights, one_of_policy
-from fusedrl.collectors.progress import progress_bar
-from fusedrl.collectors.staleness import bounded
-from fusedrl.collectors.state import check_state
-from fusedrl.collectors.stopwatch import Profile
+from fusedrl.collectors.options import arguments_of, check_state, of_part
+from fusedrl.collectors.progress import Profile, progress_bar
 from fusedrl.transport import deserialize
 
 
@@ -99,92 +102,38 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
         ...     collector.shutdown()
     """
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        policy_factory: Callable[[], Callable[[TensorDictBase], TensorDictBase]] | None = None,
-        dialog_turns_per_batch: int | None = None,
-        total_dialog_turns: float | None = -1,
-        yield_only_last_steps: bool | None = None,
-        yield_completed_trajectories: bool | None = None,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        async_envs: bool | None = None,
-        replay_buffer: Any | None = None,
-        reset_at_each_iter: bool = False,
-        flatten_data: bool | None = None,
-        weight_updater: Any | None = None,
-        ray_init_config: dict[str, Any] | None = None,
-        remote_config: dict[str, Any] | list[dict[str, Any]] | None = None,
-        track_policy_version: bool | Any = False,
-        sync_iter: bool = True,
-        progress: bool = False,
-        verbose: bool = False,
-        num_cpus: float | None = None,
-        num_gpus: float | None = None,
-        num_collectors: int | None = None,
-        channel_mode: str = "alias",
-        copy_turns: bool = True,
-        max_staleness: int | None = None,
-        timeout: float = 300.0,
-    ) -> None:
-        options = RayOptions(
-            env=env,
-            policy=policy,
-            policy_factory=policy_factory,
-            dialog_turns_per_batch=dialog_turns_per_batch,
-            total_dialog_turns=total_dialog_turns,
-            yield_only_last_steps=yield_only_last_steps,
-            yield_completed_trajectories=yield_completed_trajectories,
-            postproc=postproc,
-            async_envs=async_envs,
-            replay_buffer=replay_buffer,
-            reset_at_each_iter=reset_at_each_iter,
-            flatten_data=flatten_data,
-            weight_updater=weight_updater,
-            ray_init_config=ray_init_config,
-            remote_config=remote_config,
-            track_policy_version=track_policy_version,
-            sync_iter=sync_iter,
-            progress=progress,
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            num_collectors=num_collectors,
-            channel_mode=channel_mode,
-            copy_turns=copy_turns,
-            max_staleness=max_staleness,
-            timeout=timeout,
-        )
-        start_ray(ray_init_config)
-        self.progress, self.verbose = progress, verbose
-        self.requested_frames_per_batch = dialog_turns_per_batch or 1
+    @arguments_of(RayOptions)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        options = RayOptions(*args, **kwargs)
+        start_ray(options.ray_init_config)
+        self.progress, self.verbose = options.progress, options.verbose
+        self.requested_frames_per_batch = options.dialog_turns_per_batch or 1
         self.total_frames: Any = options.total
-        self._actors = Actors(options.of_ray(), timeout)
-        self._actors.start(options.for_all(), options.for_each(), torch.initial_seed() % 2**62)
+        self._actors = Actors(options.timeout)
+        own = options.for_each(torch.initial_seed() % 2**62)
+        self._actors.start(DialogActor, options.of_ray(), options.for_all(), own)
+        has_updater = options.weight_updater is not None
         self._weights = RayWeights(
-            self._actors, policy, track_policy_version, has_updater=weight_updater is not None
+            self._actors, options.policy, options.track_policy_version, has_updater
         )
-        self._weights.register(weight_updater, self)
+        self._weights.register(options.weight_updater, self)
         self._batches = RayBatches(
             self._actors,
             self._weights,
-            replay_buffer,
+            options.replay_buffer,
             options.extends_here,
-            sync_iter,
-            max_staleness,
+            options.sync_iter,
+            options.max_staleness,
         )
+
+    _iterator: Iterator[Any] | None = None  # of next()
 
     def __del__(self) -> None:
         """Nothing: an actor ends with its last handle."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """What makes a handle of the same actors in another process.
-
-        Updates are numbered in the first actor from here on, for all handles.
-        """
+        """What makes a handle of the same actors in another process."""
         self._actors.require_open()
-        self._weights.share()
         own = ("progress", "verbose", "requested_frames_per_batch", "total_frames")
         return {name: vars(self)[name] for name in (*own, "_actors", "_weights", "_batches")}
 
@@ -192,7 +141,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
     pre_collect_hook = in_actors("pre_collect_hook", "Called before each batch, in the actors.")
     post_collect_hook = in_actors("post_collect_hook", "Called with each batch, in the actors.")
     sync_iter = of_part("_batches", "sync_iter", "Whether a batch has a share of each actor.")
-    max_staleness = bounded("_batches", "Versions that a batch may be behind as it is handed out.")
+    max_staleness = of_part("_batches", "max_staleness", "Versions that a batch may be behind.")
     replay_buffer = of_part("_batches", "replay_buffer", "What gets the batches, if any.")
     stale_turns = of_part("_batches", "stale_turns", "Turns that ``max_staleness`` dropped.")
     policy_version = of_part("_weights", "version", "What the next policy calls have, if tracked.")
@@ -231,8 +180,16 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
 
         An exception of an actor shuts the collector down.
         """
-        # Not the collector itself, which would be a reference to itself, and stay.
-        return self._batches.next(lambda: progress_bar(weakref.proxy(self)))
+        if self._iterator is None:
+            # Not of the collector itself, which would be a reference to itself, and stay.
+            self._iterator = self._batches.rest(progress_bar(weakref.proxy(self)))
+        try:
+            for batch in self._iterator:
+                return batch
+        except BaseException:
+            self._iterator = None  # this one has ended, and another one can go on
+            raise
+        self._iterator = None
 
     def start(self) -> None:
         """Collect into the replay buffer in the background, in all actors at once.
@@ -244,7 +201,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
 
     def is_running(self) -> bool:
         """Whether it collects in the background."""
-        return self._batches.is_running()
+        return self._batches.background.is_running()
 
     def rollout(self) -> TensorDictBase:
         """A batch of the first actor that does not count, before any postprocessing."""
@@ -297,7 +254,8 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
             TypeError: the policy has no module, and there is no weight updater.
             ValueError: the weights do not fit, and nothing has changed; or only some workers are
                 named.
-            RuntimeError: an actor is dead; the others have the weights.
+            RuntimeError: an actor is dead. The others have the weights, unless it is the first one,
+                which numbers updates.
             TimeoutError: an actor does not answer.
         """
         forms = [policy_or_weights, weights, policy, policy_weights]
@@ -436,6 +394,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
         Raises:
             RuntimeError: what actors could not close, by their names.
         """
+        self._iterator = None
         self._batches.end(timeout, close_env, raise_on_error)
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.layout import Layout
 from fusedrl.collectors.cluster.dialog_actor import weights_in
-from fusedrl.collectors.cluster.distributor import Distributor, InFirstActor, Stored
 from fusedrl.collectors.cluster.ray_actors import Actors
+from fusedrl.collectors.cluster.updates import Stored
 from fusedrl.collectors.policy_version import PolicyVersion
 from fusedrl.weights.base import RemoteWeightUpdaterBase
 from fusedrl.weights.copying import unwrap
@@ -19,7 +21,7 @@ from fusedrl.weights.ray_store import StoredWeights
 
 
 class RayWeights:
-    """The weights of the actors' policies, and their newest version.
+    """The weights of the actors' policies, and their newest version, which the first actor counts.
 
     A pickled copy works in another process, but has neither the policy nor an updater that sends
     the policy's weights, because these would be copies in that process.
@@ -35,33 +37,45 @@ class RayWeights:
         self._actors, self._policy = actors, policy
         self.updater: Any = None  # an updater, or a function that makes it in the actors
         self._tracks = track is not False
-        # It counts versions even if nobody wants them.
+        # It has the newest version that this process knows, even if nobody wants it.
         self._tracker: Any = PolicyVersion() if isinstance(track, bool) else track
-        self._distributor: Distributor | InFirstActor = Distributor(actors, self._tracker)
         layout = actors.started[0].layout
         self._layout = None if layout is None else Layout.from_json(layout)  # of their channels
         self._updatable = layout is not None or has_updater
-        self._numbered = False  # whether the update that is running has a version
+        self._is_copied = False  # whether other processes may have copies
+        self._numbered = False  # whether the update of an updater here has a version
+        self._new_lock()
+        actors.one(0, "number_updates", actors.with_first(None), self._tracker)
+
+    def _new_lock(self) -> None:
+        self._updating: Any = threading.RLock()  # held while an updater runs here
+        renew_in_children(self, _updating=threading.RLock)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy in another process; :meth:`share` is called before."""
+        """The state of a copy in another process."""
+        self._is_copied = True
         updater = None if self._sends_from_here else self.updater
-        return vars(self) | {"_policy": None, "_distributor": None, "updater": updater}
+        state = vars(self) | {"_policy": None, "updater": updater}
+        del state["_updating"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state; updates are numbered in the first actor."""
+        """Restore the state."""
         vars(self).update(state)
-        self._distributor = InFirstActor(self._actors, self._tracker)
-
-    def share(self) -> None:
-        """Let the first actor number the updates, for handles in any process."""
-        # In another thread, because a call in this one would disturb Ray's pickling.
-        with self._distributor.lock, ThreadPoolExecutor(1) as thread:
-            self._distributor = thread.submit(self._distributor.to_first_actor).result()
+        self._new_lock()
 
     def newest(self) -> Any:
         """The newest version, which is counted even if versions are not tracked."""
-        return self._tracker.version if self._actors.closed else self._distributor.version()
+        if not self._actors.closed:
+            # Not in the concurrency group of updates, which may wait for batches.
+            asked = {self._actors.send(0, "version", group=None): 0}
+            (version,) = self._actors.wait(asked, self._actors.deadline())
+            self._set_version(version)
+        return self._tracker.version
+
+    def _set_version(self, version: Any) -> None:
+        if version != self._tracker.version:
+            self._tracker.version = version
 
     @property
     def version(self) -> Any:
@@ -83,20 +97,22 @@ class RayWeights:
     def update(self, weights: Any, worker_ids: Any) -> None:
         """Update all policies; weights of ``None`` are those of the collector's policy."""
         self._actors.require_open()
-        with self._distributor.lock:
-            if self._sends_from_here:
+        if self._sends_from_here:
+            with self._updating:
                 self.updater(weights, worker_ids)
-            elif not self._updatable:
-                raise TypeError(
-                    "policy: expected a module, or what has one as its model, got another, whose "
-                    "weights are not known; pass a weight_updater= that knows them"
-                )
-            elif self._layout is None:
-                self._distributor.update(_stored(unwrap(weights)), worker_ids)
-            else:
-                self._check_all(worker_ids)
-                named = self._layout.named(weights_in(self._given_or_own(weights)))
-                self._distributor.publish(_stored(TensorDict(named)))  # pyright: ignore[reportArgumentType]
+        elif not self._updatable:
+            raise TypeError(
+                "policy: expected a module, or what has one as its model, got another, whose "
+                "weights are not known; pass a weight_updater= that knows them"
+            )
+        elif self._layout is None:
+            stored = _stored(unwrap(weights))
+            self._set_version(self._actors.update("update", stored, worker_ids, waits=True))
+        else:
+            self._check_all(worker_ids)
+            named = self._layout.named(weights_in(self._given_or_own(weights)))
+            stored = _stored(TensorDict(named))  # pyright: ignore[reportArgumentType]
+            self._set_version(self._actors.update("publish", stored))
 
     def _check_all(self, worker_ids: Any) -> None:
         everyone = set(self._actors.indices)
@@ -118,12 +134,11 @@ class RayWeights:
 
     def count(self) -> None:
         """Count a version in every actor, without other weights."""
-        self._actors.require_open()
-        self._distributor.count()
+        self._set_version(self._actors.update("count"))
 
     def load(self, version: Any) -> None:
         """Set the version of a state, unless policies keep the weights that were sent to them."""
-        self._distributor.load(version, self._layout is not None)
+        self._set_version(self._actors.update("load", version, self._layout is not None))
 
     def replace_updater(self, updater: Any, collector: Any) -> None:
         """Set another updater, here or in the actors.
@@ -139,7 +154,7 @@ class RayWeights:
         sends = isinstance(updater, RemoteWeightUpdaterBase)
         nothing = updater is None and (self.updater is None or self._sends_from_here)
         if not sends and not nothing:
-            if self._actors.shared:
+            if self._is_copied:
                 raise RuntimeError(
                     "weight_updater: expected one that sends to actors, got one that runs in them, "
                     "which handles of this collector in other processes would not know; set it "
@@ -157,7 +172,7 @@ class RayWeights:
             hooks = len(updater.post_hooks)
             updater.register_collector(collector)
             if len(updater.post_hooks) == hooks:
-                updater.register_post_hook(_Count(self))
+                updater.register_post_hook(partial(_count, weakref.ref(self)))
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Call ``init`` of the weight updater, where it runs."""
@@ -173,8 +188,10 @@ class RayWeights:
 
     def send(self, weights: Any, index: int) -> Any:
         """Send weights in Ray's store to one actor, and return a reference to its answer."""
+        version, (answer,) = self._actors.update("send", [weights], index)
+        self._set_version(version)
         self._numbered = True
-        return self._distributor.send(Stored(weights), index)
+        return answer
 
     def count_unless_numbered(self) -> None:
         """Count the update of an updater that ran here, unless :meth:`send` has counted it."""
@@ -206,23 +223,17 @@ class NumberedActor:
         return getattr(self._handle, name)
 
 
-class _Count:
-    """A post-hook that counts an updater's update, with a weak reference to the collector."""
-
-    def __init__(self, weights: RayWeights) -> None:
-        self._weights = weakref.ref(weights)
-
-    def __call__(self) -> None:
-        weights = self._weights()
-        if weights is not None:
-            weights.count_unless_numbered()
+def _count(weights: weakref.ref[RayWeights]) -> None:
+    alive = weights()
+    if alive is not None:
+        alive.count_unless_numbered()
 
 
 def _stored(weights: Any) -> Stored:
     import ray
 
     one = isinstance(weights, TensorDictBase)
-    return Stored(ray.put(StoredWeights(weights) if one else weights))
+    return [ray.put(StoredWeights(weights) if one else weights)]
 
 
 def one_of_policy(

@@ -6,38 +6,35 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.util import Finalize
 from operator import methodcaller
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl._utils import _get_mp_ctx
 from torchrl.collectors import AsyncCollector as _AsyncCollector
-from torchrl.collectors._base import BaseCollector, ProfileConfig, _ProfilerHook
-from torchrl.collectors._constants import DEFAULT_EXPLORATION_TYPE
-from torchrl.collectors.utils import _validate_traj_format
-from torchrl.envs.utils import ExplorationType
+from torchrl.collectors import BaseCollector, ProfileConfig
 
-from fusedrl.channel import WeightHandle
 from fusedrl.channel.forking import renew_in_children
+from fusedrl.collectors.background import Background
+from fusedrl.collectors.options import arguments_of, of_part
+from fusedrl.collectors.policy_version import tracker_of
 from fusedrl.collectors.process import worker_collector
-from fusedrl.collectors.process.async_options import AsyncOptions
-from fusedrl.collectors.process.batch_stream import BatchStream
-from fusedrl.collectors.process.buffer_thread import BufferThread
-from fusedrl.collectors.process.published_weights import PublishedWeights
-from fusedrl.collectors.process.worker_job import PackedJob
-from fusedrl.collectors.process.worker_process import SHUTDOWN_S, WorkerProcess
-from fusedrl.collectors.progress import check_progress, progress_bar
-from fusedrl.collectors.staleness import bounded
-from fusedrl.collectors.stopwatch import Profile
+from fusedrl.collectors.process.options import AsyncOptions
+from fusedrl.collectors.process.weights import PublishedWeights
+from fusedrl.collectors.process.worker_batches import WorkerBatches
+from fusedrl.collectors.process.worker_collector import Job, make_collector
+from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerHandle
+from fusedrl.collectors.progress import Profile, progress_bar
+from fusedrl.compat.torchrl import (
+    process_context,
+    trajectory_format,
+    uses_buffers,
+    worker_profiler,
+)
 
-
-def _option(name: str) -> property:
-    """An attribute that reads and sets an option, which the parts of the collector share."""
-    return property(
-        lambda collector: getattr(collector._options, name),
-        lambda collector, value: setattr(collector._options, name, value),
-    )
+DEVICES = "storing_device", "policy_device", "env_device"
 
 
 class AsyncCollector(_AsyncCollector):
@@ -73,7 +70,7 @@ class AsyncCollector(_AsyncCollector):
         exploration_type: as for torchrl's ``set_exploration_type``.
         reset_when_done: has to be ``True``.
         update_at_each_batch: update the policy before the first batch and after each.
-        preemptive_threshold: 0 to 1, without effect: one worker has nobody to wait for.
+        preemptive_threshold: without effect: one worker has nobody to wait for.
         num_threads: number of torch's threads in this process until :meth:`shutdown`; unchanged if
             ``None``.
         num_sub_threads: number of torch's threads in the worker.
@@ -99,7 +96,8 @@ class AsyncCollector(_AsyncCollector):
             models. By default there is one for ``policy``, if it has weights.
         weight_recv_schemes: as in torchrl's class.
         collector_class: the collector in the worker: torchrl's ``Collector``, or
-            :class:`fusedrl.LLMCollector` for dialogs, whose other arguments may be given then.
+            :class:`fusedrl.LLMCollector` for dialogs. Each of them has arguments that the other one
+            lacks, which are refused there.
         init_fn: a function that is called first in the worker.
         pre_collect_hook: a function that is called before each batch, in the worker.
         post_collect_hook: a function that gets each batch, in the worker.
@@ -114,7 +112,6 @@ class AsyncCollector(_AsyncCollector):
         progress: show a progress bar, with rich.
         verbose: log the same figures for each batch, unless there is a bar.
         timeout: seconds that a batch may take; ``None`` waits while the worker lives.
-        kwargs: other arguments of ``collector_class=LLMCollector``.
 
     Raises:
         TypeError: arguments exclude each other or are not numbers, or an environment or a policy
@@ -133,158 +130,87 @@ class AsyncCollector(_AsyncCollector):
         [(4,), (4,)]
     """
 
-    requested_frames_per_batch = _option("frames_per_batch")
-    policy_version_tracker = _option("tracker")
-    max_staleness = bounded("_options", "Versions that a batch may be behind when its turn comes.")
+    max_staleness = of_part("_batches", "max_staleness", "Versions that a batch may be behind.")
     closed = True  # until the constructor has succeeded
     num_workers = 1
     _ignore_rb = False  # torchrl's: whether whole trajectories go into the buffer elsewhere
 
-    def __init__(
-        self,
-        create_env_fn: Any,
-        policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        *,
-        policy_factory: Callable[[], Callable[..., Any]] | None = None,
-        frames_per_batch: int | None = None,
-        total_frames: int | None = -1,
-        device: Any = None,
-        storing_device: Any = None,
-        env_device: Any = None,
-        policy_device: Any = None,
-        create_env_kwargs: Any = None,
-        max_frames_per_traj: int | None = None,
-        init_random_frames: int | None = None,
-        reset_at_each_iter: bool = False,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        split_trajs: bool | None = None,
-        exploration_type: ExplorationType = DEFAULT_EXPLORATION_TYPE,
-        reset_when_done: bool = True,
-        update_at_each_batch: bool = False,
-        preemptive_threshold: float | None = None,
-        num_threads: int | None = None,
-        num_sub_threads: int = 1,
-        set_truncated: bool = False,
-        track_policy_version: Any = False,
-        use_buffers: bool | None = None,
-        replay_buffer: Any = None,
-        extend_buffer: bool = True,
-        trust_policy: bool | None = None,
-        compile_policy: bool | dict[str, Any] | None = None,
-        cudagraph_policy: bool | dict[str, Any] | None = None,
-        no_cuda_sync: bool = False,
-        weight_updater: Any = None,
-        weight_sync_schemes: dict[str, Any] | None = None,
-        weight_recv_schemes: dict[str, Any] | None = None,
-        collector_class: Any = None,
-        trajs_per_batch: int | None = None,
-        trajs_per_write: int | None = None,
-        traj_format: Any = None,
-        init_fn: Callable[[], None] | None = None,
-        auto_register_policy_transforms: bool | None = None,
-        pre_collect_hook: Callable[[], None] | None = None,
-        post_collect_hook: Callable[[TensorDictBase], None] | None = None,
-        compact_obs: bool = False,
-        channel: WeightHandle | None = None,
-        channel_mode: str = "alias",
-        prefetch: int = 1,
-        max_staleness: int | None = None,
-        progress: bool = False,
-        verbose: bool = False,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._options = AsyncOptions(
-            create_env_fn=create_env_fn,
-            policy=policy,
-            policy_factory=policy_factory,
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            device=device,
-            storing_device=storing_device,
-            env_device=env_device,
-            policy_device=policy_device,
-            create_env_kwargs=create_env_kwargs,
-            max_frames_per_traj=max_frames_per_traj,
-            init_random_frames=init_random_frames,
-            reset_at_each_iter=reset_at_each_iter,
-            postproc=postproc,
-            split_trajs=split_trajs,
-            exploration_type=exploration_type,
-            reset_when_done=reset_when_done,
-            preemptive_threshold=preemptive_threshold,
-            num_threads=num_threads,
-            num_sub_threads=num_sub_threads,
-            set_truncated=set_truncated,
-            track_policy_version=track_policy_version,
-            use_buffers=use_buffers,
-            replay_buffer=replay_buffer,
-            trust_policy=trust_policy,
-            compile_policy=compile_policy,
-            cudagraph_policy=cudagraph_policy,
-            no_cuda_sync=no_cuda_sync,
-            weight_updater=weight_updater,
-            weight_sync_schemes=weight_sync_schemes,
-            collector_class=collector_class,
-            trajs_per_batch=trajs_per_batch,
-            trajs_per_write=trajs_per_write,
-            init_fn=init_fn,
-            auto_register_policy_transforms=auto_register_policy_transforms,
-            pre_collect_hook=pre_collect_hook,
-            post_collect_hook=post_collect_hook,
-            compact_obs=compact_obs,
-            channel=channel,
-            channel_mode=channel_mode,
-            prefetch=prefetch,
-            max_staleness=max_staleness,
-            timeout=timeout,
-            of_dialogs=kwargs,
-        )
-        check_progress(progress)
+    @arguments_of(AsyncOptions)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        options = AsyncOptions(*args, **kwargs)
         BaseCollector.__init__(
-            self, pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook
+            self,
+            pre_collect_hook=options.pre_collect_hook,
+            post_collect_hook=options.post_collect_hook,
         )
-        self.progress, self.verbose = progress, verbose
-        self.update_at_each_batch = update_at_each_batch
-        self.traj_format = _validate_traj_format(
-            traj_format, trajs_per_batch, has_replay_buffer=replay_buffer is not None
+        vars(self).update(vars(options))  # each argument is an attribute, as torchrl's class has it
+        self.requested_frames_per_batch: Any = options.frames_per_batch
+        self.total_frames: Any = options.total
+        self.policy_version_tracker = tracker_of(options.track_policy_version)
+        self.replay_buffer = options.buffer
+        self.split_trajs = bool(options.split_trajs)
+        self.traj_format = trajectory_format(
+            options.traj_format,
+            options.trajs_per_batch,
+            has_buffer=options.replay_buffer is not None,
         )
-        self.max_frames_per_traj = int(max_frames_per_traj or 0)
-        self.init_random_frames = int(init_random_frames or 0)
-        self._read_compile_kwargs(compile_policy, cudagraph_policy)
-        self.storing_device, self.policy_device, self.env_device = self._get_devices(
-            storing_device=storing_device,
-            policy_device=policy_device,
-            env_device=env_device,
-            device=device,
-        )
+        self.max_frames_per_traj = int(options.max_frames_per_traj or 0)
+        self.init_random_frames = int(options.init_random_frames or 0)
+        self._former_threads = torch.get_num_threads()
+        if options.preemptive_threshold is None:
+            self.preemptive_threshold = 1.0
+        self._read_compile_kwargs(options.compile_policy, options.cudagraph_policy)
+        devices: Any = {name: getattr(options, name) for name in DEVICES}
+        lists = self._get_devices(device=options.device, **devices)
+        vars(self).update(zip(DEVICES, lists, strict=True))
+        make = partial(make_collector, options.for_worker(), self._of_collector(options))
         # Re-entrant: the handler of a signal may call shutdown() while it is running.
         self._ending = threading.RLock()
         renew_in_children(self, _ending=threading.RLock)
-        self._thread = BufferThread()
-        self._former_threads = torch.get_num_threads()
-        self._start_worker()
-        if weight_recv_schemes is not None:
-            self.register_scheme_receiver(weight_recv_schemes)
-
-    def _start_worker(self) -> None:
-        options = self._options
-        with contextlib.ExitStack() as undo:
-            if options.num_threads:
-                undo.callback(torch.set_num_threads, self._former_threads)
-                torch.set_num_threads(options.num_threads)
-            self._weights = PublishedWeights(options, self)
-            undo.callback(self._weights.close)
-            self._weight_sync_schemes = self._weights.schemes
-            names = ("storing_device", "policy_device", "env_device")
-            devices = {name: getattr(self, name)[0] for name in names}
-            job = options.job(self._weights.schemes, devices)
-            self._worker = WorkerProcess(_get_mp_ctx(), PackedJob(job, self._weights.brought()))
-            undo.callback(self._worker.stop, SHUTDOWN_S)
-            self._use_buffers = self._worker.ready()  # torchrl's, of the worker's collector
-            undo.pop_all()
-        self._batches = BatchStream(self._worker, self._weights, options)
+        self._thread = Background("AsyncCollector")
+        self._start_worker(make, options)
+        self._batches = WorkerBatches(self._worker, self, self._thread, options.max_staleness)
         self.closed = False
+        if options.weight_recv_schemes is not None:
+            self.register_scheme_receiver(options.weight_recv_schemes)
+
+    def _of_collector(self, options: AsyncOptions) -> dict[str, Any]:
+        """The arguments of the worker's collector."""
+        arguments = options.passed_on()
+        arguments["track_policy_version"] = self.policy_version_tracker or False
+        if options.collects_dialogs:
+            arguments["dialog_turns_per_batch"] = options.frames_per_batch
+            arguments["total_dialog_turns"] = options.total_frames
+            if options.flatten_data is None and self.replay_buffer is not None:
+                arguments["flatten_data"] = True
+        else:
+            arguments |= {
+                "frames_per_batch": options.frames_per_batch,
+                "total_frames": -1,
+                **{name: getattr(self, name)[0] for name in DEVICES},
+                "return_same_td": True,  # each batch is copied before the next one is made
+            }
+        if self.init_random_frames:
+            stored = getattr(self.replay_buffer, "write_count", 0)
+            arguments["init_random_frames"] = max(self.init_random_frames - stored, 0)
+        return arguments
+
+    def _start_worker(self, make: Callable[..., Any], options: AsyncOptions) -> None:
+        """Publish the first weights, and start the process; if that fails, nothing is left."""
+        with contextlib.ExitStack() as undo:
+            if self.num_threads:
+                undo.callback(torch.set_num_threads, self._former_threads)
+                torch.set_num_threads(self.num_threads)
+            self._weights = PublishedWeights(self, options)
+            undo.callback(self._weights.close)
+            schemes = self._weight_sync_schemes = self._weights.schemes
+            job = Job(partial(make, schemes=dict(schemes)), self._weights.brought())
+            self._worker = WorkerHandle(process_context(), job)
+            undo.callback(self._worker.stop, SHUTDOWN_S)
+            self._use_buffers = self._worker.call(uses_buffers)
+            undo.pop_all()
+        # This ends the worker before multiprocessing joins its children at exit, if nobody has.
+        Finalize(self, self._worker.stop, (SHUTDOWN_S,), exitpriority=100)
 
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_frames`` are collected, or ``None`` if a buffer gets them.
@@ -293,11 +219,10 @@ class AsyncCollector(_AsyncCollector):
         """
         self._thread.refuse_others()
         self._thread.check()
-        update = self.update_policy_weights_ if self.update_at_each_batch else None
-        if update is not None:
-            update()
-        with progress_bar(self) as advance:
-            yield from self._batches.take(update, advance, store=not self._ignore_rb)
+        if self.update_at_each_batch:
+            self.update_policy_weights_()
+        self._batches.buffer = None if self._ignore_rb else self.replay_buffer
+        yield from self._batches.rest(progress_bar(self))
 
     def next(self) -> TensorDictBase | None:
         """The next batch, without a device; ``None`` at the end, and if a buffer gets it."""
@@ -352,7 +277,7 @@ class AsyncCollector(_AsyncCollector):
     @property
     def stale_frames(self) -> int:
         """Frames that ``max_staleness`` dropped."""
-        return self._batches.taken.stale
+        return self._batches.dropped
 
     @property
     def _frames(self) -> int:
@@ -452,7 +377,7 @@ class AsyncCollector(_AsyncCollector):
         # Before the call, because the worker makes the next batch as soon as it has its state.
         version = self._weights.restore(worker, state_dict.get("policy_version"))
         strict = "policy" not in self._weights.schemes
-        self._call(worker_collector.load_state_dict, worker, strict, anew=True)
+        self._call(methodcaller("load_state_dict", worker, strict=strict), anew=True)
         if version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
         self._batches.count_on(state_dict["frames"], state_dict["iter"] + 1)
@@ -467,11 +392,11 @@ class AsyncCollector(_AsyncCollector):
 
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of the worker's policy."""
-        return self._call(worker_collector.getattr_policy, attr)
+        return self._call(worker_collector.getattr_of, "policy", attr)
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of the worker's environment."""
-        return self._call(worker_collector.getattr_env, attr)
+        return self._call(worker_collector.getattr_of, "env", attr)
 
     def get_distant_attr(self, attr: str) -> list[Any]:
         """What a path names in the worker's collector, as a list with one element."""
@@ -493,7 +418,7 @@ class AsyncCollector(_AsyncCollector):
 
     def _install_profile_hooks(self, config: ProfileConfig) -> None:
         if 0 in config.workers:
-            self._set_worker_attr("post_collect_hook", _ProfilerHook(config, worker_idx=0))
+            self._set_worker_attr("post_collect_hook", worker_profiler(config))
 
     def _uninstall_profile_hooks(self, config: ProfileConfig) -> None:
         if not self.closed and 0 in config.workers:
@@ -563,13 +488,4 @@ class AsyncCollector(_AsyncCollector):
         self.shutdown(raise_on_error=kind is None)
 
 
-# Arguments that are attributes under their own names.
-_ATTRIBUTES = (
-    *("policy", "policy_factory", "collector_class", "create_env_fn", "create_env_kwargs"),
-    *("total_frames", "reset_at_each_iter", "trajs_per_batch", "trajs_per_write", "postproc"),
-    *("replay_buffer", "exploration_type", "set_truncated", "num_threads", "num_sub_threads"),
-    *("split_trajs", "preemptive_threshold", "prefetch", "timeout"),
-)
-for _name in _ATTRIBUTES:
-    setattr(AsyncCollector, _name, _option(_name))
 aSyncDataCollector = AsyncCollector

@@ -36,10 +36,10 @@ def descendants(pid: int) -> list[int]:
         status = _status(one)
         if status is not None:
             children.setdefault(status.parent, []).append(one)
-    found = [pid]
-    for one in found:  # the list grows in the loop
-        found += children.get(one, [])
-    return found[1:]
+    tree = [pid]
+    for one in tree:  # the list grows in the loop
+        tree += children.get(one, [])
+    return tree[1:]
 
 
 def send(number: int, pids: list[int]) -> None:

@@ -70,14 +70,14 @@ class Segments:
                 process keeps too many batches.
         """
         contents, tensors = take_apart(batch, share=True)
-        index = self._found(contents.nbytes)
+        index = self._free_segment(contents.nbytes)
         descriptor, inode, memory = self._segments[index]
         tensors.copy(contents.groups, memory)
         del self._free[index]
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         return SharedBatch(index, path, inode, len(memory), contents)
 
-    def _found(self, nbytes: int) -> int:
+    def _free_segment(self, nbytes: int) -> int:
         """A free segment for ``nbytes``: the smallest that suffices, or the largest, enlarged."""
         # Of several with the same size, the one that was released last, as it still has its pages.
         sizes = {index: len(self._segments[index].memory) for index in reversed(self._free)}
@@ -166,12 +166,12 @@ class Mappings:
         mapped = self._mapped.get(shared.index)
         if mapped is None or len(mapped) != shared.nbytes:
             mapped = self._mapped[shared.index] = _opened(shared)
-        buffer = mapped.numpy().data  # an object that is freed with the last tensor over it
+        memory = mapped.numpy()  # an array that is freed with the last tensor over it
         # No Python code runs when it is freed, which Ctrl-C could interrupt.
-        lent = _Lent(buffer, self._returned.append)
+        lent = _Lent(memory, self._returned.append)
         lent.index = shared.index
         self._lent[id(lent)] = lent
-        return put_together(shared.contents, torch.frombuffer(buffer, dtype=torch.uint8))
+        return put_together(shared.contents, memory)
 
     def released(self) -> list[int]:
         """The indices of the segments that became free since the last call."""
@@ -184,11 +184,11 @@ class Mappings:
 
 
 def _opened(shared: SharedBatch) -> Tensor:
-    found = "no such process"
+    failure = "no such process"
     try:
         descriptor = os.open(shared.path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        found = str(error)
+        failure = str(error)
     else:
         try:
             # Another process may have the pid by now, and another file may have the descriptor.
@@ -198,5 +198,5 @@ def _opened(shared: SharedBatch) -> Tensor:
             os.close(descriptor)
     raise RuntimeError(
         f"batch: expected the process that packed it to run, as this user and seen by this "
-        f"process, got {found} for {shared.path}; unpack batches while it lives"
+        f"process, got {failure} for {shared.path}; unpack batches while it lives"
     )

@@ -12,29 +12,26 @@ import logging
 import multiprocessing
 import os
 import pickle
+import queue
 import signal
-import socket
 import sys
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterator
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 import cloudpickle
-import torch
 import torchrl
 
-from fusedrl.collectors.policy_version import versions_in
 from fusedrl.collectors.process import messages, process_tree
+from fusedrl.collectors.process.messages import Failure
 from fusedrl.collectors.process.shared_batches import Segments
-from fusedrl.collectors.process.wire import POLL_S, Wire
-from fusedrl.collectors.process.worker_collector import make_collector, uses_buffers
-from fusedrl.collectors.process.worker_errors import Failure
-from fusedrl.collectors.process.worker_job import PackedJob
+from fusedrl.collectors.process.worker_collector import Job
+from fusedrl.compat.torchrl import frames_of
 
+POLL_S = 0.5  # how often to check a process whose sentinel another process may keep open
 ORPHANED_S = 1.0  # seconds to end in, once the trainer is gone
 
 logger = logging.getLogger("fusedrl")
@@ -44,15 +41,15 @@ class Interrupted(BaseException):
     """Raised in the main thread, wherever it is, when the worker has to end."""
 
 
-def main(end: socket.socket, packed: PackedJob) -> None:
-    """Collect what is requested through the socket ``end``, until it is closed or says stop."""
+def main(connection: Connection, job: Job) -> None:
+    """Collect what the trainer requests, until the connection is closed or it says stop."""
     # Ctrl-C goes to the trainer and its workers, and the trainer tells the workers what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with warnings.catch_warnings():
         if torchrl.filter_warnings_subprocess:
             warnings.simplefilter("ignore")
-        Worker(Wire(end)).run(packed)
+        Worker(connection).run(job)
     # A spawned process runs this first at its exit; a forked one does not run it.
     atexit.register(_leave)
 
@@ -63,7 +60,7 @@ def _leave() -> None:
     Functions that others registered with atexit have run by then.
     """
     atexit.unregister(_leave)
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # noqa: SLF001
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -74,96 +71,90 @@ class Worker:
     """Runs a collector for the trainer.
 
     Args:
-        wire: the connection to the trainer.
+        connection: the connection to the trainer.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self._changed = threading.Condition()
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._requests: queue.SimpleQueue[messages.More | messages.Call] = queue.SimpleQueue()
         self._made = self._wanted = 0  # numbers of batches
-        self._released: list[int] = []
-        self._calls: deque[messages.Call] = deque()
-        self._stopping = self._orphaned = False
+        self._orphaned = False
         self._interruptible = True
         self._segments = Segments()
-        self._dated = False
         self._collector: Any = None
         self._batches: Iterator[Any] | None = None
 
-    def run(self, packed: PackedJob) -> None:
+    def run(self, job: Job) -> None:
         """Make the collector, then collect and answer until the end."""
         try:
             signal.signal(signal.SIGTERM, self._interrupt)
             for name, target in (("listen", self._listen), ("watch", self._watch)):
                 threading.Thread(target=target, daemon=True, name=f"fusedrl-{name}").start()
-            self._work(packed)
+            self._work(job)
         except Interrupted:  # also while an error is sent: the trainer needs no answer then
             pass
         finally:
             self._interruptible = False
             self._close()
 
-    def _work(self, packed: PackedJob) -> None:
+    def _work(self, job: Job) -> None:
         try:
-            job = packed.unpack()
-            torch.set_num_threads(job.threads)
-            self._dated = job.dated
-            self._collector = make_collector(job)
-            self._answer(messages.Call(messages.READY, pickle.dumps((uses_buffers, ()))))
-            while (asked := self._next()) is not None:
-                if isinstance(asked, messages.Call):
-                    self._answer(asked)
-                else:
-                    self._collect(asked)
+            self._collector = job()
+            while True:
+                self._do_next()
         except Interrupted:
             raise
         except BaseException as error:  # also SystemExit, which a policy or a tool may raise
             self._send(messages.Failed(Failure.of(error)))
 
-    def _next(self) -> messages.Call | int | None:
-        """The next call, or the number of the next batch; ``None`` at the end."""
-        with self._changed:
-            while not self._stopping:
-                if self._calls:
-                    return self._calls.popleft()
-                if self._made < self._wanted:
-                    self._made += 1
-                    self._segments.release(self._released)
-                    self._released = []
-                    return self._made
-                self._changed.wait()
-        return None
+    def _do_next(self) -> None:
+        """Do what the trainer asks for next; calls come before batches."""
+        request = None
+        with contextlib.suppress(queue.Empty):
+            request = self._requests.get(block=self._made >= self._wanted)
+        if request is None:
+            self._made += 1
+            self._collect(self._made)
+        elif isinstance(request, messages.Call):
+            self._answer(request)
+        else:
+            self._wanted = max(self._wanted, request.last)
+            self._segments.release(request.released)
 
     def _collect(self, number: int) -> None:
         collector = self._collector
-        before = getattr(collector, "_frames", 0)
+        before = frames_of(collector) or 0
         self._batches = self._batches or iter(collector)
         batch = next(self._batches, None)
         if batch is None:
             self._batches = None  # another state may be loaded, with which collecting goes on
-            self._send(messages.End(number))
+            self._send(messages.Batch(number))
             return
-        frames = getattr(collector, "_frames", before + batch.numel()) - before
+        counted = frames_of(collector)
+        frames = batch.numel() if counted is None else counted - before
         watch = getattr(collector, "_watch", None)
         if watch is not None:
             watch.start()
-        oldest = min(versions_in(batch)) if self._dated else None
-        self._send(messages.Batch(number, self._segments.pack(batch), frames, oldest))
+        self._send(messages.Batch(number, self._segments.pack(batch), frames))
         if watch is not None:
             watch.lap("queueing")
 
     def _answer(self, call: messages.Call) -> None:
         try:
             function, args = pickle.loads(call.pickled)
-            value = cloudpickle.dumps(function(self._collector, *args))
+            result = cloudpickle.dumps(function(self._collector, *args))
         except Exception as error:
-            self._send(messages.Refusal(call.number, Failure.of(error)))
+            self._send(messages.Answer(call.number, Failure.of(error)))
         else:
-            self._send(messages.Answer(call.number, self._made, value))
+            outdated = self._made if call.anew else 0
+            self._send(messages.Answer(call.number, result, outdated))
 
     def _send(self, message: messages.ToTrainer) -> None:
-        with contextlib.suppress(OSError):  # the trainer is gone, and this process will end
-            self._wire.send(message)
+        data = pickle.dumps(message)
+        # An error here is that the trainer is gone, and this process will end.
+        with contextlib.suppress(OSError), self._sending:
+            self._connection.send_bytes(data)
 
     def _close(self) -> None:
         if self._collector is not None:
@@ -182,8 +173,10 @@ class Worker:
 
     def _listen(self) -> None:
         try:
-            while (message := self._wire.receive()) is not None:
-                self._take(message)
+            while True:
+                self._take(self._connection.recv())
+        except (EOFError, OSError):  # the trainer has closed its end
+            pass
         except BaseException as error:
             logger.exception("AsyncCollector: the worker ends, as it can hear its trainer no more")
             self._send(messages.Failed(Failure.of(error)))
@@ -211,15 +204,8 @@ class Worker:
 
     def _take(self, message: messages.ToWorker) -> None:
         match message:
-            case messages.More(last, released):
-                with self._changed:
-                    self._wanted = max(self._wanted, last)
-                    self._released += released
-                    self._changed.notify()
-            case messages.Call():
-                with self._changed:
-                    self._calls.append(message)
-                    self._changed.notify()
+            case messages.More() | messages.Call():
+                self._requests.put(message)
             case messages.SetVersion(version):
                 tracker = getattr(self._collector, "policy_version_tracker", None)
                 if tracker is not None:
@@ -229,7 +215,6 @@ class Worker:
 
     def _stop(self, timeout: float) -> NoReturn:
         """Interrupt the main thread, and end the process if that does not end it in time."""
-        self._stopping = True
         main_thread = threading.main_thread().ident
         assert main_thread is not None
         signal.pthread_kill(main_thread, signal.SIGTERM)

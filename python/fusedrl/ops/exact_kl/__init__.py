@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from fusedrl.ops.exact_kl import reference
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from fusedrl.ops._options import DivergenceOptions
 
 __all__ = ["DIRECTIONS", "ExactKL", "exact_kl"]
 
@@ -40,6 +43,33 @@ class Divergence(NamedTuple):
     swapped: bool
 
 
+@overload
+def exact_kl(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    entropy: Literal[False] = False,
+    **options: Unpack[DivergenceOptions],
+) -> Tensor: ...
+@overload
+def exact_kl(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    entropy: Literal[True],
+    **options: Unpack[DivergenceOptions],
+) -> ExactKL: ...
+@overload
+def exact_kl(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    entropy: bool,
+    **options: Unpack[DivergenceOptions],
+) -> Tensor | ExactKL: ...
 @accepts_parts("mask")
 @accepts_nested("ref_logits", fields=("kl", "entropy"))
 def exact_kl(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,10 +15,46 @@ from fusedrl.ops.linear_exact_kl import reference
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from fusedrl.ops._options import LinearDivergenceOptions
 
 __all__ = ["linear_exact_kl"]
 
 
+@overload
+def linear_exact_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    mask: Tensor | None = None,
+    *,
+    entropy: Literal[False] = False,
+    **options: Unpack[LinearDivergenceOptions],
+) -> Tensor: ...
+@overload
+def linear_exact_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    mask: Tensor | None = None,
+    *,
+    entropy: Literal[True],
+    **options: Unpack[LinearDivergenceOptions],
+) -> ExactKL: ...
+@overload
+def linear_exact_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    mask: Tensor | None = None,
+    *,
+    entropy: bool,
+    **options: Unpack[LinearDivergenceOptions],
+) -> Tensor | ExactKL: ...
 @accepts_parts("mask")
 @accepts_nested("ref_hidden", fields=("kl", "entropy"))
 def linear_exact_kl(

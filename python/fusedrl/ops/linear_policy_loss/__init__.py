@@ -51,7 +51,7 @@ class PolicyLoss(NamedTuple):
         >>> hidden, weight, tokens = torch.ones(2, 4), torch.zeros(10, 4), torch.tensor([1, 7])
         >>> log_probs = torch.full((2,), 0.1).log()
         >>> result = linear_policy_loss(
-        ...     hidden, weight, tokens, None, torch.tensor([2.0, 1.0]), old_log_probs=log_probs - 1
+        ...     hidden, weight, tokens, torch.tensor([2.0, 1.0]), old_log_probs=log_probs - 1
         ... )
         >>> result.objective, result.ratio.clipped_high
         (tensor(-1.8000), tensor(1.))
@@ -82,8 +82,8 @@ def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     tokens: Tensor,
-    mask: Tensor | None,
     advantages: Tensor,
+    mask: Tensor | None = None,
     *,
     old_log_probs: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
@@ -108,7 +108,7 @@ def linear_policy_loss(
     scale: float | None = None,
     temperature: float | Tensor = 1.0,
     vocab_offset: int | None = None,
-    group: ProcessGroup | None = None,
+    vocab_group: ProcessGroup | None = None,
     main_grad: Tensor | None = None,
     impl: str = "auto",
 ) -> PolicyLoss:
@@ -147,10 +147,10 @@ def linear_policy_loss(
         weight: ``[V, H]`` of the dtype of ``hidden``. ``torch.autocast`` rounds both to its dtype.
         tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged, as is every other tensor
             of one entry a token.
-        mask: bool, shaped like ``tokens``; ``None`` keeps all. Nothing of a dropped token is read.
         advantages: one for each token, shaped like ``tokens``, or one for each sequence, ``[B]`` or
             ``[B, 1]``. Where there are as many packed tokens as sequences, one dimension may mean
             either: pass ``[B, 1]``, or ``[1, N]`` for those of tokens.
+        mask: bool, shaped like ``tokens``; ``None`` keeps all. Nothing of a dropped token is read.
         old_log_probs: log-probs of the policy that generated, shaped like ``tokens``. With ``None``
             those of the policy itself are taken, so that every ratio is 1.
         ref_log_probs: log-probs of the reference policy, which ``kl_coeff`` needs. Where that is 0
@@ -194,9 +194,9 @@ def linear_policy_loss(
         scale: positive factor of the logits.
         temperature: divisor of the logits, from 1e-30 to 1e30. No gradient flows to it.
         vocab_offset: the first class of ``weight``, where that is a shard of a larger vocabulary.
-        group: the process group whose ranks hold the other shards.
+        vocab_group: the process group whose ranks hold the other shards.
         main_grad: float32 ``[V, H]``; a backward pass that is asked for the weight's gradient adds
-            it there, not rounded, in place of ``weight.grad``. Not with ``group``.
+            it there, not rounded, in place of ``weight.grad``. Not with ``vocab_group``.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
             ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
@@ -216,9 +216,8 @@ def linear_policy_loss(
         >>> _ = torch.manual_seed(0)
         >>> hidden, weight = torch.randn(6, 8), torch.randn(100, 8, requires_grad=True)
         >>> tokens, offsets = torch.randint(0, 100, (6,)), torch.tensor([0, 4, 6])
-        >>> result = linear_policy_loss(
-        ...     hidden, weight, tokens, None, torch.tensor([1.0, -1.0]), offsets=offsets
-        ... )
+        >>> advantages = torch.tensor([1.0, -1.0])
+        >>> result = linear_policy_loss(hidden, weight, tokens, advantages, offsets=offsets)
         >>> result.loss.backward()
         >>> weight.grad.shape
         torch.Size([100, 8])
@@ -231,17 +230,17 @@ def linear_policy_loss(
     _rows.check_rows("hidden", head.hidden, offsets, shift)
     _rows.check_tokens(tokens, "hidden", head.hidden)
     _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
-    if (vocab_offset is None) != (group is None):
+    if (vocab_offset is None) != (vocab_group is None):
         raise ValueError(
-            "vocab_offset, group: expected both for a sharded vocabulary, or none, got "
-            f"{vocab_offset!r} and {group!r}; pass the first class of this rank's shard and the "
-            "group of all shards"
+            "vocab_offset, vocab_group: expected both for a sharded vocabulary, or none, got "
+            f"{vocab_offset!r} and {vocab_group!r}; pass the first class of this rank's shard and "
+            "the group of all shards"
         )
-    check_shard(vocab_offset, group)
+    check_shard(vocab_offset, vocab_group)
     kl_coeff = _coefficient("kl_coeff", kl_coeff)
     entropy_coeff = _coefficient("entropy_coeff", entropy_coeff)
     _check_terms(kl_coeff, ref_log_probs, aggregation, normalizer)
-    _check_main_grad(main_grad, head.weight, group)
+    _check_main_grad(main_grad, head.weight, vocab_group)
     _check_importance(importance, rollout_log_probs, sequence_group)
     chosen = _dispatch.choose(impl, "linear_policy_loss", head.hidden.device, head.hidden.dtype)
     _dispatch.check_counted_on_host(mask, shift, head.hidden.device)
@@ -279,10 +278,10 @@ def linear_policy_loss(
     if rollout is not None:
         kept = sequences.kept
         task = corrected(
-            task, rollout, importance or {}, sequences.offsets, kept, vocab_offset, group
+            task, rollout, importance or {}, sequences.offsets, kept, vocab_offset, vocab_group
         )
-    if chosen == "reference" or group is not None:
-        terms = from_log_probs(task, level, sequences, vocab_offset, group, main_grad)
+    if chosen == "reference" or vocab_group is not None:
+        terms = from_log_probs(task, level, sequences, vocab_offset, vocab_group, main_grad)
     elif level == "token":
         terms = autograd.run(task, main_grad)
     else:
@@ -366,12 +365,12 @@ def _check_importance(
         )
 
 
-def _check_main_grad(main_grad: Tensor | None, weight: Tensor, group: object) -> None:
+def _check_main_grad(main_grad: Tensor | None, weight: Tensor, vocab_group: object) -> None:
     if main_grad is None:
         return
     _dispatch.check_tensor("main_grad", main_grad)
-    if group is not None:
-        raise ValueError("main_grad: expected None with group, got a tensor; use weight.grad")
+    if vocab_group is not None:
+        raise ValueError("main_grad: expected None with vocab_group, got a tensor; use weight.grad")
     if main_grad.dtype != torch.float32:
         raise ValueError(f"main_grad: expected torch.float32, got {main_grad.dtype}; {MAIN_GRAD}")
     like = (weight.shape, weight.device, " like weight", None)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 
+from fusedrl.compat.torch import graph_is_kept
 from fusedrl.ops import _autograd, _dispatch, _rounding, _saved_tensors
 from fusedrl.ops._head import Head
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
@@ -89,7 +89,8 @@ def run(task: Task, main_grad: Tensor | None = None, separate: bool = False) -> 
     """The terms of a loss whose ratio is that of each token: one product, two more for gradients.
 
     The head is of a dtype that kernels take. Terms may have upstream gradients of their own only
-    where they are ``separate``.
+    where they are ``separate``. The host cannot see whether they do without waiting for a device,
+    so there the gradients are made in the backward pass: four products.
     """
     head, rows, batch, weights, surrogate, entropy = task
     code, low, high, most, estimator = surrogate.codes
@@ -174,7 +175,9 @@ class _Autograd(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """``of_weight`` takes the gradient of the weight in float32, in place of the weight."""
         call, in_float = OpArguments(*args), of_weight is not None
-        results, grads = _with_gradients(call, _wanted(ctx), in_float)
+        later = separate and not call.hidden.is_cpu
+        wanted = (False, False, False) if later else _wanted(ctx)
+        results, grads = _with_gradients(call, wanted, in_float)
         # Gradients that are made need no constants. The head is kept to see that nobody changes it.
         kept = len(args) if separate else 3
         tensors = [x if isinstance(x, Tensor) and i < kept else None for i, x in enumerate(args)]
@@ -194,10 +197,13 @@ class _Autograd(torch.autograd.Function):
         call, (in_float, separate) = OpArguments(*args), ctx.options
         wanted, factors = _wanted(ctx), upstream[0]
         grads, scale = [grad_hidden, grad_weight, grad_bias], factors[0]
-        if separate:
+        if separate and not call.hidden.is_cpu:
+            grads = _of_terms(results, call, factors, wanted, in_float)
+            scale = torch.ones_like(scale)
+        elif separate:
             counting = factors[(call.weights != 0).flatten(0, -2).any(0)]
             if len(counting) and bool((counting != counting[0]).any()):
-                grads = _again(results, call, factors, wanted, in_float)
+                grads = _of_terms(results, call, factors, wanted, in_float)
                 counting = torch.ones_like(counting)
             scale = counting[0] if len(counting) else scale
         last_pass = ctx.saved_forms is None and _is_last_pass(scale)
@@ -220,9 +226,7 @@ def _wanted(ctx: Any) -> tuple[bool, bool, bool]:
 
 def _is_last_pass(scale: Tensor) -> bool:
     """Whether nobody reads what was saved after this backward pass."""
-    if not _dispatch.has_values(scale):
-        return False
-    return not keeps_graph()
+    return _dispatch.has_values(scale) and not graph_is_kept()
 
 
 _PART = 1 << 22  # elements, so that what is computed in float32 takes little memory
@@ -246,10 +250,10 @@ def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype, last_pass: bool) ->
     return out
 
 
-def _again(
+def _of_terms(
     results: Tensor, call: OpArguments, factors: Tensor, wanted: Sequence[bool], in_float: bool
 ) -> list[Tensor]:
-    """Gradients where the terms have different upstream gradients: that of each token is known."""
+    """Gradients where each term has an upstream gradient of its own: every token's is known."""
     weights = call.weights * factors
     slopes = torch.where(weights[..., :3] == 0, 0, results[..., SLOPES] * weights[..., :3]).sum(-1)
     of_terms = TermWeights((slopes != 0).to(slopes.dtype), entropy=weights[..., 3])

@@ -87,9 +87,9 @@ def policy_terms(
         if weight is None or any(column is None for column in columns):
             return log_probs.new_zeros(())
         counts = weight != 0
-        # Selected before the formula: a NaN that does not count must not reach the gradient.
-        selected = (column[counts] for column in columns if column is not None)
-        return (of(*selected) * weight[counts].to(dtype)).sum()
+        # Before the formula: a NaN that does not count must not reach the gradient.
+        finite = (torch.where(counts, column, 0) for column in columns if column is not None)
+        return (of(*finite) * weight.to(dtype)).sum()
 
     def divergence(p: Tensor, q: Tensor) -> Tensor:
         return estimate(p, q.to(dtype), surrogate.estimator)

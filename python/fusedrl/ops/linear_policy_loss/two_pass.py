@@ -117,7 +117,7 @@ def _log_probs(
         temperature=rows.temperature,
         entropy=task.entropy,
         vocab_offset=vocab_offset,
-        group=group,
+        vocab_group=group,
     )
     if isinstance(result, TokenLogProbs):
         return result.log_probs, result.entropy

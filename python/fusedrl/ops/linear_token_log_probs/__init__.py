@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,10 +16,61 @@ from fusedrl.ops.token_log_probs import TokenLogProbs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from fusedrl.ops._options import LinearOptions
 
 __all__ = ["VocabPart", "linear_token_log_probs"]
 
 
+@overload
+def linear_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None = None,
+    *,
+    vocab_offset: int,
+    vocab_group: None = None,
+    entropy: bool = False,
+    **options: Unpack[LinearOptions],
+) -> VocabPart: ...
+@overload
+def linear_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None = None,
+    *,
+    vocab_offset: int | None = None,
+    vocab_group: ProcessGroup | None = None,
+    entropy: Literal[False] = False,
+    **options: Unpack[LinearOptions],
+) -> Tensor: ...
+@overload
+def linear_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None = None,
+    *,
+    vocab_offset: int | None = None,
+    vocab_group: ProcessGroup | None = None,
+    entropy: Literal[True],
+    **options: Unpack[LinearOptions],
+) -> TokenLogProbs: ...
+@overload
+def linear_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None = None,
+    *,
+    vocab_offset: int | None = None,
+    vocab_group: ProcessGroup | None = None,
+    entropy: bool,
+    **options: Unpack[LinearOptions],
+) -> Tensor | TokenLogProbs: ...
 @accepts_parts("tokens", "mask")
 @accepts_nested("tokens", over="tokens", fields=("log_probs", "entropy"))
 def linear_token_log_probs(
@@ -37,7 +88,7 @@ def linear_token_log_probs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     vocab_offset: int | None = None,
-    group: ProcessGroup | None = None,
+    vocab_group: ProcessGroup | None = None,
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> Tensor | TokenLogProbs | VocabPart:
@@ -83,9 +134,9 @@ def linear_token_log_probs(
         vocab_offset: the first class of ``weight`` and ``bias``, where these are a shard of a
             larger vocabulary; ``tokens`` are classes of the whole. A token in no shard gets
             ``-inf``.
-        group: the process group whose ranks hold the other shards. Every rank passes the same
-            hidden states, and gets the log-probs over all classes and the whole gradient of the
-            hidden states. Without a group, ``vocab_offset`` makes the op return a
+        vocab_group: the process group whose ranks hold the other shards. Every rank passes the
+            same hidden states, and gets the log-probs over all classes and the whole gradient of
+            the hidden states. Without a group, ``vocab_offset`` makes the op return a
             :class:`VocabPart`, which does not differentiate.
         batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
             depend on the batch around it; slower where blocks are not full.
@@ -119,10 +170,10 @@ def linear_token_log_probs(
     _rows.check_rows("hidden", head.hidden, offsets, shift)
     _rows.check_tokens(tokens, "hidden", head.hidden)
     _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
-    check_shard(vocab_offset, group)
-    if sequence_group is not None and vocab_offset is not None and group is None:
+    check_shard(vocab_offset, vocab_group)
+    if sequence_group is not None and vocab_offset is not None and vocab_group is None:
         raise ValueError(
-            "group: expected the process group of the shards beside a sequence_group, as a "
+            "vocab_group: expected the process group of the shards beside a sequence_group, as a "
             "VocabPart is of one rank's rows, got None; pass it, or leave out sequence_group"
         )
     chosen = _dispatch.choose(
@@ -149,29 +200,29 @@ def linear_token_log_probs(
     needs_grad = _autograd.needs_grad(
         hidden=head.hidden, weight=head.weight, bias=head.bias, temperature=divisor
     )
-    if vocab_offset is not None and group is None:
+    if vocab_offset is not None and vocab_group is None:
         if needs_grad:
             raise ValueError(
-                "group: expected the process group of the shards, as a VocabPart does not "
+                "vocab_group: expected the process group of the shards, as a VocabPart does not "
                 "differentiate, got None; pass it, or call under torch.no_grad()"
             )
         return VocabPart(autograd.statistics(chosen, args), divisor, entropy)
-    log_probs, row_entropy = autograd.run(chosen, group, args, needs_grad)
+    log_probs, row_entropy = autograd.run(chosen, vocab_group, args, needs_grad)
     return TokenLogProbs(log_probs, row_entropy) if entropy else log_probs
 
 
-def check_shard(vocab_offset: int | None, group: ProcessGroup | None) -> None:
+def check_shard(vocab_offset: int | None, vocab_group: ProcessGroup | None) -> None:
     """Refuse a group without the first class of its shard, and what is no group or class."""
     if vocab_offset is None:
-        if group is not None:
+        if vocab_group is not None:
             raise ValueError(
-                "vocab_offset: expected the first class of this rank's shard with group, got None; "
-                "pass how many classes the shards before it have"
+                "vocab_offset: expected the first class of this rank's shard with vocab_group, got "
+                "None; pass how many classes the shards before it have"
             )
     elif type(vocab_offset) is bool or not isinstance(vocab_offset, int) or vocab_offset < 0:
         raise ValueError(
             f"vocab_offset: expected an integer >= 0, got {vocab_offset!r}; "
             "pass how many classes the shards before this one have"
         )
-    if group is not None:
-        check_group("group", group)
+    if vocab_group is not None:
+        check_group("vocab_group", vocab_group)

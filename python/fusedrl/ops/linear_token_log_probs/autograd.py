@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fusedrl.compat.torch import assert_on_device
 from fusedrl.ops import _autograd, _dispatch, _rounding, _saved_tensors, _stored
 from fusedrl.ops.linear_token_log_probs.shards import gathered
 from fusedrl.ops.token_log_probs.reference import rows_of_tokens
@@ -149,7 +150,7 @@ def _triton(
     targets = tokens.flatten()[kept] - (vocab_offset or 0)
     outside = (targets < 0) | (targets >= len(weight))
     if vocab_offset is None:
-        torch.ops.aten._assert_async.msg(
+        assert_on_device(
             ~outside.any(),
             "tokens: expected values in [0, V), got others; leave them out with mask",
         )

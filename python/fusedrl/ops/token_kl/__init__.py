@@ -3,32 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from fusedrl import ragged
-from fusedrl.ops import _autograd, _dispatch, _rows, _saved_tensors
+from fusedrl.ops import _dispatch, _rows
 from fusedrl.ops._nested import accepts_nested
-from fusedrl.ops._samples import PackedColumns, check_lists
-from fusedrl.ops.token_kl import in_place, reference
-from fusedrl.ops.token_kl.columns import gradient_by_op, of_columns
+from fusedrl.ops._samples import check_lists
+from fusedrl.ops.token_kl import columns, reference
 from fusedrl.ops.token_kl.samples import pack_samples
 
-__all__ = ["ESTIMATORS", "TokenKL", "kl_of_lists", "pack_samples", "token_kl"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fusedrl.ops._options import EstimateOptions
+
+__all__ = ["ESTIMATORS", "TokenKL", "pack_samples", "token_kl"]
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 _DTYPES = (*_dispatch.KERNEL_DTYPES, torch.float64)
 
 
 class TokenKL(NamedTuple):
-    """Per-token KL in nats and the penalised reward, in the representation of the input."""
+    """Per-token KL in nats and the penalised reward, in the representation of the input.
 
-    kl: Any
-    reward: Any
+    Both are lists of tensors where the input is a list.
+    """
+
+    kl: Tensor
+    reward: Tensor
 
 
+@overload
+def token_kl(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    reward: None = None,
+    **options: Unpack[EstimateOptions],
+) -> Tensor: ...
+@overload
+def token_kl(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    reward: Tensor,
+    **options: Unpack[EstimateOptions],
+) -> TokenKL: ...
+@overload
+def token_kl(
+    log_probs: Sequence[Tensor],
+    ref_log_probs: Sequence[Tensor],
+    mask: Sequence[Tensor] | None = None,
+    *,
+    reward: None = None,
+    **options: Unpack[EstimateOptions],
+) -> list[Tensor]: ...
+@overload
+def token_kl(
+    log_probs: Sequence[Tensor],
+    ref_log_probs: Sequence[Tensor],
+    mask: Sequence[Tensor] | None = None,
+    *,
+    reward: Tensor | Sequence[Tensor],
+    **options: Unpack[EstimateOptions],
+) -> tuple[list[Tensor], list[Tensor]]: ...
 def token_kl(
     log_probs: Tensor | Sequence[Tensor],
     ref_log_probs: Tensor | Sequence[Tensor],
@@ -91,10 +133,11 @@ def token_kl(
         >>> reward
         tensor([0.9500, 1.1000, 2.0250])
     """
-    _check_options(estimator, nan)
+    _dispatch.check_choice("estimator", estimator, ESTIMATORS)
+    _dispatch.check_choice("nan", nan, _dispatch.NANS)
     if type(log_probs) is Tensor and log_probs.is_cpu and impl in ("auto", "cpu"):
-        number, missing = ESTIMATORS.index(estimator), nan == "missing"
-        found = of_columns(log_probs, ref_log_probs, mask, offsets, reward, coeff, number, missing)
+        given = log_probs, ref_log_probs, mask, offsets, reward, coeff
+        found = columns.in_one_call(*given, ESTIMATORS.index(estimator), nan == "missing")
         if found is not None:
             return found[0] if found[1] is None else TokenKL._make(found)
     options = {"estimator": estimator, "coeff": coeff, "nan": nan, "impl": impl}
@@ -111,13 +154,13 @@ def _of_any_form(
     options: dict[str, Any],
 ) -> Any:
     if isinstance(log_probs, (list, tuple)):
-        return _list(log_probs, ref_log_probs, mask, offsets, reward, options)
+        return _of_list(log_probs, ref_log_probs, mask, offsets, reward, options)
     _dispatch.check_tensor("log_probs", log_probs, _dispatch.DENSE, _dispatch.NESTED)
     kl, penalised = _dense(log_probs, ref_log_probs, mask, offsets, reward, options)
     return kl if penalised is None else TokenKL(kl, penalised)
 
 
-def _list(
+def _of_list(
     log_probs: Sequence[Tensor],
     ref_log_probs: Any,
     mask: Any,
@@ -135,65 +178,12 @@ def _list(
     lists |= {} if reward is None or isinstance(reward, Tensor) else {"reward": reward}
     check_lists(**lists)
     if not any(map(len, (log_probs, *lists.values()))):
-        return [] if reward is None else TokenKL([], [])
-    columns, lengths = kl_of_lists(log_probs, ref_log_probs, mask, reward, **options)
-    kl, *penalised = (list(column.split(lengths)) for column in columns)
-    return TokenKL(kl, *penalised) if penalised else kl
-
-
-def kl_of_lists(
-    log_probs: Sequence[Tensor],
-    ref_log_probs: Sequence[Tensor],
-    mask: Sequence[Tensor] | None = None,
-    reward: Sequence[Tensor] | Tensor | None = None,
-    *,
-    estimator: str = "k1",
-    coeff: float | Tensor = 1.0,
-    nan: str = "propagate",
-    impl: str = "auto",
-    integer_rewards: bool = False,
-) -> PackedColumns:
-    """:func:`token_kl` of lists: the packed KL and, with ``reward``, the packed penalised reward.
-
-    The samples are read where they lie, or packed first where they cannot be.
-    ``integer_rewards`` takes rewards of no floating-point dtype in that of the log-probs.
-    """
-    options = {"estimator": estimator, "coeff": coeff, "nan": nan, "impl": impl}
-    found = _in_place(log_probs, ref_log_probs, mask, reward, options)
-    if found is not None:
-        return found
+        return [] if reward is None else TokenKL._make(([], []))
     (p, q, kept, rewards), lengths = pack_samples(log_probs, ref_log_probs, mask, reward)
-    if integer_rewards and rewards is not None and not rewards.is_floating_point():
-        rewards = rewards.to(p.dtype)
-    offsets = ragged.offsets_of(lengths, p.device)
-    if rewards is not None and len(rewards) == len(p):
-        rewards = rewards[None]  # of tokens, also where there are as many samples
-    kl, penalised = _dense(p, q, kept, offsets, rewards, options)
-    return PackedColumns([kl] if penalised is None else [kl, penalised], lengths)
-
-
-def _in_place(
-    log_probs: Sequence[Tensor],
-    ref_log_probs: Sequence[Tensor],
-    mask: Sequence[Tensor] | None,
-    reward: Sequence[Tensor] | Tensor | None,
-    options: dict[str, Any],
-) -> PackedColumns | None:
-    first = log_probs[0] if log_probs else None
-    if type(first) is not Tensor or first.dtype not in _DTYPES or options["impl"] == "reference":
-        return None
-    if isinstance(reward, Tensor):
-        if reward.shape != (len(log_probs),):
-            return None
-        reward = reward.split(1)
-    run = in_place.implementation_of(first.device)
-    if run is None:
-        return None
-    impl, estimator = options["impl"], ESTIMATORS.index(options["estimator"])
-    if _dispatch.choose(impl, "token_kl", first.device, first.dtype, _DTYPES) == "reference":
-        return None
-    columns = (log_probs, ref_log_probs, mask, reward)
-    return run(*columns, options["coeff"], estimator, options["nan"] == "missing")
+    result = token_kl(p, q, kept, reward=rewards, **options)
+    if isinstance(result, Tensor):
+        return list(result.split(lengths))
+    return TokenKL._make(list(column.split(lengths)) for column in result)
 
 
 def _dense(
@@ -203,39 +193,24 @@ def _dense(
     offsets: Tensor | None,
     reward: Tensor | None,
     options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+) -> columns.Results:
     _check(log_probs, ref_log_probs, mask, offsets)
     dtype = work = torch.promote_types(log_probs.dtype, ref_log_probs.dtype)
     if reward is not None:
-        reward = _broadcast_reward(reward, log_probs, offsets)
+        reward = _one_a_token(reward, log_probs, offsets)
         work = torch.promote_types(dtype, reward.dtype)
         reward = _contiguous(reward, work)
     log_probs, ref_log_probs = _contiguous(log_probs, work), _contiguous(ref_log_probs, work)
+    mask = None if mask is None else mask.contiguous()
     chosen = _dispatch.choose(options["impl"], "token_kl", log_probs.device, work, _DTYPES)
     coeff = _dispatch.scalar_tensor("coeff", options["coeff"], log_probs.device)
+    given = log_probs, ref_log_probs, mask, reward, coeff
     missing = options["nan"] == "missing"
     if chosen == "reference":
-        kl, penalised = reference.token_kl(
-            log_probs, ref_log_probs, mask, offsets, reward, coeff, options["estimator"], missing
-        )
-        return kl.to(dtype), penalised
-    args = (
-        log_probs,
-        ref_log_probs,
-        None if mask is None else mask.contiguous(),
-        None if offsets is None else _contiguous(offsets, torch.int64),
-        reward,
-        coeff,
-        ESTIMATORS.index(options["estimator"]),
-        missing,
-    )
-    if _autograd.needs_grad(
-        log_probs=log_probs, ref_log_probs=ref_log_probs, reward=reward, coeff=coeff
-    ):
-        kl, penalised = _autograd.apply(_Autograd, *args)
+        kl, penalised = reference.token_kl(*given, options["estimator"], missing)
     else:
-        kl, penalised = torch.ops.fusedrl.token_kl.default(*args)
-    return kl if work == dtype else kl.to(dtype), None if reward is None else penalised
+        kl, penalised = columns.by_op(*given, ESTIMATORS.index(options["estimator"]), missing)
+    return kl if work == dtype else kl.to(dtype), penalised
 
 
 def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -243,8 +218,8 @@ def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return (tensor if tensor.dtype == dtype else tensor.to(dtype)).contiguous()
 
 
-def _broadcast_reward(reward: Tensor, log_probs: Tensor, offsets: Tensor | None) -> Tensor:
-    """``reward`` shaped like the log-probs, or still ``[B]`` where the kernel broadcasts it."""
+def _one_a_token(reward: Tensor, log_probs: Tensor, offsets: Tensor | None) -> Tensor:
+    """``reward`` shaped like the log-probs, for which those of sequences are repeated."""
     _dispatch.check_tensor("reward", reward, like=" like log_probs")
     _dispatch.check_device("reward", reward, log_probs.device)
     _dispatch.check_floating("reward", reward)
@@ -255,11 +230,9 @@ def _broadcast_reward(reward: Tensor, log_probs: Tensor, offsets: Tensor | None)
         of_sequences = _rows.is_of_sequences("reward", reward, shape, count, offsets)
         if of_sequences is False:
             return reward.reshape(shape)
-        if of_sequences and (reward.requires_grad or count == len(log_probs)):
+        if of_sequences:
             lengths = offsets.diff()
             return reward.flatten().repeat_interleave(lengths, output_size=len(log_probs))
-        if of_sequences:
-            return reward.flatten()
     if log_probs.dim() == 2 and reward.shape in (log_probs.shape[:1], (len(log_probs), 1)):
         return reward.view(-1, 1).expand(log_probs.shape)
     sequences = "" if offsets is None else f", or ({len(offsets) - 1},), one for each sequence"
@@ -268,11 +241,6 @@ def _broadcast_reward(reward: Tensor, log_probs: Tensor, offsets: Tensor | None)
         f"reward: expected shape {tuple(log_probs.shape)} like log_probs{sequences}, got "
         f"{tuple(reward.shape)}; {_dispatch.ONE_A_TOKEN}{to_broadcast}"
     )
-
-
-def _check_options(estimator: str, nan: str) -> None:
-    _dispatch.check_choice("estimator", estimator, ESTIMATORS)
-    _dispatch.check_choice("nan", nan, _dispatch.NANS)
 
 
 def _check(
@@ -290,72 +258,3 @@ def _check(
             "leave it out, or flatten what has no padding"
         )
     _dispatch.check_offsets(offsets, log_probs.numel(), log_probs.device)
-
-
-class _Autograd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        log_probs, ref_log_probs, mask, _, reward, coeff, estimator, missing = args
-        kl, penalised = torch.ops.fusedrl.token_kl.default(*args)
-        ctx.set_materialize_grads(False)
-        _saved_tensors.save(ctx, log_probs, ref_log_probs, mask, coeff)
-        ctx.options = (estimator, missing)
-        ctx.penalised = reward is not None
-        constant = []
-        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
-            constant.append(kl)
-        if reward is None:
-            constant.append(penalised)
-        ctx.mark_non_differentiable(*constant)
-        return kl, penalised
-
-    @staticmethod
-    @_autograd.first_derivative_only("token_kl")
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_kl, grad_reward = grads
-        of_reward = grad_reward if ctx.penalised else None
-        of_pair = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        if not of_pair or (grad_kl is None and of_reward is None):
-            return None, None, None, None, of_reward, None, None, None
-        log_probs, ref_log_probs, mask, coeff = _saved_tensors.saved(ctx)
-        columns = grad_kl, of_reward, log_probs, ref_log_probs, mask
-        grad = gradient_by_op(columns, coeff, *ctx.options)
-        # Every estimator depends on ref - log_probs only, hence the opposite signs.
-        grad_ref = -grad if ctx.needs_input_grad[1] else None
-        return grad, grad_ref, None, None, of_reward, None, None, None
-
-
-def _fake(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    reward: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, Tensor]:
-    return log_probs.new_empty(log_probs.shape), log_probs.new_empty(
-        (0,) if reward is None else log_probs.shape
-    )
-
-
-def _fake_list(
-    log_probs: list[Tensor],
-    ref_log_probs: list[Tensor],
-    mask: list[Tensor],
-    reward: list[Tensor],
-    *options: Any,
-) -> tuple[Tensor, Tensor]:
-    tokens = sum(sample.numel() for sample in log_probs)
-    first = log_probs[0]
-    return first.new_empty((tokens,)), first.new_empty((tokens if reward else 0,))
-
-
-def _fake_backward(
-    grad_kl: Tensor | None, grad_reward: Tensor | None, log_probs: Tensor, *rest: Any
-) -> Tensor:
-    return log_probs.new_empty(log_probs.shape)
-
-
-_dispatch.register_fakes(
-    {"token_kl": _fake, "token_kl_list": _fake_list, "token_kl_backward": _fake_backward}
-)

@@ -37,7 +37,6 @@ def token_kl(
     log_probs: Tensor,
     ref_log_probs: Tensor,
     mask: Tensor | None,
-    offsets: Tensor | None,
     reward: Tensor | None,
     coeff: Tensor,
     estimator: str,
@@ -57,9 +56,6 @@ def token_kl(
     kl = estimate(p.masked_fill(drop, 0), q.masked_fill(drop, 0), estimator)
     if reward is None:
         return kl.to(out_dtype), None
-    if reward.numel() != kl.numel() and offsets is not None:
-        lengths = offsets.diff()
-        reward = torch.repeat_interleave(reward.flatten(), lengths, output_size=kl.numel())
     reward_dtype = torch.promote_types(out_dtype, reward.dtype)
     penalised = torch.where(drop, reward.to(dtype), reward.to(dtype) - coeff.to(kl) * kl)
     return kl.to(out_dtype), penalised.to(reward_dtype)

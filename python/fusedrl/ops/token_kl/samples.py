@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fusedrl import ragged
 from fusedrl.ops._samples import (
     COLUMNS,
     ONE_A_SAMPLE,
@@ -23,12 +25,11 @@ def pack_samples(
     mask: Sequence[Tensor] | None = None,
     reward: Sequence[Tensor] | Tensor | None = None,
 ) -> PackedColumns:
-    """Pack the four columns, of which ``None`` stays so.
+    """Pack the four columns, of which ``None`` stays so, to one value a token.
 
     Rewards are ``[T]``, ``[T, 1]``, or one value a sample (``[1]``, ``[1, 1]``, or a ``[B]``
-    tensor); all of one value stay ``[B]``, otherwise they are broadcast to ``[N]``. Raises
-    ``ValueError`` naming the first sample whose shapes disagree, ``TypeError`` for one that is no
-    tensor.
+    tensor). Raises ``ValueError`` naming the first sample whose shapes disagree, ``TypeError`` for
+    one that is no tensor.
     """
     named = {"ref_log_probs": ref_log_probs} | ({} if mask is None else {"mask": mask})
     (policy, reference, *masks), lengths = pack_columns(log_probs, named)
@@ -38,33 +39,35 @@ def pack_samples(
 
 
 def _pack_rewards(reward: Sequence[Tensor] | Tensor, lengths: list[int]) -> Tensor:
-    # Where there are as many samples as tokens, [B] would be taken for one reward a token.
-    ambiguous = len(lengths) == sum(lengths)
     if isinstance(reward, Tensor):
         if reward.shape not in ((len(lengths),), (len(lengths), 1)):
             raise ValueError(
                 f"reward: expected shape ({len(lengths)},), one for each sample of a list, got "
                 f"{tuple(reward.shape)}; pass a list where there is one for each token"
             )
-        if not ambiguous:
-            return reward.flatten()
-        reward = list(reward.flatten().split(1))
+        return _spread(reward, lengths)
     sizes = sizes_of("reward", reward)
     if len(sizes) != len(lengths):
         raise ValueError(
             f"reward: expected {len(lengths)} samples, got {len(sizes)}; {ONE_A_SAMPLE}"
         )
-    if sizes != lengths and (ambiguous or any(size != 1 for size in sizes)):
-        _check_reward_shapes(reward, lengths)
+    of_samples = sizes != lengths and set(sizes) == {1}
+    if sizes != lengths and not of_samples:
+        _check_shapes(reward, lengths)
         reward = [r.reshape(-1).expand(n) for r, n in zip(reward, lengths, strict=True)]
         sizes = lengths
     packed = concatenated("reward", reward, sizes)
     if packed.shape[1:] not in COLUMNS:
-        _check_reward_shapes(reward, lengths)
-    return packed.reshape(-1)
+        _check_shapes(reward, lengths)
+    return _spread(packed, lengths) if of_samples else packed.reshape(-1)
 
 
-def _check_reward_shapes(reward: Sequence[Tensor], lengths: list[int]) -> None:
+def _spread(rewards: Tensor, lengths: list[int]) -> Tensor:
+    repeats = ragged.offsets_of(lengths, rewards.device).diff()
+    return torch.repeat_interleave(rewards.flatten(), repeats, output_size=sum(lengths))
+
+
+def _check_shapes(reward: Sequence[Tensor], lengths: list[int]) -> None:
     for i, (sample, n) in enumerate(zip(reward, lengths, strict=True)):
         if sample.numel() not in (1, n) or sample.dim() == 0 or sample.shape[1:] not in COLUMNS:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from fusedrl.ops.token_log_probs import reference
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from fusedrl.ops._options import RowOptions
 
 __all__ = ["TokenLogProbs", "token_log_probs"]
 
@@ -25,6 +28,33 @@ class TokenLogProbs(NamedTuple):
     entropy: Tensor
 
 
+@overload
+def token_log_probs(
+    logits: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None = None,
+    *,
+    entropy: Literal[False] = False,
+    **options: Unpack[RowOptions],
+) -> Tensor: ...
+@overload
+def token_log_probs(
+    logits: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None = None,
+    *,
+    entropy: Literal[True],
+    **options: Unpack[RowOptions],
+) -> TokenLogProbs: ...
+@overload
+def token_log_probs(
+    logits: Tensor,
+    tokens: Tensor,
+    mask: Tensor | None = None,
+    *,
+    entropy: bool,
+    **options: Unpack[RowOptions],
+) -> Tensor | TokenLogProbs: ...
 @accepts_parts("tokens", "mask")
 @accepts_nested("tokens", over="tokens", fields=("log_probs", "entropy"))
 def token_log_probs(

@@ -44,9 +44,12 @@ def check_targets(targets: Tensor, kept: Tensor, shape: torch.Size, classes: int
         return  # gather then checks them itself
     outside = ((targets < 0) | (targets >= classes)).nonzero()
     if len(outside):
+        target = int(targets[outside[0]])
+        # An id below 0 stands for no token; one behind the last is of another tokenizer.
+        other = ", or make the tokens with the tokenizer of this model" if target >= 0 else ""
         raise RuntimeError(
-            f"tokens: expected values in [0, {classes}), got {int(targets[outside[0]])} at "
-            f"{place_of(int(kept[outside[0]]), shape)}; leave it out with mask"
+            f"tokens: expected values in [0, {classes}), got {target} at "
+            f"{place_of(int(kept[outside[0]]), shape)}; leave it out with mask{other}"
         )
 
 

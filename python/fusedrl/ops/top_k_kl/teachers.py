@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusedrl.compat.torch import assert_on_device
 from fusedrl.ops import _dispatch, _rows
 from fusedrl.ops.exact_kl import Divergence, chosen_divergence
 from fusedrl.ops.exact_kl.reference import divergence_of
@@ -87,7 +88,7 @@ def _check_total(total: Tensor, refused: Tensor, expected: str, got: str, remedy
                 f"{place_of(first, total.shape[:-1])}; {remedy}"
             )
         return
-    torch.ops.aten._assert_async.msg(~refused.any(), f"{expected}, got {got}; {remedy}")
+    assert_on_device(~refused.any(), f"{expected}, got {got}; {remedy}")
 
 
 def _check_ids(ids: Tensor, rows: Tensor, like: str) -> None:

@@ -1,0 +1,144 @@
+"""Hands out the batches of other processes, one after the other, or puts them into a buffer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from fusedrl import _host
+from fusedrl.channel.forking import renew_in_children
+from fusedrl.collectors.background import Background
+from fusedrl.collectors.interrupts import uninterrupted
+from fusedrl.collectors.options import is_too_old
+from fusedrl.compat.torchrl import for_buffer
+
+Advance = Callable[..., None]
+
+
+class Ready(NamedTuple):
+    """A batch that was counted and is handed out next; ``None`` if a buffer has it."""
+
+    batch: Any
+
+
+class BatchStream:
+    """The batches of a worker or of actors.
+
+    Ctrl-C changes nothing while this waits for a batch. After that, the batch is counted, prepared
+    and stored as a whole, and it is kept until it is handed out. Each batch is handed out once,
+    to one of the threads that iterate.
+
+    Args:
+        background: the thread that may take the batches.
+        buffer: the buffer that gets the batches here, if any.
+        max_staleness: drop a batch that is more than this number of versions behind, if any.
+
+    Attributes:
+        frames: frames so far, including those of a state that was loaded.
+        batches: batches so far, including those of a state that was loaded.
+        dropped: frames that were dropped here.
+        storing: a lock that is held while a batch goes into the buffer.
+    """
+
+    counter = ""  # the name of the attribute that counts what is dropped
+
+    def __init__(self, background: Background, buffer: Any, max_staleness: Any) -> None:
+        self.background = background
+        self.buffer, self.max_staleness = buffer, max_staleness
+        self.frames = self.batches = self.dropped = 0
+        self.storing = threading.Lock()
+        self._ready: Ready | None = None
+        self._taking: Any = threading.RLock()  # held while a batch is made ready
+        renew_in_children(self, _taking=threading.RLock)
+
+    def rest(self, bar: AbstractContextManager[Advance]) -> Iterator[Any]:
+        """Batches until the last frame was collected; ``None`` each where a buffer gets them.
+
+        If Ctrl-C interrupts it, the next iterator goes on with the batch that was to come.
+
+        Args:
+            bar: shows the progress.
+        """
+        with bar as advance:
+            while True:
+                turn = _host.Acquired(self._taking, threading.TIMEOUT_MAX)
+                try:
+                    ready = self._prepare(advance)
+                finally:
+                    turn.release()
+                if ready is None:
+                    break
+                # Python handles signals, and lets other threads run, at calls and jumps, and so not
+                # between these lines.
+                if self._ready is not ready:
+                    continue  # another thread was handed it
+                batch, ready, self._ready = ready.batch, None, None
+                yield batch
+                del batch  # its memory goes back with the next request
+
+    def _prepare(self, advance: Advance) -> Ready | None:
+        """Make the next batch ready, unless one is, and return it; ``None`` at the end."""
+        self.background.refuse_others()
+        while self._ready is None:
+            arrived = self._wait()
+            if arrived is None:
+                break
+            with uninterrupted():
+                if not self._count(arrived):
+                    continue
+                drops = self._drops(arrived)
+                self._request()
+                advance(**arrived.shown)
+                if not drops:
+                    self._ready = Ready(self._stored(arrived.batch))
+            del arrived
+        return self._ready
+
+    def _drops(self, arrived: Any) -> bool:
+        """Whether a batch has become too old; its frames are counted then."""
+        if self.max_staleness is None or arrived.batch is None:
+            return False
+        late = self._lateness(arrived)
+        drops = is_too_old(late, self.max_staleness, self.dropped, self.counter)
+        self.dropped += arrived.batch.numel() if drops else 0
+        return drops
+
+    def _stored(self, batch: Any) -> Any:
+        """A batch to hand out, or ``None`` once it is in the buffer."""
+        batch = None if batch is None else self._finished(batch)
+        if batch is None or self.buffer is None:
+            return batch
+        with self.storing:
+            self.buffer.extend(for_buffer(batch, self.buffer))
+        return None
+
+    def forget(self) -> None:
+        """Drop the batch that was not handed out yet, if there is one."""
+        self._ready = None
+
+    # What a source does in its own way.
+
+    def _wait(self) -> Any:
+        """Wait for the next batch and change nothing; ``None`` at the end.
+
+        What it returns has a ``batch``, and in ``shown`` what is known for the progress bar.
+        """
+        raise NotImplementedError
+
+    def _count(self, arrived: Any) -> bool:
+        """Count a batch; false if it is outdated, or if there is none."""
+        raise NotImplementedError
+
+    def _request(self) -> None:
+        """Let the source collect what will be needed next."""
+        raise NotImplementedError
+
+    def _lateness(self, arrived: Any) -> int:
+        """How many versions the oldest turn of a batch is behind."""
+        raise NotImplementedError
+
+    def _finished(self, batch: Any) -> Any:
+        """A batch after the postprocessing that is done in this process."""
+        return batch

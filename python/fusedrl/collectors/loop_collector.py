@@ -1,0 +1,187 @@
+"""torchrl's collector of dialogs over a loop of our own: what it is behind its public face."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
+
+from fusedrl.collectors.options import is_too_old
+from fusedrl.collectors.policy_version import versions_in
+from fusedrl.collectors.progress import progress_bar
+from fusedrl.collectors.turn_data import private_keys
+from fusedrl.collectors.versions import Versions
+from fusedrl.compat.torchrl import for_buffer
+from fusedrl.weights.copying import write_weights
+from fusedrl.weights.follow import refuse_another_policy
+from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
+
+
+class LoopCollector(_LLMCollector):
+    """torchrl's collector of dialogs over a loop, and versions of weights, of our own.
+
+    Most methods are those that torchrl's constructor and methods call.
+
+    Attributes:
+        _versions: is there before torchrl's constructor runs.
+        _loop: the :class:`TurnLoop` that runs the turns; it is made afterwards.
+        _ends: whether collecting ends before the next turn.
+        max_staleness: as for :class:`fusedrl.LLMCollector`.
+        stale_turns: the turns of dropped batches.
+    """
+
+    _versions: Versions
+    _loop: Any = None
+    _ends = False
+    max_staleness: Any
+    stale_turns = 0
+
+    def _setup_weight_sync(self, weight_updater: Any, weight_sync_schemes: Any) -> None:
+        # torchrl tells the collector only to schemes that nobody has initialised before.
+        for scheme in (weight_sync_schemes or {}).values():
+            if isinstance(scheme, ChannelWeightSyncScheme):
+                scheme.join(self)  # pyright: ignore[reportAttributeAccessIssue]
+        super()._setup_weight_sync(weight_updater, weight_sync_schemes)
+
+    def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
+        """Do nothing: the versions have the tracker already."""
+
+    @property
+    def policy_version_tracker(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The :class:`PolicyVersion` that tags turns, or ``None``."""
+        return self._versions.tracker
+
+    @property
+    def policy(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The policy; another one may be set unless its weights come from a channel."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Any) -> None:
+        followed = self._versions.follower is not None and "_policy" in vars(self)
+        if followed and policy is not self._policy:
+            refuse_another_policy()
+        self._policy = policy
+
+    @property
+    def _frames(self) -> int:
+        return 0 if self._loop is None else self._loop.frames
+
+    @_frames.setter
+    def _frames(self, frames: int) -> None:
+        if self._loop is not None:
+            self._loop.frames = frames
+
+    @property
+    def _watch(self) -> Any:
+        return None if self._loop is None else self._loop.watch
+
+    @property
+    def _traj_pool(self) -> Any:
+        return None if self._loop is None else self._loop.trajectories.source
+
+    def _make_carrier(self) -> None:
+        # torchrl resets here and once more at the first rollout: a batch of prompts would be lost.
+        self._carrier = TensorDict()
+
+    def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
+        """Do not call the policy, to know its keys: an LLM would answer the lost prompts."""
+
+    def _postproc(self, batch: TensorDictBase) -> TensorDictBase:
+        # torchrl lists all keys of a batch, which takes time for many rows.
+        batch = batch if self.postproc is None else self.postproc(batch)
+        private: Any = list(private_keys(batch))
+        return batch.exclude(*private, inplace=True) if private else batch
+
+    def _maybe_fallback_update(
+        self, policy_or_weights: Any = None, *, model_id: str | None = None
+    ) -> None:
+        # torchrl calls this without an updater and a scheme, and takes tensordicts only.
+        if policy_or_weights is None or model_id not in (None, "policy"):
+            super()._maybe_fallback_update(policy_or_weights, model_id=model_id)
+        else:
+            write_weights(self.policy, policy_or_weights)
+
+    def _receive_weights_scheme(self, model_version: int | None = None) -> None:
+        with self._versions.one_update(numbered=model_version is not None):
+            super()._receive_weights_scheme(model_version=model_version)
+
+    def _require_open(self) -> None:
+        if self.closed or self._ends:
+            raise RuntimeError(
+                "collector: expected one that runs, got one that was shut down; make a new one"
+            )
+
+    def _count(self, frames: int) -> None:
+        self._increment_frames(frames)
+
+    def _drops(self, batch: TensorDictBase) -> bool:
+        """Whether a batch is too old to be handed out; its turns are counted then."""
+        if self.max_staleness is None:
+            return False
+        late = self.policy_version - min(versions_in(batch))
+        drops = is_too_old(late, self.max_staleness, self.stale_turns, "LLMCollector.stale_turns")
+        self.stale_turns += batch.numel() if drops else 0
+        return drops
+
+
+class Batches(Iterator[Any]):
+    """The batches of a collector, until all of its turns have run; ``None`` if a buffer gets them.
+
+    It goes on after an interrupt, where a generator would have ended.
+
+    Args:
+        collector: makes the batches by its ``rollout()``.
+        shuts_down: whether an error of the policy or of the environment shuts it down.
+    """
+
+    def __init__(self, collector: LoopCollector, shuts_down: bool) -> None:
+        self._collector, self._shuts_down = collector, shuts_down
+        self._bar = ExitStack()
+        self._advance = self._bar.enter_context(progress_bar(collector))
+
+    def __next__(self) -> Any:
+        """The next batch that is not too old.
+
+        Raises:
+            RuntimeError: the collector is shut down, or its channel's reader is closed. No turn has
+                begun then.
+        """
+        collector = self._collector
+        collector._require_open()
+        collector._versions.check()
+        batches: list[Any] = []
+        try:
+            while not batches and collector._frames < collector.total_frames:
+                batches = self._collect(collector)
+        except Exception:
+            self._bar.close()
+            if self._shuts_down:
+                collector.shutdown()
+            raise
+        if not batches:
+            self._bar.close()
+            raise StopIteration
+        return batches.pop()  # only the caller keeps it alive while the next one is made
+
+    def _collect(self, collector: LoopCollector) -> list[Any]:
+        """What the next rollout yields: a batch, or nothing if it is too old."""
+        collector._iter += 1
+        batch: Any = collector.rollout()
+        collector._watch.start()
+        collector._count(batch.numel())
+        self._advance(batch)
+        if collector._drops(batch):
+            return []
+        batch = collector._postproc(batch)
+        if collector.post_collect_hook is not None:
+            collector.post_collect_hook(batch)
+        buffer: Any = collector.replay_buffer
+        if buffer is not None:
+            buffer.extend(for_buffer(batch, buffer))
+            batch = None
+        collector._watch.lap("queueing")
+        return [batch]

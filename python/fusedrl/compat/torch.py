@@ -1,0 +1,282 @@
+"""What we need of torch's private names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._C import _autograd
+from torch.autograd import forward_ad
+from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
+from torch.nn.modules import module as every_module
+
+from fusedrl.compat.library import Library
+
+TORCH = Library("torch", tried="2.13.0")
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+is_transformed = TORCH.take(
+    "torch._C._functorch:is_functorch_wrapped_tensor",
+    "a tensor inside of a transform of torch.func has no memory of its own",
+)
+is_batched = TORCH.take("torch._C._functorch:is_batchedtensor", "a tensor inside of vmap")
+is_batched_for_gradients = TORCH.take(
+    "torch._C._functorch:is_legacy_batchedtensor",
+    "a gradient of a batch of them (is_grads_batched)",
+)
+untransformed = TORCH.take(
+    "torch._C._functorch:get_unwrapped", "the tensor in a transformed one may record a gradient"
+)
+transform_level = TORCH.take(
+    "torch._C._functorch:maybe_current_level", "nothing is read by address inside of a transform"
+)
+
+
+@TORCH.needs("torch.autograd.forward_ad:_current_level")
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents, which no kernel has."""
+    return forward_ad._current_level >= 0
+
+
+@TORCH.needs("torch._C:_len_torch_dispatch_stack")
+def in_dispatch_mode() -> bool:
+    """Whether a dispatch mode sees the ops, and no addresses."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+@TORCH.needs("torch._C:_is_tracing")
+def in_trace_of_jit() -> bool:
+    """Whether torch.jit.trace records the ops; its own question takes 2 µs."""
+    return torch._C._is_tracing()
+
+
+@TORCH.needs("torch._C._autograd:_top_saved_tensors_default_hooks")
+def saves_through_hooks() -> bool:
+    """Whether hooks are in force, which may make something else of saved tensors."""
+    return _autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@TORCH.needs("torch._C._autograd:_get_current_graph_task_keep_graph")
+def graph_is_kept() -> bool:
+    """Whether another backward pass may read what was saved for the running one."""
+    return _autograd._get_current_graph_task_keep_graph()
+
+
+@TORCH.needs("torch._ops:OpOverload._tags")
+def keep_out_of_cuda_graphs(op: Any) -> None:
+    """Tell Inductor not to capture an overload; the stable ABI takes tags from torch 2.12 on."""
+    op._tags.append(torch.Tag.cudagraph_unsafe)
+
+
+@TORCH.needs("torch.ops:aten._assert_async")
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """An assertion that runs on the tensor's device, for which the host does not wait."""
+    torch.ops.aten._assert_async.msg(condition, message)
+
+
+@TORCH.needs("torch._C:_cuda_getDriverVersion")
+def cuda_driver_version() -> int:
+    """The version of CUDA that the driver runs, 1000 times the major one, or 0 without a driver."""
+    return torch._C._cuda_getDriverVersion()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_JAGGED = "torch.nested._internal.nested_tensor:NestedTensor"
+
+
+@TORCH.needs(f"{_JAGGED}._ragged_idx")
+def ragged_dimension(jagged: NestedTensor) -> int:
+    """The dimension whose length differs between the parts of a jagged tensor."""
+    return jagged._ragged_idx
+
+
+@TORCH.needs(f"{_JAGGED}._lengths")
+def lengths_beside_holes(jagged: NestedTensor) -> Tensor | None:
+    """The lengths of the rows of a jagged tensor whose values have holes; ``None`` without."""
+    return jagged._lengths
+
+
+@TORCH.needs(f"{_JAGGED}._values")
+def values_without_history(jagged: NestedTensor) -> Tensor:
+    """The values of a jagged tensor, where no gradient is recorded.
+
+    Through the dispatcher, as a gradient needs it, this costs as much as a kernel on 100k tokens.
+    """
+    return jagged._values
+
+
+@TORCH.needs("torch._C:DisableTorchFunctionSubclass")
+def as_plain_tensor() -> AbstractContextManager[Any]:
+    """A block in which a subclass of tensors is asked as a tensor."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+@TORCH.needs("torch:Tensor._nested_tensor_size")
+def strided_sizes(nested: Tensor) -> Tensor:
+    """The sizes of the parts of a strided nested tensor, on the host."""
+    return nested._nested_tensor_size()
+
+
+@TORCH.needs("torch:Tensor._nested_tensor_strides", "torch:Tensor._nested_tensor_storage_offsets")
+def strided_layout(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """The strides of the parts of a strided nested tensor, and where they begin in its storage."""
+    return nested._nested_tensor_strides(), nested._nested_tensor_storage_offsets()
+
+
+@TORCH.needs("torch:_nested_view_from_buffer")
+def strided_view(values: Tensor, sizes: Tensor, strides: Tensor, starts: Tensor) -> Tensor:
+    """A strided nested tensor over memory that exists; ``values`` is its storage, ``[n]``."""
+    return torch._nested_view_from_buffer(  # pyright: ignore[reportPrivateImportUsage]
+        values, sizes, strides, starts
+    )
+
+
+@TORCH.needs("torch.nn:Module._modules")
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dict that holds a module's children.
+
+    The public iterators over modules, parameters and buffers take several times as long, and leave
+    out what is there twice.
+    """
+    return module._modules
+
+
+@TORCH.needs("torch.nn:Module._modules")
+def replace_children(module: nn.Module, children: dict[str, nn.Module | None]) -> None:
+    """Give a module another dict of children, where a copy of it shares its dict with others."""
+    vars(module)["_modules"] = children
+
+
+@TORCH.needs("torch.nn:Module._parameters")
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dict that holds a module's own parameters."""
+    return module._parameters
+
+
+@TORCH.needs("torch.nn:Module._buffers")
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dict that holds a module's own buffers."""
+    return module._buffers
+
+
+@TORCH.needs("torch.nn:Module._non_persistent_buffers_set")
+def unsaved_buffers_of(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that no state dict has."""
+    return module._non_persistent_buffers_set
+
+
+@TORCH.needs("torch:UntypedStorage._cdata")
+def storage_of(tensor: Tensor) -> int:
+    """A number of the storage in which a tensor lies, while the storage exists.
+
+    Its address is no such number, as that of all memory that was freed is 0.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+@TORCH.needs("torch:_foreach_copy_")
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy any number of tensors in one fused operation."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+# What torch.compile makes of a module: a wrapper with the module under this name, or a call.
+(COMPILED_CHILD,) = TORCH.names(
+    "torch._dynamo.eval_frame:OptimizedModule",
+    ("_orig_mod",),
+    "the module that torch.compile was called with",
+)
+(CHECKPOINTED_CHILD,) = TORCH.names(
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:ActivationWrapper",
+    ("_checkpoint_wrapped_module",),
+    "the module whose activations are computed again in the backward pass",
+)
+(COMPILED_CALL,) = TORCH.names(
+    "torch.nn:Module", ("_compiled_call_impl",), "what Module.compile() has made of a module's call"
+)
+
+
+@TORCH.needs("torch.nn:Module._call_impl")
+def call_of(module: nn.Module) -> Callable[..., Any]:
+    """What runs when a module is called: its forward with hooks, or what was compiled of it."""
+    return getattr(module, COMPILED_CALL) or module._call_impl
+
+
+def uncompiled(module: Any) -> Any:
+    """The module that ``torch.compile`` was called with, or the module itself."""
+    return children_of(module).get(COMPILED_CHILD, module)
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether a module is what ``torch.compile`` has made of another one."""
+    return COMPILED_CHILD in children_of(module)
+
+
+_FORWARD_HOOKS = TORCH.names(
+    "torch.nn:Module", ("_forward_hooks", "_forward_pre_hooks"), "whether a module has hooks"
+)
+_BACKWARD_HOOKS = TORCH.names(
+    "torch.nn:Module", ("_backward_hooks", "_backward_pre_hooks"), "whether a module has hooks"
+)
+TORCH.names(
+    "torch.nn.modules.module",
+    [f"_global{name}" for name in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS)],
+    "whether all modules have hooks",
+)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks run at a module's call, or at its backward pass if there may be one."""
+    names = (*_FORWARD_HOOKS, *_BACKWARD_HOOKS) if torch.is_grad_enabled() else _FORWARD_HOOKS
+    return any(getattr(every_module, f"_global{name}") or getattr(module, name) for name in names)
+
+
+# Traces.
+
+
+def constant_in_traces(function: _Function) -> _Function:
+    """Let a trace take a function's answer as a constant.
+
+    ``torch.compiler.assume_constant_result`` says the same, and imports the compiler.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+def in_no_graph_of_its_caller(function: _Function) -> _Function:
+    """Let the trace of a caller stop at a function.
+
+    ``torch.compiler.disable`` says the same, and imports the compiler.
+    """
+    vars(function)["_torchdynamo_disable"] = True
+    return function
+
+
+# Storages, and the ops that write to them.
+
+DispatchMode = TORCH.take(
+    "torch.utils._python_dispatch:TorchDispatchMode",
+    "what a loader copies from where is seen op by op",
+)
+
+
+@TORCH.needs("torch._ops:OpOverload._schema")
+def writes(op: Any) -> bool:
+    """Whether an op writes to one of its tensors, in a dispatch mode."""
+    return op._schema.is_mutable
+
+
+# Containers.
+
+map_leaves = TORCH.take(
+    "torch.utils._pytree:tree_map", "states are dicts and lists of tensors, nested as they come"
+)
+
+
+@TORCH.needs("torch:_foreach_clone")
+def clone_all(tensors: list[Tensor]) -> list[Tensor]:
+    """Clones by one call, which takes two thirds of the time of a call for each tensor."""
+    return list(torch._foreach_clone(tensors))  # pyright: ignore[reportPrivateImportUsage]

@@ -1,0 +1,25 @@
+"""What we need of TRL's private names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusedrl.compat.library import Library
+
+TRL = Library("trl", tried="1.16.0")
+
+# Method -> its module; a patch tells the head which loss it will compute.
+LOSS = "_compute_loss"
+TRL.names("trl.trainer.grpo_trainer:GRPOTrainer", (LOSS,), "patch_trl replaces it")
+TRL.names("trl.trainer.rloo_trainer:RLOOTrainer", (LOSS,), "patch_trl replaces it")
+(DIVERGENCE_LOSS,) = TRL.names(
+    "trl.trainer.distillation_trainer", ("_chunked_divergence_loss",), "patch_trl replaces it"
+)
+
+
+@TRL.needs("trl.trainer.grpo_trainer:GRPOTrainer._last_world_entropy")
+def entropy_bonus_applies(trainer: Any) -> bool:
+    """Whether the mean entropy of tokens counts in the next loss of a GRPO trainer."""
+    if trainer.use_adaptive_entropy:
+        return trainer._last_world_entropy <= trainer.args.entropy_target
+    return trainer.entropy_coef != 0

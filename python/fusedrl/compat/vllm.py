@@ -1,0 +1,347 @@
+"""What we need of vLLM beyond its documented interface.
+
+Nothing of vLLM is imported here before a word is used: a trainer of a server need not have it.
+"""
+
+# vLLM has an environment of its own, which the linters do not see.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedrl.compat.library import Library
+
+VLLM = Library("vllm", tried="0.32.0")
+_CLIENT = "vllm.v1.engine.core_client"
+_LOADER = "vllm.model_executor.model_loader"
+_RELOAD = f"{_LOADER}.reload.layerwise"
+_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+@VLLM.needs(f"{_CLIENT}:MPClient.resources")
+def runs_in_this_process(llm: Any) -> bool:
+    """Whether a ``vllm.LLM`` computes in this process, so that a call of it always returns."""
+    return getattr(llm.llm_engine.engine_core, "resources", None) is None
+
+
+@VLLM.needs(f"{_CLIENT}:MPClient._finalizer", f"{_CLIENT}:BackgroundResources.engine_dead")
+def offline_engine_has_ended(llm: Any) -> bool:
+    """Whether the process of a ``vllm.LLM``'s engine has ended, where its calls never return."""
+    client = llm.llm_engine.engine_core
+    return client.resources.engine_dead or not client._finalizer.alive
+
+
+@VLLM.needs("vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory._registry")
+def register_backend(name: str, module: str, function: str) -> None:
+    """Make a weight-transfer backend known, unless it is; ``ImportError`` before vLLM 0.31."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, module, function)
+
+
+@VLLM.needs("vllm.distributed.parallel_state:get_world_group")
+def workers_of_this_engine() -> tuple[int, int, Any]:
+    """How many workers the engine of this process has, which one this is, and their CPU group."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    world = get_world_group()
+    return world.world_size, world.rank_in_group, world.cpu_group
+
+
+@VLLM.needs("vllm.config:CompilationConfig.static_forward_context")
+def key_value_caches(vllm_config: Any) -> Iterator[Tensor]:
+    """The memory of keys and values of this worker's layers."""
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        cache: Any = getattr(layer, "kv_cache", None)
+        for tensor in cache if isinstance(cache, list | tuple) else [cache]:
+            if isinstance(tensor, Tensor) and tensor.numel():
+                yield tensor
+
+
+@VLLM.needs(
+    f"{_CONNECTORS}.v1.base:KVConnectorBase_V1.reset_cache",
+    f"{_CONNECTORS}.v1.multi_connector:MultiConnector._get_connector_classes_and_configs",
+)
+def connectors_that_keep(vllm_config: Any) -> list[str]:
+    """The KV connectors of an engine that have no way to drop what they have stored.
+
+    vLLM takes such a connector for one that has dropped it.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    if vllm_config.kv_transfer_config is None:
+        return []
+    kinds = _connectors(vllm_config)
+    return [k.__name__ for k in kinds if k.reset_cache is KVConnectorBase_V1.reset_cache]
+
+
+def _connectors(vllm_config: Any) -> Iterator[Any]:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    kind: Any = KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
+    if issubclass(kind, MultiConnector):
+        for _, part in kind._get_connector_classes_and_configs(vllm_config):
+            yield from _connectors(part)
+    else:
+        yield kind
+
+
+@VLLM.needs(
+    "vllm.lora.model_manager:LoRAModelManager.remove_all_adapters",
+    "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA.reset_sharded_to_full_mapping",
+)
+def drop_adapters(model: nn.Module) -> None:
+    """Do what vLLM does at the end of an update of a model's own weights: drop all adapters."""
+    from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
+
+    manager: Any = getattr(model, "lora_manager", None)
+    if manager is None:
+        return
+    manager.remove_all_adapters()
+    module: Any
+    for module in model.modules():
+        if isinstance(module, LogitsProcessorWithLoRA):
+            module.reset_sharded_to_full_mapping()
+
+
+VLLM.names(
+    "vllm.lora.model_manager:LRUCacheLoRAModelManager",
+    ("_pin_lora_in_cpu_cache", "modules", "packed_modules", "capacity", "list_adapters"),
+    "a worker's adapters are put into its manager, since vLLM itself reads them from files",
+)
+
+
+class AdapterRoom:
+    """Where a worker's model has its LoRA adapters.
+
+    Args:
+        model: vLLM's model, of an engine with ``enable_lora``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._manager: Any = model.lora_manager
+
+    @property
+    def capacity(self) -> int:
+        """How many adapters there is room for."""
+        return self._manager.capacity
+
+    def numbers(self) -> list[int]:
+        """The numbers of the adapters that are there."""
+        return list(self._manager.list_adapters())
+
+    def names_of(self, layers: Iterable[str]) -> dict[str, str]:
+        """The names that layers of a peft model have in vLLM."""
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        mapper = None if mapper is None else mapper.get_rename_mapper()
+        return {
+            layer: parse_fine_tuned_lora_name(f"{layer}.lora_A.weight", mapper)[0]
+            for layer in layers
+        }
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs, over all ranks, of the linear layers that may be adapted."""
+        from vllm.model_executor.layers.linear import LinearBase
+
+        sizes = {}
+        for name, wrapper in self._manager.modules.items():
+            base: Any = getattr(wrapper, "base_layer", None)
+            if not isinstance(base, LinearBase):
+                continue
+            packed = self._manager.packed_modules.get(name, [name])
+            outputs = _outputs(base) if len(packed) > 1 else [base.output_size]
+            if len(packed) == len(outputs):
+                pairs = zip(packed, outputs, strict=True)
+                sizes |= {part: (base.input_size, output) for part, output in pairs}
+        return sizes
+
+    def put(self, number: int, matrices: Mapping[str, tuple[Tensor, Tensor, float]]) -> None:
+        """Replace the adapters of a number for all requests that name them.
+
+        Args:
+            number: the adapters' ``lora_int_id``.
+            matrices: A, B and scaling for the name of each layer. They are kept, and scaled in
+                place.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        layers = {
+            name: LoRALayerWeights(name, a.shape[0], 0, a, b, scaling=scaling)
+            for name, (a, b, scaling) in matrices.items()
+        }
+        manager = self._manager
+        manager.remove_adapter(number)
+        manager.add_adapter(LoRAModel(number, max(one.rank for one in layers.values()), layers))
+        manager.activate_adapter(number)
+        # Requests for other adapters may move these out of the GPU's slots, and they come back from
+        # the CPU's cache. There they are pinned, because no file has them. The public pin_adapter()
+        # would also pin the slot on the GPU.
+        manager._pin_lora_in_cpu_cache(number)
+
+
+def _outputs(base: Any) -> list[int]:
+    """The numbers of outputs of a packed layer's parts, over all ranks."""
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    if isinstance(base, QKVParallelLinear):
+        heads = [base.total_num_heads, base.total_num_kv_heads, base.total_num_kv_heads]
+        widths = [base.head_size, base.head_size, base.v_head_size]
+        return [count * width for count, width in zip(heads, widths, strict=True)]
+    return list(base.output_sizes)
+
+
+def configured(vllm_config: Any) -> Any:
+    """The block in which vLLM's layers find their configuration, as while a model is loaded."""
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(vllm_config)
+
+
+@VLLM.needs(
+    f"{_LOADER}.utils:initialize_model",
+    "vllm.config:CompilationConfig.static_forward_context",
+    "vllm.config:CompilationConfig.static_all_moe_layers",
+)
+def model_without_memory(vllm_config: Any) -> Any:
+    """A model of the same classes on the meta device, which is not registered with the engine."""
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = copy.copy(vllm_config)
+    # Layers register themselves there by name, and the engine's own layers have the same names.
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    dtype = vllm_config.model_config.dtype
+    with torch.device("meta"), set_default_torch_dtype(dtype), configured(config):
+        return initialize_model(config)
+
+
+@VLLM.needs("vllm.model_executor.layers.attention:is_deferred_attention_layer")
+def kinds_of_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The first of all layers that vLLM's loader treats alike, as far as it treats them at all."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    first = {}
+    for name, layer in model.named_modules():
+        own = [(n, p.shape, p.dtype) for n, p in layer.named_parameters(recurse=False)]
+        if own and not is_deferred_attention_layer(layer):
+            method = getattr(layer, "quant_method", None)
+            first.setdefault((type(layer), type(method), *own), (name, layer))
+    return list(first.values())
+
+
+@VLLM.needs(
+    f"{_LOADER}.reload:record_metadata_for_reloading",
+    f"{_LOADER}.reload.meta:materialize_meta_tensor",
+)
+@contextmanager
+def started_layer(
+    model: Any, layer: Any, vllm_config: Any, weights: Weights, device: torch.device
+) -> Iterator[None]:
+    """Give one layer of a model without memory what it has once an engine has started.
+
+    Args:
+        model: of :func:`model_without_memory`.
+        layer: the layer of it that has this memory until the block ends.
+        vllm_config: the configuration of the model.
+        weights: all of the model's, by the names of its checkpoint.
+        device: where the layer's memory is.
+    """
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+
+    bare = dict(layer.named_parameters(recurse=False))
+    try:
+        with torch.no_grad(), configured(vllm_config):
+            with device:
+                record_metadata_for_reloading(layer)
+                for name, parameter in bare.items():
+                    layer.register_parameter(name, materialize_meta_tensor(parameter))
+            model.load_weights(iter(weights))
+            method: Any = getattr(layer, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase):
+                with device:
+                    method.process_weights_after_loading(layer)
+        yield
+    finally:
+        for name in dict(layer.named_parameters(recurse=False)):
+            delattr(layer, name)
+        for name, parameter in bare.items():
+            layer.register_parameter(name, parameter)
+
+
+@VLLM.needs(
+    f"{_RELOAD}:initialize_layerwise_reload",
+    f"{_RELOAD}:finalize_layerwise_reload",
+    f"{_RELOAD}:get_layerwise_info",
+    f"{_RELOAD}:_place_kernel_tensors",
+)
+def load_again(layers: Any, vllm_config: Any, load: Callable[[], Any]) -> None:
+    """Load weights into layers that have some already.
+
+    Args:
+        layers: a model of vLLM, or some of its layers.
+        vllm_config: the configuration that the model was made with.
+        load: calls ``load_weights`` of the model.
+
+    Raises:
+        Exception: that of ``load``. The layers can be loaded again.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        _place_kernel_tensors,
+        finalize_layerwise_reload,
+        get_layerwise_info,
+        initialize_layerwise_reload,
+    )
+
+    with configured(vllm_config):
+        initialize_layerwise_reload(layers)
+        for layer in layers.modules():
+            # On CPUs, vLLM packs experts only while a layer has no kernel yet. CUDA graphs have the
+            # addresses of a GPU's kernels, which stay.
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if kernel is not None and get_layerwise_info(layer).restore_device.type == "cpu":
+                layer.quant_method.moe_kernel = None
+        try:
+            load()
+            finalize_layerwise_reload(layers, vllm_config.model_config)
+        except BaseException:
+            # Give the layers that have begun to load their former memory again.
+            layers._do_torchao_reload = layers._original_do_torchao_reload
+            for layer in layers.modules():
+                info = get_layerwise_info(layer)
+                if info.can_load():
+                    if info.kernel_tensors is not None:
+                        _place_kernel_tensors(layer, info)
+                    info.reset()
+            raise
+
+
+def packed_product(layer: Any, like: Any) -> Tensor | None:
+    """A product of a linear layer that a CPU has packed into a copy that is no parameter.
+
+    Args:
+        layer: the layer that computes it.
+        like: the layer that says whether there is one, and of which width.
+    """
+    if not hasattr(like, "cpu_linear"):
+        return None
+    sizes = ("embedding_dim", "input_size_per_partition", "input_size")
+    width = next(getattr(like, size) for size in sizes if hasattr(like, size))
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(like.weight.dtype)
+    return layer.cpu_linear(x, layer.weight, None)

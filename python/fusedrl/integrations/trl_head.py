@@ -1,0 +1,179 @@
+"""The fused LM head of TRL's trainers, from hidden states to log-probs, over the fused op."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.kernels import chunked_logprob  # pyright: ignore[reportMissingImports]
+
+from fusedrl.integrations.trl_log import log_once
+from fusedrl.integrations.trl_loss import take_plan
+from fusedrl.integrations.trl_loss_gradients import log_probs_with_gradients
+from fusedrl.ops import _dispatch, _head
+from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
+from fusedrl.ops.token_log_probs import TokenLogProbs
+
+_CHOICES = ("entropy", "mean_logits", "is_top1")  # computed here beside the log-probs
+_ROUNDING = 1e-3  # nats; far more than log-probs and entropies err by
+_TILE = 2**22  # so many logits at a time when classes are compared
+_theirs = (chunked_logprob.ChunkedLogProbFunction,)
+
+
+class ChunkedLogProbFunction:
+    """Takes the place of TRL's autograd function of that name, of which only ``apply`` is used."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = chunked_logprob.OPTIONAL_OUTPUTS,
+    ) -> tuple[Any, ...]:
+        """Per-token results of ``hidden @ weight.T``: a tuple in TRL's order.
+
+        Args:
+            hidden: ``[N, H]``.
+            weight: ``[V, H]``, converted to the dtype of ``hidden``, or to autocast's.
+            bias: ``[V]``.
+            targets: integer classes, ``[N]``.
+            temperature: positive divisor of the logits.
+            chunk_size: without effect.
+            final_logit_softcapping: bound of the logits.
+            logit_scale: factor of the logits.
+            outputs: which of the optional results to compute.
+
+        Returns:
+            Log-probs, entropy, ``log(sum p^2)``, mean logit, and whether the target is the most
+            likely class, each ``[N]``, or ``None`` if ``outputs`` does not name it. The first two
+            have gradients. TRL's own function computes what this op cannot.
+        """
+        reason = _not_ours(hidden, weight, final_logit_softcapping, logit_scale, outputs)
+        if reason is not None:
+            log_once(f"trl: {reason}; using TRL's own ChunkedLogProbFunction")
+            return _theirs[0].apply(
+                *(hidden, weight, bias, targets, temperature, chunk_size),
+                *(final_logit_softcapping, logit_scale, outputs),
+            )
+        kind = hidden.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            head = hidden, weight, bias, logit_scale, final_logit_softcapping
+            ahead = _for_planned_loss(*head, targets, temperature, outputs)
+            if ahead is not None:
+                return *ahead, None, None, None
+            results = linear_token_log_probs(
+                hidden,
+                weight,
+                targets,
+                bias=bias,
+                softcap=final_logit_softcapping,
+                scale=logit_scale,
+                temperature=temperature,
+                entropy="entropy" in outputs or "is_top1" in outputs,
+            )
+            mean, top = None, None
+            if "mean_logits" in outputs:
+                mean = _mean_logits(hidden, weight, bias) * (logit_scale / temperature)
+            if "is_top1" in outputs:
+                assert isinstance(results, TokenLogProbs)
+                top = _is_top1(hidden, weight, bias, targets, results)
+        if isinstance(results, TokenLogProbs):
+            log_probs, entropy = results
+            return log_probs, entropy if "entropy" in outputs else None, None, mean, top
+        return results, None, None, mean, top
+
+
+def _not_ours(
+    hidden: Tensor,
+    weight: Tensor,
+    softcap: float | None,
+    scale: float,
+    outputs: tuple[str, ...],
+) -> str | None:
+    """The reason why TRL's own function has to run, or ``None``."""
+    others = [name for name in outputs if name not in (*_CHOICES, "log_probs")]
+    if others:
+        return f"{', '.join(others)} asked for"
+    if softcap is not None and "mean_logits" in outputs:
+        return "mean_logits asked for, of a model with a softcap"
+    if scale <= 0:
+        return f"logits scaled by {scale}"
+    if hasattr(weight, "ds_id"):
+        return "the head is partitioned by DeepSpeed ZeRO-3, and gathered by TRL's function"
+    if hidden.device.type not in _dispatch.LIBRARY:
+        return f"no compiled kernel for {hidden.device.type}"
+    if hidden.dtype not in _dispatch.KERNEL_DTYPES:
+        return f"no compiled kernel for {hidden.dtype}"
+    return None
+
+
+def _for_planned_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    targets: Tensor,
+    temperature: float,
+    outputs: tuple[str, ...],
+) -> tuple[Tensor, Tensor] | None:
+    """Log-probs and entropies, with gradients computed ahead if the trainer planned its loss."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    if set(outputs) - {"log_probs"} != {"entropy"}:
+        return None
+    plan = take_plan()
+    if plan is None:
+        return None
+    head = _head.prepare("", hidden, weight, bias, scale, softcap)
+    return log_probs_with_gradients(plan, head, targets, temperature)
+
+
+@torch.no_grad()
+def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The mean of the logits over classes: the product with the mean row of the weight."""
+    mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
+    return mean if bias is None else mean + bias.mean(dtype=torch.float32)
+
+
+@torch.no_grad()
+def _is_top1(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, results: TokenLogProbs
+) -> Tensor:
+    """Whether no class is more likely than the target, nor as likely and before it.
+
+    A class with more than half of the probability is the most likely one. The entropy is the mean
+    of ``-log p``, so that the most likely class has at least the log-prob ``-entropy``. Only rows
+    whose target is between these two bounds are multiplied again.
+    """
+    log_probs, entropy = results
+    certain = log_probs > math.log(0.5) + _ROUNDING
+    rows = (~certain & (log_probs >= -entropy - _ROUNDING)).nonzero().squeeze(-1)
+    return certain.index_put((rows,), _most_likely(hidden[rows], weight, bias) == targets[rows])
+
+
+def _most_likely(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The first class of each row's largest logit; neither a scale nor a softcap changes it."""
+    hidden = hidden.float()
+    best = hidden.new_full((len(hidden),), -torch.inf)
+    classes = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+    tile = min(8192, max(256, _TILE // max(1, len(hidden))))
+    for first in range(0, len(weight), tile):
+        logits = hidden @ weight[first : first + tile].float().T
+        if bias is not None:
+            logits += bias[first : first + tile]
+        value, index = logits.max(-1)
+        classes = torch.where(value > best, first + index, classes)
+        best = torch.maximum(value, best)
+    return classes

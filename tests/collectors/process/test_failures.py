@@ -1,0 +1,63 @@
+"""What is told of an exception, and which processes a process has started."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import time
+
+import pytest
+from async_workers import NoException, Odd, Unsendable, Unspeakable
+
+from fusedrl.collectors.process import process_tree
+from fusedrl.collectors.process.messages import Failure
+
+LONG_S = 200.0  # what a broken test waits
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (LookupError("lost"), LookupError, "LookupError: lost"),
+        (Odd("odd", 1), RuntimeError, "Odd: odd"),
+        (NoException("what happened"), RuntimeError, "NoException: what happened"),
+        (Unsendable("what happened"), RuntimeError, "Unsendable: what happened"),
+        (Unspeakable("what happened"), Unspeakable, "Unspeakable"),
+        (SystemExit(3), RuntimeError, "SystemExit: 3"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_an_exception_arrives_whatever_it_is(error, kind, told):
+    try:
+        raise error
+    except BaseException as raised:
+        failure = pickle.loads(pickle.dumps(Failure.of(raised)))
+    arrived = failure.exception()
+    assert type(arrived) is kind
+    text = str(arrived.__cause__)
+    assert text.count("Traceback") == 1 and told in text and __name__.split(".")[-1] in text
+    if kind is RuntimeError:
+        assert told in str(arrived)
+
+
+def test_descendants_are_those_of_children_too():
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def child() -> None:
+        grandchild = context.Process(target=time.sleep, args=(LONG_S,))
+        grandchild.start()
+        theirs.send(grandchild.pid)
+        grandchild.join()
+
+    process = context.Process(target=child)
+    process.start()
+    grandchild = ours.recv()
+    assert {process.pid, grandchild} <= set(
+        process_tree.descendants(multiprocessing.current_process().pid)
+    )
+    assert process_tree.descendants(process.pid) == [grandchild] and not process_tree.is_stopped(
+        grandchild
+    )
+    process_tree.send(9, [process.pid, grandchild])
+    process.join()

@@ -1,0 +1,56 @@
+"""What is relied on of tensordict beyond its public interface, and what runs without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict, lazy_stack
+from torchrl.modules.llm.policies import LogProbs
+
+from fusedrl.compat import tensordict as compat
+from fusedrl.compat.tensordict import TENSORDICT
+
+
+@pytest.mark.parametrize("place", TENSORDICT.needed)
+def test_tensordict_has_the_name(place):
+    TENSORDICT.require(place)
+
+
+def test_this_release_is_as_known():
+    assert list(compat.differences()) == []
+    assert compat.is_as_known()
+
+
+def test_a_tensorclass_holds_its_tensors_in_a_tensordict():
+    log_probs = LogProbs(full=torch.zeros(2), batch_size=())
+    assert type(compat.tensordict_of(log_probs)) is TensorDict
+    assert compat.tensordict_of(log_probs).get("full") is log_probs.full
+
+
+@pytest.mark.parametrize(
+    ("constant", "changed", "match"),
+    [
+        ("ENTRIES", "_renamed", "read by their attributes"),
+        ("_OF_PLAIN", {"_tensordict"}, "TensorDict: expected the attributes"),
+        ("_OF_STACK", set(), "LazyStackedTensorDict: expected the attributes"),
+        ("_OF_TENSORCLASS", set(), "NonTensorData: expected the attributes"),
+    ],
+)
+def test_a_change_is_said_in_a_sentence(monkeypatch, constant, changed, match):
+    monkeypatch.setattr(compat, constant, changed)
+    assert any(match in sentence for sentence in compat.differences())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        TensorDict({"x": torch.zeros(2)}, batch_size=[2]).lock_(),
+        lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (2, 3)]).lock_(),
+        NonTensorData("x"),
+    ],
+)
+def test_caches_are_all_that_use_adds(value):
+    """What locking and reading leave in an object is known, too."""
+    value.clone(), value.batch_size, value.is_locked
+    known = compat._OF_PLAIN | compat._OF_STACK | compat._OF_TENSORCLASS | compat.CACHES
+    assert vars(value).keys() <= known | {"_is_initialized"}

@@ -1,0 +1,44 @@
+"""The private names of torch that we need are there, and mean what we take them for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.exc import Unsupported
+from torch.autograd import forward_ad
+
+from fusedrl.compat import torch as words
+from fusedrl.compat.torch import TORCH
+
+OF_CUDA = ["torch._C:_cuda_getDriverVersion"]  # a build of torch for the CPU has no such function
+
+
+@pytest.mark.parametrize("place", TORCH.needed)
+def test_torch_has_the_name(place):
+    if torch.version.cuda is None and place in OF_CUDA:
+        pytest.skip("needs a CUDA build of torch")
+    TORCH.require(place)
+
+
+def test_forward_mode_is_on_inside_of_its_level_alone():
+    assert not words.in_forward_mode()
+    with forward_ad.dual_level():
+        assert words.in_forward_mode()
+
+
+def test_a_trace_takes_the_answer_of_a_marked_function_as_a_constant():
+    @words.constant_in_traces
+    def answer():
+        return len(str(torch.__config__.show())) > 0  # a trace would stop here
+
+    compiled = torch.compile(lambda x: x + 1 if answer() else x, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)) == 1
+
+
+def test_a_marked_function_is_in_no_graph_of_its_caller():
+    @words.in_no_graph_of_its_caller
+    def add(x):
+        return x + 1
+
+    with pytest.raises(Unsupported, match="disable"):
+        torch.compile(lambda x: add(x) * 2, backend="eager", fullgraph=True)(torch.zeros(1))
