@@ -164,13 +164,15 @@ def test_sdist_has_what_a_build_needs_and_nothing_else(backend, monkeypatch, tmp
         "setup_helpers/backend.py",
         "python/fusedrl/native.py",
         "python/fusedrl/py.typed",
+        "examples/grpo.py",
         "pyproject.toml",
         "README.md",
         "LICENSE",
     ):
         assert path in names
     assert {name.partition("/")[0] for name in names} <= {
-        *("CMakeLists.txt", "cmake", "csrc", "setup_helpers", "python", "benchmarks", "tests"),
+        *("CMakeLists.txt", "cmake", "csrc", "setup_helpers", "python"),
+        *("benchmarks", "examples", "tests"),
         *("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO"),
     }
     assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
