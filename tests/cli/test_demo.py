@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -85,6 +86,9 @@ def test_an_interrupt_leaves_no_process(tmp_path):
         os.killpg(program.pid, signal.SIGINT)
         lines.read()
     assert program.wait() == 130
+    until = time.monotonic() + 5  # helpers of multiprocessing end when their pipe has closed
+    while processes_of(program.pid) and time.monotonic() < until:
+        time.sleep(0.05)
     assert processes_of(program.pid) == []
 
 
