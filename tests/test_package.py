@@ -9,6 +9,7 @@ import sys
 from importlib import metadata, resources
 
 import pytest
+from packaging.requirements import Requirement
 
 import fusedrl
 
@@ -75,9 +76,25 @@ def test_version_has_one_source():
     assert _host.build_info()["version"] == fusedrl.__version__
 
 
-def test_requirements_have_lower_bounds_only():
-    requirements = [r for r in metadata.requires("fusedrl") or () if not r.startswith("fusedrl[")]
-    assert requirements
-    for requirement in requirements:
-        specifier = requirement.partition(";")[0].strip()
-        assert re.fullmatch(r"[\w.-]+(\[[\w,]+\])?>=[\d.]+", specifier), requirement
+def test_only_libraries_whose_private_names_are_used_have_an_upper_bound():
+    """It is the next minor version after the one with which compat says that all was tried."""
+    tried = {}
+    for module in (resources.files("fusedrl") / "compat").iterdir():
+        text = module.read_text() if module.name.endswith(".py") else ""
+        if re.search(r"\.(needs|take|names)\(", text):
+            tried.update(re.findall(r'= Library\("(\w+)", tried="(\d+\.\d+)', text))
+    bounds = {}
+    for requirement in map(Requirement, metadata.requires("fusedrl") or ()):
+        if requirement.name != "fusedrl":
+            by_kind = {bound.operator: bound.version for bound in requirement.specifier}
+            assert by_kind.keys() <= {">=", "<"}, requirement
+            assert ">=" in by_kind, requirement
+            bounds[requirement.name] = by_kind.get("<")
+    following = {}
+    for name, version in tried.items():
+        major, minor = map(int, version.split("."))
+        following[name] = f"{major}.{minor + 1}"
+    assert {name: bound for name, bound in bounds.items() if bound} == {
+        name: bound for name, bound in following.items() if name not in {"torch", "accelerate"}
+    }
+    assert following.keys() >= {"torchrl", "tensordict", "transformers", "trl", "peft", "vllm"}

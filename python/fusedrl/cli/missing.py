@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from importlib import metadata
 
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from fusedrl import native
 
@@ -41,12 +42,12 @@ def missing() -> dict[str, str]:
 def _packages() -> dict[str, str]:
     found = {}
     for part in DEPENDENCIES:
-        least = _least_version(part.package)
         installed = _installed(part.package)
+        versions = _versions(part.package)
         if installed is None:
             why = "not installed"
-        elif least is not None and _numbers(installed) < _numbers(least):
-            why = f"{installed} is installed, {least} or newer is needed"
+        elif not versions.contains(installed, prereleases=True):
+            why = f"{installed} is installed, {_shown(versions)} is tested"
         else:
             continue
         wanted = requirement(part.package)
@@ -56,8 +57,7 @@ def _packages() -> dict[str, str]:
 
 def requirement(package: str) -> str:
     """What to tell pip to install of a package: versions that fusedrl works with."""
-    least = _least_version(package)
-    return package if least is None else f"{package}>={least}"
+    return package + _shown(_versions(package))
 
 
 def _cuda() -> dict[str, str]:
@@ -96,17 +96,16 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _least_version(package: str) -> str | None:
-    """The oldest version that fusedrl's own metadata allow."""
+def _versions(package: str) -> SpecifierSet:
+    """The versions that fusedrl's own metadata allow."""
     try:
-        requirements = metadata.requires("fusedrl") or []
+        lines = metadata.requires("fusedrl") or []
     except metadata.PackageNotFoundError:  # fusedrl runs from a folder on PYTHONPATH
-        return None
-    for requirement in requirements:
-        if match := re.match(rf"{package}\s*\(?>=\s*([0-9.]+)", requirement):
-            return match[1]
-    return None
+        lines = []
+    allowed = (r.specifier for r in map(Requirement, lines) if r.name == package)
+    return next(allowed, SpecifierSet())
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+def _shown(versions: SpecifierSet) -> str:
+    """The versions with the lower bound first."""
+    return ",".join(sorted(map(str, versions), reverse=True))

@@ -19,6 +19,10 @@ To add a word to ``compat/<library>.py``:
 stay and mean something else. ``tests/compat/test_private_names.py`` fails where a private name of a
 library is used elsewhere.
 
-No requirement has an upper bound: a newer version of a library mostly works. Where it lacks a name,
-the word raises an ImportError that says which, what for, and with which version we have tried it.
+In ``pyproject.toml`` each of these libraries ends before the next minor version after ``tried``: a
+release that drops a name can fail in the middle of a training run, and one that keeps a name and
+changes its meaning fails nowhere. To admit a release, run the tests with it, then raise ``tried``
+and the bound. torch has no bound, since its build is chosen for a GPU and a driver, and accelerate
+is no requirement of ours. Whoever goes past a bound and lacks a name gets an ImportError that says
+which, what for, and with which version we have tried it.
 """
