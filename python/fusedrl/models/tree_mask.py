@@ -65,13 +65,12 @@ class Tree:
         for part in self.parts:
             own, length = slice(part.first, part.first + part.own), len(part.path)
             is_branch = part.own < length
-            keys = next(branches) if is_branch else (key[:, :, own], value[:, :, own])
+            keys, values = next(branches) if is_branch else (key[:, :, own], value[:, :, own])
+            causal: dict[str, Any] = {"is_causal": True}
             if is_branch or self.window is not None:
                 causal = {"attn_mask": self._chosen(part.own, length, query.device)}
-            else:
-                causal = {"is_causal": True}
             attended.append(
-                scaled_dot_product_attention(query[:, :, own], *keys, **options, **causal)
+                scaled_dot_product_attention(query[:, :, own], keys, values, **options, **causal)
             )
         return torch.cat(attended, 2)
 
@@ -84,9 +83,9 @@ class Tree:
 class TreeMask(Tensor):
     """A mask ``[1, 1, T, T]`` with which ``scaled_dot_product_attention`` follows a :class:`Tree`.
 
-    Any other function gets the bool tensor that it stands for, which is made then. As it is the mask
-    that knows the tree, gradient checkpointing, which runs a layer once more, runs it in the same
-    way, and nothing changes for other threads.
+    Any other function gets the bool tensor that it stands for, which is made then. As the mask
+    knows the tree, gradient checkpointing runs a layer in the same way once more, and nothing
+    changes for other threads.
     """
 
     tree: Tree
