@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from fusedrl.models import WithoutAdapters, causal_log_probs, prefix_tree
+from fusedrl.models import WithoutAdapters, causal_log_probs, log_probs, prefix_tree
 from fusedrl.models.policy_terms import causal_policy_terms
 from fusedrl.models.prefix_tree import cut, in_order, laid_out, shared_with_former
 from fusedrl.models.tree_mask import Tree, mask_of
@@ -137,11 +137,7 @@ def test_the_fewest_tokens_are_laid_out_within_the_limit(family):
     choices = [
         (0, *inner, count) for n in range(count) for inner in combinations(range(1, count), n)
     ]
-    fewest = min(
-        sum(size(a, b) for a, b in pairwise(bounds))
-        for bounds in choices
-        if fits(bounds)
-    )
+    fewest = min(sum(size(a, b) for a, b in pairwise(bounds)) for bounds in choices if fits(bounds))
     groups = cut(lengths, shared, limit)
     assert fits((0, *(group.stop for group in groups)))
     assert sum(size(group.start, group.stop) for group in groups) == fewest
@@ -314,3 +310,22 @@ def test_a_debug_line_says_what_was_saved(caplog):
     nodes = nodes_of(tokens, lengths)
     whole = sum(length - 1 for length in lengths if length > 1)
     assert f"{nodes} of {whole} tokens computed, the others are shared" in caplog.text
+
+
+def test_a_shared_token_is_multiplied_with_the_head_once(monkeypatch):
+    rows = []
+    theirs = log_probs.linear_token_log_probs
+
+    def counted(hidden, *args, **kwargs):
+        rows.append(len(hidden))
+        return theirs(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(log_probs, "linear_token_log_probs", counted)
+    tokens, lengths = forest()
+    model = model_of("llama")
+    ours = causal_log_probs(model, tokens, lengths, entropy=True)
+    close(ours.log_probs, definition(model, tokens, lengths, None))
+    nodes = nodes_of(tokens, lengths)
+    assert nodes - 10 < sum(rows) < nodes + 10  # a last token is computed in no row
+    causal_log_probs(model, tokens, lengths, share_prefixes=False)
+    assert rows[-1] == sum(length - 1 for length in lengths if length)

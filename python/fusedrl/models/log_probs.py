@@ -13,7 +13,7 @@ from fusedrl.models.capabilities import Capabilities
 from fusedrl.models.checks import check_all_classes, check_vocabulary, logits_of
 from fusedrl.models.requests import Request, kept_states, request_of
 from fusedrl.models.sequences import Scored, nothing_of, passes_of
-from fusedrl.models.split import device_of, ranks_of, vocabulary_of
+from fusedrl.models.split import Parts, device_of, ranks_of, vocabulary_of
 from fusedrl.ops import linear_token_log_probs, token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
@@ -88,20 +88,36 @@ def causal_log_probs(
         if capabilities.parts is None:
             places, scored = _from_logits(request, capabilities, options)
         else:
-            hidden, kept, places = kept_states(request, capabilities, capabilities.parts)
-            scored = linear_token_log_probs(
-                hidden,
-                capabilities.parts.weight,
-                kept,
-                bias=capabilities.parts.bias,
-                softcap=capabilities.parts.softcap,
-                scale=capabilities.parts.scale,
-                **options,
-            )
+            places, scored = _from_states(request, capabilities, capabilities.parts, options)
     if isinstance(scored, TokenLogProbs):
         return TokenLogProbs(*(request.placed(values, places) for values in scored))
     assert isinstance(scored, Tensor)
     return request.placed(scored, places)
+
+
+def _from_states(
+    request: Request, capabilities: Capabilities, parts: Parts, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | TokenLogProbs]:
+    """Places and log-probs of the kept tokens, computed from the decoder's states."""
+    hidden, kept, places, _ = states = kept_states(request, capabilities, parts)
+    which = None
+    if capabilities.shares:  # a token that sequences share is multiplied with the head once
+        first, which = (x.to(hidden.device) for x in states.distinct())
+        hidden, kept = hidden[first], kept[first]
+    scored = linear_token_log_probs(
+        hidden,
+        parts.weight,
+        kept,
+        bias=parts.bias,
+        softcap=parts.softcap,
+        scale=parts.scale,
+        **options,
+    )
+    if which is None:
+        return places, scored
+    if isinstance(scored, TokenLogProbs):
+        return places, TokenLogProbs(*(values[which] for values in scored))
+    return places, scored[which]
 
 
 def _from_logits(

@@ -95,11 +95,22 @@ def request_of(
 
 
 class KeptStates(NamedTuple):
-    """Hidden states ``[K, H]`` that predict kept tokens, those tokens, and their places."""
+    """Hidden states ``[K, H]`` that predict kept tokens, those tokens, and their places.
+
+    ``states`` is equal for tokens that one hidden state predicts, those that sequences share.
+    """
 
     hidden: Tensor
     tokens: Tensor
     places: Tensor
+    states: Tensor
+
+    def distinct(self) -> tuple[Tensor, Tensor]:
+        """Rows without their repetitions, and which of these each row is."""
+        pairs = torch.stack((self.states, self.tokens.to(self.states.device)))
+        found, which = pairs.unique(dim=1, return_inverse=True)
+        first = which.new_empty(found.shape[1])
+        return first.scatter_(0, which, torch.arange(len(which), device=which.device)), which
 
 
 def kept_states(request: Request, capabilities: Capabilities, parts: Parts) -> KeptStates:
@@ -111,17 +122,21 @@ def kept_states(request: Request, capabilities: Capabilities, parts: Parts) -> K
     most = request.limit or max(limit, forwards.SHARING.get(str(attention), 0))
     passes = passes_of(capabilities, work, device, limit, most)
     _log_shared(request.model, passes)
-    places = [torch.empty(0, dtype=torch.int64, device="cpu")]
+    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+    places, numbers = [nothing], [nothing]
     hidden = [parts.weight.new_empty(0, parts.weight.shape[1])]
+    before = 0  # states of earlier passes
     for step in passes:
         states = parts.hidden(**step.inputs).flatten(0, 1)
         hidden.append(states[step.predicting.to(states.device)])
         places.append(step.places)
+        numbers.append(step.predicting + before)
+        before += len(states)
     kept = torch.cat(places)
     check_all_classes(len(parts.weight), len(parts.embeddings))
     check_vocabulary(request.tokens, len(parts.weight), kept)
     states = torch.cat(hidden)
-    return KeptStates(states, request.tokens[kept].to(states.device), kept)
+    return KeptStates(states, request.tokens[kept].to(states.device), kept, torch.cat(numbers))
 
 
 def _log_shared(model: Any, passes: Sequence[Pass]) -> None:
