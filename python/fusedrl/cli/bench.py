@@ -38,7 +38,16 @@ if TYPE_CHECKING:
 
 OPS = (
     *ops.OPS,
-    *("retrieve_kl", "trl", "channel", "collectors", "grpo_step", "async_collector", "vllm"),
+    *(
+        "retrieve_kl",
+        "shared_prefix",
+        "trl",
+        "channel",
+        "collectors",
+        "grpo_step",
+        "async_collector",
+        "vllm",
+    ),
 )
 SECONDS, QUICK_SECONDS = 2.0, 0.1
 QUICK_SETTINGS = 1  # of each op, with --quick

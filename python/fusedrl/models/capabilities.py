@@ -17,13 +17,15 @@ import torch
 from torch import nn
 
 from fusedrl.compat.transformers import attention_of
+from fusedrl.models.forwards import SHARING
 from fusedrl.models.lengths import shared_below
-from fusedrl.models.probes import ProbeResult, probe_parts, probe_whole
+from fusedrl.models.probes import ProbeResult, probe_parts, probe_sharing, probe_whole
 from fusedrl.models.signature import modules_of, signature
 from fusedrl.models.split import (
     CannotSplit,
     Parts,
     autocast_of,
+    compiler_of,
     device_of,
     split,
     uncompiled,
@@ -69,6 +71,7 @@ class Capabilities(NamedTuple):
         below: sequences share a forward pass only if they are shorter than this; longer ones would
             change the results of others in it. ``None`` for no such limit.
         autocast: the dtype of autocast in which the parts compute what the model does.
+        shares: whether sequences in a row have a common beginning once, if that was asked.
     """
 
     parts: Parts | None
@@ -76,6 +79,7 @@ class Capabilities(NamedTuple):
     pads: bool
     below: int | None
     autocast: torch.dtype | None = None
+    shares: bool = False
 
 
 _findings: WeakKeyDictionary[nn.Module, list[tuple[Any, ProbeResult]]] = WeakKeyDictionary()
@@ -83,7 +87,10 @@ _warned: set[tuple[type, str]] = set()
 
 
 def capabilities_of(
-    model: Any, known_ids: int = 1, kwargs: Mapping[str, Any] | None = None
+    model: Any,
+    known_ids: int = 1,
+    kwargs: Mapping[str, Any] | None = None,
+    share: bool = False,
 ) -> Capabilities:
     """Find what a model allows without a change of its log-probs; log what it does not, once.
 
@@ -93,6 +100,7 @@ def capabilities_of(
         model: the model, or a module around it.
         known_ids: ids in ``[0, known_ids)`` are tried if the model does not say its vocabulary.
         kwargs: further arguments of the model's forward pass, used when its logits are needed.
+        share: whether there are common beginnings to share.
 
     Raises:
         TypeError: the model is an encoder, whose tokens see later ones.
@@ -115,7 +123,40 @@ def capabilities_of(
         _warn(model, "it does not keep padded sequences apart; they are computed alone")
     elif parts is not None and not finding.packs:
         _warn(model, "it is not known to keep packed sequences apart; they are padded")
-    return Capabilities(parts, finding.packs, finding.pads, below, finding.autocast)
+    found = Capabilities(parts, finding.packs, finding.pads, below, finding.autocast)
+    if not share or parts is None or not found.packs:
+        return found
+    return found._replace(shares=_shares(modules, parts, finding.autocast))
+
+
+def _shares(modules: list[Any], parts: Parts, autocast: torch.dtype | None) -> bool:
+    """Whether sequences of a model that packs may have a common beginning once.
+
+    Dropout would be drawn once for all of them, and a compiled decoder be compiled once more for
+    each tree.
+    """
+    if attention_of(parts.config) not in SHARING:
+        return False
+    if parts.decode is not parts.decoder or any(map(compiler_of, modules)):
+        return False
+    if any(module.training and _drops(module) for module in modules):
+        return False
+    key = signature(modules, (parts.base, parts.decoder), "shares", autocast)
+    finding = _kept(modules[0], key)
+    if finding is None:
+        try:
+            finding = _keep(modules[0], key, probe_sharing(parts, autocast))
+        except Exception:  # its decoder takes no mask of this form
+            finding = _keep(modules[0], key, ProbeResult(True))
+    return finding.shares
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module in training sets values to 0 at random."""
+    if isinstance(module, nn.Dropout):
+        return module.p > 0
+    found = vars(module).items()
+    return any(isinstance(x, float) and x > 0 and "dropout" in name for name, x in found)
 
 
 def _check_decoder(model: Any) -> None:

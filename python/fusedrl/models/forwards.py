@@ -6,6 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+# Tokens in a row whose sequences share beginnings, if the caller sets no bound, for the attentions
+# that take a mask. The more sequences in a row, the more they share; eager attention stores its
+# square.
+SHARING = {"sdpa": 4096, "eager": 1024}
+
 
 def tokens_per_forward(device: torch.device, attention: str | None) -> int:
     """How many tokens a forward pass takes if the caller sets no bound.

@@ -30,6 +30,7 @@ def causal_policy_terms(
     surrogate: Surrogate,
     *,
     max_tokens_per_forward: int | None = None,
+    share_prefixes: bool = True,
     entropy: bool = False,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> Terms:
@@ -41,7 +42,7 @@ def causal_policy_terms(
 
     Args:
         model: as in :func:`causal_log_probs`, and so are ``tokens``, ``lengths``, ``mask``,
-            ``max_tokens_per_forward`` and ``model_kwargs``.
+            ``max_tokens_per_forward``, ``share_prefixes`` and ``model_kwargs``.
         batch: advantages and log-probs of other policies, ``[N]``, one for each token.
         weights: how much each token counts in each term, ``[N]``; 0 for a token that is not scored.
         surrogate: the term of the advantages.
@@ -54,7 +55,9 @@ def causal_policy_terms(
     Raises:
         TypeError, ValueError: as :func:`causal_log_probs`.
     """
-    request = request_of(model, tokens, lengths, mask, max_tokens_per_forward, model_kwargs)
+    request = request_of(
+        model, tokens, lengths, mask, max_tokens_per_forward, share_prefixes, model_kwargs
+    )
     if request.keeps_some:
         with request.opened() as capabilities:
             if capabilities.parts is not None and _has_kernel(capabilities.parts):
@@ -68,6 +71,7 @@ def causal_policy_terms(
         lengths,
         mask,
         max_tokens_per_forward=max_tokens_per_forward,
+        share_prefixes=share_prefixes,
         entropy=entropy,
         model_kwargs=model_kwargs,
     )

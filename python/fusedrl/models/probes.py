@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.compat.torch import buffers_of
+from fusedrl.models.prefix_tree import laid_out
 from fusedrl.models.split import Parts, autocast_as, autocast_of
+from fusedrl.models.tree_mask import mask_of
 from fusedrl.ops._head import scaled_and_capped
 
 SHORT, LONG = 5, 8  # tokens of the two sequences
@@ -35,6 +37,7 @@ class ProbeResult(NamedTuple):
         ahead: logits depend on later tokens.
         telling: the logits could be compared: they were not only zeros or infinities.
         autocast: the dtype of autocast in the model's forward, whoever enters it.
+        shares: sequences stay apart in one row that has their common beginning once.
         why: the reason why the model does not split.
     """
 
@@ -45,6 +48,7 @@ class ProbeResult(NamedTuple):
     ahead: bool = False
     telling: bool = True
     autocast: torch.dtype | None = None
+    shares: bool = False
     why: str = "its logits are not those of its head"
 
 
@@ -108,6 +112,27 @@ def _compared(
             steady = _steady_ahead(ask, whole, FAR if below is None else max(below - 1, 0))
     pads = steady and _pads(ask, whole)
     return ProbeResult(True, packs and steady, pads, steady, not steady and _ahead(ask, whole))
+
+
+def probe_sharing(parts: Parts, autocast: torch.dtype | None) -> ProbeResult:
+    """Compare two sequences that share their beginning in a row with each of them alone."""
+    device = parts.embeddings.device
+    short, long = _rows(min(len(parts.weight), len(parts.embeddings)), device)
+    common = SHORT - 1
+    other = torch.cat((long[:, :common], short), 1)
+    places = laid_out([LONG, common + SHORT], [0, common])
+    with _undisturbed(device), autocast_as(device, autocast):
+        alone = [_logits(parts, parts.hidden(input_ids=row)) for row in (long, other)]
+        ids, positions = (
+            torch.cat((long, short), 1),
+            [torch.arange(LONG), torch.arange(SHORT) + common],
+        )
+        inputs = {"input_ids": ids, "position_ids": torch.cat(positions)[None].to(device)}
+        mask: Any = mask_of(places, parts.config, parts.embeddings)
+        row = _logits(parts, parts.hidden(**inputs, attention_mask=mask))
+    whole = Whole((long, other), alone, _rounding(parts))
+    shares = whole.is_like(*(row[:, part.path.to(device)] for part in places))
+    return ProbeResult(True, shares=shares, telling=all(0 < _peak(x) < math.inf for x in alone))
 
 
 def probe_whole(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -20,8 +21,11 @@ from fusedrl.models.checks import (
     check_vocabulary,
     context_checked,
 )
-from fusedrl.models.sequences import Scored, passes_of, scored_sequences
+from fusedrl.models.prefix_tree import shares_some
+from fusedrl.models.sequences import Pass, Scored, passes_of, scored_sequences
 from fusedrl.models.split import Parts, autocast_as, unwrapped, vocabulary_of
+
+logger = logging.getLogger("fusedrl")
 
 
 class Request(NamedTuple):
@@ -34,6 +38,7 @@ class Request(NamedTuple):
         lengths: tokens of each sequence.
         work: each sequence with its kept tokens.
         limit: the largest number of tokens in a forward pass.
+        share: whether a common beginning of sequences may be computed once.
         kwargs: further arguments of the model's forward pass, used when its logits are needed.
     """
 
@@ -43,6 +48,7 @@ class Request(NamedTuple):
     lengths: list[int]
     work: list[Scored]
     limit: int | None
+    share: bool
     kwargs: dict[str, Any]
 
     @property
@@ -55,7 +61,8 @@ class Request(NamedTuple):
         """What the model allows, in a block in which its weights have one version."""
         with self.context, context_checked(self.model, self.lengths), one_version(self.model):
             known_ids = int(self.tokens.max()) + 1 if len(self.tokens) else 1
-            found = capabilities_of(self.model, known_ids, self.kwargs)
+            share = self.share and shares_some([row.tokens for row in self.work if len(row.kept)])
+            found = capabilities_of(self.model, known_ids, self.kwargs, share)
             parts = found.parts
             precision = parts and autocast_as(parts.weight.device, found.autocast)
             with precision or nullcontext():
@@ -72,6 +79,7 @@ def request_of(
     lengths: Sequence[int],
     mask: Tensor | None,
     max_tokens_per_forward: int | None,
+    share_prefixes: bool,
     model_kwargs: Mapping[str, Any] | None,
 ) -> Request:
     """Check the arguments and make a request of them."""
@@ -82,15 +90,27 @@ def request_of(
     check_vocabulary(tokens, vocabulary_of(target))
     work = scored_sequences(tokens, lengths, mask)
     kwargs = dict(model_kwargs or {})
-    return Request(target, context, tokens, lengths, work, max_tokens_per_forward, kwargs)
+    limit = max_tokens_per_forward
+    return Request(target, context, tokens, lengths, work, limit, share_prefixes, kwargs)
 
 
 class KeptStates(NamedTuple):
-    """Hidden states ``[K, H]`` that predict kept tokens, those tokens, and their places."""
+    """Hidden states ``[K, H]`` that predict kept tokens, those tokens, and their places.
+
+    ``states`` is equal for tokens that one hidden state predicts, those that sequences share.
+    """
 
     hidden: Tensor
     tokens: Tensor
     places: Tensor
+    states: Tensor
+
+    def distinct(self) -> tuple[Tensor, Tensor]:
+        """Rows without their repetitions, and which of these each row is."""
+        pairs = torch.stack((self.states, self.tokens.to(self.states.device)))
+        found, which = pairs.unique(dim=1, return_inverse=True)
+        first = which.new_empty(found.shape[1])
+        return first.scatter_(0, which, torch.arange(len(which), device=which.device)), which
 
 
 def kept_states(request: Request, capabilities: Capabilities, parts: Parts) -> KeptStates:
@@ -99,14 +119,29 @@ def kept_states(request: Request, capabilities: Capabilities, parts: Parts) -> K
     device = parts.embeddings.device
     attention = attention_of(parts.config)
     limit = request.limit or forwards.tokens_per_forward(device, attention)
-    places = [torch.empty(0, dtype=torch.int64, device="cpu")]
+    most = request.limit or max(limit, forwards.SHARING.get(str(attention), 0))
+    passes = passes_of(capabilities, work, device, limit, most)
+    _log_shared(request.model, passes)
+    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+    places, numbers = [nothing], [nothing]
     hidden = [parts.weight.new_empty(0, parts.weight.shape[1])]
-    for step in passes_of(capabilities, work, device, limit):
+    before = 0  # states of earlier passes
+    for step in passes:
         states = parts.hidden(**step.inputs).flatten(0, 1)
-        hidden.append(states[(step.read - 1).to(states.device)])
+        hidden.append(states[step.predicting.to(states.device)])
         places.append(step.places)
+        numbers.append(step.predicting + before)
+        before += len(states)
     kept = torch.cat(places)
     check_all_classes(len(parts.weight), len(parts.embeddings))
     check_vocabulary(request.tokens, len(parts.weight), kept)
     states = torch.cat(hidden)
-    return KeptStates(states, request.tokens[kept].to(states.device), kept)
+    return KeptStates(states, request.tokens[kept].to(states.device), kept, torch.cat(numbers))
+
+
+def _log_shared(model: Any, passes: Sequence[Pass]) -> None:
+    whole = sum(len(part.path) for step in passes for part in step.parts)
+    own = sum(part.own for step in passes for part in step.parts)
+    if own < whole:
+        kind = type(model).__name__
+        logger.debug("%s: %d of %d tokens computed, the others are shared", kind, own, whole)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fusedrl.models import forwards
+from fusedrl.models import forwards, prefix_tree
 from fusedrl.models.capabilities import Capabilities
+from fusedrl.models.prefix_tree import Part
+from fusedrl.models.tree_mask import mask_of
 
 
 class Scored(NamedTuple):
@@ -23,22 +25,35 @@ class Scored(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The inputs of a forward pass, its sequences, and where each starts in it, flattened."""
+    """The inputs of a forward pass, its sequences, and where each is in it, flattened."""
 
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     rows: list[Scored]
-    firsts: list[int]
+    parts: list[Part]
 
     @property
     def read(self) -> Tensor:
         """Places of the kept tokens in the pass, flattened."""
-        pairs = zip(self.rows, self.firsts, strict=True)
-        return torch.cat([row.kept + first for row, first in pairs])
+        return self._at(0)
+
+    @property
+    def predicting(self) -> Tensor:
+        """Places of the tokens before them, which predict them."""
+        return self._at(-1)
+
+    def _at(self, offset: int) -> Tensor:
+        pairs = zip(self.rows, self.parts, strict=True)
+        return torch.cat([part.path[row.kept + offset] for row, part in pairs])
 
     @property
     def places(self) -> Tensor:
         """Places of the kept tokens in the pack."""
         return torch.cat([row.kept + row.start for row in self.rows])
+
+    @property
+    def shares(self) -> bool:
+        """Whether its sequences share tokens."""
+        return any(part.own < len(part.path) for part in self.parts)
 
 
 def scored_sequences(tokens: Tensor, lengths: Sequence[int], mask: Tensor | None) -> list[Scored]:
@@ -60,9 +75,11 @@ def nothing_of(tokens: Tensor) -> Scored:
 
 
 def passes_of(
-    capabilities: Capabilities, work: Sequence[Scored], device: torch.device, limit: int
+    capabilities: Capabilities, work: Sequence[Scored], device: torch.device, limit: int, most: int
 ) -> list[Pass]:
     """The forward passes over ``work``, of at most ``limit`` tokens where sequences share them.
+
+    If sequences share their beginnings, a pass has at most ``most`` tokens.
 
     Shorter sequences first: those that are computed alone leave a model that remembers the longest
     call (dynamic NTK) as a sequence of their own length would.
@@ -72,37 +89,73 @@ def passes_of(
         short = capabilities.below is None or len(row.tokens) < capabilities.below
         (together if short and (capabilities.packs or capabilities.pads) else alone).append(row)
     if capabilities.packs:
-        # Tokens before it predict a token, so the last kept one and all after it are not read.
-        together = [
-            row._replace(tokens=row.tokens[: int(row.kept[-1])]) if len(row.kept) else row
-            for row in together
-        ]
-    lengths = [len(row.tokens) for row in together]
-    grouped = (
-        forwards.packed(lengths, limit) if capabilities.packs else forwards.padded(lengths, limit)
-    )
-    build = _packed if capabilities.packs else _padded
-    passes = [build([together[i] for i in group], device) for group in grouped]
+        passes = _packed_passes(capabilities, together, device, limit, most)
+    else:
+        grouped = forwards.padded([len(row.tokens) for row in together], limit)
+        passes = [_padded([together[i] for i in group], device) for group in grouped]
     if alone and capabilities.below is not None:  # makes the model forget its longest call
         alone.append(nothing_of(alone[0].tokens))
     alone.sort(key=lambda row: len(row.tokens))
     return passes + [_padded([row], device) for row in alone]
 
 
-def _packed(rows: list[Scored], device: torch.device) -> Pass:
-    """One row of sequences, which are kept apart only by positions that start again."""
-    lengths = [len(row.tokens) for row in rows]
-    ids = torch.cat([row.tokens for row in rows])
-    positions = torch.cat([torch.arange(n, device="cpu") for n in lengths])
-    inputs = {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
-    return Pass(inputs, rows, list(accumulate(lengths[:-1], initial=0)))
+def _packed_passes(
+    capabilities: Capabilities, work: list[Scored], device: torch.device, limit: int, most: int
+) -> list[Pass]:
+    # Tokens before it predict a token, so the last kept one and all after it are not read.
+    work = [
+        row._replace(tokens=row.tokens[: int(row.kept[-1])]) if len(row.kept) else row
+        for row in work
+    ]
+    shared = [0] * len(work)
+    if capabilities.shares:
+        work = [work[i] for i in prefix_tree.in_order([row.tokens for row in work])]
+        shared = prefix_tree.shared_with_former([row.tokens for row in work])
+    groups = prefix_tree.cut([len(row.tokens) for row in work], shared, most)
+    for group in groups:
+        shared[group.start] = 0
+    sizes = [sum(len(work[i].tokens) - shared[i] for i in group) for group in groups]
+    passes = []
+    for packed in forwards.packed(sizes, limit):
+        chosen = [i for group in packed for i in groups[group]]
+        parts = prefix_tree.laid_out(
+            [len(work[i].tokens) for i in chosen], [shared[i] for i in chosen]
+        )
+        passes.append(_packed([work[i] for i in chosen], parts, capabilities, device))
+    return passes
+
+
+def _packed(
+    rows: list[Scored], parts: list[Part], capabilities: Capabilities, device: torch.device
+) -> Pass:
+    """One row of sequences, kept apart by positions that start again, or by a mask."""
+    ids = torch.cat(
+        [row.tokens[len(part.path) - part.own :] for row, part in zip(rows, parts, strict=True)]
+    )
+    positions = torch.cat(
+        [torch.arange(len(part.path) - part.own, len(part.path), device="cpu") for part in parts]
+    )
+    inputs: dict[str, Any] = {
+        "input_ids": ids[None].to(device),
+        "position_ids": positions[None].to(device),
+    }
+    made = Pass(inputs, rows, parts)
+    if made.shares:
+        whole = capabilities.parts
+        assert whole is not None
+        inputs["attention_mask"] = mask_of(parts, whole.config, whole.embeddings)
+    return made
 
 
 def _padded(rows: list[Scored], device: torch.device) -> Pass:
     """A batch with padding on the right, because learned positions count from the left edge."""
     ids = pad_sequence([row.tokens for row in rows], batch_first=True)
     width = ids.shape[1]
-    lengths = torch.tensor([[len(row.tokens)] for row in rows], device="cpu")
-    mask = (torch.arange(width, device="cpu") < lengths).long()
-    inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-    return Pass(inputs, rows, [i * width for i in range(len(rows))])
+    lengths = [len(row.tokens) for row in rows]
+    mask = torch.arange(width, device="cpu") < torch.tensor(lengths, device="cpu")[:, None]
+    inputs = {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
+    parts = [
+        Part(torch.arange(i * width, i * width + length, device="cpu"), i * width, length)
+        for i, length in enumerate(lengths)
+    ]
+    return Pass(inputs, rows, parts)

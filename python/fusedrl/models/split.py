@@ -156,15 +156,20 @@ def _compiled_as(decoder: nn.Module, *models: nn.Module) -> Callable[..., Any]:
         if child is not decoder and uncompiled(child) is decoder:
             return child
     for model in models:
-        compiler = getattr(model, "dynamo_ctx", None)
-        call = getattr(model, COMPILED_CALL)
-        while isinstance(call, partial):  # a follower's, around what the module had
-            call = call.args[0]
-        if inspect.isfunction(call):  # Module.compile() keeps its settings in the call alone
-            compiler = inspect.getclosurevars(call).nonlocals.get("self")
+        compiler = compiler_of(model)
         if compiler is not None:
             return compiler(decoder)
     return decoder
+
+
+def compiler_of(module: nn.Module) -> Callable[..., Any] | None:
+    """What compiles other modules as this one is compiled; ``None`` if it is not."""
+    call = getattr(module, COMPILED_CALL)
+    while isinstance(call, partial):  # a follower's, around what the module had
+        call = call.args[0]
+    if inspect.isfunction(call):  # Module.compile() keeps its settings in the call alone
+        return inspect.getclosurevars(call).nonlocals.get("self")
+    return getattr(module, "dynamo_ctx", None)
 
 
 def _softcap(config: Any) -> float | None:

@@ -43,6 +43,8 @@ class GRPOLoss(_GRPOLoss):
     Attributes:
         max_tokens_per_forward: largest number of tokens in one forward pass of the model, see
             :func:`fusedrl.models.causal_log_probs`. It may be set on an instance.
+        share_prefixes: whether answers to one prompt have it computed once, see there. It may be
+            set on an instance.
 
     Example:
         >>> import torch
@@ -70,6 +72,7 @@ class GRPOLoss(_GRPOLoss):
     """
 
     max_tokens_per_forward: int | None = None
+    share_prefixes: bool = True
 
     @_not_compiled  # compiling around the kernels gains nothing; the model itself may be compiled
     def forward(self, tensordict: TensorDictBase) -> Any:

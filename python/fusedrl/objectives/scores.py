@@ -146,6 +146,7 @@ def _columns(loss: Any, batch: LossBatch, kept: Tensor, terms: LossTerms | None)
     model, tokens, mask = wrapper.model, batch.packed(batch.ids), batch.packed(kept)
     options = {
         "max_tokens_per_forward": loss.max_tokens_per_forward,
+        "share_prefixes": loss.share_prefixes,
         "entropy": loss.entropy_bonus,
         "model_kwargs": wrapper.generate_kwargs,
     }

@@ -54,6 +54,7 @@ class RetrieveKL(_RetrieveKL):
         add_to_reward: replace ``"reward"`` by ``reward - coeff * kl``.
         coeff: weight of the KL, a float or a 0-dim tensor.
         max_tokens_per_forward: see :class:`fusedrl.RetrieveLogProb`.
+        share_prefixes: see there.
         use_ray_service: torchrl's old spelling of ``service_backend="ray"``, which builds a
             :class:`fusedrl.RayRetrieveKL`; ``actor_name`` then names its actor.
 
@@ -118,6 +119,7 @@ class RetrieveKL(_RetrieveKL):
         coeff: float | Tensor = 1.0,
         use_ray_service: bool = False,
         max_tokens_per_forward: int | None = None,
+        share_prefixes: bool = True,
         **unknown: Any,
     ) -> None:
         unknown.pop("actor_name", None)  # without Ray there is no actor to name
@@ -139,6 +141,7 @@ class RetrieveKL(_RetrieveKL):
             "tokenizer": tokenizer,
             "padding_side": padding_side,
             "max_tokens_per_forward": max_tokens_per_forward,
+            "share_prefixes": share_prefixes,
         }
         self._keys = (gen_log_probs_full_key, ref_log_probs_full_key)
         self._history_key = history_key

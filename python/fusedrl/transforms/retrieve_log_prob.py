@@ -51,6 +51,7 @@ class RetrieveLogProb(_RetrieveLogProb):
         padding_side: where the padding of ``[B, T]`` log-probs is.
         max_tokens_per_forward: bounds the tokens of one forward pass of the model; see
             :func:`fusedrl.models.causal_log_probs`.
+        share_prefixes: whether what chats begin with in common is computed once, see there.
 
     Raises:
         ValueError: the model generates, gives no log-probs, or has not the input mode that
@@ -94,6 +95,7 @@ class RetrieveLogProb(_RetrieveLogProb):
         tokenizer: Any = None,
         padding_side: str = "left",
         max_tokens_per_forward: int | None = None,
+        share_prefixes: bool = True,
     ) -> None:
         if padding_side not in ("left", "right"):
             raise ValueError(
@@ -117,6 +119,7 @@ class RetrieveLogProb(_RetrieveLogProb):
             padding_side=padding_side,
         )
         self.max_tokens_per_forward = max_tokens_per_forward
+        self.share_prefixes = share_prefixes
         self._own_key = unravel_key((model.log_probs_key, "full"))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -182,6 +185,7 @@ class RetrieveLogProb(_RetrieveLogProb):
             batch.lengths,
             batch.mask,
             max_tokens_per_forward=self.max_tokens_per_forward,
+            share_prefixes=self.share_prefixes,
             model_kwargs=wrapper.generate_kwargs,
         )
         assert isinstance(values, Tensor)
@@ -211,7 +215,7 @@ class RetrieveLogProb(_RetrieveLogProb):
         super().__setstate__(state)
         if "_own_key" not in state:
             self.marker_kwargs = self.max_tokens_per_forward = None
-            self.marks_itself = False
+            self.marks_itself, self.share_prefixes = False, True
             self._own_key = unravel_key((self.model.log_probs_key, "full"))
 
     def _reset(

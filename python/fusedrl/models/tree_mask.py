@@ -1,0 +1,139 @@
+"""The attention of sequences that share their beginnings, as a mask that knows how to attend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fusedrl.compat.transformers import attention_of
+from fusedrl.models.prefix_tree import Part
+
+_KINDS = ("full_attention", "sliding_attention")  # transformers' names
+# What is asked of a mask without making it.
+_ASKED = {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")}
+_ASKED |= {Tensor.dim, Tensor.size, Tensor.__len__}
+
+
+class Tree:
+    """Attention in a row of tokens, each of which attends to the tokens of its own sequence.
+
+    Args:
+        parts: where each sequence is in the row.
+        window: how many keys a token attends to at most, the last ones; ``None`` for all.
+        device: where the row is computed.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], window: int | None, device: str | torch.device
+    ) -> None:
+        self.parts = [part for part in parts if part.own]
+        self.window = window
+        self.length = sum(part.own for part in parts)
+        self._branches = [part.path for part in self.parts if part.own < len(part.path)]
+        self._paths = torch.cat(self._branches).to(device) if self._branches else None
+        self._chosen = cache(self._made)
+
+    def dense(self, device: torch.device) -> Tensor:
+        """Which tokens (the columns) each token (the row) attends to, bool ``[T, T]``."""
+        mask = torch.zeros(self.length, self.length, dtype=torch.bool, device=device)
+        for part in self.parts:
+            chosen = self._chosen(part.own, len(part.path), device)
+            mask[part.first : part.first + part.own, part.path.to(device)] = chosen
+        return mask
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Attention ``[B, H, T, D]``, without the keys of other sequences.
+
+        Args:
+            query: ``[B, H, T, D]``, and so are the others.
+            key: may have fewer heads, with ``enable_gqa=True``.
+            value: as ``key``.
+            options: further arguments of ``scaled_dot_product_attention``.
+        """
+        branches = iter(())
+        if self._paths is not None:
+            # Gathered at once, because the backward pass of each gather writes all keys.
+            sizes = [len(path) for path in self._branches]
+            gathered = (x.index_select(2, self._paths).split(sizes, 2) for x in (key, value))
+            branches = zip(*gathered, strict=True)
+        attended = []
+        for part in self.parts:
+            own, length = slice(part.first, part.first + part.own), len(part.path)
+            is_branch = part.own < length
+            keys, values = next(branches) if is_branch else (key[:, :, own], value[:, :, own])
+            causal: dict[str, Any] = {"is_causal": True}
+            if is_branch or self.window is not None:
+                causal = {"attn_mask": self._chosen(part.own, length, query.device)}
+            attended.append(
+                scaled_dot_product_attention(query[:, :, own], keys, values, **options, **causal)
+            )
+        return torch.cat(attended, 2)
+
+    def _made(self, own: int, length: int, device: torch.device) -> Tensor:
+        """Which of ``length`` tokens the last ``own`` of them attend to."""
+        mask = torch.ones(own, length, dtype=torch.bool, device=device).tril(length - own)
+        return mask if self.window is None else mask.triu(length - own - self.window + 1)
+
+
+class TreeMask(Tensor):
+    """A mask ``[1, 1, T, T]`` with which ``scaled_dot_product_attention`` follows a :class:`Tree`.
+
+    Any other function gets the bool tensor that it stands for, which is made then. As the mask
+    knows the tree, gradient checkpointing runs a layer in the same way once more, and nothing
+    changes for other threads.
+    """
+
+    tree: Tree
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Attention by the tree, or what ``func`` makes of the bool tensor."""
+        kwargs = dict(kwargs or {})
+        if func is scaled_dot_product_attention and len(args) == 3:
+            mask, _ = kwargs.pop("attn_mask"), kwargs.pop("is_causal", False)
+            return mask.tree.attend(*args, **kwargs)
+        if func in _ASKED:
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(*map(_made, args), **{name: _made(value) for name, value in kwargs.items()})
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, TreeMask):
+        return value.tree.dense(value.device)[None, None]
+    return type(value)(map(_made, value)) if type(value) in (list, tuple) else value
+
+
+def mask_of(parts: Sequence[Part], config: Any, like: Tensor) -> Tensor | Mapping[str, Tensor]:
+    """What a decoder takes as ``attention_mask`` for a row of sequences.
+
+    Args:
+        parts: where each sequence is in the row.
+        config: the configuration of a decoder that packs, with the attention ``sdpa`` or ``eager``.
+        like: a tensor of the decoder's device and dtype.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    longest = max(len(part.path) for part in parts)
+    if window is not None and (window >= longest or kinds == {_KINDS[0]}):
+        window = None
+
+    def made(window: int | None) -> Tensor:
+        tree = Tree(parts, window, like.device)
+        if attention_of(config) == "sdpa":
+            nothing = torch.zeros((), dtype=torch.bool, device=like.device)
+            mask = nothing.expand(1, 1, tree.length, tree.length).as_subclass(TreeMask)
+            mask.tree = tree
+            return mask
+        allowed = tree.dense(like.device)[None, None]
+        return torch.where(allowed, 0.0, torch.finfo(like.dtype).min).to(like.dtype)
+
+    if window is None or kinds <= {_KINDS[1]}:
+        return made(window)
+    return {_KINDS[0]: made(None), _KINDS[1]: made(window)}

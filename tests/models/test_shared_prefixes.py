@@ -1,0 +1,331 @@
+"""Beginnings that sequences share are computed once, and change nothing but rounding."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from fusedrl.models import WithoutAdapters, causal_log_probs, log_probs, prefix_tree
+from fusedrl.models.policy_terms import causal_policy_terms
+from fusedrl.models.prefix_tree import cut, in_order, laid_out, shared_with_former
+from fusedrl.models.tree_mask import Tree, mask_of
+from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
+
+from .test_log_probs import close
+from .tiny import PACKING, VOCAB, config_of, definition, model_of
+
+
+def drawn(length, seed):
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def forest(prompt=38):
+    """Answers to a prompt, one of them continued, two alike, one empty, and a stranger."""
+    start = drawn(prompt, 0)
+    rows = [torch.cat((start, drawn(n, 1 + n))) for n in (5, 20, 0, 12)]
+    rows.append(torch.cat((rows[1], drawn(6, 50))))
+    rows += [drawn(20, 60), rows[0].clone(), drawn(0, 0), drawn(1, 1)]
+    return torch.cat(rows), [len(row) for row in rows]
+
+
+def nodes_of(tokens, lengths):
+    """Tokens in the tree: those of each sequence but its last, without what the former one has."""
+    rows = sorted((row[:-1] for row in tokens.split(lengths) if len(row) > 1), key=bytes_of)
+    return sum(map(len, rows)) - sum(shared_with_former(rows))
+
+
+def bytes_of(row):
+    return row.numpy().tobytes()
+
+
+@pytest.fixture
+def computed():
+    """How many tokens each call of a decoder gets."""
+    counts = []
+
+    def counted(model):
+        model.get_decoder().register_forward_pre_hook(
+            lambda module, args, kwargs: counts.append(kwargs["input_ids"].numel()),
+            with_kwargs=True,
+        )
+        return counts
+
+    return counted
+
+
+ATTENTIONS = [(kind, "eager") for kind in PACKING]
+ATTENTIONS += [(kind, "sdpa") for kind in PACKING if kind != "gemma2"]  # which refuses it
+
+
+@pytest.mark.parametrize(("kind", "attention"), ATTENTIONS)
+def test_values_and_gradients_are_those_of_each_sequence_alone(kind, attention, computed):
+    model = model_of(kind, attention)
+    tokens, lengths = forest()
+    causal_log_probs(model, tokens, lengths)  # the model is tried
+    counts = computed(model)
+    ours = causal_log_probs(model, tokens, lengths)
+    assert sum(counts) == nodes_of(tokens, lengths) < 0.6 * sum(lengths)
+    theirs = definition(model, tokens, lengths, None)
+    close(ours, theirs)
+    weights = list(model.parameters())
+    pairs = (torch.autograd.grad(x.square().sum(), weights) for x in (ours, theirs))
+    for mine, reference in zip(*pairs, strict=True):
+        torch.testing.assert_close(
+            mine, reference, rtol=0, atol=1e-5 * float(reference.abs().max())
+        )
+
+
+@st.composite
+def families(draw):
+    """Sequences of which each continues a part of an earlier one."""
+    rows = [drawn(draw(st.integers(0, 40)), 0)]
+    for seed in range(draw(st.integers(1, 7))):
+        parent = draw(st.sampled_from(rows))
+        kept = draw(st.one_of(st.just(len(parent)), st.integers(0, len(parent))))
+        rows.append(torch.cat((parent[:kept], drawn(draw(st.integers(0, 24)), 1 + seed)))[:64])
+    masks = [torch.rand(len(row), generator=torch.Generator().manual_seed(1)) < 0.7 for row in rows]
+    limit = draw(st.one_of(st.none(), st.integers(1, 150)))
+    return torch.cat(rows), [len(row) for row in rows], torch.cat(masks), limit
+
+
+MODELS = {kind: model_of(kind) for kind in ("llama", "gemma3_text")}
+EXACT = {kind: copy.deepcopy(model).double() for kind, model in MODELS.items()}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@given(families())
+@settings(max_examples=60)
+@torch.no_grad()
+def test_any_family_is_as_near_to_float64(kind, family):
+    tokens, lengths, mask, limit = family
+    truth = causal_log_probs(EXACT[kind], tokens, lengths, mask, share_prefixes=False)
+    errors = []
+    for share in (True, False):
+        ours = causal_log_probs(
+            *(MODELS[kind], tokens, lengths, mask),
+            max_tokens_per_forward=limit,
+            share_prefixes=share,
+        )
+        errors.append(float((ours - truth).abs().max()) if len(tokens) else 0.0)
+    assert errors[0] <= 2 * errors[1] + 1e-6
+
+
+@given(families())
+def test_the_fewest_tokens_are_laid_out_within_the_limit(family):
+    tokens, lengths, _, limit = family
+    rows = list(tokens.split(lengths))
+    rows = [rows[i] for i in in_order(rows)]
+    shared, lengths = shared_with_former(rows), list(map(len, rows))
+    limit = limit or 10**6
+
+    def size(first, end):
+        return sum(lengths[first:end]) - sum(shared[first + 1 : end])
+
+    def fits(bounds):
+        groups = list(pairwise(bounds))
+        joined = all(all(shared[first + 1 : end]) for first, end in groups)
+        return joined and all(size(a, b) <= limit or b - a == 1 for a, b in groups)
+
+    count = len(rows)
+    choices = [
+        (0, *inner, count) for n in range(count) for inner in combinations(range(1, count), n)
+    ]
+    fewest = min(sum(size(a, b) for a, b in pairwise(bounds)) for bounds in choices if fits(bounds))
+    groups = cut(lengths, shared, limit)
+    assert fits((0, *(group.stop for group in groups)))
+    assert sum(size(group.start, group.stop) for group in groups) == fewest
+
+
+@given(families(), st.one_of(st.none(), st.integers(1, 20)))
+def test_a_mask_stands_for_what_it_says(family, window):
+    tokens, lengths, _, _ = family
+    rows = list(tokens.split(lengths))
+    rows = [rows[i] for i in in_order(rows)]
+    parts = laid_out(list(map(len, rows)), shared_with_former(rows))
+    tree = Tree(parts, window, "cpu")
+    expected = torch.zeros(tree.length, tree.length, dtype=torch.bool)
+    for row, part in zip(rows, parts, strict=True):
+        for last in range(len(row) - part.own, len(row)):
+            first = 0 if window is None else max(0, last + 1 - window)
+            expected[part.path[last], part.path[first : last + 1]] = True
+    assert torch.equal(tree.dense(torch.device("cpu")), expected)
+    query, key, value = torch.randn(3, 1, 2, tree.length, 4)
+    torch.testing.assert_close(
+        tree.attend(query, key, value, scale=0.3) if tree.length else query,
+        scaled_dot_product_attention(query, key, value, expected, scale=0.3),
+    )
+
+
+def test_other_functions_get_the_tensor():
+    rows = [drawn(40, 0), torch.cat((drawn(40, 0), drawn(3, 1)))]
+    parts = laid_out([40, 43], shared_with_former(rows))
+    mask = mask_of(parts, config_of("llama", attn_implementation="sdpa"), torch.zeros(()))
+    assert isinstance(mask, torch.Tensor) and mask.shape == (1, 1, 43, 43)
+    dense = Tree(parts, None, "cpu").dense(torch.device("cpu"))
+    assert torch.equal(mask[0, 0], dense) and type(mask[0, 0]) is torch.Tensor
+    assert torch.equal(torch.cat([mask, mask])[1, 0], dense)
+    assert torch.equal(mask.to(torch.float32)[0, 0], dense.float())
+    assert "True" in repr(mask)
+
+
+@pytest.mark.parametrize("limit", [30, 41, 60, 200])
+def test_a_limit_counts_what_is_laid_out(limit, computed):
+    model = model_of("llama")
+    tokens, lengths = forest()
+    expected = definition(model, tokens, lengths, None)
+    causal_log_probs(model, tokens, lengths)
+    counts = computed(model)
+    close(causal_log_probs(model, tokens, lengths, max_tokens_per_forward=limit), expected)
+    assert max(counts) <= max(limit, max(lengths))
+    assert sum(counts) <= sum(lengths)
+
+
+def test_a_recomputed_layer_follows_the_tree():
+    model = model_of("llama", "sdpa")
+    tokens, lengths = forest()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.train()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        scored = causal_log_probs(model, tokens, lengths)
+        gradients.append(torch.autograd.grad(scored.square().sum(), list(model.parameters())))
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("way", ["asked", "dropout", "attention dropout", "compiled", "layer"])
+def test_what_is_not_shared(way, computed):
+    options = {"attention_dropout": 0.1} if way == "attention dropout" else {}
+    model = model_of("llama", **options)
+    if way == "dropout":
+        model.get_decoder().append_dropout = torch.nn.Dropout(0.1)
+    if way in ("dropout", "attention dropout"):
+        model.train()
+    if way == "compiled":
+        model.compile(backend="eager")
+    if way == "layer":
+        model.get_decoder().layers[0].compile(backend="eager")
+    tokens, lengths = forest()
+    with torch.no_grad():
+        causal_log_probs(model, tokens, lengths)
+        counts = computed(model)
+        causal_log_probs(model, tokens, lengths, share_prefixes=way != "asked")
+    assert sum(counts) == sum(length - 1 for length in lengths if length > 1)
+
+
+def test_dropout_is_none_in_evaluation(computed):
+    model = model_of("llama", attention_dropout=0.1)
+    tokens, lengths = forest()
+    causal_log_probs(model, tokens, lengths)
+    counts = computed(model)
+    causal_log_probs(model, tokens, lengths)
+    assert sum(counts) == nodes_of(tokens, lengths)
+
+
+def test_a_model_that_ignores_the_mask_shares_nothing(computed):
+    model = model_of("llama")
+    decoder = model.get_decoder()
+    theirs = decoder.forward
+    decoder.forward = lambda *args, attention_mask=None, **kwargs: theirs(*args, **kwargs)
+    tokens, lengths = forest()
+    close(causal_log_probs(model, tokens, lengths), definition(model, tokens, lengths, None))
+
+
+def test_little_in_common_is_not_shared():
+    for common, shared in ((prefix_tree.LEAST - 1, 0), (prefix_tree.LEAST, prefix_tree.LEAST)):
+        start = drawn(common, 0)
+        rows = [torch.cat((start, torch.tensor([token, 7]))) for token in (1, 2)]
+        assert shared_with_former(rows) == [0, shared]
+
+
+def test_bfloat16_errs_no_more():
+    model = model_of("llama").bfloat16()
+    exact = model_of("llama").double()
+    exact.load_state_dict(model.state_dict())
+    tokens, lengths = forest()
+    with torch.no_grad():
+        truth = causal_log_probs(exact, tokens, lengths)
+        errors = [
+            float((causal_log_probs(model, tokens, lengths, share_prefixes=share) - truth).norm())
+            for share in (True, False)
+        ]
+    assert errors[0] <= 1.5 * errors[1]
+
+
+def test_the_terms_of_a_loss(computed):
+    tokens, lengths = forest()
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(len(tokens), generator=generator) < 0.5
+    mask[torch.tensor(lengths).cumsum(0)[:-3] - torch.tensor(lengths)[:-3]] = False
+    advantages, old, reference, *weights = torch.randn(7, len(tokens), generator=generator)
+    batch = PolicyBatch(advantages, old - 4, reference - 4)
+    of_terms = TermWeights(*(torch.where(mask, x.abs() / 100, 0) for x in weights))
+    found = []
+    model = model_of("qwen2")
+    counts = computed(model)
+    for share in (True, True, False):
+        counts.clear()
+        terms = causal_policy_terms(
+            *(model, tokens, lengths, mask, batch, of_terms),
+            Surrogate("clip", 0.8, 1.2, float("inf"), "k3"),
+            entropy=True,
+            share_prefixes=share,
+        )
+        grads = torch.autograd.grad(terms.values.sum(), list(model.parameters()))
+        found.append((sum(counts), terms.values, grads))
+    (_, *_), (few, ours, mine), (many, theirs, reference) = found
+    assert few < 0.7 * many
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for one, other in zip(mine, reference, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()) + 1e-9)
+
+
+def test_adapters_and_the_model_below_them(computed):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(
+        model_of("llama"),
+        peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    ).eval()
+    tokens, lengths = forest()
+    for model in (adapted, WithoutAdapters(adapted)):
+        expected = causal_log_probs(model, tokens, lengths, share_prefixes=False)
+        close(causal_log_probs(model, tokens, lengths), expected)
+    counts = computed(adapted.get_base_model())
+    causal_log_probs(adapted, tokens, lengths)
+    assert sum(counts) == nodes_of(tokens, lengths)
+
+
+def test_a_debug_line_says_what_was_saved(caplog):
+    tokens, lengths = forest()
+    with caplog.at_level(logging.DEBUG, "fusedrl"):
+        causal_log_probs(model_of("llama"), tokens, lengths)
+    nodes = nodes_of(tokens, lengths)
+    whole = sum(length - 1 for length in lengths if length > 1)
+    assert f"{nodes} of {whole} tokens computed, the others are shared" in caplog.text
+
+
+def test_a_shared_token_is_multiplied_with_the_head_once(monkeypatch):
+    rows = []
+    theirs = log_probs.linear_token_log_probs
+
+    def counted(hidden, *args, **kwargs):
+        rows.append(len(hidden))
+        return theirs(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(log_probs, "linear_token_log_probs", counted)
+    tokens, lengths = forest()
+    model = model_of("llama")
+    ours = causal_log_probs(model, tokens, lengths, entropy=True)
+    close(ours.log_probs, definition(model, tokens, lengths, None))
+    nodes = nodes_of(tokens, lengths)
+    assert nodes - 10 < sum(rows) < nodes + 10  # a last token is computed in no row
+    causal_log_probs(model, tokens, lengths, share_prefixes=False)
+    assert rows[-1] == sum(length - 1 for length in lengths if length)
