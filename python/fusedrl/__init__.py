@@ -39,6 +39,8 @@ _HOME = {
     "GRPOLoss": "fusedrl.objectives",
     "CISPOLoss": "fusedrl.objectives",
     "DAPO": "fusedrl.objectives",
+    "SFTLoss": "fusedrl.objectives",
+    "DistillationLoss": "fusedrl.objectives",
     "loss_metrics": "fusedrl.objectives",
     "WeightChannel": "fusedrl.channel",
     "WeightHandle": "fusedrl.channel",
@@ -75,7 +77,9 @@ if TYPE_CHECKING:
     from fusedrl.integrations.trl import patch_trl as patch_trl
     from fusedrl.objectives import DAPO as DAPO
     from fusedrl.objectives import CISPOLoss as CISPOLoss
+    from fusedrl.objectives import DistillationLoss as DistillationLoss
     from fusedrl.objectives import GRPOLoss as GRPOLoss
+    from fusedrl.objectives import SFTLoss as SFTLoss
     from fusedrl.objectives import loss_metrics as loss_metrics
     from fusedrl.ops import ExactKL as ExactKL
     from fusedrl.ops import ImportanceWeights as ImportanceWeights

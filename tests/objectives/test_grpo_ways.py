@@ -14,7 +14,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import grpo as torchrl_grpo
 
 import fusedrl
-from fusedrl.objectives import scores
+from fusedrl.objectives import scores, tokens
 
 from .policies import (
     OUTPUTS,
@@ -121,7 +121,7 @@ def with_log_weight(base):
 
 @pytest.mark.parametrize("make", [with_logits, with_entropy, with_kl, with_log_weight])
 def test_a_subclass_that_reads_logits_gets_them(make, ways, caplog):
-    scores._warned.clear()
+    tokens._logged.clear()
     ours, theirs = pair(make)
     for _ in range(2):
         assert_equal(answer_of(ours, batch_of(STACK)), answer_of(theirs, batch_of(STACK)))
@@ -170,7 +170,7 @@ class OwnWrapper(TransformersWrapper):
 
 
 def test_an_actor_of_another_class(ways, caplog):
-    scores._warned.clear()
+    tokens._logged.clear()
     losses = []
     for kind in (fusedrl.GRPOLoss, torchrl_grpo.GRPOLoss):
         options = {"input_mode": "tokens", "generate": False, "return_log_probs": True}
@@ -182,7 +182,7 @@ def test_an_actor_of_another_class(ways, caplog):
 
 
 def test_an_actor_that_calls_its_model_in_its_own_way(ways, caplog):
-    scores._warned.clear()
+    tokens._logged.clear()
     losses = losses_of("GRPOLoss", model_of(), STACK, **RLHF)[:2]
     for loss in losses:
         actor = loss.actor_network
@@ -192,7 +192,7 @@ def test_an_actor_that_calls_its_model_in_its_own_way(ways, caplog):
 
 
 def test_tokens_that_are_not_those_the_actor_reads(ways, caplog):
-    scores._warned.clear()
+    tokens._logged.clear()
     data = batch_of(PADDED)
     data["others"] = (data["tokens", "full"] + 1) % 100
     losses = losses_of("GRPOLoss", model_of(), PADDED, **RLHF)[:2]
@@ -213,7 +213,7 @@ def test_a_batch_in_which_nothing_counts(ways):
 
 
 def test_a_policy_that_exploded(ways, caplog):
-    scores._warned.clear()
+    tokens._logged.clear()
     model = model_of()
     with torch.no_grad():
         model.lm_head.weight[5, 3] = torch.nan

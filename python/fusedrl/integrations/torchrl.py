@@ -21,6 +21,8 @@ HOMES = {
     "GRPOLoss": "torchrl.objectives.llm.grpo",
     "CISPOLoss": "torchrl.objectives.llm.grpo",
     "DAPO": "torchrl.objectives.llm.grpo",
+    "SFTLoss": "torchrl.objectives.llm.sft",
+    "DistillationLoss": "torchrl.objectives.llm.distillation",
     "LLMCollector": "torchrl.collectors.llm.base",
     "AsyncCollector": "torchrl.collectors._single_async",
     "RayLLMCollector": "torchrl.collectors.llm.ray_collector",

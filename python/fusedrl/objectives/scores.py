@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any, NamedTuple
 
@@ -16,17 +15,13 @@ from fusedrl.models import causal_log_probs
 from fusedrl.models.policy_terms import causal_policy_terms
 from fusedrl.models.split import classes_of
 from fusedrl.objectives.loss_terms import LossTerms, loss_terms_of, overridden
-from fusedrl.objectives.tokens import CannotFuse, LossBatch, read
+from fusedrl.objectives.tokens import CannotFuse, LossBatch, log_not_fused, read
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, TermWeights
 from fusedrl.ops.token_log_probs import TokenLogProbs
 from fusedrl.transforms.reading import can_read
 
-logger = logging.getLogger("fusedrl")
-
 # The outputs whose gradients come from the terms of linear_policy_loss, in the order of these.
 _OUTPUTS = ("loss_objective", "loss_kl_to_ref", "loss_kl_to_inference", "loss_entropy")
-
-_warned: set[tuple[type, str]] = set()
 
 
 class Scores(NamedTuple):
@@ -76,9 +71,7 @@ def scores_of(loss: Any, base: type, tensordict: TensorDictBase) -> Scores | Non
     try:
         return _scores(loss, base, tensordict)
     except CannotFuse as why:
-        if (type(loss), str(why)) not in _warned:
-            _warned.add((type(loss), str(why)))
-            logger.warning("%s: %s; torchrl computes it from all logits", type(loss).__name__, why)
+        log_not_fused(loss, why)
         return None
 
 

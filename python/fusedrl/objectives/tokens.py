@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -13,9 +14,20 @@ from torchrl.modules.llm import TransformersWrapper
 from fusedrl.compat.torch import children_of, replace_children
 from fusedrl.compat.torchrl import DISTRIBUTIONS
 
+logger = logging.getLogger("fusedrl")
+
+_logged: set[tuple[type, str]] = set()
+
 
 class CannotFuse(Exception):
     """A loss has to be computed by torchrl's own code; the message says why."""
+
+
+def log_not_fused(loss: Any, why: CannotFuse) -> None:
+    """Log, once for each class of losses, that torchrl's own code computes it."""
+    if (type(loss), str(why)) not in _logged:
+        _logged.add((type(loss), str(why)))
+        logger.warning("%s: %s; torchrl computes it from all logits", type(loss).__name__, why)
 
 
 class LossBatch(NamedTuple):
