@@ -90,7 +90,13 @@ class WeightChannel:
         1 True
     """
 
-    def __init__(
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError(
+            "WeightChannel: expected WeightChannel.create(weights), got a call of the class; call "
+            "create, with the same arguments"
+        )
+
+    def _open(
         self,
         template: Any,
         layout: Layout,
@@ -192,7 +198,8 @@ class WeightChannel:
             raise ValueError(
                 f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine"
             )
-        return cls(
+        channel = cls.__new__(cls)
+        channel._open(
             weights,
             layout,
             memory,
@@ -202,6 +209,7 @@ class WeightChannel:
             timeout=timeout,
             checksum=checksum,
         )
+        return channel
 
     @property
     def version(self) -> int | None:

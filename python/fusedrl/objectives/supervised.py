@@ -134,7 +134,7 @@ def _read(loss: Any, td: TensorDictBase, assistant_only: bool) -> TokenBatch:
             pairs = zip(masks, column_rows(attended), strict=True)
             masks = [mask & shown.bool() for mask, shown in pairs]
     if [mask.shape for mask in masks] != [row.shape for row in rows]:
-        raise ValueError("masks: expected those of the tokens that the actor reads")
+        raise CannotFuse("its masks are not over the tokens that the actor reads")
     return TokenBatch(batch.reading, batch.tokens, batch.lengths, torch.cat(masks).cpu())
 
 
