@@ -14,18 +14,18 @@ def texts(page: Path) -> str:
     return "".join(re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL))
 
 
-def assert_prints(page: Path, printed: str, *, figures: bool = True) -> None:
-    """``printed`` is what the page shows, where ``...`` stands for anything.
+def assert_prints(shown: str, printed: str, *, figures: bool = True) -> None:
+    """``printed`` is what is ``shown``, where ``...`` stands for anything.
 
     Without ``figures``, which differ from machine to machine or were made by a longer run, each
     line that is shown was printed with some numbers.
     """
     if figures:
         checker, options = doctest.OutputChecker(), doctest.ELLIPSIS
-        assert checker.check_output(texts(page), printed, options), printed
+        assert checker.check_output(shown, printed, options), printed
     else:
         lines = {form(line) for line in printed.splitlines()}
-        missing = [line for line in texts(page).splitlines() if form(line) not in lines]
+        missing = [line for line in shown.splitlines() if form(line) not in lines]
         assert [line for line in missing if line != "..."] == [], printed
 
 

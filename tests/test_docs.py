@@ -111,7 +111,7 @@ def test_python_on_pages_runs(page, tmp_path):
     done = python(program, cwd=tmp_path, taken_apart=True)
     assert done.returncode == 0, done.stderr
     if page not in COMMANDS and texts(ROOT / page):
-        assert_prints(ROOT / page, done.stdout, figures=page not in FIGURES_VARY)
+        assert_prints(texts(ROOT / page), done.stdout, figures=page not in FIGURES_VARY)
 
 
 @pytest.mark.parametrize(("page", "tests"), (ELSEWHERE | COMMANDS).items())
@@ -277,4 +277,16 @@ def test_examples_run(path, tmp_path):
     assert done.returncode == 0, done.stderr
     for page, command in COMMANDS.items():
         if command == f"examples/{path.name}":
-            assert_prints(ROOT / page, done.stdout, figures=False)
+            assert_prints(texts(ROOT / page), done.stdout, figures=False)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.name)
+def test_notebooks_run(path, tmp_path):
+    """From top to bottom, with the outputs that they store."""
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    program = tmp_path / "notebook.py"
+    program.write_text("\n".join("".join(cell["source"]) for cell in cells))
+    done = python(program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    stored = [line for cell in cells for output in cell["outputs"] for line in output["text"]]
+    assert_prints("".join(stored), done.stdout)

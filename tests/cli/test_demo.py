@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 from fusedrl.examples.grpo import train
-from shown import assert_prints
+from shown import assert_prints, texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fusedrl.cli import demo as command
@@ -33,7 +33,7 @@ def test_demo_trains_and_scores(tmp_path, monkeypatch, capsys):
     assert main(["demo"]) == 0
     printed = capsys.readouterr().out
     assert "50 chats scored, 0 skipped" in printed
-    assert_prints(PAGE, printed, figures=False)
+    assert_prints(texts(PAGE), printed, figures=False)
     report = (tmp_path / "demo-out/report.html").read_text()
     assert report.index("How the policy was trained") < report.index("Where the policy drifted")
     assert report.count("<polyline") == 2
