@@ -32,7 +32,8 @@ def short_answers(completions: list[str], **_: Any) -> list[float]:
 
 
 def peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
+    # Linux counts in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def train(folder: Path, steps: int, length: int, classes: int) -> None:
