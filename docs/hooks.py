@@ -18,7 +18,7 @@ from messages import REASONS, Message, compiled_messages, messages_of
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-LINKED = ("examples/*.py", "benchmarks/results/*/*")
+LINKED = ("examples/*.py", "examples/*.ipynb", "benchmarks/results/*/*")
 TWO_SCHEMES = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
     r'\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'

@@ -22,9 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fusedrl import AsyncCollector, GRPOLoss, LLMCollector, RetrieveKL
 from fusedrl.demo import dialogs, make_reference
 
-GROUP = 8  # answers to a question
+# The number of answers to a question.
+GROUP = 8
 KL_COEFF = 0.002
-Turns = dict[str, float]  # what is known of one batch
+# What is known of one batch.
+Turns = dict[str, float]
 
 
 def train(
@@ -58,13 +60,15 @@ def train(
     sampling = {"max_new_tokens": 16, "do_sample": True, "suppress_tokens": no_text}
     answers = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling)
     buffer = ReplayBuffer(
-        storage=LazyStackStorage(GROUP),  # of rows that differ in length
+        # The rows differ in length.
+        storage=LazyStackStorage(GROUP),
         sampler=SamplerWithoutReplacement(),
         transform=MCAdvantage(grpo_size=GROUP),
         batch_size=GROUP,
     )
     loss_of = GRPOLoss(scores(model, "log_probs"), masking_strategy="rlhf")
-    loss_of.set_keys(sample_log_prob=("next", "log_probs", "full"))  # where RetrieveKL writes
+    # RetrieveKL writes the sampled log-probs there.
+    loss_of.set_keys(sample_log_prob=("next", "log_probs", "full"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     known: list[Turns] = []
     with AsyncCollector(
@@ -90,7 +94,8 @@ def train(
                 (losses.loss_objective + losses.loss_entropy).backward()
                 optimizer.step()
             trained = time.perf_counter()
-            collector.update_policy_weights_()  # one version; the worker goes on meanwhile
+            # This is one version; the worker goes on meanwhile.
+            collector.update_policy_weights_()
             done = time.perf_counter()
             known.append(
                 {
@@ -119,8 +124,10 @@ if __name__ == "__main__":
     parser.add_argument("batches", nargs="?", type=int, default=24)
     parser.add_argument("--steps", type=int, default=100, help="of the model that is trained")
     arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")  # torch's and torchrl's own
-    torch.set_num_threads(1)  # the collector's process has the other core
+    # These are torch's and torchrl's own.
+    warnings.filterwarnings("ignore")
+    # The collector's process has the other core.
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         make_reference(Path(folder, "reference"), steps=arguments.steps)
         train(Path(folder, "reference"), Path(folder, "policy"), arguments.batches)

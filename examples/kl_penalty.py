@@ -38,7 +38,8 @@ class ShortAnswers(Transform):
 
 def main() -> None:
     """Two batches of answers, with the KL of each and what it leaves of the reward."""
-    warnings.filterwarnings("ignore")  # torch's and torchrl's own
+    # These are torch's and torchrl's own.
+    warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     tokenizer = make_tokenizer(QUESTIONS)
 
@@ -58,7 +59,8 @@ def main() -> None:
     env = TransformedEnv(ChatEnv(batch_size=(2,), tokenizer=tokenizer))
     env.append_transform(DataLoadingPrimer(dataloader=questions))
     env.append_transform(ShortAnswers())
-    env.append_transform(RetrieveKL("from_collector", reference, coeff=0.05))  # the line to add
+    # This is the line to add.
+    env.append_transform(RetrieveKL("from_collector", reference, coeff=0.05))
 
     collector = LLMCollector(env=env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=8)
     for number, batch in enumerate(collector):

@@ -11,7 +11,8 @@ import torch.multiprocessing as mp
 from fusedrl import linear_policy_loss
 
 RANKS, VOCABULARY, WIDTH = 2, 1000, 32
-OFFSETS = torch.tensor([0, 5, 12])  # two packed sequences; the second goes on over both ranks
+# Two packed sequences; the second goes on over both ranks.
+OFFSETS = torch.tensor([0, 5, 12])
 
 
 def batch() -> tuple[torch.Tensor, ...]:
@@ -31,9 +32,10 @@ def loss_of(
         hidden[part],
         weight,
         tokens[part],
-        torch.tensor([1.0, -1.0]),  # of both sequences, on every rank
+        # The advantages and the offsets are of both sequences, on every rank.
+        torch.tensor([1.0, -1.0]),
         old_log_probs=old_log_probs[part],
-        offsets=OFFSETS,  # likewise
+        offsets=OFFSETS,
         shift=True,
         sequence_group=group,
     ).loss

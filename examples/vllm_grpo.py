@@ -22,8 +22,10 @@ from fusedrl import WeightChannel, linear_policy_loss
 from fusedrl.vllm import EngineWeights
 
 QUESTIONS = ["How are you?", "What is 2 + 2?", "Name a colour.", "Is it late?"]
-GROUP = 16  # answers to a question
-TOKENS = 12  # of an answer
+# The number of answers to a question.
+GROUP = 16
+# The length of an answer.
+TOKENS = 12
 PAD = 0
 
 
@@ -44,7 +46,8 @@ def make_model(folder: str) -> Any:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=2,  # of 32, the smallest that vLLM has
+        # Heads of 32 are the smallest that vLLM has.
+        num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=128,
         eos_token_id=tokenizer.eos_token_id,

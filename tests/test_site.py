@@ -17,7 +17,7 @@ from browser import CHROMIUM, chromium
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(p.relative_to(DOCS).with_suffix(".html").as_posix() for p in DOCS.rglob("*.md"))
-NEEDS = ("mkdocs", "material", "mkdocstrings", "latex2mathml")
+NEEDS = ("mkdocs", "material", "mkdocstrings", "latex2mathml", "ruff")
 
 pytestmark = [
     pytest.mark.skipif(
@@ -68,6 +68,15 @@ def test_a_browser_shows_the_page(site, tab, page):
     assert tab.problems == []
     asked = {url for url in tab.requests if not url.startswith(("data:", "blob:", "about:"))}
     assert asked and all(url.startswith(site + "/") for url in asked), asked
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_code_is_cut(site, tab, page):
+    """Signatures neither, on a screen of 1400 pixels."""
+    tab.resize(1400, 900)
+    tab.open(f"{site}/{page}")
+    code = "[...document.querySelectorAll('article pre code')]"
+    assert tab.run(f"{code}.filter(c => c.scrollWidth > c.clientWidth).map(c => c.innerText)") == []
 
 
 WITH_FORMULAS = [page for page in PAGES if "$" in (DOCS / page).with_suffix(".md").read_text()]
@@ -147,9 +156,11 @@ def endings(addresses, count):
     return [re.search(r"-(light|dark)\.\w+#", address)[1] for address in addresses]
 
 
-def test_search_finds_a_name(site, tab):
+@pytest.mark.parametrize("where", ["server", "folder"])
+def test_search_finds_a_name(site, folder, tab, where):
+    root = site if where == "server" else folder.as_uri()
     tab.problems.clear()
-    tab.open(f"{site}/index.html")
+    tab.open(f"{root}/index.html")
     found = tab.run(
         """new Promise((done) => {
           const input = document.querySelector("input[name=query]");
@@ -164,4 +175,4 @@ def test_search_finds_a_name(site, tab):
           setTimeout(() => { clearInterval(look); done(""); }, 30000);
         })"""
     )
-    assert found.startswith(site) and tab.problems == []
+    assert found.startswith(root) and tab.problems == []

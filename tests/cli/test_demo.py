@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 from fusedrl.examples.grpo import train
+from shown import assert_prints, texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fusedrl.cli import demo as command
@@ -23,13 +24,18 @@ from fusedrl.cli import main
 from fusedrl.demo import dialogs, make_reference
 from fusedrl.demo.models import one_thread
 
+PAGE = Path(__file__).parents[2] / "docs/start/first-score.md"
+
 
 def test_demo_trains_and_scores(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "make_reference", partial(make_reference, steps=2))
     monkeypatch.setattr(command, "train", partial(train, batches=3))
-    assert main(["demo", "--out", str(tmp_path)]) == 0
-    assert "50 chats scored, 0 skipped" in capsys.readouterr().out
-    report = (tmp_path / "report.html").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo"]) == 0
+    printed = capsys.readouterr().out
+    assert "50 chats scored, 0 skipped" in printed
+    assert_prints(texts(PAGE), printed, figures=False)
+    report = (tmp_path / "demo-out/report.html").read_text()
     assert report.index("How the policy was trained") < report.index("Where the policy drifted")
     assert report.count("<polyline") == 2
     assert "publishing weights" in report

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
-from fusedrl.cli import alive
+from shown import assert_prints, texts
+
+from fusedrl.cli import alive, main
 from fusedrl.scoring import job, report
 from fusedrl.scoring.inputs import hub_names
 
@@ -92,3 +95,15 @@ def test_the_means_of_both_answers_are_said(score, write_chats, capsys):
     said = capsys.readouterr().out
     assert re.search(r"^chosen: 1 chat, mean KL \d", said, re.MULTILINE)
     assert re.search(r"^rejected: 1 chat, mean KL \d", said, re.MULTILINE)
+
+
+PAGE = Path(__file__).parents[2] / "docs/tutorials/score-your-chats.md"
+
+
+def test_the_tutorial_shows_what_is_printed(models, tmp_path, monkeypatch, capsys):
+    chats = re.search(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text(chats[1])
+    arguments = ["--policy", models.policy, "--reference", models.reference, "--out", "drift"]
+    assert main(["score", "chats.jsonl", *arguments]) == 0
+    assert_prints(texts(PAGE), capsys.readouterr().out, figures=False)

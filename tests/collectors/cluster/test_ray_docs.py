@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ray_nodes import nodes
+from shown import assert_prints, texts
 
 pytest.importorskip("ray")
 
@@ -18,7 +19,9 @@ def test_the_tutorial_runs(capsys):
     nodes.start()
     [block] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(compile(block, PAGE, "exec"), {"__name__": "__main__"})
-    batches = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out
+    assert_prints(texts(PAGE), printed, figures=False)
+    batches = printed.splitlines()
     assert len(batches) == 4 and batches[0] == "torch.Size([8]) [1]"
     # No turn is of the weights that each actor drew for itself.
     assert not any(re.search(r"\b0\b", batch.removeprefix("torch.Size([8])")) for batch in batches)

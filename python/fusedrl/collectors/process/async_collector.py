@@ -399,7 +399,7 @@ class AsyncCollector(_AsyncCollector):
         return self._call(worker_collector.getattr_of, "env", attr)
 
     def get_distant_attr(self, attr: str) -> list[Any]:
-        """What a path names in the worker's collector, as a list with one element."""
+        """The object that a path names in the worker's collector, as a list with one element."""
         return [self._call(methodcaller("get_distant_attr", attr))]
 
     def map_fn(

@@ -94,7 +94,7 @@ def importance_weights(
     nan: str = "propagate",
     impl: str = "auto",
 ) -> ImportanceWeights:
-    r"""Weights of tokens that another policy generated than the one that trains on them.
+    r"""Importance weights of tokens that came from another policy than the one in training.
 
     Each token has a log ratio ``d = log_probs - rollout_log_probs``, and its ratio is
     :math:`e^{\min(x, 20)}`. At the level ``"token"``, x is d. At the level ``"sequence"``, x is the

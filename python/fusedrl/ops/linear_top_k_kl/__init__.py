@@ -41,7 +41,7 @@ def linear_top_k_kl(
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    r"""Divergence of :func:`top_k_kl` of a linear head's logits, a tile at a time.
+    r"""The divergence of :func:`top_k_kl` from hidden states and a linear head, a tile at a time.
 
     The student's logits are ``scale * (hidden @ weight.T + bias)``, capped to
     ``softcap * tanh(logits / softcap)`` where a softcap is given. They exist a tile at a time, and

@@ -35,7 +35,7 @@ def top_k_kl(
     temperature: float | Tensor = 1.0,
     impl: str = "auto",
 ) -> Tensor:
-    r"""Divergence of a student from a teacher of which the k likeliest classes are known.
+    r"""Divergence of a student from a teacher whose k likeliest classes are known.
 
     Inference engines answer with the log-probs of the k likeliest classes of a token. With the
     student :math:`s = \mathrm{softmax}(\text{logits} / \text{temperature})` and the teacher
