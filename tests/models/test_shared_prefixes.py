@@ -82,6 +82,33 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(kind, attention, 
         )
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", PACKING)
+def test_a_window_counts_where_the_model_has_it(kind, attention, computed):
+    if (kind, attention) not in ATTENTIONS:
+        pytest.skip("refused by the model")
+    window = {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 1}
+    model = model_of(kind, attention, **window)
+    tokens, lengths = forest()
+    with torch.no_grad():
+        causal_log_probs(model, tokens, lengths)
+        counts = computed(model)
+        ours = causal_log_probs(model, tokens, lengths)
+        assert sum(counts) == nodes_of(tokens, lengths)
+        close(ours, definition(model, tokens, lengths, None))
+
+
+def test_eager_attention_in_float64_shares(computed):
+    model = model_of("llama", "eager").double()
+    tokens, lengths = forest()
+    with torch.no_grad():
+        expected = causal_log_probs(model, tokens, lengths, share_prefixes=False)
+        causal_log_probs(model, tokens, lengths)
+        counts = computed(model)
+        close(causal_log_probs(model, tokens, lengths), expected)
+    assert sum(counts) == nodes_of(tokens, lengths)
+
+
 @st.composite
 def families(draw):
     """Sequences of which each continues a part of an earlier one."""

@@ -13,7 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models.prefix_tree import Part
 
-_KINDS = ("full_attention", "sliding_attention")  # transformers' names
+# Types of decoders that have the window of their configuration in every layer, and those that have it
+# in some and take a mask for each kind of layer. Others have none, whatever their configuration says.
+_WINDOWED = frozenset(("mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2"))
+_MIXED = frozenset(("gemma2", "gemma3_text", "qwen2", "qwen2_moe", "qwen3", "smollm3"))
 # What is asked of a mask without making it.
 _ASKED = {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")}
 _ASKED |= {Tensor.dim, Tensor.size, Tensor.__len__}
@@ -118,11 +121,9 @@ def mask_of(parts: Sequence[Part], config: Any, like: Tensor) -> Tensor | Mappin
         config: the configuration of a decoder that packs, with the attention ``sdpa`` or ``eager``.
         like: a tensor of the decoder's device and dtype.
     """
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
     longest = max(len(part.path) for part in parts)
-    if window is not None and (window >= longest or kinds == {_KINDS[0]}):
-        window = None
+    mixed = config.model_type in _MIXED
+    window = config.sliding_window if mixed or config.model_type in _WINDOWED else None
 
     def made(window: int | None) -> Tensor:
         tree = Tree(parts, window, like.device)
@@ -132,8 +133,12 @@ def mask_of(parts: Sequence[Part], config: Any, like: Tensor) -> Tensor | Mappin
             mask.tree = tree
             return mask
         allowed = tree.dense(like.device)[None, None]
-        return torch.where(allowed, 0.0, torch.finfo(like.dtype).min).to(like.dtype)
+        # From the dtype's own zeros, because the default dtype may not have its lowest value.
+        nothing = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
+        return nothing.masked_fill_(~allowed, torch.finfo(like.dtype).min)
 
-    if window is None or kinds <= {_KINDS[1]}:
-        return made(window)
-    return {_KINDS[0]: made(None), _KINDS[1]: made(window)}
+    short = window is not None and window < longest
+    if not mixed:
+        return made(window if short else None)
+    full = made(None)  # in this form for the probe too, whose tokens are within every window
+    return {"full_attention": full, "sliding_attention": made(window) if short else full}
