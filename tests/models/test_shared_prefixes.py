@@ -228,8 +228,11 @@ def test_a_recomputed_layer_follows_the_tree():
         assert torch.equal(plain, recomputed)
 
 
-@pytest.mark.parametrize("way", ["asked", "dropout", "attention dropout", "compiled", "layer"])
-def test_what_is_not_shared(way, computed):
+NOT_SHARED = ["asked", "dropout", "attention dropout", "compiled", "layer", "forward", "class"]
+
+
+@pytest.mark.parametrize("way", NOT_SHARED)
+def test_what_is_not_shared(way, computed, monkeypatch):
     options = {"attention_dropout": 0.1} if way == "attention dropout" else {}
     model = model_of("llama", **options)
     if way == "dropout":
@@ -240,12 +243,38 @@ def test_what_is_not_shared(way, computed):
         model.compile(backend="eager")
     if way == "layer":
         model.get_decoder().layers[0].compile(backend="eager")
+    attention = model.get_decoder().layers[0].self_attn
+    if way == "forward":
+        attention.forward = torch.compile(attention.forward, backend="eager")
+    if way == "class":
+        whole = torch.compile(type(attention).forward, backend="eager")
+        monkeypatch.setattr(type(attention), "forward", whole)
     tokens, lengths = forest()
     with torch.no_grad():
         causal_log_probs(model, tokens, lengths)
         counts = computed(model)
         causal_log_probs(model, tokens, lengths, share_prefixes=way != "asked")
     assert sum(counts) == sum(length - 1 for length in lengths if length > 1)
+
+
+def test_a_compiled_caller_leaves_the_decoder_uncompiled():
+    torch.compiler.reset()
+    model = model_of("llama", "sdpa")
+    tokens, lengths = forest()
+    expected = causal_log_probs(model, tokens, lengths)
+    graphs = []
+
+    def compiler(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=compiler)
+    def scored():
+        return causal_log_probs(model, tokens, lengths) * 2
+
+    close(scored() / 2, expected)
+    targets = [node.target for graph in graphs for node in graph.graph.nodes]
+    assert targets and scaled_dot_product_attention not in targets
 
 
 def test_dropout_is_none_in_evaluation(computed):
