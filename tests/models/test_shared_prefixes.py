@@ -190,6 +190,26 @@ def test_a_mask_stands_for_what_it_says(family, window):
     )
 
 
+def test_a_layer_has_few_gathered_keys_at_once(monkeypatch):
+    rows = [torch.cat((torch.zeros(64).long(), torch.tensor([i]))) for i in range(50)]
+    tree = Tree(laid_out([65] * 50, shared_with_former(rows)), None, "cpu")
+    gathered = []
+    theirs = torch.Tensor.index_select
+
+    def counted(x, dim, index):
+        gathered.append(len(index))
+        return theirs(x, dim, index)
+
+    monkeypatch.setattr(torch.Tensor, "index_select", counted)
+    tree.attend(*torch.randn(3, 1, 2, tree.length, 4))
+    assert sum(gathered) == 2 * 49 * 65 and max(gathered) <= tree.length
+
+
+def test_many_equal_sequences_are_cut_in_one_go():
+    count = 100_000  # minutes, if each were compared with all before it
+    assert cut([40] * count, [0] + [40] * (count - 1), 4096) == [range(count)]
+
+
 def test_other_functions_get_the_tensor():
     rows = [drawn(40, 0), torch.cat((drawn(40, 0), drawn(3, 1)))]
     parts = laid_out([40, 43], shared_with_former(rows))
@@ -257,6 +277,7 @@ def test_what_is_not_shared(way, computed, monkeypatch):
     assert sum(counts) == sum(length - 1 for length in lengths if length > 1)
 
 
+@pytest.mark.slow
 def test_a_compiled_caller_leaves_the_decoder_uncompiled():
     torch.compiler.reset()
     model = model_of("llama", "sdpa")
