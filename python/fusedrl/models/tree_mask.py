@@ -37,8 +37,8 @@ class Tree:
         self.window = window
         self.length = sum(part.own for part in parts)
         self._masks: dict[tuple[int, int], Tensor] = {}
-        # Many are gathered at once, because the backward pass of each gather writes all keys; not all
-        # of them, because a layer would then have the keys of every sequence in full.
+        # Many are gathered at once, because the backward pass of each gather writes all keys; not
+        # all of them, because a layer would then have the keys of every sequence in full.
         groups: list[list[Tensor]] = []
         room = 0
         for path in (part.path for part in self.parts if part.own < len(part.path)):
