@@ -82,6 +82,33 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(kind, attention, 
         )
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", PACKING)
+def test_a_window_counts_where_the_model_has_it(kind, attention, computed):
+    if (kind, attention) not in ATTENTIONS:
+        pytest.skip("refused by the model")
+    window = {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 1}
+    model = model_of(kind, attention, **window)
+    tokens, lengths = forest()
+    with torch.no_grad():
+        causal_log_probs(model, tokens, lengths)
+        counts = computed(model)
+        ours = causal_log_probs(model, tokens, lengths)
+        assert sum(counts) == nodes_of(tokens, lengths)
+        close(ours, definition(model, tokens, lengths, None))
+
+
+def test_eager_attention_in_float64_shares(computed):
+    model = model_of("llama", "eager").double()
+    tokens, lengths = forest()
+    with torch.no_grad():
+        expected = causal_log_probs(model, tokens, lengths, share_prefixes=False)
+        causal_log_probs(model, tokens, lengths)
+        counts = computed(model)
+        close(causal_log_probs(model, tokens, lengths), expected)
+    assert sum(counts) == nodes_of(tokens, lengths)
+
+
 @st.composite
 def families(draw):
     """Sequences of which each continues a part of an earlier one."""
@@ -163,6 +190,26 @@ def test_a_mask_stands_for_what_it_says(family, window):
     )
 
 
+def test_a_layer_has_few_gathered_keys_at_once(monkeypatch):
+    rows = [torch.cat((torch.zeros(64).long(), torch.tensor([i]))) for i in range(50)]
+    tree = Tree(laid_out([65] * 50, shared_with_former(rows)), None, "cpu")
+    gathered = []
+    theirs = torch.Tensor.index_select
+
+    def counted(x, dim, index):
+        gathered.append(len(index))
+        return theirs(x, dim, index)
+
+    monkeypatch.setattr(torch.Tensor, "index_select", counted)
+    tree.attend(*torch.randn(3, 1, 2, tree.length, 4))
+    assert sum(gathered) == 2 * 49 * 65 and max(gathered) <= tree.length
+
+
+def test_many_equal_sequences_are_cut_in_one_go():
+    count = 100_000  # minutes, if each were compared with all before it
+    assert cut([40] * count, [0] + [40] * (count - 1), 4096) == [range(count)]
+
+
 def test_other_functions_get_the_tensor():
     rows = [drawn(40, 0), torch.cat((drawn(40, 0), drawn(3, 1)))]
     parts = laid_out([40, 43], shared_with_former(rows))
@@ -201,8 +248,11 @@ def test_a_recomputed_layer_follows_the_tree():
         assert torch.equal(plain, recomputed)
 
 
-@pytest.mark.parametrize("way", ["asked", "dropout", "attention dropout", "compiled", "layer"])
-def test_what_is_not_shared(way, computed):
+NOT_SHARED = ["asked", "dropout", "attention dropout", "compiled", "layer", "forward", "class"]
+
+
+@pytest.mark.parametrize("way", NOT_SHARED)
+def test_what_is_not_shared(way, computed, monkeypatch):
     options = {"attention_dropout": 0.1} if way == "attention dropout" else {}
     model = model_of("llama", **options)
     if way == "dropout":
@@ -213,12 +263,39 @@ def test_what_is_not_shared(way, computed):
         model.compile(backend="eager")
     if way == "layer":
         model.get_decoder().layers[0].compile(backend="eager")
+    attention = model.get_decoder().layers[0].self_attn
+    if way == "forward":
+        attention.forward = torch.compile(attention.forward, backend="eager")
+    if way == "class":
+        whole = torch.compile(type(attention).forward, backend="eager")
+        monkeypatch.setattr(type(attention), "forward", whole)
     tokens, lengths = forest()
     with torch.no_grad():
         causal_log_probs(model, tokens, lengths)
         counts = computed(model)
         causal_log_probs(model, tokens, lengths, share_prefixes=way != "asked")
     assert sum(counts) == sum(length - 1 for length in lengths if length > 1)
+
+
+@pytest.mark.slow
+def test_a_compiled_caller_leaves_the_decoder_uncompiled():
+    torch.compiler.reset()
+    model = model_of("llama", "sdpa")
+    tokens, lengths = forest()
+    expected = causal_log_probs(model, tokens, lengths)
+    graphs = []
+
+    def compiler(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=compiler)
+    def scored():
+        return causal_log_probs(model, tokens, lengths) * 2
+
+    close(scored() / 2, expected)
+    targets = [node.target for graph in graphs for node in graph.graph.nodes]
+    assert targets and scaled_dot_product_attention not in targets
 
 
 def test_dropout_is_none_in_evaluation(computed):

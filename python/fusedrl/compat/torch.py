@@ -215,6 +215,15 @@ def is_compiled(module: Any) -> bool:
     return COMPILED_CHILD in children_of(module)
 
 
+@TORCH.needs("torch._dynamo.eval_frame:innermost_fn")
+def is_compiled_function(function: Callable[..., Any]) -> bool:
+    """Whether ``torch.compile`` has made a function or what a method is bound from."""
+    from torch._dynamo.eval_frame import innermost_fn  # loaded late: it takes seconds
+
+    function = getattr(function, "__func__", function)
+    return innermost_fn(function) is not function
+
+
 _FORWARD_HOOKS = TORCH.names(
     "torch.nn:Module", ("_forward_hooks", "_forward_pre_hooks"), "whether a module has hooks"
 )

@@ -9,13 +9,14 @@ its log-probs are computed in a slower way that is right.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from fusedrl.compat.torch import is_compiled_function
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models.forwards import SHARING
 from fusedrl.models.lengths import shared_below
@@ -90,7 +91,7 @@ def capabilities_of(
     model: Any,
     known_ids: int = 1,
     kwargs: Mapping[str, Any] | None = None,
-    share: bool = False,
+    may_share: Callable[[], bool] | None = None,
 ) -> Capabilities:
     """Find what a model allows without a change of its log-probs; log what it does not, once.
 
@@ -100,7 +101,7 @@ def capabilities_of(
         model: the model, or a module around it.
         known_ids: ids in ``[0, known_ids)`` are tried if the model does not say its vocabulary.
         kwargs: further arguments of the model's forward pass, used when its logits are needed.
-        share: whether there are common beginnings to share.
+        may_share: says whether there are common beginnings to share, asked of a model that packs.
 
     Raises:
         TypeError: the model is an encoder, whose tokens see later ones.
@@ -124,7 +125,7 @@ def capabilities_of(
     elif parts is not None and not finding.packs:
         _warn(model, "it is not known to keep packed sequences apart; they are padded")
     found = Capabilities(parts, finding.packs, finding.pads, below, finding.autocast)
-    if not share or parts is None or not found.packs:
+    if parts is None or not found.packs or may_share is None or not may_share():
         return found
     return found._replace(shares=_shares(modules, parts, finding.autocast))
 
@@ -137,7 +138,7 @@ def _shares(modules: list[Any], parts: Parts, autocast: torch.dtype | None) -> b
     """
     if attention_of(parts.config) not in SHARING:
         return False
-    if parts.decode is not parts.decoder or any(map(compiler_of, modules)):
+    if parts.decode is not parts.decoder or any(map(_is_compiled, modules)):
         return False
     if any(module.training and _drops(module) for module in modules):
         return False
@@ -149,6 +150,11 @@ def _shares(modules: list[Any], parts: Parts, autocast: torch.dtype | None) -> b
         except Exception:  # its decoder takes no mask of this form
             finding = _keep(modules[0], key, ProbeResult(True))
     return finding.shares
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a module is compiled as itself, or its forward is."""
+    return is_compiled_function(module.forward) or compiler_of(module) is not None
 
 
 def _drops(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ counts in whole blocks, because a branch costs more than a few tokens do.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -67,17 +68,22 @@ def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[range
     """
     fewest = [0]  # tokens of the groups that end before each sequence
     starts: list[int] = []  # the first sequence of the last of them
-    for end, length in enumerate(lengths):
-        best, start = fewest[end] + length, end
-        size, first = length, end
-        while shared[first]:  # add the sequence before `first`
-            size += lengths[first - 1] - shared[first]
-            first -= 1
-            if size > limit:
-                break
-            if fewest[first] + size <= best:
-                best, start = fewest[first] + size, first
-        fewest.append(best)
+    # Possible first sequences of a group, the one with the fewest tokens in all first: these, and
+    # the tokens of the group, both less those that all sequences so far have of their own.
+    possible: deque[tuple[int, int, int]] = deque()
+    own = 0
+    for end, (length, common) in enumerate(zip(lengths, shared, strict=True)):
+        if not common:
+            possible.clear()
+        own += length - common
+        size = length - own
+        while possible and possible[-1][0] > fewest[end] + size:
+            possible.pop()
+        possible.append((fewest[end] + size, size, end))
+        while len(possible) > 1 and possible[0][1] + own > limit:
+            possible.popleft()
+        best, _, start = possible[0]
+        fewest.append(best + own)
         starts.append(start)
     groups: list[range] = []
     end = len(lengths)

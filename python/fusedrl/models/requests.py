@@ -56,13 +56,16 @@ class Request(NamedTuple):
         """Whether any kept token has a token before it."""
         return any(len(row.kept) for row in self.work)
 
+    def _may_share(self) -> bool:
+        rows = [row.tokens for row in self.work if len(row.kept)]
+        return self.share and shares_some(rows)
+
     @contextmanager
     def opened(self) -> Iterator[Capabilities]:
         """What the model allows, in a block in which its weights have one version."""
         with self.context, context_checked(self.model, self.lengths), one_version(self.model):
             known_ids = int(self.tokens.max()) + 1 if len(self.tokens) else 1
-            share = self.share and shares_some([row.tokens for row in self.work if len(row.kept)])
-            found = capabilities_of(self.model, known_ids, self.kwargs, share)
+            found = capabilities_of(self.model, known_ids, self.kwargs, self._may_share)
             parts = found.parts
             precision = parts and autocast_as(parts.weight.device, found.autocast)
             with precision or nullcontext():
@@ -115,6 +118,12 @@ class KeptStates(NamedTuple):
 
 def kept_states(request: Request, capabilities: Capabilities, parts: Parts) -> KeptStates:
     """The decoder's hidden states for a request, in a block that ``opened`` began."""
+    # A compiled caller would compile the decoder once for each tree, and cannot guard its mask.
+    compute = torch.compiler.disable(_kept_states) if capabilities.shares else _kept_states
+    return compute(request, capabilities, parts)
+
+
+def _kept_states(request: Request, capabilities: Capabilities, parts: Parts) -> KeptStates:
     work = [row for row in request.work if len(row.kept)]
     device = parts.embeddings.device
     attention = attention_of(parts.config)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models.prefix_tree import Part
 
-_KINDS = ("full_attention", "sliding_attention")  # transformers' names
+# Types of decoders that have the window of their configuration in every layer, and those that have
+# it in some and take a mask for each kind of layer. Others ignore what their configuration says.
+_WINDOWED = frozenset(("mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2"))
+_MIXED = frozenset(("gemma2", "gemma3_text", "qwen2", "qwen2_moe", "qwen3", "smollm3"))
 # What is asked of a mask without making it.
 _ASKED = {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")}
 _ASKED |= {Tensor.dim, Tensor.size, Tensor.__len__}
@@ -34,9 +36,18 @@ class Tree:
         self.parts = [part for part in parts if part.own]
         self.window = window
         self.length = sum(part.own for part in parts)
-        self._branches = [part.path for part in self.parts if part.own < len(part.path)]
-        self._paths = torch.cat(self._branches).to(device) if self._branches else None
-        self._chosen = cache(self._made)
+        self._masks: dict[tuple[int, int], Tensor] = {}
+        # Many are gathered at once, because the backward pass of each gather writes all keys; not
+        # all of them, because a layer would then have the keys of every sequence in full.
+        groups: list[list[Tensor]] = []
+        room = 0
+        for path in (part.path for part in self.parts if part.own < len(part.path)):
+            if len(path) > room:
+                groups.append([])
+                room = self.length
+            groups[-1].append(path)
+            room -= len(path)
+        self._gathers = [(torch.cat(paths).to(device), list(map(len, paths))) for paths in groups]
 
     def dense(self, device: torch.device) -> Tensor:
         """Which tokens (the columns) each token (the row) attends to, bool ``[T, T]``."""
@@ -55,12 +66,7 @@ class Tree:
             value: as ``key``.
             options: further arguments of ``scaled_dot_product_attention``.
         """
-        branches = iter(())
-        if self._paths is not None:
-            # Gathered at once, because the backward pass of each gather writes all keys.
-            sizes = [len(path) for path in self._branches]
-            gathered = (x.index_select(2, self._paths).split(sizes, 2) for x in (key, value))
-            branches = zip(*gathered, strict=True)
+        branches = self._branches(key, value)
         attended = []
         for part in self.parts:
             own, length = slice(part.first, part.first + part.own), len(part.path)
@@ -74,10 +80,21 @@ class Tree:
             )
         return torch.cat(attended, 2)
 
-    def _made(self, own: int, length: int, device: torch.device) -> Tensor:
+    def _branches(self, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of each sequence that begins with tokens of another."""
+        for places, sizes in self._gathers:
+            yield from zip(
+                *(x.index_select(2, places).split(sizes, 2) for x in (key, value)), strict=True
+            )
+
+    def _chosen(self, own: int, length: int, device: torch.device) -> Tensor:
         """Which of ``length`` tokens the last ``own`` of them attend to."""
-        mask = torch.ones(own, length, dtype=torch.bool, device=device).tril(length - own)
-        return mask if self.window is None else mask.triu(length - own - self.window + 1)
+        mask = self._masks.get((own, length))
+        if mask is None or mask.device != device:
+            mask = torch.ones(own, length, dtype=torch.bool, device=device).tril(length - own)
+            mask = mask if self.window is None else mask.triu(length - own - self.window + 1)
+            self._masks[own, length] = mask
+        return mask
 
 
 class TreeMask(Tensor):
@@ -118,11 +135,9 @@ def mask_of(parts: Sequence[Part], config: Any, like: Tensor) -> Tensor | Mappin
         config: the configuration of a decoder that packs, with the attention ``sdpa`` or ``eager``.
         like: a tensor of the decoder's device and dtype.
     """
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
     longest = max(len(part.path) for part in parts)
-    if window is not None and (window >= longest or kinds == {_KINDS[0]}):
-        window = None
+    mixed = config.model_type in _MIXED
+    window = config.sliding_window if mixed or config.model_type in _WINDOWED else None
 
     def made(window: int | None) -> Tensor:
         tree = Tree(parts, window, like.device)
@@ -132,8 +147,12 @@ def mask_of(parts: Sequence[Part], config: Any, like: Tensor) -> Tensor | Mappin
             mask.tree = tree
             return mask
         allowed = tree.dense(like.device)[None, None]
-        return torch.where(allowed, 0.0, torch.finfo(like.dtype).min).to(like.dtype)
+        # From the dtype's own zeros, because the default dtype may not have its lowest value.
+        nothing = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
+        return nothing.masked_fill_(~allowed, torch.finfo(like.dtype).min)
 
-    if window is None or kinds <= {_KINDS[1]}:
-        return made(window)
-    return {_KINDS[0]: made(None), _KINDS[1]: made(window)}
+    short = window is not None and window < longest
+    if not mixed:
+        return made(window if short else None)
+    full = made(None)  # in this form for the probe too, whose tokens are within every window
+    return {"full_attention": full, "sliding_attention": made(window) if short else full}
