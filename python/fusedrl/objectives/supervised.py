@@ -55,7 +55,10 @@ class SFTLoss(_SFTLoss):
         >>> with set_list_to_stack(True):
         ...     history = ChatHistory(full=History.from_chats(chats))
         ...     data = TensorDict(history=history, batch_size=(2,)).to_lazystack(0)
-        >>> SFTLoss(actor)(data).loss_sft.backward()
+        >>> loss = SFTLoss(actor)(data).loss_sft
+        >>> loss.backward()
+        >>> loss.shape
+        torch.Size([])
     """
 
     max_tokens_per_forward: int | None = None
