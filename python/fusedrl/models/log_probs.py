@@ -47,7 +47,7 @@ def causal_log_probs(
         mask: bool ``[N]``; ``None`` keeps all. A dropped token has log-prob 0.
         max_tokens_per_forward: largest number of tokens in one forward pass, including padding; a
             longer sequence runs alone. ``None`` takes 512 on a CPU, 16384 with flash attention, and
-            4096 otherwise. If several ranks ask a model for its logits, which may be sharded over
+            4096 otherwise, also where sequences share a beginning (1024 with eager attention). If several ranks ask a model for its logits, which may be sharded over
             them, all tokens go into one pass.
         share_prefixes: compute a beginning of at least 32 tokens that several sequences share once
             for all of them, where the model's type and attention (sdpa, eager) are known to allow

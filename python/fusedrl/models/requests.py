@@ -110,9 +110,9 @@ class KeptStates(NamedTuple):
 
     def distinct(self) -> tuple[Tensor, Tensor]:
         """Rows without their repetitions, and which of these each row is."""
-        pairs = torch.stack((self.states, self.tokens.to(self.states.device)))
-        found, which = pairs.unique(dim=1, return_inverse=True)
-        first = which.new_empty(found.shape[1])
+        pairs = (self.states << 32) + self.tokens.to(self.states.device)  # ids have 31 bits or less
+        found, which = pairs.unique(return_inverse=True)
+        first = which.new_empty(len(found))
         return first.scatter_(0, which, torch.arange(len(which), device=which.device)), which
 
 
