@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -229,9 +230,45 @@ TORCH.names(
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks run at a module's call, or at its backward pass if there may be one."""
+    """Whether hooks run at a module's call, or at its backward pass if there may be one.
+
+    Those of FSDP do not count, which gather the module's parameters and know nothing of results.
+    """
     names = (*_FORWARD_HOOKS, *_BACKWARD_HOOKS) if torch.is_grad_enabled() else _FORWARD_HOOKS
-    return any(getattr(every_module, f"_global{name}") or getattr(module, name) for name in names)
+    hooks = (h for n in names for h in (getattr(every_module, f"_global{n}"), getattr(module, n)))
+    return any(not _of_fsdp(hook) for kind in hooks for hook in kind.values())
+
+
+def _of_fsdp(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) == _FSDP_STATE
+
+
+# What fully_shard makes of a module.
+
+_FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+TORCH.names(_FSDP_STATE, ("FSDPState",), "its hooks stay in force around a part of a model")
+_FSDP_MODULE = "torch.distributed.fsdp:FSDPModule"
+
+
+def is_fully_sharded(module: Any) -> bool:
+    """Whether ``fully_shard`` was called with a module, whose call gathers its parameters."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+@TORCH.needs(f"{_FSDP_MODULE}._orig_cls_mro_index")
+def class_of(module: Any) -> type:
+    """The class that a module was made of, of which ``fully_shard`` makes another one."""
+    kind: Any = type(module)
+    return kind.__mro__[kind._orig_cls_mro_index] if is_fully_sharded(module) else kind
+
+
+@TORCH.needs(
+    f"{_FSDP_MODULE}._get_fsdp_state", f"{_FSDP_STATE}:FSDPState._fsdp_param_groups"
+)
+def fsdp_meshes(module: Any) -> list[Any]:
+    """The meshes over which ``fully_shard`` has spread a module, whose parameters may be whole."""
+    return [group.mesh_info.mesh for group in module._get_fsdp_state()._fsdp_param_groups]
 
 
 # Traces.

@@ -26,7 +26,6 @@ from fusedrl.models.split import (
     autocast_of,
     device_of,
     split,
-    uncompiled,
     vocabulary_of,
 )
 
@@ -83,7 +82,10 @@ _warned: set[tuple[type, str]] = set()
 
 
 def capabilities_of(
-    model: Any, known_ids: int = 1, kwargs: Mapping[str, Any] | None = None
+    model: Any,
+    known_ids: int = 1,
+    kwargs: Mapping[str, Any] | None = None,
+    afresh: bool = False,
 ) -> Capabilities:
     """Find what a model allows without a change of its log-probs; log what it does not, once.
 
@@ -93,20 +95,41 @@ def capabilities_of(
         model: the model, or a module around it.
         known_ids: ids in ``[0, known_ids)`` are tried if the model does not say its vocabulary.
         kwargs: further arguments of the model's forward pass, used when its logits are needed.
+        afresh: try it even if it is known, as all ranks of a model do if one has to.
 
     Raises:
         TypeError: the model is an encoder, whose tokens see later ones.
     """
+    if not afresh:
+        found = known_capabilities(model, kwargs)
+        if found is not None:
+            return found
     modules = modules_of(model)
     below = shared_below(modules)
-    try:
-        parts = split(model)
-    except CannotSplit as why:
-        _warn(model, f"{why}; its log-probs are computed from all its logits")
-        parts = None
-    finding = ProbeResult(False) if parts is None else _parts_finding(modules, parts, below)
+    parts = _split(model)
+    finding = ProbeResult(False) if parts is None else _try_parts(modules, parts, below)
     if not finding.splits:
-        parts, finding = None, _whole_finding(modules, known_ids, kwargs or {})
+        parts, finding = None, _try_whole(modules, known_ids, kwargs or {})
+    return _told(model, parts, finding, below)
+
+
+def known_capabilities(model: Any, kwargs: Mapping[str, Any] | None = None) -> Capabilities | None:
+    """What is known of a model, without a forward pass of it; ``None`` if it has to be tried."""
+    modules = modules_of(model)
+    below = shared_below(modules)
+    parts = _split(model)
+    finding = None if parts is None else _kept(model, _parts_key(modules, parts, below))
+    if parts is not None and finding is None:
+        return None
+    if finding is None or not finding.splits:
+        if finding is not None:
+            _warn_of_logits(model, finding)
+        parts, finding = None, _kept(model, _whole_key(modules, kwargs or {}))
+    return None if finding is None else _told(model, parts, finding, below)
+
+
+def _told(model: Any, parts: Parts | None, finding: ProbeResult, below: int | None) -> Capabilities:
+    """What a finding allows, with what it does not in the log."""
     if finding.ahead:
         _check_decoder(model)
     if not finding.steady:
@@ -118,6 +141,14 @@ def capabilities_of(
     return Capabilities(parts, finding.packs, finding.pads, below, finding.autocast)
 
 
+def _split(model: Any) -> Parts | None:
+    try:
+        return split(model)
+    except CannotSplit as why:
+        _warn(model, f"{why}; its log-probs are computed from all its logits")
+        return None
+
+
 def _check_decoder(model: Any) -> None:
     """Refuse an encoder, whose tokens see later ones."""
     if getattr(getattr(model, "config", None), "is_decoder", None) is False:
@@ -127,39 +158,43 @@ def _check_decoder(model: Any) -> None:
         )
 
 
-def _parts_finding(modules: list[Any], parts: Parts, below: int | None) -> ProbeResult:
-    model = modules[0]
-    attention = attention_of(parts.config)
-    packable = parts.config.model_type in PACKABLE and attention in ATTENTIONS
-    ends = (model, parts.base, parts.decoder, parts.head)
+def _packable(parts: Parts) -> bool:
+    return parts.config.model_type in PACKABLE and attention_of(parts.config) in ATTENTIONS
+
+
+def _parts_key(modules: list[Any], parts: Parts, below: int | None) -> Any:
+    ends = (modules[0], parts.base, parts.decoder, parts.head)
     autocast = autocast_of(parts.weight.device)
-    key = signature(modules, ends, "parts", packable, below, autocast)
-    finding = _kept(model, key)
-    if finding is None:
-        try:
-            finding = _keep(model, key, probe_parts(uncompiled(model), parts, packable, below))
-        except Exception as error:  # its forward takes other arguments than those of transformers
-            _warn(
-                model, f"trying it raised {error!r}; its log-probs are computed from all its logits"
-            )
-            return ProbeResult(False)
+    return signature(modules, ends, "parts", _packable(parts), below, autocast)
+
+
+def _whole_key(modules: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    return signature(modules, (), "whole", sorted(kwargs), autocast_of(device_of(modules[0])))
+
+
+def _try_parts(modules: list[Any], parts: Parts, below: int | None) -> ProbeResult:
+    model, key = modules[0], _parts_key(modules, parts, below)
+    try:
+        finding = _keep(model, key, probe_parts(parts, _packable(parts), below))
+    except Exception as error:  # its forward takes other arguments than those of transformers
+        _warn(model, f"trying it raised {error!r}; its log-probs are computed from all its logits")
+        return ProbeResult(False)
     if not finding.splits:
-        _warn(model, f"{finding.why}; its logits are computed for every token")
+        _warn_of_logits(model, finding)
     return finding
 
 
-def _whole_finding(modules: list[Any], known_ids: int, kwargs: Mapping[str, Any]) -> ProbeResult:
-    model = modules[0]
-    device = device_of(model)
-    key = signature(modules, (), "whole", sorted(kwargs), autocast_of(device))
-    finding = _kept(model, key)
-    if finding is not None:
-        return finding
+def _try_whole(modules: list[Any], known_ids: int, kwargs: Mapping[str, Any]) -> ProbeResult:
+    model, device, key = modules[0], device_of(modules[0]), _whole_key(modules, kwargs)
     try:
         vocabulary = vocabulary_of(model) or known_ids
         return _keep(model, key, probe_whole(model, device, vocabulary, kwargs))
     except Exception:  # the caller sees the error again when the model really runs
         return ProbeResult(False)
+
+
+def _warn_of_logits(model: Any, finding: ProbeResult) -> None:
+    _warn(model, f"{finding.why}; its logits are computed for every token")
 
 
 def _kept(model: nn.Module, key: Any) -> ProbeResult | None:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.compat.torch import buffers_of
-from fusedrl.models.split import Parts, autocast_as, autocast_of
+from fusedrl.models.split import Parts, autocast_as, autocast_of, uncompiled
 from fusedrl.ops._head import scaled_and_capped
 
 SHORT, LONG = 5, 8  # tokens of the two sequences
@@ -61,11 +61,33 @@ class Whole(NamedTuple):
         return all(_agree(ours, theirs, self.dtype) for ours, theirs in pairs)
 
 
-def probe_parts(model: nn.Module, parts: Parts, packable: bool, below: int | None) -> ProbeResult:
+def probe_parts(parts: Parts, packable: bool, below: int | None) -> ProbeResult:
     """Compare the parts with the whole, and sequences that share a forward with each alone.
 
     ``below`` is the length from which on the model says that its calls depend on their length.
     """
+    if not parts.shared:
+        return _probe_parts(uncompiled(parts.model), parts, packable, below)
+    found = ProbeResult(False)
+    forward = parts.base.forward
+
+    def probe() -> tuple[Tensor, ...]:
+        nonlocal found
+        found = _probe_parts(forward, parts, packable, below)
+        return (marked,)
+
+    marked = torch.linspace(-1, 1, SHORT, device=parts.embeddings.device).view(1, SHORT, 1)
+    rows = _rows(min(len(parts.weight), len(parts.embeddings)), parts.embeddings.device)
+    with torch.no_grad():
+        (left,) = parts.within(probe, rows[0])
+    if not torch.equal(left, marked):
+        return ProbeResult(False, why="what is around it changes what its forward returns")
+    return found
+
+
+def _probe_parts(
+    model: Callable[..., Any], parts: Parts, packable: bool, below: int | None
+) -> ProbeResult:
     device = parts.embeddings.device
     rows = _rows(min(len(parts.weight), len(parts.embeddings)), device)
     with _undisturbed(device):
@@ -80,7 +102,7 @@ def probe_parts(model: nn.Module, parts: Parts, packable: bool, below: int | Non
 
 
 def _compared(
-    model: nn.Module,
+    model: Callable[..., Any],
     parts: Parts,
     rows: tuple[Tensor, Tensor],
     plain: _AtHead,
@@ -146,13 +168,13 @@ class _AtHead(TorchFunctionMode):
 
     def __init__(self, parts: Parts, gain: float) -> None:
         super().__init__()
-        self.weight, self.embeddings, self.gain = parts.weight, parts.embeddings, gain
+        self.parts, self.gain = parts, gain
         self.entered: list[Tensor] = []
         self.autocasts: list[torch.dtype | None] = []
-        self.logits = parts.weight.new_empty(0)
+        self.logits = torch.empty(0)
 
     @classmethod
-    def run(cls, model: nn.Module, parts: Parts, row: Tensor, gain: float) -> _AtHead:
+    def run(cls, model: Callable[..., Any], parts: Parts, row: Tensor, gain: float) -> _AtHead:
         """The model's logits of a row, and what entered its head."""
         with cls(parts, gain) as head:
             head.logits = model(input_ids=row, use_cache=False, return_dict=True).logits
@@ -161,10 +183,11 @@ class _AtHead(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.nn.functional.embedding and args[1] is self.embeddings:
-            self.autocasts.append(autocast_of(self.embeddings.device))
-        if func is torch.nn.functional.linear and args[1] is self.weight:
-            self.autocasts.append(autocast_of(self.weight.device))
+        # Asked now, because a weight may be another tensor while ranks have gathered it.
+        if func is torch.nn.functional.embedding and args[1] is self.parts.embeddings:
+            self.autocasts.append(autocast_of(args[1].device))
+        if func is torch.nn.functional.linear and args[1] is self.parts.weight:
+            self.autocasts.append(autocast_of(args[1].device))
             self.entered.append(args[0])
             args = (args[0] * self.gain, *args[1:])
         return func(*args, **(kwargs or {}))
@@ -321,7 +344,9 @@ class _NoDropout(TorchFunctionMode):
 
 def _logits(parts: Parts, hidden: Tensor) -> Tensor:
     # In the dtype of the head: a float32 copy of a large one would cost gigabytes.
-    logits = torch.nn.functional.linear(hidden, parts.weight, parts.bias)
+    (logits,) = parts.at_head(
+        hidden, lambda states: (torch.nn.functional.linear(states, parts.weight, parts.bias),)
+    )
     logits = logits.to(hidden.dtype if hidden.dtype == torch.float64 else torch.float32)
     return scaled_and_capped(logits, parts.scale or 1.0, parts.softcap or 0.0)
 

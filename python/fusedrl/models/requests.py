@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedrl.channel.following import one_version
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models import forwards
-from fusedrl.models.capabilities import Capabilities, capabilities_of
+from fusedrl.models.capabilities import Capabilities, capabilities_of, known_capabilities
 from fusedrl.models.checks import (
     check_all_classes,
     check_model,
@@ -20,8 +20,9 @@ from fusedrl.models.checks import (
     check_vocabulary,
     context_checked,
 )
-from fusedrl.models.sequences import Scored, passes_of, scored_sequences
-from fusedrl.models.split import Parts, autocast_as, unwrapped, vocabulary_of
+from fusedrl.models.ranks import Step
+from fusedrl.models.sequences import Pass, Scored, nothing_of, passes_of, scored_sequences
+from fusedrl.models.split import Parts, autocast_as, device_of, unwrapped, vocabulary_of
 
 
 class Request(NamedTuple):
@@ -51,15 +52,46 @@ class Request(NamedTuple):
         return any(len(row.kept) for row in self.work)
 
     @contextmanager
-    def opened(self) -> Iterator[Capabilities]:
-        """What the model allows, in a block in which its weights have one version."""
+    def opened(self, step: Step) -> Iterator[Plan]:
+        """The forward passes to make, in a block in which the model's weights have one version.
+
+        Every rank of a model makes as many as the one with the most.
+        """
         with self.context, context_checked(self.model, self.lengths), one_version(self.model):
-            known_ids = int(self.tokens.max()) + 1 if len(self.tokens) else 1
-            found = capabilities_of(self.model, known_ids, self.kwargs)
-            parts = found.parts
-            precision = parts and autocast_as(parts.weight.device, found.autocast)
-            with precision or nullcontext():
-                yield found
+            found = known_capabilities(self.model, self.kwargs)
+            passes = [] if found is None else self._passes(found, step.alone)
+            tries, most = step.agree(tries=found is None, passes=len(passes))
+            if tries or found is None:
+                known_ids = int(self.tokens.max()) + 1 if len(self.tokens) else 1
+                found = capabilities_of(self.model, known_ids, self.kwargs, afresh=True)
+                passes = self._passes(found, step.alone)
+                _, most = step.agree(passes=len(passes))
+            if not step.alone:
+                passes += [self._empty_pass(found)] * (max(most, 1) - len(passes))
+            yield Plan(found, passes)
+
+    def _passes(self, capabilities: Capabilities, alone: bool) -> list[Pass]:
+        """The forward passes over the kept tokens, after a look whether they are in the head."""
+        work = [row for row in self.work if len(row.kept)]
+        parts = capabilities.parts
+        if parts is not None:
+            check_all_classes(len(parts.weight), len(parts.embeddings))
+            places = [row.kept + row.start for row in work] or [self.tokens[:0]]
+            check_vocabulary(self.tokens, len(parts.weight), torch.cat(places))
+            device = parts.embeddings.device
+            limit = forwards.tokens_per_forward(device, attention_of(parts.config))
+        else:
+            device = device_of(self.model)
+            limit = forwards.tokens_per_forward(device, None)
+            if not alone:  # what wraps the model may take one forward pass for one backward pass
+                limit = max(limit, len(self.tokens) * len(work))
+        return passes_of(capabilities, work, device, self.limit or limit)
+
+    def _empty_pass(self, capabilities: Capabilities) -> Pass:
+        """A pass over one token in which nothing is scored."""
+        parts = capabilities.parts
+        device = device_of(self.model) if parts is None else parts.embeddings.device
+        return passes_of(capabilities, [nothing_of(self.tokens)], device, 1)[0]
 
     def placed(self, values: Tensor, places: Tensor) -> Tensor:
         """A column ``[N]`` with ``values`` at ``places`` and 0 elsewhere."""
@@ -85,28 +117,33 @@ def request_of(
     return Request(target, context, tokens, lengths, work, max_tokens_per_forward, kwargs)
 
 
-class KeptStates(NamedTuple):
-    """Hidden states ``[K, H]`` that predict kept tokens, those tokens, and their places."""
+class Plan(NamedTuple):
+    """What a model allows, and the forward passes that a request makes of it."""
 
-    hidden: Tensor
-    tokens: Tensor
-    places: Tensor
+    capabilities: Capabilities
+    passes: list[Pass]
+
+    @property
+    def places(self) -> Tensor:
+        """Places of the kept tokens in the pack, in the order of the passes."""
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.cat([none, *(step.places for step in self.passes)])
 
 
-def kept_states(request: Request, capabilities: Capabilities, parts: Parts) -> KeptStates:
-    """The decoder's hidden states for a request, in a block that ``opened`` began."""
-    work = [row for row in request.work if len(row.kept)]
-    device = parts.embeddings.device
-    attention = attention_of(parts.config)
-    limit = request.limit or forwards.tokens_per_forward(device, attention)
-    places = [torch.empty(0, dtype=torch.int64, device="cpu")]
-    hidden = [parts.weight.new_empty(0, parts.weight.shape[1])]
-    for step in passes_of(capabilities, work, device, limit):
-        states = parts.hidden(**step.inputs).flatten(0, 1)
-        hidden.append(states[(step.read - 1).to(states.device)])
-        places.append(step.places)
-    kept = torch.cat(places)
-    check_all_classes(len(parts.weight), len(parts.embeddings))
-    check_vocabulary(request.tokens, len(parts.weight), kept)
-    states = torch.cat(hidden)
-    return KeptStates(states, request.tokens[kept].to(states.device), kept)
+def at_kept_states(
+    plan: Plan, parts: Parts, function: Callable[[Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """What ``function`` makes of the hidden states ``[K, H]`` that predict the kept tokens.
+
+    It runs where the weight of the head is whole, in a block that ``opened`` began.
+    """
+
+    def compute() -> tuple[Tensor, ...]:
+        hidden = []
+        with autocast_as(parts.weight.device, plan.capabilities.autocast):
+            for step in plan.passes:
+                states = parts.hidden(**step.inputs).flatten(0, 1)
+                hidden.append(states[(step.read - 1).to(states.device)])
+            return parts.at_head(torch.cat(hidden), function)
+
+    return parts.within(compute, plan.passes[0].inputs["input_ids"])

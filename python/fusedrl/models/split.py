@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedrl.compat.torch import COMPILED_CALL, uncompiled
+from fusedrl.compat.torch import COMPILED_CALL, class_of, is_fully_sharded, uncompiled
+from fusedrl.models.as_forward import as_forward
 from fusedrl.models.signature import is_hooked
 from fusedrl.models.without_adapters import WithoutAdapters
 
@@ -23,9 +24,11 @@ class CannotSplit(Exception):
 class Parts(NamedTuple):
     """The decoder and the head of ``base``, as :func:`fusedrl.linear_token_log_probs` takes it.
 
-    ``decode`` calls the decoder, compiled if the decoder or the model is.
+    ``decode`` calls the decoder, compiled if the decoder or the model is. Both compute
+    :meth:`within` the model's forward.
     """
 
+    model: nn.Module
     base: nn.Module
     decoder: nn.Module
     decode: Callable[..., Any]
@@ -33,7 +36,13 @@ class Parts(NamedTuple):
     scale: float | None
     softcap: float | None
     config: Any
-    embeddings: Tensor
+    shared: bool
+
+    @property
+    def embeddings(self) -> Tensor:
+        """The weight that embeds ids."""
+        base: Any = self.base
+        return base.get_input_embeddings().weight
 
     @property
     def weight(self) -> Tensor:
@@ -52,6 +61,29 @@ class Parts(NamedTuple):
         if torch.is_autocast_enabled(hidden.device.type):
             return hidden.to(self.weight.device)
         return hidden.to(self.weight.device, self.weight.dtype)
+
+    def within(
+        self, function: Callable[[], tuple[Tensor, ...]], ids: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What ``function`` returns, within the forward of a model that ranks share.
+
+        There the weights are whole, and FSDP and DDP see what leaves it.
+
+        Args:
+            function: computes with the decoder and the head.
+            ids: token ids that the model could take.
+        """
+        if not self.shared:
+            return function()
+        return as_forward(self.base, lambda *_: function(), lambda: self.model(input_ids=ids))
+
+    def at_head(
+        self, hidden: Tensor, function: Callable[[Tensor], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """What ``function`` makes of hidden states, where the head's weight is whole."""
+        if not is_fully_sharded(self.head):
+            return function(hidden)
+        return as_forward(self.head, function, lambda: self.head(hidden))
 
 
 def unwrapped(model: Any) -> tuple[Any, AbstractContextManager[None]]:
@@ -81,72 +113,79 @@ def device_of(model: nn.Module) -> torch.device:
     return next(devices, torch.device("cpu"))
 
 
-# The packages whose parameters have a part on each rank, or whose forward waits for other ranks.
-_OVER_RANKS = ("torch.distributed", "torch.nn.parallel.distributed", "deepspeed")
-
-
-def ranks_of(model: nn.Module) -> int:
-    """How many processes take part in a forward of the model; 1 for a model of this process."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return 1
-    kinds = {type(part) for parts in (model.modules(), model.parameters()) for part in parts}
-    shared = any(base.__module__.startswith(_OVER_RANKS) for kind in kinds for base in kind.__mro__)
-    # DeepSpeed's third stage marks parameters, which stay those of torch.
-    shared = shared or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-    return torch.distributed.get_world_size() if shared else 1
+def chain_of(model: Any) -> list[Any]:
+    """A model, what it wraps, and so on to the innermost one that has a decoder and a head."""
+    chain = [model]
+    while True:
+        inner = uncompiled(chain[-1])
+        if isinstance(inner, nn.parallel.DistributedDataParallel):
+            inner = inner.module
+        # transformers' own adapters are inside of the model
+        elif hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        if inner is chain[-1]:
+            return chain
+        chain.append(inner)
 
 
 def vocabulary_of(model: Any) -> int | None:
     """How many ids a model embeds; ``None`` if it does not say."""
     try:
-        return model.get_input_embeddings().num_embeddings
+        return chain_of(model)[-1].get_input_embeddings().num_embeddings
     except (AttributeError, NotImplementedError):
         return None
 
 
 def classes_of(model: Any) -> int | None:
     """How many logits a token has; ``None`` if the model does not say."""
+    base = chain_of(model)[-1]
     try:
-        return model.get_output_embeddings().weight.shape[0]
+        return base.get_output_embeddings().weight.shape[0]
     except (AttributeError, NotImplementedError):
-        config: Any = getattr(model, "config", None)
+        config: Any = getattr(base, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         return getattr(config, "vocab_size", None)
 
 
 def split(model: Any) -> Parts:
-    """The parts of a transformers causal LM or of a peft model around one.
+    """The parts of a transformers causal LM, or of peft's, torch's and DDP's wrappers around one.
 
     Raises:
         CannotSplit: the model has no such parts, or a call of its decoder and head would leave
             something out: hooks on the model or the head, prompt learning, or the way in which a
             sharded or quantised head is multiplied.
     """
-    base = uncompiled(model)
-    if hasattr(base, "peft_config"):
-        if any(config.is_prompt_learning for config in base.peft_config.values()):
+    chain = chain_of(model)
+    base = chain[-1]
+    for wrapper in chain:
+        configs = getattr(wrapper, "peft_config", {}).values()
+        if any(config.is_prompt_learning for config in configs):
             raise CannotSplit("it learns prompts, which enter outside of the decoder")
-        if hasattr(base, "get_base_model"):  # else they are transformers' own, inside of the model
-            base = base.get_base_model()
     # Asked of the class, because FSDP passes attributes on but would not see this forward.
     if not all(hasattr(type(base), name) for name in ("get_decoder", "get_output_embeddings")):
         raise CannotSplit("it is no transformers model with a decoder and output embeddings")
     decoder, head = base.get_decoder(), base.get_output_embeddings()
     if decoder is None or decoder is base:
         raise CannotSplit("it names no decoder")
-    if type(head) is not nn.Linear:
-        kind = f"{type(head).__module__}.{type(head).__qualname__}"
-        raise CannotSplit(f"its head is a {kind}, not a torch.nn.Linear")
-    if type(head.weight) is not nn.Parameter or head.weight.is_meta or not head.weight.numel():
+    kind = class_of(head)
+    if kind is not nn.Linear:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        raise CannotSplit(f"its head is a {name}, not a torch.nn.Linear")
+    sharded = any(map(is_fully_sharded, (*chain, head)))  # and whole in the forward
+    if not sharded and type(head.weight) is not nn.Parameter:
         raise CannotSplit("the weight of its head is sharded or offloaded")
-    if any(is_hooked(module) for module in {model, base, head}):
+    if head.weight.is_meta or not head.weight.numel():
+        raise CannotSplit("the weight of its head is sharded or offloaded")
+    if any(map(is_hooked, {*chain, head})):
         raise CannotSplit("it has hooks, which would not see the forward")
     if not hasattr(base, "config"):
         raise CannotSplit("it has no configuration")
     config = base.config.get_text_config()
-    embeddings = base.get_input_embeddings().weight
-    decode = _compiled_as(decoder, model, base)
-    return Parts(base, decoder, decode, head, _scale(config), _softcap(config), config, embeddings)
+    decode = _compiled_as(decoder, *chain)
+    shared = sharded or any(isinstance(m, nn.parallel.DistributedDataParallel) for m in chain)
+    return Parts(
+        model, base, decoder, decode, head, _scale(config), _softcap(config), config, shared
+    )
 
 
 def _compiled_as(decoder: nn.Module, *models: nn.Module) -> Callable[..., Any]:
