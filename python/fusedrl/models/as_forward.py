@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-
-from fusedrl.compat.torch import in_no_graph_of_its_caller
 
 
 def as_forward(
@@ -28,18 +27,15 @@ def as_forward(
         The values as ``function`` returned them, whatever they are rounded to on the way out. Their
         gradients go the way that the module's output took.
     """
-    inside: list[tuple[Tensor, ...]] = []
-
-    @in_no_graph_of_its_caller
-    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        inside.append(function(*args))
-        return inside[-1]
-
+    place = _PLACES.setdefault(module, _Place())
     own = vars(module).get("forward")
-    module.forward = forward
+    module.forward = place.forward
+    place.function, place.found = function, []
     try:
         left = call()
+        inside = place.found
     finally:
+        place.function, place.found = None, []
         if own is None:
             del module.forward
         else:
@@ -54,6 +50,27 @@ def as_forward(
         out if out.dtype == value.dtype else _Unrounded.apply(out, value.detach())
         for out, value in pairs
     )
+
+
+class _Place:
+    """What stands in the place of a module's forward, one for each module.
+
+    A graph that was compiled around another function would be compiled anew for each.
+    """
+
+    def __init__(self) -> None:
+        self.function: Callable[..., tuple[Tensor, ...]] | None = None
+        self.found: list[tuple[Tensor, ...]] = []
+        # What is compiled in it is compiled by itself: the decoder.
+        self.forward = torch.compiler.disable(self._forward)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        assert self.function is not None
+        self.found.append(self.function(*args))
+        return self.found[-1]
+
+
+_PLACES: WeakKeyDictionary[nn.Module, _Place] = WeakKeyDictionary()
 
 
 class _Unrounded(torch.autograd.Function):

@@ -117,13 +117,14 @@ def chain_of(model: Any) -> list[Any]:
     """A model, what it wraps, and so on to the innermost one that has a decoder and a head."""
     chain = [model]
     while True:
-        inner = uncompiled(chain[-1])
-        if isinstance(inner, nn.parallel.DistributedDataParallel):
-            inner = inner.module
+        outer = chain[-1]
+        inner = uncompiled(outer)
+        if isinstance(outer, nn.parallel.DistributedDataParallel):
+            inner = outer.module
         # transformers' own adapters are inside of the model
-        elif hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        if inner is chain[-1]:
+        elif hasattr(outer, "peft_config") and hasattr(outer, "get_base_model"):
+            inner = outer.get_base_model()
+        if inner is outer:
             return chain
         chain.append(inner)
 
