@@ -33,7 +33,7 @@ def test_classes(name):
     assert inspect.signature(ours) == inspect.signature(theirs)
     assert ours.__name__ == theirs.__name__ and ours.__module__ == "fusedrl.objectives.grpo"
     public = {member for member in dir(ours) if not member.startswith("_")}
-    assert public == {*dir(theirs), "max_tokens_per_forward"} - {
+    assert public == {*dir(theirs), "average_tokens_across_devices", "max_tokens_per_forward"} - {
         member for member in dir(theirs) if member.startswith("_")
     }
 

@@ -13,6 +13,7 @@ from torch._C import _autograd
 from torch.autograd import forward_ad
 from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 from torch.nn.modules import module as every_module
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.compat.library import Library
 
@@ -263,9 +264,7 @@ def class_of(module: Any) -> type:
     return kind.__mro__[kind._orig_cls_mro_index] if is_fully_sharded(module) else kind
 
 
-@TORCH.needs(
-    f"{_FSDP_MODULE}._get_fsdp_state", f"{_FSDP_STATE}:FSDPState._fsdp_param_groups"
-)
+@TORCH.needs(f"{_FSDP_MODULE}._get_fsdp_state", f"{_FSDP_STATE}:FSDPState._fsdp_param_groups")
 def fsdp_meshes(module: Any) -> list[Any]:
     """The meshes over which ``fully_shard`` has spread a module, whose parameters may be whole."""
     return [group.mesh_info.mesh for group in module._get_fsdp_state()._fsdp_param_groups]
@@ -290,6 +289,12 @@ def in_no_graph_of_its_caller(function: _Function) -> _Function:
     """
     vars(function)["_torchdynamo_disable"] = True
     return function
+
+
+@TORCH.needs("torch.nn.parallel:DistributedDataParallel._active_ddp_module")
+def in_forward_of_ddp() -> bool:
+    """Whether the forward of DDP is running, which sees what its module computes."""
+    return DistributedDataParallel._active_ddp_module is not None
 
 
 # Storages, and the ops that write to them.

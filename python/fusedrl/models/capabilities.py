@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models.lengths import shared_below
@@ -24,6 +25,7 @@ from fusedrl.models.split import (
     CannotSplit,
     Parts,
     autocast_of,
+    chain_of,
     device_of,
     split,
     vocabulary_of,
@@ -163,7 +165,9 @@ def _packable(parts: Parts) -> bool:
 
 
 def _parts_key(modules: list[Any], parts: Parts, below: int | None) -> Any:
-    ends = (modules[0], parts.base, parts.decoder, parts.head)
+    # DDP counts its steps in attributes.
+    outer = [m for m in chain_of(modules[0]) if not isinstance(m, DistributedDataParallel)]
+    ends = (*outer, parts.decoder, parts.head)
     autocast = autocast_of(parts.weight.device)
     return signature(modules, ends, "parts", _packable(parts), below, autocast)
 

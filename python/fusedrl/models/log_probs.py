@@ -138,4 +138,3 @@ def _nothing(model: nn.Module, length: int, entropy: bool) -> Tensor | TokenLogP
     dtype = torch.float64 if double else torch.float32
     zeros = torch.zeros(length, dtype=dtype, device=device_of(model))
     return TokenLogProbs(zeros, zeros.clone()) if entropy else zeros
-

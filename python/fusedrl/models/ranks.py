@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.channel.tensors import is_dtensor
-from fusedrl.compat.torch import fsdp_meshes, is_fully_sharded
+from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharded
+
+logger = logging.getLogger("fusedrl")
 
 
 class Apart(Exception):
@@ -53,11 +59,10 @@ def ranks_of(model: Any) -> Ranks | None:
 
 def _groups_of(model: nn.Module) -> Iterator[Any]:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    reducing = (DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
     meshes: dict[int, Any] = {}
     for module in model.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            yield module.process_group
-        elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+        if isinstance(module, reducing):
             yield module.process_group
         elif is_fully_sharded(module):
             meshes.update((id(mesh), mesh) for mesh in fsdp_meshes(module))
@@ -155,6 +160,8 @@ def together(model: Any) -> Iterator[Step]:
         yield of_caller[1]
         return
     step = Step(ranks_of(model))
+    if step.alone and torch.is_grad_enabled():
+        _warn_of_ddp(model)
     token = _steps.set((model, step))
     try:
         yield step
@@ -163,3 +170,23 @@ def together(model: Any) -> Iterator[Step]:
         raise
     finally:
         _steps.reset(token)
+
+
+_looked_at: WeakSet[nn.Module] = WeakSet()
+
+
+def _warn_of_ddp(model: Any) -> None:
+    """Say once of a module inside of DDP that DDP does not see what is computed with it."""
+    if not (distributed.is_available() and distributed.is_initialized()) or in_forward_of_ddp():
+        return
+    if not isinstance(model, nn.Module) or model in _looked_at:
+        return
+    _looked_at.add(model)
+    # Nothing leads from a module to what is around it.
+    wrappers = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+    if any(part is model for wrapper in wrappers for part in wrapper.modules()):
+        logger.warning(
+            "%s: it is the module of a DistributedDataParallel, which does not see this call, so "
+            "that its gradients are not averaged over the ranks; pass the DistributedDataParallel",
+            type(model).__name__,
+        )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.compat.torch import COMPILED_CALL, class_of, is_fully_sharded, uncompiled
 from fusedrl.models.as_forward import as_forward
@@ -62,9 +63,7 @@ class Parts(NamedTuple):
             return hidden.to(self.weight.device)
         return hidden.to(self.weight.device, self.weight.dtype)
 
-    def within(
-        self, function: Callable[[], tuple[Tensor, ...]], ids: Tensor
-    ) -> tuple[Tensor, ...]:
+    def within(self, function: Callable[[], tuple[Tensor, ...]], ids: Tensor) -> tuple[Tensor, ...]:
         """What ``function`` returns, within the forward of a model that ranks share.
 
         There the weights are whole, and FSDP and DDP see what leaves it.
@@ -119,7 +118,7 @@ def chain_of(model: Any) -> list[Any]:
     while True:
         outer = chain[-1]
         inner = uncompiled(outer)
-        if isinstance(outer, nn.parallel.DistributedDataParallel):
+        if isinstance(outer, DistributedDataParallel):
             inner = outer.module
         # transformers' own adapters are inside of the model
         elif hasattr(outer, "peft_config") and hasattr(outer, "get_base_model"):
@@ -183,7 +182,7 @@ def split(model: Any) -> Parts:
         raise CannotSplit("it has no configuration")
     config = base.config.get_text_config()
     decode = _compiled_as(decoder, *chain)
-    shared = sharded or any(isinstance(m, nn.parallel.DistributedDataParallel) for m in chain)
+    shared = sharded or any(isinstance(m, DistributedDataParallel) for m in chain)
     return Parts(
         model, base, decoder, decode, head, _scale(config), _softcap(config), config, shared
     )
