@@ -8,10 +8,9 @@ from typing import Any
 import shared_models
 import torch
 import torch.distributed as dist
-from objectives.policies import OUTPUTS, actor_of, batch_of, model_of, rows
+from objectives.policies import OUTPUTS, actor_of, batch_of, model_of, rows, tokenizer
 from shared_models import check_gradients, gradients
 from tensordict import set_list_to_stack
-from torch import Tensor
 from torchrl.objectives.llm import grpo as torchrl_grpo
 
 import fusedrl
@@ -63,10 +62,13 @@ def like_one_process(
     ours.average_tokens_across_devices = averages
     ours.max_tokens_per_forward = limit
     theirs = getattr(torchrl_grpo, name)(actor(whole), masking_strategy="rlhf", **options)
+    rows_of_head = shared_models.RowsOfHead(len(tokenizer()))
     for empty_rank in (empty, -1):
         model.zero_grad(set_to_none=True)
         whole.zero_grad(set_to_none=True)
-        output = backward(ours, batch(rank, ranks, empty_rank))
+        known = rows_of_head.rows
+        with rows_of_head:
+            output = backward(ours, batch(rank, ranks, empty_rank))
         if averages:
             parts = [batch(other, ranks, empty_rank) for other in range(ranks)]
             data = fused(parts)
@@ -81,12 +83,70 @@ def like_one_process(
                     for field in OUTPUTS:
                         mine, exact = getattr(output, field), getattr(answer, field)
                         if exact is not None:
-                            torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
+                            torch.testing.assert_close(
+                                mine, exact, rtol=1e-4, atol=1e-5, equal_nan=True
+                            )
             for parameter in whole.parameters():
                 assert parameter.grad is not None
                 parameter.grad /= ranks
         check_gradients(gradients(model), gradients(whole), 5e-5)
-    return 0
+    return rows_of_head.rows - known  # without the trial of the first call
+
+
+def errors() -> list[str]:
+    """What each rank raises if one has data that a loss refuses; then all go on."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    loss = fusedrl.GRPOLoss(actor(shared_models.sharded(model_of())), masking_strategy="rlhf")
+    loss.kl_to_ref_coeff = 0.1
+
+    def misshapen(data: Any) -> None:
+        data["advantage"] = data["advantage"].squeeze(-1)
+
+    def without(*keys: str) -> Any:
+        def spoil(data: Any) -> None:
+            for row in data.unbind(0) if len(keys) > 1 else [data]:
+                del row[keys]
+
+        return spoil
+
+    def too_large(data: Any) -> None:
+        data.unbind(0)[0]["tokens", "full"][-2] = 10**6
+
+    found = []
+    for spoil in (misshapen, without("advantage"), without("log_probs", "full"),
+                  without("next", "ref_log_probs", "full"), too_large):  # fmt: skip
+        data = copy.deepcopy(batch(rank, ranks, -1))
+        if rank == 1:
+            spoil(data)
+        try:
+            backward(loss, data)
+            found.append("")
+        except (ValueError, KeyError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    backward(loss, batch(rank, ranks, -1))
+    return found
+
+
+def torchrl_computes() -> None:
+    """One rank has data of which log-probs cannot come from hidden states: none has."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = model_of()
+    model = shared_models.sharded(copy.deepcopy(whole))
+    ours = fusedrl.GRPOLoss(actor(model), masking_strategy="rlhf")
+    theirs = torchrl_grpo.GRPOLoss(actor(whole), masking_strategy="rlhf")
+    for loss in (ours, theirs):
+        loss.set_keys(action="others")
+    parts = [batch(other, ranks, -1) for other in range(ranks)]
+    for other, part in enumerate(parts):
+        for row in part.unbind(0):
+            row["others"] = row["tokens", "full"] + (other == 1)
+    backward(ours, parts[rank])
+    for part in parts:
+        backward(theirs, part)
+    for parameter in whole.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= ranks
+    check_gradients(gradients(model), gradients(whole), 5e-5)
 
 
 def fused(parts: list[Any]) -> Any:

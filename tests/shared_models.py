@@ -106,14 +106,14 @@ def layers_compiled(model: Any) -> Any:
 
 
 class RowsOfHead(TorchFunctionMode):
-    """Counts the rows that are multiplied with a head of ``VOCAB`` classes by torch itself."""
+    """Counts the rows that are multiplied with a head of so many classes by torch itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = VOCAB) -> None:
         super().__init__()
-        self.rows = 0
+        self.classes, self.rows = classes, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear and args[1].shape[0] == VOCAB:
+        if func is nn.functional.linear and args[1].shape[0] == self.classes:
             self.rows += args[0].numel() // args[0].shape[-1]
         return func(*args, **(kwargs or {}))
 
@@ -152,7 +152,9 @@ def check_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], allowed:
     for name, grad in theirs.items():
         size = grad.abs().max()
         error = (ours[name] - grad).abs().max()
-        assert error <= allowed * (size + largest / 10), f"{name}: {error:.3g} of {size:.3g}, {largest:.3g}"
+        assert error <= allowed * (size + largest / 10), (
+            f"{name}: {error:.3g} of {size:.3g}, {largest:.3g}"
+        )
         same = ours[name].clone()
         dist.broadcast(same, 0)
         assert torch.equal(same, ours[name]), f"{name} differs between ranks"

@@ -91,7 +91,14 @@ class GRPOLoss(_GRPOLoss):
         if not step.alone:
             check_data(self, tensordict)
         scores = scores_of(self, GRPOLoss, tensordict, step)
-        shares = shares_of(self, scores, step) if self.average_tokens_across_devices else None
+        shares = None
+        if self.average_tokens_across_devices and not step.alone:
+            if scores is None:
+                raise ValueError(
+                    "average_tokens_across_devices: expected a loss that is computed from hidden "
+                    "states, got one that torchrl has to compute; set it to False"
+                )
+            shares = shares_of(self, scores, step)
         try:
             if scores is None:
                 return super().forward(tensordict)

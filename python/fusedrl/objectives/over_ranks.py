@@ -24,6 +24,14 @@ def check_data(loss: Any, td: TensorDictBase) -> None:
             f"{key}: expected log-probs of the reference for kl_to_ref_coeff, got none; add them "
             "with RetrieveLogProb"
         )
+    if loss.average_tokens_across_devices and (
+        "none" in (loss.aggregation, loss.reduction) or loss.kl_mask_threshold
+    ):
+        raise ValueError(
+            "average_tokens_across_devices: expected a loss with a mean over tokens that are known "
+            "before it is computed, got one without a mean or with kl_mask_threshold; set it to "
+            "False"
+        )
 
 
 def misshapen_advantage(loss: Any, td: TensorDictBase) -> str | None:
@@ -49,18 +57,12 @@ def misshapen_advantage(loss: Any, td: TensorDictBase) -> str | None:
     )
 
 
-def shares_of(loss: Any, scores: Scores | None, step: Step) -> tuple[float, float]:
+def shares_of(loss: Any, scores: Scores, step: Step) -> tuple[float, float]:
     """What a rank's means count among those of all ranks: those of tokens, and of all places.
 
     Both are 1 where each rank has as many. Torch averages the gradients of ranks, so that a rank
     with a part ``p`` of all tokens, of ``R`` ranks, counts ``p * R``.
     """
-    if scores is None or "none" in (loss.aggregation, loss.reduction) or loss.kl_mask_threshold:
-        raise ValueError(
-            "average_tokens_across_devices: expected a mean over tokens that do not depend on the "
-            "policy, of a loss that is computed from hidden states, got another loss; set it to "
-            "False"
-        )
     rows, width = scores.counted.shape
     count = rows if loss.aggregation == "prompt_mean" else int(scores.counted.sum())
     ranks, counts, all_rows = step.total(1, count, rows)
