@@ -149,6 +149,34 @@ def torchrl_computes() -> None:
     check_gradients(gradients(model), gradients(whole), 5e-5)
 
 
+def penalties(way: str) -> str:
+    """Compare RetrieveKL with one process, and what each rank raises if one has bad data."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    policy, reference = model_of(), model_of("llama")
+    shared = shared_models.WAYS[way](copy.deepcopy(policy))
+    keys = {"log_probs_key": "log_probs"}, {"log_probs_key": "ref_log_probs"}
+
+    def transform(*models: Any) -> Any:
+        wrappers = (actor_of(m, STACK, **key) for m, key in zip(models, keys, strict=True))
+        return fusedrl.RetrieveKL(*wrappers, add_to_reward=False, assistant_only=False)
+
+    def data() -> Any:
+        return batch_of(STACK, chats_of(rank, ranks)).select("tokens", "masks")
+
+    ours = transform(shared, reference)(data()).get("kl_penalty", as_list=True)
+    theirs = transform(policy, reference)(data()).get("kl_penalty", as_list=True)
+    for mine, exact in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
+    spoiled = data()
+    if rank == 1:
+        del spoiled["tokens"]
+    try:
+        transform(shared, reference)(spoiled)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def fused(parts: list[Any]) -> Any:
     """The rows of all ranks in one batch."""
     from tensordict import lazy_stack

@@ -68,3 +68,9 @@ def test_an_error_of_a_rank_is_an_error_of_all(two):
 
 def test_torchrl_computes_on_all_ranks_or_on_none(two):
     two.run(shared_losses.torchrl_computes)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_penalties(two, way):
+    first, second = two.run(shared_losses.penalties, way)
+    assert "on rank 1 before" in first and second and "on rank" not in second

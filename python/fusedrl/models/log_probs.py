@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusedrl.models.checks import check_all_classes, check_vocabulary, logits_of
 from fusedrl.models.ranks import together
 from fusedrl.models.requests import Plan, Request, at_kept_states, request_of
-from fusedrl.models.split import Parts, device_of, unwrapped, vocabulary_of
+from fusedrl.models.split import Parts, device_of, vocabulary_of
 from fusedrl.ops import linear_token_log_probs, token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
@@ -71,8 +71,7 @@ def causal_log_probs(
         >>> causal_log_probs(model, torch.arange(7), [4, 3]).shape
         torch.Size([7])
     """
-    target, _ = unwrapped(model)
-    with together(target) as step:
+    with together(model) as step:
         request = request_of(model, tokens, lengths, mask, max_tokens_per_forward, model_kwargs)
         if step.alone and not request.keeps_some:
             return _nothing(request.model, len(tokens), entropy)

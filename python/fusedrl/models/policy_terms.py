@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedrl.models.log_probs import causal_log_probs
 from fusedrl.models.ranks import together
 from fusedrl.models.requests import at_kept_states, request_of
-from fusedrl.models.split import Parts, unwrapped
+from fusedrl.models.split import Parts
 from fusedrl.ops import _dispatch, _head
 from fusedrl.ops.linear_policy_loss.autograd import Rows, Task, Terms, run
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
@@ -55,8 +55,7 @@ def causal_policy_terms(
     Raises:
         TypeError, ValueError: as :func:`causal_log_probs`.
     """
-    target, _ = unwrapped(model)
-    with together(target) as step:
+    with together(model) as step:
         request = request_of(model, tokens, lengths, mask, max_tokens_per_forward, model_kwargs)
         if request.keeps_some or not step.alone:
             with request.opened(step) as plan:

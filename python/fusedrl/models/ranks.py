@@ -104,6 +104,10 @@ class Step:
         """Whether the model is that of this process."""
         return self._ranks is None
 
+    def begin(self) -> None:
+        """A further call follows, on which the ranks have not agreed yet."""
+        self._settled = self._ranks is None
+
     def agree(
         self, *, apart: bool = False, tries: bool = False, passes: int = 0
     ) -> tuple[bool, int]:
@@ -149,20 +153,27 @@ class Step:
             self._ranks.largest(distributed.get_rank() + 1, 0, 0, 0)
 
 
-_steps: ContextVar[tuple[Any, Step] | None] = ContextVar("_steps", default=None)
+_steps: ContextVar[tuple[tuple[Any, Step], ...]] = ContextVar("_steps", default=())
 
 
 @contextmanager
 def together(model: Any) -> Iterator[Step]:
-    """A call of a model that its ranks make together: the step of the caller, or a new one."""
-    of_caller = _steps.get()
-    if of_caller is not None and of_caller[0] is model:
-        yield of_caller[1]
+    """A call of a model that its ranks make together: the step of a caller, or a new one.
+
+    Args:
+        model: to call, a module around it, or :class:`fusedrl.models.WithoutAdapters`.
+    """
+    model = getattr(model, "adapted", model)
+    of_callers = _steps.get()
+    step = next((step for known, step in of_callers if known is model), None)
+    if step is not None:
+        step.begin()
+        yield step
         return
     step = Step(ranks_of(model))
     if step.alone and torch.is_grad_enabled():
         _warn_of_ddp(model)
-    token = _steps.set((model, step))
+    token = _steps.set((*of_callers, (model, step)))
     try:
         yield step
     except Exception:

@@ -12,7 +12,6 @@ from torchrl.objectives.llm import CISPOLoss as _CISPOLoss
 from torchrl.objectives.llm import GRPOLoss as _GRPOLoss
 
 from fusedrl.models.ranks import Step, together
-from fusedrl.models.split import unwrapped
 from fusedrl.objectives.over_ranks import check_data, misshapen_advantage, shares_of, weighed
 from fusedrl.objectives.scores import Scores, scores_of
 
@@ -83,8 +82,7 @@ class GRPOLoss(_GRPOLoss):
     def forward(self, tensordict: TensorDictBase) -> Any:
         """The losses and metrics of a batch, in the form of torchrl's class."""
         actor = getattr(self, "actor_network", None)
-        model, _ = unwrapped(getattr(actor, "model", None))
-        with together(model) as step:
+        with together(getattr(actor, "model", None)) as step:
             return self._forward(tensordict, step)
 
     def _forward(self, tensordict: TensorDictBase, step: Step) -> Any:
