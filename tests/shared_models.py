@@ -160,6 +160,37 @@ def check_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], allowed:
         assert torch.equal(same, ours[name]), f"{name} differs between ranks"
 
 
+def parallel(model: Any, layout: Any = None) -> Any:
+    """Head and embeddings of which each rank has a part of the vocabulary."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"lm_head": ColwiseParallel(output_layouts=layout or Replicate())}
+    return parallelize_module(model, mesh, plan)
+
+
+def parts_of_a_head(kind: str) -> int:
+    """Compare a model whose head is sharded with one process: each rank has the same data."""
+    whole = model_of(kind, tie_word_embeddings=False)
+    model = parallel(copy.deepcopy(whole))
+    rows = RowsOfHead()
+    data = data_of(0, 1)[0]
+    capabilities_of(model)
+    for entropy in (False, True):
+        model.zero_grad(set_to_none=True)
+        whole.zero_grad(set_to_none=True)
+        with rows:
+            scored = causal_log_probs(model, *data, entropy=entropy)
+        ours = scored.log_probs if isinstance(scored, TokenLogProbs) else scored
+        expected = definition(whole, *data)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+        for values in (ours, expected):
+            (values * torch.linspace(-1, 2, len(values))).sum().backward()
+        check_gradients(gradients(model), gradients(whole), 2e-5)
+    return rows.rows
+
+
 def like_one_process(way: str, kind: str, seeds: list[int]) -> int:
     """Compare values and gradients with one process over all data; the rows torch multiplied.
 

@@ -48,6 +48,12 @@ def test_many_batches(request, ranks, count):
         pool.run(shared_models.like_one_process, "fsdp", "llama", seeds)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_ranks_with_parts_of_a_head(two, three, kind):
+    assert two.run(shared_models.parts_of_a_head, kind) == [0, 0]
+    assert three.run(shared_models.parts_of_a_head, kind) == [0, 0, 0]  # 34, 34 and 32 classes
+
+
 def test_gradients_that_accumulate(two):
     two.run(shared_models.accumulates)
 

@@ -233,20 +233,23 @@ TORCH.names(
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks run at a module's call, or at its backward pass if there may be one.
 
-    Those of FSDP do not count, which gather the module's parameters and know nothing of results.
+    Those of FSDP and of tensor parallelism do not count, which move parameters and results between
+    ranks and change no value.
     """
     names = (*_FORWARD_HOOKS, *_BACKWARD_HOOKS) if torch.is_grad_enabled() else _FORWARD_HOOKS
     hooks = (h for n in names for h in (getattr(every_module, f"_global{n}"), getattr(module, n)))
-    return any(not _of_fsdp(hook) for kind in hooks for hook in kind.values())
+    return any(not _of_ranks(hook) for kind in hooks for hook in kind.values())
 
 
-def _of_fsdp(hook: Any) -> bool:
-    return getattr(hook, "__module__", None) == _FSDP_STATE
+def _of_ranks(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) in (_FSDP_STATE, _TENSOR_PARALLEL)
 
 
 # What fully_shard makes of a module.
 
 _FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_TENSOR_PARALLEL = "torch.distributed.tensor._api"
+TORCH.names(_TENSOR_PARALLEL, ("distribute_module",), "its hooks stay in force around a part")
 TORCH.names(_FSDP_STATE, ("FSDPState",), "its hooks stay in force around a part of a model")
 _FSDP_MODULE = "torch.distributed.fsdp:FSDPModule"
 

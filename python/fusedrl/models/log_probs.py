@@ -101,6 +101,7 @@ def _from_states(
                 bias=parts.bias,
                 softcap=parts.softcap,
                 scale=parts.scale,
+                **parts.shard,
                 **options,
             )
         )

@@ -94,6 +94,8 @@ def causal_policy_terms(
 
 
 def _has_kernel(parts: Parts, autocast: torch.dtype | None) -> bool:
+    if parts.shard:  # no terms are known before the ranks have put their parts together
+        return False
     weight = parts.weight
     dtype = weight.dtype if autocast is None or weight.dtype == torch.float64 else autocast
     return _dispatch.choose("auto", _OP, weight.device, dtype) not in ("reference", "meta")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fusedrl.channel.forking import renew_in_children
+from fusedrl.channel.tensors import is_dtensor
 from fusedrl.compat.torch import buffers_of
 from fusedrl.models.split import Parts, autocast_as, autocast_of, uncompiled
 from fusedrl.ops._head import scaled_and_capped
@@ -77,7 +78,7 @@ def probe_parts(parts: Parts, packable: bool, below: int | None) -> ProbeResult:
         return (marked,)
 
     marked = torch.linspace(-1, 1, SHORT, device=parts.embeddings.device).view(1, SHORT, 1)
-    rows = _rows(min(len(parts.weight), len(parts.embeddings)), parts.embeddings.device)
+    rows = _rows(min(parts.classes, len(parts.embeddings)), parts.embeddings.device)
     with torch.no_grad():
         (left,) = parts.within(probe, rows[0])
     if not torch.equal(left, marked):
@@ -89,7 +90,7 @@ def _probe_parts(
     model: Callable[..., Any], parts: Parts, packable: bool, below: int | None
 ) -> ProbeResult:
     device = parts.embeddings.device
-    rows = _rows(min(len(parts.weight), len(parts.embeddings)), device)
+    rows = _rows(min(parts.classes, len(parts.embeddings)), device)
     with _undisturbed(device):
         plain = _AtHead.run(model, parts, rows[0], 1.0)
         autocasts = set(plain.autocasts) or {autocast_of(device)}
@@ -177,7 +178,8 @@ class _AtHead(TorchFunctionMode):
     def run(cls, model: Callable[..., Any], parts: Parts, row: Tensor, gain: float) -> _AtHead:
         """The model's logits of a row, and what entered its head."""
         with cls(parts, gain) as head:
-            head.logits = model(input_ids=row, use_cache=False, return_dict=True).logits
+            logits = model(input_ids=row, use_cache=False, return_dict=True).logits
+        head.logits = logits.full_tensor() if is_dtensor(logits) else logits
         return head
 
     def __torch_function__(
@@ -186,9 +188,10 @@ class _AtHead(TorchFunctionMode):
         # Asked now, because a weight may be another tensor while ranks have gathered it.
         if func is torch.nn.functional.embedding and args[1] is self.parts.embeddings:
             self.autocasts.append(autocast_of(args[1].device))
-        if func is torch.nn.functional.linear and args[1] is self.parts.weight:
+        if func is torch.nn.functional.linear and args[1] is self.parts.head.weight:
             self.autocasts.append(autocast_of(args[1].device))
-            self.entered.append(args[0])
+            states = args[0]
+            self.entered.append(states.full_tensor() if is_dtensor(states) else states)
             args = (args[0] * self.gain, *args[1:])
         return func(*args, **(kwargs or {}))
 
@@ -347,8 +350,20 @@ def _logits(parts: Parts, hidden: Tensor) -> Tensor:
     (logits,) = parts.at_head(
         hidden, lambda states: (torch.nn.functional.linear(states, parts.weight, parts.bias),)
     )
+    if parts.shard:
+        logits = _gathered(logits, parts)
     logits = logits.to(hidden.dtype if hidden.dtype == torch.float64 else torch.float32)
     return scaled_and_capped(logits, parts.scale or 1.0, parts.softcap or 0.0)
+
+
+def _gathered(logits: Tensor, parts: Parts) -> Tensor:
+    """The logits of all ranks' classes, of which each has a part."""
+    group = parts.shard["vocab_group"]
+    each = -(-parts.classes // group.size())  # all but the last parts have as many
+    own = torch.nn.functional.pad(logits, (0, each - logits.shape[-1]))
+    shards = [torch.empty_like(own) for _ in range(group.size())]
+    torch.distributed.all_gather(shards, own, group)
+    return torch.cat(shards, -1)[..., : parts.classes]
 
 
 def _peak(values: Tensor) -> float:

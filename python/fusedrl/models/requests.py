@@ -75,9 +75,9 @@ class Request(NamedTuple):
         work = [row for row in self.work if len(row.kept)]
         parts = capabilities.parts
         if parts is not None:
-            check_all_classes(len(parts.weight), len(parts.embeddings))
+            check_all_classes(parts.classes, len(parts.embeddings))
             places = [row.kept + row.start for row in work] or [self.tokens[:0]]
-            check_vocabulary(self.tokens, len(parts.weight), torch.cat(places))
+            check_vocabulary(self.tokens, parts.classes, torch.cat(places))
             device = parts.embeddings.device
             limit = forwards.tokens_per_forward(device, attention_of(parts.config))
         else:

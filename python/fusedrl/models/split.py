@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedrl.channel.tensors import is_dtensor
 from fusedrl.compat.torch import COMPILED_CALL, class_of, is_fully_sharded, uncompiled
 from fusedrl.models.as_forward import as_forward
 from fusedrl.models.signature import is_hooked
@@ -47,13 +48,31 @@ class Parts(NamedTuple):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the head, ``[V, H]``."""
-        return self.head.weight
+        """The weight of the head, ``[V, H]``, or this rank's shard of it."""
+        return _own_part(self.head.weight)
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the head, ``[V]``, if it has one."""
-        return self.head.bias
+        """The bias of the head, ``[V]``, or this rank's shard of it, if the head has one."""
+        return None if self.head.bias is None else _own_part(self.head.bias)
+
+    @property
+    def classes(self) -> int:
+        """How many logits a token has."""
+        return self.head.weight.shape[0]
+
+    @property
+    def shard(self) -> dict[str, Any]:
+        """Where this rank's part of the head is, as our ops take it; empty for a whole head."""
+        weight: Any = self.head.weight
+        if not is_dtensor(weight) or is_fully_sharded(self.base):
+            return {}
+        mesh = weight.device_mesh
+        each = -(-self.classes // mesh.size())  # as torch.chunk cuts it
+        return {
+            "vocab_offset": min(mesh.get_local_rank() * each, self.classes),
+            "vocab_group": mesh.get_group(),
+        }
 
     def hidden(self, **inputs: Any) -> Tensor:
         """The decoder's last hidden states, ``[B, T, H]``, in the dtype of the head."""
@@ -81,8 +100,22 @@ class Parts(NamedTuple):
     ) -> tuple[Tensor, ...]:
         """What ``function`` makes of hidden states, where the head's weight is whole."""
         if not is_fully_sharded(self.head):
-            return function(hidden)
+            return function(_whole(hidden))
         return as_forward(self.head, function, lambda: self.head(hidden))
+
+
+def _is_shard(weight: Any) -> bool:
+    """Whether ranks of one dimension have a part of the classes each, and can put them together."""
+    return is_dtensor(weight) and weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0)
+
+
+def _own_part(weight: Any) -> Tensor:
+    return weight.to_local() if is_dtensor(weight) else weight
+
+
+def _whole(hidden: Any) -> Tensor:
+    """Hidden states as a tensor of this rank, whose gradient is that of all classes."""
+    return hidden.full_tensor() if is_dtensor(hidden) else hidden
 
 
 def unwrapped(model: Any) -> tuple[Any, AbstractContextManager[None]]:
@@ -172,7 +205,7 @@ def split(model: Any) -> Parts:
         name = f"{kind.__module__}.{kind.__qualname__}"
         raise CannotSplit(f"its head is a {name}, not a torch.nn.Linear")
     sharded = any(map(is_fully_sharded, (*chain, head)))  # and whole in the forward
-    if not sharded and type(head.weight) is not nn.Parameter:
+    if not sharded and type(head.weight) is not nn.Parameter and not _is_shard(head.weight):
         raise CannotSplit("the weight of its head is sharded or offloaded")
     if head.weight.is_meta or not head.weight.numel():
         raise CannotSplit("the weight of its head is sharded or offloaded")
