@@ -31,15 +31,21 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each rank's ``function(*args)`` returns; an error of a rank is an error here."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(2 * PATIENCE), f"rank {rank} hangs"
-            answers.append(pipe.recv())
+        self.send(function, *args)
+        answers = list(map(self.answer, range(len(self._pipes))))
         failed = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
         assert not failed, "\n".join(failed)
         return [answer for _, answer in answers]
+
+    def send(self, function: Callable[..., Any], *args: Any) -> None:
+        """Let each rank call ``function(*args)``."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+
+    def answer(self, rank: int) -> tuple[str | None, Any]:
+        """The text of the error of a rank, or ``None``, and what its function returned."""
+        assert self._pipes[rank].poll(2 * PATIENCE), f"rank {rank} hangs"
+        return self._pipes[rank].recv()
 
     def close(self) -> None:
         """End the processes."""

@@ -35,6 +35,20 @@ def test_three_ranks(three, kind, way):
     assert rows == [0, 0, 0]
 
 
+def test_experts(two):
+    assert two.run(shared_models.like_one_process, "fsdp", "mixtral", [0, 1, 2]) == [0, 0]
+
+
+def test_a_killed_rank_ends_the_wait_of_others(tmp_path):
+    pool = RankPool(2, tmp_path)
+    try:
+        pool.send(shared_models.meets_a_dead_rank)
+        text, error = pool.answer(0)
+        assert text is None and error
+    finally:
+        pool.close()
+
+
 def test_one_hundred_batches(two):
     two.run(shared_models.like_one_process, "fsdp", "llama", list(range(100)))
 
