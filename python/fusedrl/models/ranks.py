@@ -21,7 +21,7 @@ from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharde
 logger = logging.getLogger("fusedrl")
 
 
-class Apart(Exception):
+class Apart(RuntimeError):
     """Another rank cannot compute its part from hidden states, so that no rank may."""
 
 
@@ -134,7 +134,10 @@ class Step:
                 f"{failing - 1} before the forward pass; see the error of that rank"
             )
         if any_apart and not apart:
-            raise Apart
+            raise Apart(
+                "model: expected data that every rank scores in one way, got such that another "
+                "rank's wrapper scores by itself; give all ranks the same wrapper"
+            )
         self._settled = not any_tries
         return bool(any_tries), most
 

@@ -27,7 +27,8 @@ class Parts(NamedTuple):
     """The decoder and the head of ``base``, as :func:`fusedrl.linear_token_log_probs` takes it.
 
     ``decode`` calls the decoder, compiled if the decoder or the model is. Both compute
-    :meth:`within` the model's forward.
+    :meth:`within` the model's forward, if ranks share it. The head's weight may be ``gathered``
+    for the duration of that alone.
     """
 
     model: nn.Module
@@ -39,6 +40,7 @@ class Parts(NamedTuple):
     softcap: float | None
     config: Any
     shared: bool
+    gathered: bool
 
     @property
     def embeddings(self) -> Tensor:
@@ -65,7 +67,7 @@ class Parts(NamedTuple):
     def shard(self) -> dict[str, Any]:
         """Where this rank's part of the head is, as our ops take it; empty for a whole head."""
         weight: Any = self.head.weight
-        if not is_dtensor(weight) or is_fully_sharded(self.base):
+        if self.gathered or not is_dtensor(weight):
             return {}
         mesh = weight.device_mesh
         each = -(-self.classes // mesh.size())  # as torch.chunk cuts it
@@ -204,8 +206,8 @@ def split(model: Any) -> Parts:
     if kind is not nn.Linear:
         name = f"{kind.__module__}.{kind.__qualname__}"
         raise CannotSplit(f"its head is a {name}, not a torch.nn.Linear")
-    sharded = any(map(is_fully_sharded, (*chain, head)))  # and whole in the forward
-    if not sharded and type(head.weight) is not nn.Parameter and not _is_shard(head.weight):
+    gathered = any(map(is_fully_sharded, (*chain, head)))
+    if not gathered and type(head.weight) is not nn.Parameter and not _is_shard(head.weight):
         raise CannotSplit("the weight of its head is sharded or offloaded")
     if head.weight.is_meta or not head.weight.numel():
         raise CannotSplit("the weight of its head is sharded or offloaded")
@@ -215,9 +217,17 @@ def split(model: Any) -> Parts:
         raise CannotSplit("it has no configuration")
     config = base.config.get_text_config()
     decode = _compiled_as(decoder, *chain)
-    shared = sharded or any(isinstance(m, DistributedDataParallel) for m in chain)
     return Parts(
-        model, base, decoder, decode, head, _scale(config), _softcap(config), config, shared
+        model,
+        base,
+        decoder,
+        decode,
+        head,
+        _scale(config),
+        _softcap(config),
+        config,
+        shared=gathered or any(isinstance(m, DistributedDataParallel) for m in chain),
+        gathered=gathered,
     )
 
 

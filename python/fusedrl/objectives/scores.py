@@ -78,13 +78,14 @@ def scores_of(loss: Any, base: type, tensordict: TensorDictBase, step: Step) -> 
     """
     try:
         return _scores(loss, base, tensordict, step)
-    except CannotFuse as why:
-        if (type(loss), str(why)) not in _warned:
-            _warned.add((type(loss), str(why)))
-            logger.warning("%s: %s; torchrl computes it from all logits", type(loss).__name__, why)
+    except CannotFuse as error:
+        why = str(error)
         step.agree(apart=True)
     except Apart:
-        logger.warning("%s: torchrl computes it, as on another rank", type(loss).__name__)
+        why = "torchrl computes that of another rank"
+    if (type(loss), why) not in _warned:
+        _warned.add((type(loss), why))
+        logger.warning("%s: %s; torchrl computes it from all logits", type(loss).__name__, why)
     return None
 
 
