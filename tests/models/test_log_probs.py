@@ -95,21 +95,6 @@ def test_nothing_to_score_computes_nothing():
     assert not causal_log_probs(hooked, TOKENS, LENGTHS, nothing).any()
 
 
-@pytest.mark.parametrize("mask", [MASK, torch.zeros(N, dtype=torch.bool)])
-def test_ranks_that_share_a_model_do_one_forward_each(monkeypatch, mask):
-    """Whatever their data, or one would wait for another in a forward that never comes."""
-    model = model_of("llama")
-    expected = definition(model, TOKENS, LENGTHS, mask)
-    seen = []
-    model.register_forward_hook(lambda *_: seen.append(1))  # a model to ask for its logits
-    monkeypatch.setattr(log_probs, "ranks_of", lambda _: 2)
-    monkeypatch.setattr(log_probs.forwards, "tokens_per_forward", lambda *_: 20)
-    causal_log_probs(model, TOKENS, LENGTHS, mask)  # the probe
-    seen.clear()
-    close(causal_log_probs(model, TOKENS, LENGTHS, mask), expected)
-    assert len(seen) == 1
-
-
 @pytest.mark.parametrize("limit", [1, 12, 30, 1000])
 def test_a_forward_takes_no_more_tokens_than_allowed(limit):
     for kind in ("llama", "opt"):

@@ -9,7 +9,7 @@ from model_ranks import LONG, longrope, on_a_rank
 from prepared import processes
 from torch import nn
 
-from fusedrl.models import causal_log_probs, log_probs
+from fusedrl.models import causal_log_probs
 from fusedrl.models.capabilities import capabilities_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
@@ -94,39 +94,6 @@ def test_others_share_padded_batches():
         )
         causal_log_probs(model, TOKENS, LENGTHS)
         assert max(sizes) > 1
-
-
-@pytest.fixture
-def ranks(tmp_path, monkeypatch):
-    """A program of one rank, which takes itself to be one of two."""
-    store = f"file://{tmp_path / 'store'}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    monkeypatch.setattr(log_probs, "ranks_of", lambda _: 2)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@torch.no_grad()
-def test_ranks_that_share_a_model_do_as_many_forwards_alone(ranks, monkeypatch):
-    """Another rank has seven sequences, this one four that have a prediction."""
-    model = hooked(cpmant())
-    tokens = TOKENS.clamp(min=1)
-    expected = definition(model, tokens, LENGTHS, MASK)
-    capabilities_of(model)
-    reduced = torch.distributed.all_reduce
-
-    def other_has_seven(count, *args):
-        reduced(count, *args)
-        count.clamp_(min=7)
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", other_has_seven)
-    seen = []
-    model.register_forward_hook(lambda *_: seen.append(1))
-    close(causal_log_probs(model, tokens, LENGTHS, MASK), expected)
-    assert len(seen) == 7
-    seen.clear()
-    assert not causal_log_probs(model, tokens[:0], []).any()
-    assert len(seen) == 7
 
 
 def test_only_the_ranks_of_a_sharded_model_wait_for_each_other(tmp_path):

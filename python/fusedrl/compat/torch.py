@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from torch._C import _autograd
 from torch.autograd import forward_ad
 from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 from torch.nn.modules import module as every_module
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.compat.library import Library
 
@@ -238,9 +240,46 @@ TORCH.names(
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks run at a module's call, or at its backward pass if there may be one."""
+    """Whether hooks run at a module's call, or at its backward pass if there may be one.
+
+    Those of FSDP and of tensor parallelism do not count, which move parameters and results between
+    ranks and change no value.
+    """
     names = (*_FORWARD_HOOKS, *_BACKWARD_HOOKS) if torch.is_grad_enabled() else _FORWARD_HOOKS
-    return any(getattr(every_module, f"_global{name}") or getattr(module, name) for name in names)
+    hooks = (h for n in names for h in (getattr(every_module, f"_global{n}"), getattr(module, n)))
+    return any(not _of_ranks(hook) for kind in hooks for hook in kind.values())
+
+
+def _of_ranks(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) in (_FSDP_STATE, _TENSOR_PARALLEL)
+
+
+# What fully_shard makes of a module.
+
+_FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_TENSOR_PARALLEL = "torch.distributed.tensor._api"
+TORCH.names(_TENSOR_PARALLEL, ("distribute_module",), "its hooks stay in force around a part")
+TORCH.names(_FSDP_STATE, ("FSDPState",), "its hooks stay in force around a part of a model")
+_FSDP_MODULE = "torch.distributed.fsdp:FSDPModule"
+
+
+def is_fully_sharded(module: Any) -> bool:
+    """Whether ``fully_shard`` was called with a module, whose call gathers its parameters."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+@TORCH.needs(f"{_FSDP_MODULE}._orig_cls_mro_index")
+def class_of(module: Any) -> type:
+    """The class that a module was made of, of which ``fully_shard`` makes another one."""
+    kind: Any = type(module)
+    return kind.__mro__[kind._orig_cls_mro_index] if is_fully_sharded(module) else kind
+
+
+@TORCH.needs(f"{_FSDP_MODULE}._get_fsdp_state", f"{_FSDP_STATE}:FSDPState._fsdp_param_groups")
+def fsdp_meshes(module: Any) -> list[Any]:
+    """The meshes over which ``fully_shard`` has spread a module, whose parameters may be whole."""
+    return [group.mesh_info.mesh for group in module._get_fsdp_state()._fsdp_param_groups]
 
 
 # Traces.
@@ -262,6 +301,12 @@ def in_no_graph_of_its_caller(function: _Function) -> _Function:
     """
     vars(function)["_torchdynamo_disable"] = True
     return function
+
+
+@TORCH.needs("torch.nn.parallel:DistributedDataParallel._active_ddp_module")
+def in_forward_of_ddp() -> bool:
+    """Whether the forward of DDP is running, which sees what its module computes."""
+    return DistributedDataParallel._active_ddp_module is not None
 
 
 # Storages, and the ops that write to them.

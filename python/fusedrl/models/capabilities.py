@@ -9,27 +9,27 @@ its log-probs are computed in a slower way that is right.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.compat.torch import is_compiled_function
 from fusedrl.compat.transformers import attention_of
-from fusedrl.models.forwards import SHARING
 from fusedrl.models.lengths import shared_below
-from fusedrl.models.probes import ProbeResult, probe_parts, probe_sharing, probe_whole
+from fusedrl.models.probes import ProbeResult, probe_parts, probe_whole
 from fusedrl.models.signature import modules_of, signature
 from fusedrl.models.split import (
     CannotSplit,
     Parts,
     autocast_of,
+    chain_of,
     compiler_of,
     device_of,
     split,
-    uncompiled,
     vocabulary_of,
 )
 
@@ -72,7 +72,7 @@ class Capabilities(NamedTuple):
         below: sequences share a forward pass only if they are shorter than this; longer ones would
             change the results of others in it. ``None`` for no such limit.
         autocast: the dtype of autocast in which the parts compute what the model does.
-        shares: whether sequences in a row have a common beginning once, if that was asked.
+        shares: whether sequences in a row may have a common beginning once.
     """
 
     parts: Parts | None
@@ -91,7 +91,7 @@ def capabilities_of(
     model: Any,
     known_ids: int = 1,
     kwargs: Mapping[str, Any] | None = None,
-    may_share: Callable[[], bool] | None = None,
+    afresh: bool = False,
 ) -> Capabilities:
     """Find what a model allows without a change of its log-probs; log what it does not, once.
 
@@ -101,21 +101,41 @@ def capabilities_of(
         model: the model, or a module around it.
         known_ids: ids in ``[0, known_ids)`` are tried if the model does not say its vocabulary.
         kwargs: further arguments of the model's forward pass, used when its logits are needed.
-        may_share: says whether there are common beginnings to share, asked of a model that packs.
+        afresh: try it even if it is known, as all ranks of a model do if one has to.
 
     Raises:
         TypeError: the model is an encoder, whose tokens see later ones.
     """
+    if not afresh:
+        found = known_capabilities(model, kwargs)
+        if found is not None:
+            return found
     modules = modules_of(model)
     below = shared_below(modules)
-    try:
-        parts = split(model)
-    except CannotSplit as why:
-        _warn(model, f"{why}; its log-probs are computed from all its logits")
-        parts = None
-    finding = ProbeResult(False) if parts is None else _parts_finding(modules, parts, below)
+    parts = _split(model)
+    finding = ProbeResult(False) if parts is None else _try_parts(modules, parts, below)
     if not finding.splits:
-        parts, finding = None, _whole_finding(modules, known_ids, kwargs or {})
+        parts, finding = None, _try_whole(modules, known_ids, kwargs or {})
+    return _told(model, parts, finding, below)
+
+
+def known_capabilities(model: Any, kwargs: Mapping[str, Any] | None = None) -> Capabilities | None:
+    """What is known of a model, without a forward pass of it; ``None`` if it has to be tried."""
+    modules = modules_of(model)
+    below = shared_below(modules)
+    parts = _split(model)
+    finding = None if parts is None else _kept(model, _parts_key(modules, parts, below))
+    if parts is not None and finding is None:
+        return None
+    if finding is None or not finding.splits:
+        if finding is not None:
+            _warn_of_logits(model, finding)
+        parts, finding = None, _kept(model, _whole_key(modules, kwargs or {}))
+    return None if finding is None else _told(model, parts, finding, below)
+
+
+def _told(model: Any, parts: Parts | None, finding: ProbeResult, below: int | None) -> Capabilities:
+    """What a finding allows, with what it does not in the log."""
     if finding.ahead:
         _check_decoder(model)
     if not finding.steady:
@@ -124,32 +144,19 @@ def capabilities_of(
         _warn(model, "it does not keep padded sequences apart; they are computed alone")
     elif parts is not None and not finding.packs:
         _warn(model, "it is not known to keep packed sequences apart; they are padded")
-    found = Capabilities(parts, finding.packs, finding.pads, below, finding.autocast)
-    if parts is None or not found.packs or may_share is None or not may_share():
-        return found
-    return found._replace(shares=_shares(modules, parts, finding.autocast))
+    return Capabilities(parts, finding.packs, finding.pads, below, finding.autocast, finding.shares)
 
 
-def _shares(modules: list[Any], parts: Parts, autocast: torch.dtype | None) -> bool:
-    """Whether sequences of a model that packs may have a common beginning once.
+def may_share(model: nn.Module, parts: Parts) -> bool:
+    """Whether a model that can share beginnings may do so now, which no finding knows.
 
-    Dropout would be drawn once for all of them, and a compiled decoder be compiled once more for
+    Dropout would be drawn once for all sequences, and a compiled decoder be compiled once more for
     each tree.
     """
-    if attention_of(parts.config) not in SHARING:
-        return False
+    modules = modules_of(model)
     if parts.decode is not parts.decoder or any(map(_is_compiled, modules)):
         return False
-    if any(module.training and _drops(module) for module in modules):
-        return False
-    key = signature(modules, (parts.base, parts.decoder), "shares", autocast)
-    finding = _kept(modules[0], key)
-    if finding is None:
-        try:
-            finding = _keep(modules[0], key, probe_sharing(parts, autocast))
-        except Exception:  # its decoder takes no mask of this form
-            finding = _keep(modules[0], key, ProbeResult(True))
-    return finding.shares
+    return not any(module.training and _drops(module) for module in modules)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -165,6 +172,14 @@ def _drops(module: nn.Module) -> bool:
     return any(isinstance(x, float) and x > 0 and "dropout" in name for name, x in found)
 
 
+def _split(model: Any) -> Parts | None:
+    try:
+        return split(model)
+    except CannotSplit as why:
+        _warn(model, f"{why}; its log-probs are computed from all its logits")
+        return None
+
+
 def _check_decoder(model: Any) -> None:
     """Refuse an encoder, whose tokens see later ones."""
     if getattr(getattr(model, "config", None), "is_decoder", None) is False:
@@ -174,39 +189,45 @@ def _check_decoder(model: Any) -> None:
         )
 
 
-def _parts_finding(modules: list[Any], parts: Parts, below: int | None) -> ProbeResult:
-    model = modules[0]
-    attention = attention_of(parts.config)
-    packable = parts.config.model_type in PACKABLE and attention in ATTENTIONS
-    ends = (model, parts.base, parts.decoder, parts.head)
+def _packable(parts: Parts) -> bool:
+    return parts.config.model_type in PACKABLE and attention_of(parts.config) in ATTENTIONS
+
+
+def _parts_key(modules: list[Any], parts: Parts, below: int | None) -> Any:
+    # DDP counts its steps in attributes.
+    outer = [m for m in chain_of(modules[0]) if not isinstance(m, DistributedDataParallel)]
+    ends = (*outer, parts.decoder, parts.head)
     autocast = autocast_of(parts.weight.device)
-    key = signature(modules, ends, "parts", packable, below, autocast)
-    finding = _kept(model, key)
-    if finding is None:
-        try:
-            finding = _keep(model, key, probe_parts(uncompiled(model), parts, packable, below))
-        except Exception as error:  # its forward takes other arguments than those of transformers
-            _warn(
-                model, f"trying it raised {error!r}; its log-probs are computed from all its logits"
-            )
-            return ProbeResult(False)
+    return signature(modules, ends, "parts", _packable(parts), below, autocast)
+
+
+def _whole_key(modules: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    return signature(modules, (), "whole", sorted(kwargs), autocast_of(device_of(modules[0])))
+
+
+def _try_parts(modules: list[Any], parts: Parts, below: int | None) -> ProbeResult:
+    model, key = modules[0], _parts_key(modules, parts, below)
+    try:
+        finding = _keep(model, key, probe_parts(parts, _packable(parts), below))
+    except Exception as error:  # its forward takes other arguments than those of transformers
+        _warn(model, f"trying it raised {error!r}; its log-probs are computed from all its logits")
+        return ProbeResult(False)
     if not finding.splits:
-        _warn(model, f"{finding.why}; its logits are computed for every token")
+        _warn_of_logits(model, finding)
     return finding
 
 
-def _whole_finding(modules: list[Any], known_ids: int, kwargs: Mapping[str, Any]) -> ProbeResult:
-    model = modules[0]
-    device = device_of(model)
-    key = signature(modules, (), "whole", sorted(kwargs), autocast_of(device))
-    finding = _kept(model, key)
-    if finding is not None:
-        return finding
+def _try_whole(modules: list[Any], known_ids: int, kwargs: Mapping[str, Any]) -> ProbeResult:
+    model, device, key = modules[0], device_of(modules[0]), _whole_key(modules, kwargs)
     try:
         vocabulary = vocabulary_of(model) or known_ids
         return _keep(model, key, probe_whole(model, device, vocabulary, kwargs))
     except Exception:  # the caller sees the error again when the model really runs
         return ProbeResult(False)
+
+
+def _warn_of_logits(model: Any, finding: ProbeResult) -> None:
+    _warn(model, f"{finding.why}; its logits are computed for every token")
 
 
 def _kept(model: nn.Module, key: Any) -> ProbeResult | None:

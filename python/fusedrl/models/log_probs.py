@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedrl.models import forwards
-from fusedrl.models.capabilities import Capabilities
 from fusedrl.models.checks import check_all_classes, check_vocabulary, logits_of
-from fusedrl.models.requests import Request, kept_states, request_of
-from fusedrl.models.sequences import Scored, nothing_of, passes_of
-from fusedrl.models.split import Parts, device_of, ranks_of, vocabulary_of
+from fusedrl.models.ranks import together
+from fusedrl.models.requests import Plan, Request, at_kept_states, request_of
+from fusedrl.models.split import Parts, device_of, vocabulary_of
 from fusedrl.ops import linear_token_log_probs, token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
@@ -47,7 +45,8 @@ def causal_log_probs(
         mask: bool ``[N]``; ``None`` keeps all. A dropped token has log-prob 0.
         max_tokens_per_forward: largest number of tokens in one forward pass, including padding; a
             longer sequence runs alone. ``None`` takes 512 on a CPU, 16384 with flash attention, and
-            4096 otherwise, also where sequences share a beginning (1024 with eager attention). If several ranks ask a model for its logits, which may be sharded over
+            4096 otherwise, also where sequences share a beginning (1024 with eager attention). If
+            several ranks ask a model for its logits, which may be sharded over
             them, all tokens go into one pass.
         share_prefixes: compute a beginning of at least 32 tokens that several sequences share once
             for all of them, where the model's type and attention (sdpa, eager) are known to allow
@@ -78,63 +77,56 @@ def causal_log_probs(
         >>> causal_log_probs(model, torch.arange(7), [4, 3]).shape
         torch.Size([7])
     """
-    request = request_of(
-        model, tokens, lengths, mask, max_tokens_per_forward, share_prefixes, model_kwargs
-    )
-    if not request.keeps_some and ranks_of(request.model) == 1:
-        return _nothing(request.model, len(tokens), entropy)
-    options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-    with request.opened() as capabilities:
-        if capabilities.parts is None:
-            places, scored = _from_logits(request, capabilities, options)
-        else:
-            places, scored = _from_states(request, capabilities, capabilities.parts, options)
-    if isinstance(scored, TokenLogProbs):
-        return TokenLogProbs(*(request.placed(values, places) for values in scored))
-    assert isinstance(scored, Tensor)
-    return request.placed(scored, places)
+    with together(model) as step:
+        request = request_of(
+            model, tokens, lengths, mask, max_tokens_per_forward, share_prefixes, model_kwargs
+        )
+        if step.alone and not request.keeps_some:
+            return _nothing(request.model, len(tokens), entropy)
+        options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
+        with request.opened(step) as plan:
+            parts = plan.capabilities.parts
+            if parts is None:
+                scored = _from_logits(request, plan, options)
+            else:
+                scored = _from_states(request, plan, parts, options)
+    columns = [request.placed(values, plan.places) for values in scored]
+    return TokenLogProbs(*columns) if entropy else columns[0]
 
 
 def _from_states(
-    request: Request, capabilities: Capabilities, parts: Parts, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | TokenLogProbs]:
-    """Places and log-probs of the kept tokens, computed from the decoder's states."""
-    hidden, kept, places, _ = states = kept_states(request, capabilities, parts)
+    request: Request, plan: Plan, parts: Parts, options: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """Log-probs of the kept tokens, and entropies if asked for, from the hidden states."""
+    tokens = request.tokens[plan.places]
     which = None
-    if capabilities.shares:  # a token that sequences share is multiplied with the head once
-        first, which = (x.to(hidden.device) for x in states.distinct())
-        hidden, kept = hidden[first], kept[first]
-    scored = linear_token_log_probs(
-        hidden,
-        parts.weight,
-        kept,
-        bias=parts.bias,
-        softcap=parts.softcap,
-        scale=parts.scale,
-        **options,
-    )
-    if which is None:
-        return places, scored
-    if isinstance(scored, TokenLogProbs):
-        return places, TokenLogProbs(*(values[which] for values in scored))
-    return places, scored[which]
+    if plan.shares:  # a token that sequences share is multiplied with the head once
+        first, which = plan.distinct(tokens)
+        tokens = tokens[first]
+
+    def score(hidden: Tensor) -> tuple[Tensor, ...]:
+        result = linear_token_log_probs(
+            hidden if which is None else hidden[first.to(hidden.device)],
+            parts.weight,
+            tokens.to(hidden.device),
+            bias=parts.bias,
+            softcap=parts.softcap,
+            scale=parts.scale,
+            **parts.shard,
+            **options,
+        )
+        columns = _columns(result)
+        return columns if which is None else tuple(x[which.to(x.device)] for x in columns)
+
+    return at_kept_states(plan, parts, score)
 
 
-def _from_logits(
-    request: Request, capabilities: Capabilities, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | TokenLogProbs]:
-    """Places and log-probs of the kept tokens, computed from the model's own logits."""
-    model, tokens, work, limit = request.model, request.tokens, request.work, request.limit
+def _from_logits(request: Request, plan: Plan, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Log-probs of the kept tokens, and entropies if asked for, from the model's own logits."""
+    model = request.model
     device = device_of(model)
-    if limit is None and ranks_of(model) > 1:
-        capabilities, work = _alike_on_each_rank(capabilities, work, tokens, device)
-        limit = len(tokens) * len(work)  # one forward pass takes all sequences that may share one
-    else:
-        work = [row for row in work if len(row.kept)]
-    limit = limit or forwards.tokens_per_forward(device, None)
-    places = [torch.empty(0, dtype=torch.int64, device="cpu")]
     scored = [[torch.empty(0, device=device)] * (2 if options["entropy"] else 1)]
-    for step in passes_of(capabilities, work, device, limit, limit):
+    for step in plan.passes:
         inputs = dict(step.inputs)
         ids = inputs.pop("input_ids")
         mask = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
@@ -142,13 +134,14 @@ def _from_logits(
         mask = mask.view(ids.shape).to(device)
         logits = logits_of(model, model(ids, **inputs, **request.kwargs), ids)
         check_all_classes(logits.shape[-1], vocabulary_of(model))
-        check_vocabulary(tokens, logits.shape[-1], step.places)
+        check_vocabulary(request.tokens, logits.shape[-1], step.places)
         result = token_log_probs(logits, ids, mask, shift=True, **options)
-        columns = result if isinstance(result, TokenLogProbs) else (result,)
-        scored.append([column[mask] for column in columns])
-        places.append(step.places)
-    columns = [torch.cat(column) for column in zip(*scored, strict=True)]
-    return torch.cat(places), TokenLogProbs(*columns) if options["entropy"] else columns[0]
+        scored.append([column[mask] for column in _columns(result)])
+    return tuple(torch.cat(column) for column in zip(*scored, strict=True))
+
+
+def _columns(result: Any) -> tuple[Tensor, ...]:
+    return tuple(result) if isinstance(result, TokenLogProbs) else (result,)
 
 
 def _nothing(model: nn.Module, length: int, entropy: bool) -> Tensor | TokenLogProbs:
@@ -157,19 +150,3 @@ def _nothing(model: nn.Module, length: int, entropy: bool) -> Tensor | TokenLogP
     dtype = torch.float64 if double else torch.float32
     zeros = torch.zeros(length, dtype=dtype, device=device_of(model))
     return TokenLogProbs(zeros, zeros.clone()) if entropy else zeros
-
-
-def _alike_on_each_rank(
-    capabilities: Capabilities, work: list[Scored], tokens: Tensor, device: torch.device
-) -> tuple[Capabilities, list[Scored]]:
-    """Capabilities and sequences with which every rank makes the same number of forward passes.
-
-    The ranks of a sharded model wait for each other in every forward pass. One pass takes all
-    sequences, unless they run alone: then every rank makes as many as the rank with the most.
-    """
-    if capabilities.pads and capabilities.below is None:
-        return capabilities, work or [nothing_of(tokens)]
-    most = torch.tensor(len(work), device=device)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    work = work + [nothing_of(tokens)] * (max(int(most), 1) - len(work))
-    return capabilities._replace(pads=False), work

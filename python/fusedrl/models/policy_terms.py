@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fusedrl.models.log_probs import causal_log_probs
-from fusedrl.models.requests import KeptStates, kept_states, request_of
+from fusedrl.models.ranks import together
+from fusedrl.models.requests import at_kept_states, request_of
 from fusedrl.models.split import Parts
 from fusedrl.ops import _dispatch, _head
 from fusedrl.ops.linear_policy_loss.autograd import Rows, Task, Terms, run
@@ -55,16 +56,23 @@ def causal_policy_terms(
     Raises:
         TypeError, ValueError: as :func:`causal_log_probs`.
     """
-    request = request_of(
-        model, tokens, lengths, mask, max_tokens_per_forward, share_prefixes, model_kwargs
-    )
-    if request.keeps_some:
-        with request.opened() as capabilities:
-            if capabilities.parts is not None and _has_kernel(capabilities.parts):
-                states = kept_states(request, capabilities, capabilities.parts)
-                task = _task(states, capabilities.parts, batch, weights, surrogate, entropy)
-                values, *columns = run(task, separate=True)
-                return Terms(values, *(request.placed(x, states.places) for x in columns))
+    with together(model) as step:
+        request = request_of(
+            model, tokens, lengths, mask, max_tokens_per_forward, share_prefixes, model_kwargs
+        )
+        if request.keeps_some or not step.alone:
+            with request.opened(step) as plan:
+                parts = plan.capabilities.parts
+                if parts is not None and _has_kernel(parts, plan.capabilities.autocast):
+                    places = plan.places
+
+                    def terms(hidden: Tensor) -> tuple[Tensor, ...]:
+                        ids = request.tokens[places].to(hidden.device)
+                        task = _task(hidden, ids, places, parts, batch, weights, surrogate, entropy)
+                        return run(task, separate=True)
+
+                    values, *columns = at_kept_states(plan, parts, terms)
+                    return Terms(values, *(request.placed(x, places) for x in columns))
     scored = causal_log_probs(
         model,
         tokens,
@@ -89,16 +97,18 @@ def causal_policy_terms(
     return Terms(values, log_probs.detach(), entropies.detach())
 
 
-def _has_kernel(parts: Parts) -> bool:
+def _has_kernel(parts: Parts, autocast: torch.dtype | None) -> bool:
+    if parts.shard:  # no terms are known before the ranks have put their parts together
+        return False
     weight = parts.weight
-    dtype = weight.dtype
-    if torch.is_autocast_enabled(weight.device.type) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(weight.device.type)
+    dtype = weight.dtype if autocast is None or weight.dtype == torch.float64 else autocast
     return _dispatch.choose("auto", _OP, weight.device, dtype) not in ("reference", "meta")
 
 
 def _task(
-    states: KeptStates,
+    hidden: Tensor,
+    tokens: Tensor,
+    places: Tensor,
     parts: Parts,
     batch: PolicyBatch,
     weights: TermWeights,
@@ -106,13 +116,13 @@ def _task(
     entropy: bool,
 ) -> Task:
     """The task of the op, whose rows are the kept tokens."""
-    head = _head.prepare("", states.hidden, parts.weight, parts.bias, parts.scale, parts.softcap)
-    device, places = states.hidden.device, states.places
-    dtype = _dispatch.result_dtype(states.hidden)
+    head = _head.prepare("", hidden, parts.weight, parts.bias, parts.scale, parts.softcap)
+    device = hidden.device
+    dtype = _dispatch.result_dtype(hidden)
     one = _dispatch.temperature_tensor(1.0, device, device.type)
     return Task(
         head,
-        Rows(states.tokens, None, None, False, one),
+        Rows(tokens, None, None, False, one),
         PolicyBatch(*_moved(batch, device, places, dtype)),
         TermWeights(*_moved(weights, device, places, dtype)),
         surrogate,

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fusedrl.channel.forking import renew_in_children
+from fusedrl.channel.tensors import is_dtensor
 from fusedrl.compat.torch import buffers_of
+from fusedrl.compat.transformers import attention_of
+from fusedrl.models.forwards import SHARING
 from fusedrl.models.prefix_tree import laid_out
-from fusedrl.models.split import Parts, autocast_as, autocast_of
+from fusedrl.models.split import Parts, autocast_as, autocast_of, uncompiled
 from fusedrl.models.tree_mask import mask_of
 from fusedrl.ops._head import scaled_and_capped
 
@@ -65,13 +68,35 @@ class Whole(NamedTuple):
         return all(_agree(ours, theirs, self.dtype) for ours, theirs in pairs)
 
 
-def probe_parts(model: nn.Module, parts: Parts, packable: bool, below: int | None) -> ProbeResult:
+def probe_parts(parts: Parts, packable: bool, below: int | None) -> ProbeResult:
     """Compare the parts with the whole, and sequences that share a forward with each alone.
 
     ``below`` is the length from which on the model says that its calls depend on their length.
     """
+    if not parts.shared:
+        return _probe_parts(uncompiled(parts.model), parts, packable, below)
+    found = ProbeResult(False)
+    forward = parts.base.forward
+
+    def probe() -> tuple[Tensor, ...]:
+        nonlocal found
+        found = _probe_parts(forward, parts, packable, below)
+        return (marked,)
+
+    marked = torch.linspace(-1, 1, SHORT, device=parts.embeddings.device).view(1, SHORT, 1)
+    rows = _rows(min(parts.classes, len(parts.embeddings)), parts.embeddings.device)
+    with torch.no_grad():
+        (left,) = parts.within(probe, rows[0])
+    if not torch.equal(left, marked):
+        return ProbeResult(False, why="what is around it changes what its forward returns")
+    return found
+
+
+def _probe_parts(
+    model: Callable[..., Any], parts: Parts, packable: bool, below: int | None
+) -> ProbeResult:
     device = parts.embeddings.device
-    rows = _rows(min(len(parts.weight), len(parts.embeddings)), device)
+    rows = _rows(min(parts.classes, len(parts.embeddings)), device)
     with _undisturbed(device):
         plain = _AtHead.run(model, parts, rows[0], 1.0)
         autocasts = set(plain.autocasts) or {autocast_of(device)}
@@ -84,7 +109,7 @@ def probe_parts(model: nn.Module, parts: Parts, packable: bool, below: int | Non
 
 
 def _compared(
-    model: nn.Module,
+    model: Callable[..., Any],
     parts: Parts,
     rows: tuple[Tensor, Tensor],
     plain: _AtHead,
@@ -111,28 +136,11 @@ def _compared(
         with _forgotten(parts.decoder):
             steady = _steady_ahead(ask, whole, FAR if below is None else max(below - 1, 0))
     pads = steady and _pads(ask, whole)
-    return ProbeResult(True, packs and steady, pads, steady, not steady and _ahead(ask, whole))
-
-
-def probe_sharing(parts: Parts, autocast: torch.dtype | None) -> ProbeResult:
-    """Compare two sequences that share their beginning in a row with each of them alone."""
-    device = parts.embeddings.device
-    short, long = _rows(min(len(parts.weight), len(parts.embeddings)), device)
-    common = SHORT - 1
-    other = torch.cat((long[:, :common], short), 1)
-    places = laid_out([LONG, common + SHORT], [0, common])
-    with _undisturbed(device), autocast_as(device, autocast):
-        alone = [_logits(parts, parts.hidden(input_ids=row)) for row in (long, other)]
-        ids, positions = (
-            torch.cat((long, short), 1),
-            [torch.arange(LONG), torch.arange(SHORT) + common],
-        )
-        inputs = {"input_ids": ids, "position_ids": torch.cat(positions)[None].to(device)}
-        mask: Any = mask_of(places, parts.config, parts.embeddings)
-        row = _logits(parts, parts.hidden(**inputs, attention_mask=mask))
-    whole = Whole((long, other), alone, _rounding(parts))
-    shares = whole.is_like(*(row[:, part.path.to(device)] for part in places))
-    return ProbeResult(True, shares=shares, telling=all(0 < _peak(x) < math.inf for x in alone))
+    packs = packs and steady
+    ahead = not steady and _ahead(ask, whole)
+    return ProbeResult(
+        True, packs, pads, steady, ahead, shares=packs and _shares(ask, whole, parts)
+    )
 
 
 def probe_whole(
@@ -171,26 +179,29 @@ class _AtHead(TorchFunctionMode):
 
     def __init__(self, parts: Parts, gain: float) -> None:
         super().__init__()
-        self.weight, self.embeddings, self.gain = parts.weight, parts.embeddings, gain
+        self.parts, self.gain = parts, gain
         self.entered: list[Tensor] = []
         self.autocasts: list[torch.dtype | None] = []
-        self.logits = parts.weight.new_empty(0)
+        self.logits = torch.empty(0)
 
     @classmethod
-    def run(cls, model: nn.Module, parts: Parts, row: Tensor, gain: float) -> _AtHead:
+    def run(cls, model: Callable[..., Any], parts: Parts, row: Tensor, gain: float) -> _AtHead:
         """The model's logits of a row, and what entered its head."""
         with cls(parts, gain) as head:
-            head.logits = model(input_ids=row, use_cache=False, return_dict=True).logits
+            logits = model(input_ids=row, use_cache=False, return_dict=True).logits
+        head.logits = logits.full_tensor() if is_dtensor(logits) else logits
         return head
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.nn.functional.embedding and args[1] is self.embeddings:
-            self.autocasts.append(autocast_of(self.embeddings.device))
-        if func is torch.nn.functional.linear and args[1] is self.weight:
-            self.autocasts.append(autocast_of(self.weight.device))
-            self.entered.append(args[0])
+        # Asked now, because a weight may be another tensor while ranks have gathered it.
+        if func is torch.nn.functional.embedding and args[1] is self.parts.embeddings:
+            self.autocasts.append(autocast_of(args[1].device))
+        if func is torch.nn.functional.linear and args[1] is self.parts.head.weight:
+            self.autocasts.append(autocast_of(args[1].device))
+            states = args[0]
+            self.entered.append(states.full_tensor() if is_dtensor(states) else states)
             args = (args[0] * self.gain, *args[1:])
         return func(*args, **(kwargs or {}))
 
@@ -227,6 +238,30 @@ def _packs(ask: Ask, whole: Whole) -> bool:
     positions = torch.cat([torch.arange(n, device=whole.rows[0].device) for n in (SHORT, LONG)])
     packed = ask(input_ids=torch.cat(whole.rows, 1), position_ids=positions[None])
     return whole.is_like(*packed.split((SHORT, LONG), dim=1))
+
+
+def _shares(ask: Ask, whole: Whole, parts: Parts) -> bool:
+    """Whether a row that has the beginning of two sequences once keeps them apart."""
+    if attention_of(parts.config) not in SHARING:
+        return False
+    short, long = whole.rows
+    common = SHORT - 1
+    other = torch.cat((long[:, :common], short), 1)
+    places = laid_out([LONG, common + SHORT], [0, common])
+    positions = torch.cat(
+        [torch.arange(n, device=long.device) + first for n, first in ((LONG, 0), (SHORT, common))]
+    )[None]
+    alone = [whole.logits[1], ask(input_ids=other)]
+    try:
+        row = ask(
+            input_ids=torch.cat((long, short), 1),
+            position_ids=positions,
+            attention_mask=mask_of(places, parts.config, parts.embeddings),
+        )
+    except Exception:  # the decoder takes no mask of this form
+        return False
+    paths = (part.path.to(row.device) for part in places)
+    return Whole((long, other), alone, whole.dtype).is_like(*(row[:, path] for path in paths))
 
 
 def _pads(ask: Ask, whole: Whole) -> bool:
@@ -346,9 +381,23 @@ class _NoDropout(TorchFunctionMode):
 
 def _logits(parts: Parts, hidden: Tensor) -> Tensor:
     # In the dtype of the head: a float32 copy of a large one would cost gigabytes.
-    logits = torch.nn.functional.linear(hidden, parts.weight, parts.bias)
+    (logits,) = parts.at_head(
+        hidden, lambda states: (torch.nn.functional.linear(states, parts.weight, parts.bias),)
+    )
+    if parts.shard:
+        logits = _gathered(logits, parts)
     logits = logits.to(hidden.dtype if hidden.dtype == torch.float64 else torch.float32)
     return scaled_and_capped(logits, parts.scale or 1.0, parts.softcap or 0.0)
+
+
+def _gathered(logits: Tensor, parts: Parts) -> Tensor:
+    """The logits of all ranks' classes, of which each has a part."""
+    group = parts.shard["vocab_group"]
+    each = -(-parts.classes // group.size())  # all but the last parts have as many
+    own = torch.nn.functional.pad(logits, (0, each - logits.shape[-1]))
+    shards = [torch.empty_like(own) for _ in range(group.size())]
+    torch.distributed.all_gather(shards, own, group)
+    return torch.cat(shards, -1)[..., : parts.classes]
 
 
 def _peak(values: Tensor) -> float:

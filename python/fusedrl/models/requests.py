@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,12 @@ from torch import Tensor
 from fusedrl.channel.following import one_version
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models import forwards
-from fusedrl.models.capabilities import Capabilities, capabilities_of
+from fusedrl.models.capabilities import (
+    Capabilities,
+    capabilities_of,
+    known_capabilities,
+    may_share,
+)
 from fusedrl.models.checks import (
     check_all_classes,
     check_model,
@@ -22,8 +28,9 @@ from fusedrl.models.checks import (
     context_checked,
 )
 from fusedrl.models.prefix_tree import shares_some
-from fusedrl.models.sequences import Pass, Scored, passes_of, scored_sequences
-from fusedrl.models.split import Parts, autocast_as, unwrapped, vocabulary_of
+from fusedrl.models.ranks import Step
+from fusedrl.models.sequences import Pass, Scored, nothing_of, passes_of, scored_sequences
+from fusedrl.models.split import Parts, autocast_as, device_of, unwrapped, vocabulary_of
 
 logger = logging.getLogger("fusedrl")
 
@@ -56,20 +63,59 @@ class Request(NamedTuple):
         """Whether any kept token has a token before it."""
         return any(len(row.kept) for row in self.work)
 
-    def _may_share(self) -> bool:
-        rows = [row.tokens for row in self.work if len(row.kept)]
-        return self.share and shares_some(rows)
-
     @contextmanager
-    def opened(self) -> Iterator[Capabilities]:
-        """What the model allows, in a block in which its weights have one version."""
+    def opened(self, step: Step) -> Iterator[Plan]:
+        """The forward passes to make, in a block in which the model's weights have one version.
+
+        Every rank of a model makes as many as the one with the most.
+        """
         with self.context, context_checked(self.model, self.lengths), one_version(self.model):
-            known_ids = int(self.tokens.max()) + 1 if len(self.tokens) else 1
-            found = capabilities_of(self.model, known_ids, self.kwargs, self._may_share)
-            parts = found.parts
-            precision = parts and autocast_as(parts.weight.device, found.autocast)
-            with precision or nullcontext():
-                yield found
+            found = known_capabilities(self.model, self.kwargs)
+            passes = [] if found is None else self._passes(found, step.alone)
+            tries, most = step.agree(tries=found is None, passes=len(passes))
+            if tries or found is None:
+                known_ids = int(self.tokens.max()) + 1 if len(self.tokens) else 1
+                found = capabilities_of(self.model, known_ids, self.kwargs, afresh=True)
+                passes = self._passes(found, step.alone)
+                _, most = step.agree(passes=len(passes))
+            _log_shared(self.model, passes)
+            if not step.alone:
+                passes += [self._empty_pass(found)] * (max(most, 1) - len(passes))
+            yield Plan(found, passes)
+
+    def _passes(self, capabilities: Capabilities, alone: bool) -> list[Pass]:
+        """The forward passes over the kept tokens, after a look whether they are in the head."""
+        work = [row for row in self.work if len(row.kept)]
+        parts = capabilities.parts
+        if parts is not None:
+            check_all_classes(parts.classes, len(parts.embeddings))
+            places = [row.kept + row.start for row in work] or [self.tokens[:0]]
+            check_vocabulary(self.tokens, parts.classes, torch.cat(places))
+            device = parts.embeddings.device
+            attention = attention_of(parts.config)
+            limit = forwards.tokens_per_forward(device, attention)
+            most = max(limit, forwards.SHARING.get(str(attention), 0))
+            capabilities = capabilities._replace(shares=self._shares(capabilities, parts, work))
+        else:
+            device = device_of(self.model)
+            limit = forwards.tokens_per_forward(device, None)
+            if not alone:  # what wraps the model may take one forward pass for one backward pass
+                limit = max(limit, len(self.tokens) * len(work))
+            most = limit
+        limits = self.limit or limit, self.limit or most
+        return passes_of(capabilities, work, device, *limits)
+
+    def _shares(self, capabilities: Capabilities, parts: Parts, work: list[Scored]) -> bool:
+        """Whether there are common beginnings to share."""
+        if not (self.share and capabilities.shares and shares_some([row.tokens for row in work])):
+            return False
+        return may_share(self.model, parts)
+
+    def _empty_pass(self, capabilities: Capabilities) -> Pass:
+        """A pass over one token in which nothing is scored."""
+        parts = capabilities.parts
+        device = device_of(self.model) if parts is None else parts.embeddings.device
+        return passes_of(capabilities, [nothing_of(self.tokens)], device, 1, 1)[0]
 
     def placed(self, values: Tensor, places: Tensor) -> Tensor:
         """A column ``[N]`` with ``values`` at ``places`` and 0 elsewhere."""
@@ -97,55 +143,64 @@ def request_of(
     return Request(target, context, tokens, lengths, work, limit, share_prefixes, kwargs)
 
 
-class KeptStates(NamedTuple):
-    """Hidden states ``[K, H]`` that predict kept tokens, those tokens, and their places.
+class Plan(NamedTuple):
+    """What a model allows, and the forward passes that a request makes of it."""
 
-    ``states`` is equal for tokens that one hidden state predicts, those that sequences share.
-    """
+    capabilities: Capabilities
+    passes: list[Pass]
 
-    hidden: Tensor
-    tokens: Tensor
-    places: Tensor
-    states: Tensor
+    @property
+    def places(self) -> Tensor:
+        """Places of the kept tokens in the pack, in the order of the passes."""
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.cat([none, *(step.places for step in self.passes)])
 
-    def distinct(self) -> tuple[Tensor, Tensor]:
-        """Rows without their repetitions, and which of these each row is."""
-        pairs = (self.states << 32) + self.tokens.to(self.states.device)  # ids have 31 bits or less
-        found, which = pairs.unique(return_inverse=True)
+    @property
+    def shares(self) -> bool:
+        """Whether sequences share tokens in any pass."""
+        return any(step.shares for step in self.passes)
+
+    def distinct(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of kept tokens without those that one state predicts more than once.
+
+        Args:
+            tokens: the kept tokens, ``[K]``, on the CPU.
+
+        Returns:
+            Which rows these are, and which of them each row is.
+        """
+        before = accumulate((step.inputs["input_ids"].numel() for step in self.passes), initial=0)
+        numbered = zip(self.passes, before, strict=False)
+        states = torch.cat([step.predicting + first for step, first in numbered])
+        found, which = ((states << 32) + tokens).unique(return_inverse=True)  # ids have 31 bits
         first = which.new_empty(len(found))
-        return first.scatter_(0, which, torch.arange(len(which), device=which.device)), which
+        return first.scatter_(0, which, torch.arange(len(which), device="cpu")), which
 
 
-def kept_states(request: Request, capabilities: Capabilities, parts: Parts) -> KeptStates:
-    """The decoder's hidden states for a request, in a block that ``opened`` began."""
+def at_kept_states(
+    plan: Plan, parts: Parts, function: Callable[[Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """What ``function`` makes of the hidden states ``[K, H]`` that predict the kept tokens.
+
+    It runs where the weight of the head is whole, in a block that ``opened`` began.
+    """
     # A compiled caller would compile the decoder once for each tree, and cannot guard its mask.
-    compute = torch.compiler.disable(_kept_states) if capabilities.shares else _kept_states
-    return compute(request, capabilities, parts)
+    run: Any = torch.compiler.disable(_at_kept_states) if plan.shares else _at_kept_states
+    return run(plan, parts, function)
 
 
-def _kept_states(request: Request, capabilities: Capabilities, parts: Parts) -> KeptStates:
-    work = [row for row in request.work if len(row.kept)]
-    device = parts.embeddings.device
-    attention = attention_of(parts.config)
-    limit = request.limit or forwards.tokens_per_forward(device, attention)
-    most = request.limit or max(limit, forwards.SHARING.get(str(attention), 0))
-    passes = passes_of(capabilities, work, device, limit, most)
-    _log_shared(request.model, passes)
-    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-    places, numbers = [nothing], [nothing]
-    hidden = [parts.weight.new_empty(0, parts.weight.shape[1])]
-    before = 0  # states of earlier passes
-    for step in passes:
-        states = parts.hidden(**step.inputs).flatten(0, 1)
-        hidden.append(states[step.predicting.to(states.device)])
-        places.append(step.places)
-        numbers.append(step.predicting + before)
-        before += len(states)
-    kept = torch.cat(places)
-    check_all_classes(len(parts.weight), len(parts.embeddings))
-    check_vocabulary(request.tokens, len(parts.weight), kept)
-    states = torch.cat(hidden)
-    return KeptStates(states, request.tokens[kept].to(states.device), kept, torch.cat(numbers))
+def _at_kept_states(
+    plan: Plan, parts: Parts, function: Callable[[Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    def compute() -> tuple[Tensor, ...]:
+        hidden = []
+        with autocast_as(parts.weight.device, plan.capabilities.autocast):
+            for step in plan.passes:
+                states = parts.hidden(**step.inputs).flatten(0, 1)
+                hidden.append(states[step.predicting.to(states.device)])
+            return parts.at_head(torch.cat(hidden), function)
+
+    return parts.within(compute, plan.passes[0].inputs["input_ids"])
 
 
 def _log_shared(model: Any, passes: Sequence[Pass]) -> None:

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from fusedrl.compat.torch import COMPILED_CALL, uncompiled
+from fusedrl.channel.tensors import is_dtensor
+from fusedrl.compat.torch import COMPILED_CALL, class_of, is_fully_sharded, uncompiled
+from fusedrl.models.as_forward import as_forward
 from fusedrl.models.signature import is_hooked
 from fusedrl.models.without_adapters import WithoutAdapters
 
@@ -23,9 +26,12 @@ class CannotSplit(Exception):
 class Parts(NamedTuple):
     """The decoder and the head of ``base``, as :func:`fusedrl.linear_token_log_probs` takes it.
 
-    ``decode`` calls the decoder, compiled if the decoder or the model is.
+    ``decode`` calls the decoder, compiled if the decoder or the model is. Both compute
+    :meth:`within` the model's forward, if ranks share it. The head's weight may be ``gathered``
+    for the duration of that alone.
     """
 
+    model: nn.Module
     base: nn.Module
     decoder: nn.Module
     decode: Callable[..., Any]
@@ -33,17 +39,42 @@ class Parts(NamedTuple):
     scale: float | None
     softcap: float | None
     config: Any
-    embeddings: Tensor
+    shared: bool
+    gathered: bool
+
+    @property
+    def embeddings(self) -> Tensor:
+        """The weight that embeds ids."""
+        base: Any = self.base
+        return base.get_input_embeddings().weight
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the head, ``[V, H]``."""
-        return self.head.weight
+        """The weight of the head, ``[V, H]``, or this rank's shard of it."""
+        return _own_part(self.head.weight)
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the head, ``[V]``, if it has one."""
-        return self.head.bias
+        """The bias of the head, ``[V]``, or this rank's shard of it, if the head has one."""
+        return None if self.head.bias is None else _own_part(self.head.bias)
+
+    @property
+    def classes(self) -> int:
+        """How many logits a token has."""
+        return self.head.weight.shape[0]
+
+    @property
+    def shard(self) -> dict[str, Any]:
+        """Where this rank's part of the head is, as our ops take it; empty for a whole head."""
+        weight: Any = self.head.weight
+        if self.gathered or not is_dtensor(weight):
+            return {}
+        mesh = weight.device_mesh
+        each = -(-self.classes // mesh.size())  # as torch.chunk cuts it
+        return {
+            "vocab_offset": min(mesh.get_local_rank() * each, self.classes),
+            "vocab_group": mesh.get_group(),
+        }
 
     def hidden(self, **inputs: Any) -> Tensor:
         """The decoder's last hidden states, ``[B, T, H]``, in the dtype of the head."""
@@ -52,6 +83,41 @@ class Parts(NamedTuple):
         if torch.is_autocast_enabled(hidden.device.type):
             return hidden.to(self.weight.device)
         return hidden.to(self.weight.device, self.weight.dtype)
+
+    def within(self, function: Callable[[], tuple[Tensor, ...]], ids: Tensor) -> tuple[Tensor, ...]:
+        """What ``function`` returns, within the forward of a model that ranks share.
+
+        There the weights are whole, and FSDP and DDP see what leaves it.
+
+        Args:
+            function: computes with the decoder and the head.
+            ids: token ids that the model could take.
+        """
+        if not self.shared:
+            return function()
+        return as_forward(self.base, lambda *_: function(), lambda: self.model(input_ids=ids))
+
+    def at_head(
+        self, hidden: Tensor, function: Callable[[Tensor], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """What ``function`` makes of hidden states, where the head's weight is whole."""
+        if not is_fully_sharded(self.head):
+            return function(_whole(hidden))
+        return as_forward(self.head, function, lambda: self.head(hidden))
+
+
+def _is_shard(weight: Any) -> bool:
+    """Whether ranks of one dimension have a part of the classes each, and can put them together."""
+    return is_dtensor(weight) and weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0)
+
+
+def _own_part(weight: Any) -> Tensor:
+    return weight.to_local() if is_dtensor(weight) else weight
+
+
+def _whole(hidden: Any) -> Tensor:
+    """Hidden states as a tensor of this rank, whose gradient is that of all classes."""
+    return hidden.full_tensor() if is_dtensor(hidden) else hidden
 
 
 def unwrapped(model: Any) -> tuple[Any, AbstractContextManager[None]]:
@@ -81,72 +147,88 @@ def device_of(model: nn.Module) -> torch.device:
     return next(devices, torch.device("cpu"))
 
 
-# The packages whose parameters have a part on each rank, or whose forward waits for other ranks.
-_OVER_RANKS = ("torch.distributed", "torch.nn.parallel.distributed", "deepspeed")
-
-
-def ranks_of(model: nn.Module) -> int:
-    """How many processes take part in a forward of the model; 1 for a model of this process."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return 1
-    kinds = {type(part) for parts in (model.modules(), model.parameters()) for part in parts}
-    shared = any(base.__module__.startswith(_OVER_RANKS) for kind in kinds for base in kind.__mro__)
-    # DeepSpeed's third stage marks parameters, which stay those of torch.
-    shared = shared or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-    return torch.distributed.get_world_size() if shared else 1
+def chain_of(model: Any) -> list[Any]:
+    """A model, what it wraps, and so on to the innermost one that has a decoder and a head."""
+    chain = [model]
+    while True:
+        outer = chain[-1]
+        inner = uncompiled(outer)
+        if isinstance(outer, DistributedDataParallel):
+            inner = outer.module
+        # transformers' own adapters are inside of the model
+        elif hasattr(outer, "peft_config") and hasattr(outer, "get_base_model"):
+            inner = outer.get_base_model()
+        if inner is outer:
+            return chain
+        chain.append(inner)
 
 
 def vocabulary_of(model: Any) -> int | None:
     """How many ids a model embeds; ``None`` if it does not say."""
     try:
-        return model.get_input_embeddings().num_embeddings
+        return chain_of(model)[-1].get_input_embeddings().num_embeddings
     except (AttributeError, NotImplementedError):
         return None
 
 
 def classes_of(model: Any) -> int | None:
     """How many logits a token has; ``None`` if the model does not say."""
+    base = chain_of(model)[-1]
     try:
-        return model.get_output_embeddings().weight.shape[0]
+        return base.get_output_embeddings().weight.shape[0]
     except (AttributeError, NotImplementedError):
-        config: Any = getattr(model, "config", None)
+        config: Any = getattr(base, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         return getattr(config, "vocab_size", None)
 
 
 def split(model: Any) -> Parts:
-    """The parts of a transformers causal LM or of a peft model around one.
+    """The parts of a transformers causal LM, or of peft's, torch's and DDP's wrappers around one.
 
     Raises:
         CannotSplit: the model has no such parts, or a call of its decoder and head would leave
             something out: hooks on the model or the head, prompt learning, or the way in which a
             sharded or quantised head is multiplied.
     """
-    base = uncompiled(model)
-    if hasattr(base, "peft_config"):
-        if any(config.is_prompt_learning for config in base.peft_config.values()):
+    chain = chain_of(model)
+    base = chain[-1]
+    for wrapper in chain:
+        configs = getattr(wrapper, "peft_config", {}).values()
+        if any(config.is_prompt_learning for config in configs):
             raise CannotSplit("it learns prompts, which enter outside of the decoder")
-        if hasattr(base, "get_base_model"):  # else they are transformers' own, inside of the model
-            base = base.get_base_model()
     # Asked of the class, because FSDP passes attributes on but would not see this forward.
     if not all(hasattr(type(base), name) for name in ("get_decoder", "get_output_embeddings")):
         raise CannotSplit("it is no transformers model with a decoder and output embeddings")
     decoder, head = base.get_decoder(), base.get_output_embeddings()
     if decoder is None or decoder is base:
         raise CannotSplit("it names no decoder")
-    if type(head) is not nn.Linear:
-        kind = f"{type(head).__module__}.{type(head).__qualname__}"
-        raise CannotSplit(f"its head is a {kind}, not a torch.nn.Linear")
-    if type(head.weight) is not nn.Parameter or head.weight.is_meta or not head.weight.numel():
+    kind = class_of(head)
+    if kind is not nn.Linear:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        raise CannotSplit(f"its head is a {name}, not a torch.nn.Linear")
+    gathered = any(map(is_fully_sharded, (*chain, head)))
+    if not gathered and type(head.weight) is not nn.Parameter and not _is_shard(head.weight):
         raise CannotSplit("the weight of its head is sharded or offloaded")
-    if any(is_hooked(module) for module in {model, base, head}):
+    if head.weight.is_meta or not head.weight.numel():
+        raise CannotSplit("the weight of its head is sharded or offloaded")
+    if any(map(is_hooked, {*chain, head})):
         raise CannotSplit("it has hooks, which would not see the forward")
     if not hasattr(base, "config"):
         raise CannotSplit("it has no configuration")
     config = base.config.get_text_config()
-    embeddings = base.get_input_embeddings().weight
-    decode = _compiled_as(decoder, model, base)
-    return Parts(base, decoder, decode, head, _scale(config), _softcap(config), config, embeddings)
+    decode = _compiled_as(decoder, *chain)
+    return Parts(
+        model,
+        base,
+        decoder,
+        decode,
+        head,
+        _scale(config),
+        _softcap(config),
+        config,
+        shared=gathered or any(isinstance(m, DistributedDataParallel) for m in chain),
+        gathered=gathered,
+    )
 
 
 def _compiled_as(decoder: nn.Module, *models: nn.Module) -> Callable[..., Any]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 from torchrl.objectives.llm import DAPO as _DAPO
 from torchrl.objectives.llm import CISPOLoss as _CISPOLoss
 from torchrl.objectives.llm import GRPOLoss as _GRPOLoss
 
+from fusedrl.models.ranks import Step, together
+from fusedrl.objectives.over_ranks import check_data, misshapen_advantage, shares_of, weighed
 from fusedrl.objectives.scores import Scores, scores_of
 
 _not_compiled: Any = torch.compiler.disable  # its types hide methods
@@ -45,6 +46,11 @@ class GRPOLoss(_GRPOLoss):
             :func:`fusedrl.models.causal_log_probs`. It may be set on an instance.
         share_prefixes: whether answers to one prompt have it computed once, see there. It may be
             set on an instance.
+        average_tokens_across_devices: for a model that several ranks share (DDP, FSDP), take each
+            mean over the tokens (or samples) of all ranks, as one process with all the data would.
+            Ranks whose gradients are averaged then count by their tokens: the loss of a rank is
+            multiplied by its part of all tokens and by the number of ranks. ``False``, as in
+            torchrl's class, takes the mean over each rank's own.
 
     Example:
         >>> import torch
@@ -73,11 +79,27 @@ class GRPOLoss(_GRPOLoss):
 
     max_tokens_per_forward: int | None = None
     share_prefixes: bool = True
+    average_tokens_across_devices: bool = False
 
     @_not_compiled  # compiling around the kernels gains nothing; the model itself may be compiled
     def forward(self, tensordict: TensorDictBase) -> Any:
         """The losses and metrics of a batch, in the form of torchrl's class."""
-        scores = scores_of(self, GRPOLoss, tensordict)
+        actor = getattr(self, "actor_network", None)
+        with together(getattr(actor, "model", None)) as step:
+            return self._forward(tensordict, step)
+
+    def _forward(self, tensordict: TensorDictBase, step: Step) -> Any:
+        if not step.alone:
+            check_data(self, tensordict)
+        scores = scores_of(self, GRPOLoss, tensordict, step)
+        shares = None
+        if self.average_tokens_across_devices and not step.alone:
+            if scores is None:
+                raise ValueError(
+                    "average_tokens_across_devices: expected a loss that is computed from hidden "
+                    "states, got one that torchrl has to compute; set it to False"
+                )
+            shares = shares_of(self, scores, step)
         try:
             if scores is None:
                 return super().forward(tensordict)
@@ -87,12 +109,13 @@ class GRPOLoss(_GRPOLoss):
             finally:
                 _running.reset(token)
         except (ValueError, RuntimeError) as error:
-            if (problem := _misshapen_advantage(self, tensordict)) is None:
+            if (problem := misshapen_advantage(self, tensordict)) is None:
                 raise
             # torchrl's own error names neither the key nor a remedy; its type is kept.
             kind = ValueError if isinstance(error, ValueError) else RuntimeError
             raise kind(problem) from error
-        return scores.differentiable(output)
+        output = scores.differentiable(output)
+        return output if shares is None else weighed(output, *shares)
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase) -> Any:
         running = _running.get()
@@ -100,29 +123,6 @@ class GRPOLoss(_GRPOLoss):
             return super()._get_cur_log_prob(tensordict)
         _, scores = running
         return scores.log_probs, scores.distribution, False
-
-
-def _misshapen_advantage(loss: Any, td: TensorDictBase) -> str | None:
-    """What is wrong with the shape of the advantage, for an error; ``None`` if it fits."""
-    key = loss.tensor_keys.advantage
-    value, old = (
-        td.get(name, None, as_padded_tensor=True)  # pyright: ignore[reportCallIssue]
-        for name in (key, loss.tensor_keys.sample_log_prob)
-    )
-    if not isinstance(value, Tensor) or not isinstance(old, Tensor) or old.dim() != 2:
-        return None
-    (rows, tokens), shape = old.shape, value.shape
-    if len(shape) == 3 and shape[0] in (1, rows) and shape[1] in (1, tokens):
-        return None
-    remedy = "give one value for each answer, or one for each token"
-    if value.numel() == rows:
-        remedy = "reshape it with .view(-1, 1, 1)"
-    elif shape == old.shape:
-        remedy = "append a dimension with .unsqueeze(-1)"
-    return (
-        f"{key}: expected shape ({rows}, 1, 1), one for each answer, or ({rows}, {tokens}, 1), "
-        f"one for each token, got {tuple(shape)}; {remedy}"
-    )
 
 
 class CISPOLoss(GRPOLoss, _CISPOLoss):

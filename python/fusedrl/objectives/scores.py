@@ -13,6 +13,7 @@ from fusedrl.compat.torch import in_forward_mode, is_transformed
 from fusedrl.compat.torchrl import READERS_OF_LOGITS
 from fusedrl.models import causal_log_probs
 from fusedrl.models.policy_terms import causal_policy_terms
+from fusedrl.models.ranks import Apart, Step
 from fusedrl.models.split import classes_of
 from fusedrl.objectives.loss_terms import LossTerms, loss_terms_of, overridden
 from fusedrl.objectives.tokens import CannotFuse, LossBatch, log_not_fused, read
@@ -32,11 +33,13 @@ class Scores(NamedTuple):
         distribution: the mask and the entropy of each token, in the form of a distribution.
         terms: the terms of :func:`causal_policy_terms`, if gradients were computed together with
             the log-probs.
+        counted: bool ``[B, T]``, the tokens that the loss takes its mean over.
     """
 
     log_probs: Tensor
     distribution: TokenDistribution
     terms: Tensor | None
+    counted: Tensor
 
     def differentiable(self, output: Any) -> Any:
         """Give the output of torchrl's formulas the gradients of the terms."""
@@ -62,20 +65,24 @@ class TokenDistribution(distributions.Distribution):
         return self._entropies
 
 
-def scores_of(loss: Any, base: type, tensordict: TensorDictBase) -> Scores | None:
+def scores_of(loss: Any, base: type, tensordict: TensorDictBase, step: Step) -> Scores | None:
     """The scores of ``tensordict`` under the actor of ``loss``, which derives from ``base``.
 
     ``None`` if torchrl's own code has to compute the loss, or refuses the data. The reason for the
-    former is logged once.
+    former is logged once. The ranks that share the actor's model do the same.
     """
     try:
-        return _scores(loss, base, tensordict)
-    except CannotFuse as why:
-        log_not_fused(loss, why)
-        return None
+        return _scores(loss, base, tensordict, step)
+    except CannotFuse as error:
+        why = str(error)
+        step.agree(apart=True)
+    except Apart:
+        why = "torchrl computes that of another rank"
+    log_not_fused(loss, why)
+    return None
 
 
-def _scores(loss: Any, base: type, tensordict: TensorDictBase) -> Scores | None:
+def _scores(loss: Any, base: type, tensordict: TensorDictBase, step: Step) -> Scores | None:
     keys = loss.tensor_keys
     td = tensordict.copy()
     if keys.action not in td or td.get(keys.advantage, None, as_padded_tensor=True) is None:  # pyright: ignore[reportCallIssue]
@@ -90,23 +97,30 @@ def _scores(loss: Any, base: type, tensordict: TensorDictBase) -> Scores | None:
         padding_value=0.0,
     )
     if old is None or old.shape != batch.ids.shape or old.requires_grad:
+        if not step.alone:  # torchrl would say so behind its forward pass
+            raise ValueError(
+                f"{keys.sample_log_prob}: expected log-probs {list(batch.ids.shape)} without a "
+                f"gradient, got {None if old is None else list(old.shape)}; give the policy's own"
+            )
         return None
     mask = batch.counted & torch.isfinite(old.to(batch.counted.device))
     kept = (batch.counted if loss.entropy_bonus else mask) & ~batch.first
-    if not bool(kept.any()):
+    if step.alone and not bool(kept.any()):
         return None
+    unpredicted = batch.first & batch.counted
+    # Nothing predicts these tokens, and torchrl puts logits of 0 there.
+    uniform = math.log(_classes(loss.actor_network.model)) if bool(unpredicted.any()) else 0.0
     terms = loss_terms_of(loss, td, old.to(mask.device), mask)
     columns = _columns(loss, batch, kept, terms)
-    if loss.entropy_bonus and not bool(columns.entropy.isfinite().all()):
+    # Other ranks do not wait for one that computes it once more.
+    if step.alone and loss.entropy_bonus and not bool(columns.entropy.isfinite().all()):
         raise CannotFuse("the policy's logits have no finite entropy")
     log_probs, entropies = (batch.padded(x) for x in (columns.log_probs, columns.entropy))
-    if bool((batch.first & batch.counted).any()):
-        # Nothing predicts these tokens, and torchrl puts logits of 0 there.
-        uniform = math.log(_classes(loss.actor_network.model))
-        unpredicted = batch.first & batch.counted
+    if uniform:
         log_probs = torch.where(unpredicted, -uniform, log_probs)
         entropies = torch.where(unpredicted, uniform, entropies)
-    return Scores(log_probs, TokenDistribution(batch.counted, entropies), columns.values)
+    distribution = TokenDistribution(batch.counted, entropies)
+    return Scores(log_probs, distribution, columns.values, mask)
 
 
 def _check(loss: Any, base: type, td: TensorDictBase) -> None:

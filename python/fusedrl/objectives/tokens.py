@@ -23,7 +23,7 @@ class CannotFuse(Exception):
     """A loss has to be computed by torchrl's own code; the message says why."""
 
 
-def log_not_fused(loss: Any, why: CannotFuse) -> None:
+def log_not_fused(loss: Any, why: object) -> None:
     """Log, once for each class of losses, that torchrl's own code computes it."""
     if (type(loss), str(why)) not in _logged:
         _logged.add((type(loss), str(why)))

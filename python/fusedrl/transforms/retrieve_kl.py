@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torchrl.envs.llm.transforms import RetrieveKL as _RetrieveKL
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from fusedrl.compat import torchrl
+from fusedrl.models.ranks import together
 from fusedrl.models.without_adapters import WithoutAdapters, is_peft_model
 from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.kl_computation import KLComputation
@@ -23,7 +24,7 @@ from fusedrl.transforms.ray import RayRetrieveKL
 from fusedrl.transforms.ray_service import RayService
 from fusedrl.transforms.reading import TokenBatch
 from fusedrl.transforms.renamed_arguments import accept_renamed, refuse
-from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
+from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb, model_of
 
 
 class RetrieveKL(_RetrieveKL):
@@ -224,6 +225,17 @@ class RetrieveKL(_RetrieveKL):
         return nullcontext() if scoring is None else scoring()
 
     def _score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        transforms: Any = self.transforms
+        with ExitStack() as steps:
+            # In the order in which they are left, the ranks hear of an error first by the policy's.
+            for transform in reversed(list(transforms)):
+                if torchrl.steps_as(transform, RetrieveLogProb):
+                    steps.enter_context(together(model_of(transform)))
+            return self._score_together(tensordict, next_tensordict)
+
+    def _score_together(
+        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase
+    ) -> TensorDictBase:
         # All is read before anything is written, but for subclasses with a _step of their own.
         batch: TokenBatch | None = None
         steps: list[Callable[[TensorDictBase], TensorDictBase]] = []

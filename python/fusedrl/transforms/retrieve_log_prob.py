@@ -22,6 +22,7 @@ from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 from fusedrl.compat.torchrl import computing_device
 from fusedrl.models import causal_log_probs
 from fusedrl.models.forwards import check_limit
+from fusedrl.models.ranks import together
 from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.reading import TokenBatch, can_read, read, reading_of
 from fusedrl.transforms.wrapper_scores import score_by_itself
@@ -133,7 +134,8 @@ class RetrieveLogProb(_RetrieveLogProb):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_dims == 0:
             return columns.step_one(self._step, tensordict, next_tensordict)
-        return self.score(tensordict, next_tensordict, self.read(tensordict))
+        with together(model_of(self)):
+            return self.score(tensordict, next_tensordict, self.read(tensordict))
 
     def read(
         self, tensordict: TensorDictBase, shared: TokenBatch | None = None
@@ -169,6 +171,8 @@ class RetrieveLogProb(_RetrieveLogProb):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             if batch is None:
                 given = tensordict if device is None else tensordict.to(device)
+                with together(model_of(self)) as step:
+                    step.agree(apart=True)
                 rows = score_by_itself(self, given)
             else:
                 rows = self._score_batch(batch)
@@ -226,3 +230,8 @@ class RetrieveLogProb(_RetrieveLogProb):
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         columns.declare_tokens(observation_spec, self.log_probs_full_key)
         return observation_spec
+
+
+def model_of(transform: RetrieveLogProb) -> Any:
+    """The model in the wrapper, which ranks may share; ``None`` if the wrapper has none."""
+    return getattr(transform.model, "model", None)

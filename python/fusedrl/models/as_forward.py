@@ -1,0 +1,86 @@
+"""A function in the place of a module's forward, within all that surrounds a call of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+
+def as_forward(
+    module: nn.Module, function: Callable[..., tuple[Tensor, ...]], call: Callable[[], Any]
+) -> tuple[Tensor, ...]:
+    """Results of ``function``, which runs as the forward of ``module`` while ``call`` calls that.
+
+    FSDP gathers weights before a forward, and hangs what it does in the backward pass on the
+    tensors that leave it; DDP and others are wrapped around it. All of them are in force here.
+
+    Args:
+        module: whose forward it is.
+        function: gets the positional arguments of the call.
+        call: calls the module or what is around it, once.
+
+    Returns:
+        The values as ``function`` returned them, whatever they are rounded to on the way out. Their
+        gradients go the way that the module's output took.
+    """
+    place = _PLACES.setdefault(module, _Place())
+    own = vars(module).get("forward")
+    module.forward = place.forward
+    place.function, place.found = function, []
+    try:
+        left = call()
+        inside = place.found
+    finally:
+        place.function, place.found = None, []
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+    if len(inside) != 1:
+        raise RuntimeError(
+            f"model: expected one call of its {type(module).__name__} in a forward pass, got "
+            f"{len(inside)}; call the wrapper that calls it once"
+        )
+    pairs = zip(left, inside[0], strict=True)
+    return tuple(
+        out if out.dtype == value.dtype else _Unrounded.apply(out, value.detach())
+        for out, value in pairs
+    )
+
+
+class _Place:
+    """What stands in the place of a module's forward, one for each module.
+
+    A graph that was compiled around another function would be compiled anew for each.
+    """
+
+    def __init__(self) -> None:
+        self.function: Callable[..., tuple[Tensor, ...]] | None = None
+        self.found: list[tuple[Tensor, ...]] = []
+        # What is compiled in it is compiled by itself: the decoder.
+        self.forward = torch.compiler.disable(self._forward)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        assert self.function is not None
+        self.found.append(self.function(*args))
+        return self.found[-1]
+
+
+_PLACES: WeakKeyDictionary[nn.Module, _Place] = WeakKeyDictionary()
+
+
+class _Unrounded(torch.autograd.Function):
+    """A value as it was before a module rounded what left it, with the gradient of that."""
+
+    @staticmethod
+    def forward(ctx: Any, rounded: Tensor, value: Tensor) -> Tensor:
+        ctx.dtype = rounded.dtype
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None

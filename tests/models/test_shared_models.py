@@ -1,0 +1,91 @@
+"""Models that several ranks share: fast, with the gradients of one process, and in step."""
+
+from __future__ import annotations
+
+import pytest
+import shared_models
+from rank_pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    pool = RankPool(2, tmp_path_factory.mktemp("two"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    pool = RankPool(3, tmp_path_factory.mktemp("three"))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("way", shared_models.WAYS)
+def test_values_and_gradients_are_those_of_one_process(two, way):
+    """Also where a rank keeps nothing. Torch multiplies no row with the head: our kernel does."""
+    rows = two.run(shared_models.like_one_process, way, "llama", [0, 1, 2])
+    assert rows == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # tied, and with a softcap
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_three_ranks(three, kind, way):
+    rows = three.run(shared_models.like_one_process, way, kind, [0, 1, 4])
+    assert rows == [0, 0, 0]
+
+
+def test_experts(two):
+    assert two.run(shared_models.like_one_process, "fsdp", "mixtral", [0, 1, 2]) == [0, 0]
+
+
+def test_a_killed_rank_ends_the_wait_of_others(tmp_path):
+    pool = RankPool(2, tmp_path)
+    try:
+        pool.send(shared_models.meets_a_dead_rank)
+        text, error = pool.answer(0)
+        assert text is None and error
+    finally:
+        pool.close()
+
+
+def test_one_hundred_batches(two):
+    two.run(shared_models.like_one_process, "fsdp", "llama", list(range(100)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "count"), [("two", 1000), ("three", 200)])
+def test_many_batches(request, ranks, count):
+    pool = request.getfixturevalue(ranks)
+    for first in range(0, count, 100):
+        seeds = list(range(first, first + 100))
+        pool.run(shared_models.like_one_process, "fsdp", "llama", seeds)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_ranks_with_parts_of_a_head(two, three, kind):
+    assert two.run(shared_models.parts_of_a_head, kind) == [0, 0]
+    assert three.run(shared_models.parts_of_a_head, kind) == [0, 0, 0]  # 34, 34 and 32 classes
+
+
+def test_gradients_that_accumulate(two):
+    two.run(shared_models.accumulates)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_an_error_of_a_rank_is_an_error_of_all(two, way):
+    first, second = two.run(shared_models.errors, way)
+    refused = "ValueError: tokens: expected ids in [0, 100)"
+    told = "RuntimeError: model: expected a call that every rank can make, got an error on rank"
+    assert first[0].startswith(refused) and first[1].startswith(f"{told} 1 before")
+    assert second[0].startswith(f"{told} 0 before") and second[1].startswith(refused)
+
+
+def test_all_ranks_try_a_model_that_one_has_to(two):
+    assert two.run(shared_models.tries_again) == [[1, 2, 2], [1, 2, 2]]
+
+
+def test_a_module_inside_of_ddp_is_no_way_to_train(two):
+    for records in two.run(shared_models.by_itself):
+        (text,) = records
+        assert "gradients are not averaged over the ranks" in text

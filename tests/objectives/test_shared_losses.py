@@ -1,0 +1,76 @@
+"""Losses of the ranks that share a policy: the gradients of one process, in step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import shared_losses
+from rank_pool import RankPool
+
+LOSSES: list[tuple[str, dict[str, Any]]] = [
+    ("GRPOLoss", {}),
+    ("GRPOLoss", {"aggregation": "prompt_mean"}),
+    ("DAPO", {"entropy_bonus": False}),
+    ("CISPOLoss", {"kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.2}),
+]
+BY_LOG_PROBS = ("GRPOLoss", {"kl_mask_threshold": 0.05})
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    pool = RankPool(2, tmp_path_factory.mktemp("two"))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("empty", [-1, 0, 1])
+@pytest.mark.parametrize(("name", "options"), [*LOSSES, BY_LOG_PROBS])
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_ranks_average_their_losses(two, way, name, options, empty):
+    arguments = way, name, options, False, 40, empty
+    assert two.run(shared_losses.like_one_process, *arguments) == [0, 0]
+
+
+@pytest.mark.parametrize("empty", [-1, 0])
+@pytest.mark.parametrize(("name", "options"), LOSSES)
+def test_means_over_the_tokens_of_all_ranks(two, name, options, empty):
+    arguments = "fsdp", name, options, True, None, empty
+    assert two.run(shared_losses.like_one_process, *arguments) == [0, 0]
+
+
+def test_means_over_the_tokens_of_three_ranks(tmp_path):
+    pool = RankPool(3, tmp_path)
+    try:
+        for name, options in LOSSES:
+            arguments = "ddp", name, options, True, None, 2
+            assert pool.run(shared_losses.like_one_process, *arguments) == [0, 0, 0]
+    finally:
+        pool.close()
+
+
+def test_what_has_no_mean_is_refused(two):
+    with pytest.raises(AssertionError, match="average_tokens_across_devices: expected a loss with"):
+        two.run(shared_losses.like_one_process, "fsdp", *BY_LOG_PROBS, True, None)
+
+
+def test_an_error_of_a_rank_is_an_error_of_all(two):
+    first, second = two.run(shared_losses.errors)
+    assert all(
+        text.startswith("RuntimeError: model: expected a call that every rank can make, got an ")
+        and "on rank 1 before" in text
+        for text in first
+    )
+    kinds = ("ValueError: advantage", "ValueError: Advantage key", "ValueError: ", "KeyError: ")
+    for text, kind in zip(second, (*kinds, "ValueError: tokens: expected ids"), strict=True):
+        assert text.startswith(kind)
+
+
+def test_torchrl_computes_on_all_ranks_or_on_none(two):
+    two.run(shared_losses.torchrl_computes)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_penalties(two, way):
+    first, second = two.run(shared_losses.penalties, way)
+    assert "on rank 1 before" in first and second and "on rank" not in second
