@@ -120,13 +120,22 @@ class RowsOfHead(TorchFunctionMode):
 
 
 def data_of(seed: int, ranks: int) -> list[tuple[Tensor, list[int], Tensor]]:
-    """Tokens, lengths and mask of each rank, some of which keep nothing."""
+    """Tokens, lengths and mask of each rank, some of which keep nothing.
+
+    With an even seed the sequences of one rank share their beginning.
+    """
     made = []
     generator = torch.Generator().manual_seed(seed)
     for _ in range(ranks):
         count = int(torch.randint(0 if seed else 1, 5, (), generator=generator))
         lengths = torch.randint(1, 24, (count,), generator=generator).tolist()
         tokens = torch.randint(1, VOCAB, (sum(lengths),), generator=generator)
+        if seed % 2 == 0 and len(made) == seed // 2 % ranks:
+            start = torch.randint(1, VOCAB, (36,), generator=generator)
+            tokens = torch.cat(
+                [tokens[:0], *(torch.cat((start, x)) for x in tokens.split(lengths))]
+            )
+            lengths = [36 + length for length in lengths]
         kept = torch.rand(len(tokens), generator=generator)
         share = float(torch.rand((), generator=generator))
         if seed % 3 == 1 and len(made) == seed % ranks:
