@@ -9,6 +9,7 @@ import shared_models
 import torch
 import torch.distributed as dist
 from objectives.policies import OUTPUTS, actor_of, batch_of, model_of, rows, tokenizer
+from objectives.test_supervised import HISTORY, THEIRS, data_of
 from shared_models import check_gradients, gradients
 from tensordict import set_list_to_stack
 from torchrl.objectives.llm import grpo as torchrl_grpo
@@ -147,6 +148,28 @@ def torchrl_computes() -> None:
         assert parameter.grad is not None
         parameter.grad /= ranks
     check_gradients(gradients(model), gradients(whole), 5e-5)
+
+
+def supervised(way: str, name: str) -> int:
+    """Compare gradients with torchrl's loss in one process; the rows that torch multiplied."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = model_of()
+    model = shared_models.WAYS[way](copy.deepcopy(whole))
+    ours = getattr(fusedrl, name)(actor_of(model, HISTORY), tokenizer=tokenizer())
+    theirs = THEIRS[name](actor_of(whole, HISTORY), tokenizer=tokenizer())
+    data = data_of(name)
+    parts = [data[other : other + 1 if other + 1 < ranks else None] for other in range(ranks)]
+    next(iter(ours(parts[rank]).values()))  # the model is tried
+    rows_of_head = shared_models.RowsOfHead(len(tokenizer()))
+    with rows_of_head:
+        next(iter(ours(parts[rank]).values())).backward()
+    for part in parts:
+        next(iter(theirs(part).values())).backward()
+    for parameter in whole.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= ranks
+    check_gradients(gradients(model), gradients(whole), 2e-4)
+    return rows_of_head.rows
 
 
 def penalties(way: str) -> str:

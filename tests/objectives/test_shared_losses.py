@@ -74,3 +74,9 @@ def test_torchrl_computes_on_all_ranks_or_on_none(two):
 def test_penalties(two, way):
     first, second = two.run(shared_losses.penalties, way)
     assert "on rank 1 before" in first and second and "on rank" not in second
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["SFTLoss", "DistillationLoss"])
+def test_supervised_losses(two, way, name):
+    assert two.run(shared_losses.supervised, way, name) == [0, 0]

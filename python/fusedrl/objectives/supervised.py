@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -13,6 +14,7 @@ from torchrl.objectives.llm import SFTLoss as _SFTLoss
 
 from fusedrl.compat.torch import children_of, replace_children
 from fusedrl.models import causal_log_probs
+from fusedrl.models.ranks import Apart, together
 from fusedrl.objectives.tokens import CannotFuse, log_not_fused
 from fusedrl.transforms.columns import column_rows
 from fusedrl.transforms.reading import TokenBatch, can_read, marks, masks_over, read, reading_of
@@ -67,7 +69,7 @@ class SFTLoss(_SFTLoss):
     @_not_compiled
     def forward(self, tensordict: TensorDictBase) -> Any:
         """The losses of a batch, in the form of torchrl's class."""
-        return _SFTLoss.forward(_with_scorer(self, tensordict, True), tensordict)
+        return _computed(self, _SFTLoss.forward, tensordict, True)
 
 
 class DistillationLoss(_DistillationLoss):
@@ -90,25 +92,38 @@ class DistillationLoss(_DistillationLoss):
     @_not_compiled
     def forward(self, tensordict: TensorDictBase) -> Any:
         """The loss of a batch, in the form of torchrl's class."""
-        scored = _with_scorer(self, tensordict, self.assistant_only)
-        return _DistillationLoss.forward(scored, tensordict)
+        return _computed(self, _DistillationLoss.forward, tensordict, self.assistant_only)
 
 
-def _with_scorer(loss: Any, tensordict: TensorDictBase, assistant_only: bool) -> Any:
-    """A copy of a loss whose actor computes what the loss reads, or the loss itself.
+def _computed(
+    loss: Any, formulas: Callable[..., Any], tensordict: TensorDictBase, assistant_only: bool
+) -> Any:
+    """What torchrl's formulas make of a loss whose actor computes no more than they read.
 
-    What torchrl refuses is left to its own code, and to its own error.
+    The actor runs as it is where it cannot be replaced, on all ranks that share its model, and for
+    data that torchrl refuses, so that its own error is raised.
     """
-    try:
-        batch = _read(loss, tensordict, assistant_only)
-    except CannotFuse as why:
-        log_not_fused(loss, why)
-        return loss
-    except (ValueError, TypeError):
-        return loss
-    twin = copy(loss)
-    replace_children(twin, {**children_of(loss), "actor_network": _Scorer(loss, batch)})
-    return twin
+    with together(getattr(loss.actor_network, "model", None)) as step:
+        why: object = None
+        try:
+            batch = _read(loss, tensordict, assistant_only)
+        except CannotFuse as error:
+            why = error
+        except (ValueError, TypeError):
+            pass
+        else:
+            twin = copy(loss)
+            scorer = _Scorer(loss, batch)
+            replace_children(twin, {**children_of(loss), "actor_network": scorer})
+            try:
+                return formulas(twin, tensordict)
+            except Apart:
+                why = "torchrl computes that of another rank"
+        if not isinstance(why, str):
+            step.agree(apart=True)
+        if why is not None:
+            log_not_fused(loss, why)
+        return formulas(loss, tensordict)
 
 
 def _read(loss: Any, td: TensorDictBase, assistant_only: bool) -> TokenBatch:
