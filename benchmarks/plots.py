@@ -152,8 +152,8 @@ def _speedups(rows: list[Row], palette: Palette, title: str | None) -> plt.Figur
     ]
     figure, axes = _bars(bars, palette, title or "", start=1)
     axes.set_xscale("log")
-    lowest, highest = min(1.0, *(bar.speedup for bar in bars)), max(bar.speedup for bar in bars)
-    axes.set_xlim(0.8 * lowest, 2 * max(highest, 1.0))
+    speedups = [1.0, *(bar.speedup for bar in bars)]
+    axes.set_xlim(0.8 * min(speedups), 2 * max(speedups))
     axes.set_xlabel("speed-up of fusedrl (medians of interleaved repetitions)", size=8)
     return figure
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from fusedrl.models import WithoutAdapters, causal_log_probs, log_probs, prefix_tree
 from fusedrl.models.policy_terms import causal_policy_terms
@@ -190,19 +191,25 @@ def test_a_mask_stands_for_what_it_says(family, window):
     )
 
 
-def test_a_layer_has_few_gathered_keys_at_once(monkeypatch):
+class Gathers(TorchFunctionMode):
+    """Records how many places each gather takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.index_select:
+            self.sizes.append(len(args[2]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_has_few_gathered_keys_at_once():
     rows = [torch.cat((torch.zeros(64).long(), torch.tensor([i]))) for i in range(50)]
     tree = Tree(laid_out([65] * 50, shared_with_former(rows)), None, "cpu")
-    gathered = []
-    theirs = torch.Tensor.index_select
-
-    def counted(x, dim, index):
-        gathered.append(len(index))
-        return theirs(x, dim, index)
-
-    monkeypatch.setattr(torch.Tensor, "index_select", counted)
-    tree.attend(*torch.randn(3, 1, 2, tree.length, 4))
-    assert sum(gathered) == 2 * 49 * 65 and max(gathered) <= tree.length
+    with Gathers() as gathers:
+        tree.attend(*torch.randn(3, 1, 2, tree.length, 4))
+    assert sum(gathers.sizes) == 2 * 49 * 65 and max(gathers.sizes) <= tree.length
 
 
 def test_many_equal_sequences_are_cut_in_one_go():
