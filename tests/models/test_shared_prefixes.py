@@ -129,7 +129,7 @@ EXACT = {kind: copy.deepcopy(model).double() for kind, model in MODELS.items()}
 
 @pytest.mark.parametrize("kind", MODELS)
 @given(families())
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @torch.no_grad()
 def test_any_family_is_as_near_to_float64(kind, family):
     tokens, lengths, mask, limit = family
@@ -146,6 +146,7 @@ def test_any_family_is_as_near_to_float64(kind, family):
 
 
 @given(families())
+@settings(deadline=None)
 def test_the_fewest_tokens_are_laid_out_within_the_limit(family):
     tokens, lengths, _, limit = family
     rows = list(tokens.split(lengths))
@@ -172,6 +173,7 @@ def test_the_fewest_tokens_are_laid_out_within_the_limit(family):
 
 
 @given(families(), st.one_of(st.none(), st.integers(1, 20)))
+@settings(deadline=None)
 def test_a_mask_stands_for_what_it_says(family, window):
     tokens, lengths, _, _ = family
     rows = list(tokens.split(lengths))
