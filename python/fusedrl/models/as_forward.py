@@ -47,7 +47,7 @@ def as_forward(
         )
     pairs = zip(left, inside[0], strict=True)
     return tuple(
-        out if out.dtype == value.dtype else _Unrounded.apply(out, value.detach())
+        out if out.dtype == value.dtype else WithGradientOf.apply(value.detach(), out)
         for out, value in pairs
     )
 
@@ -73,14 +73,16 @@ class _Place:
 _PLACES: WeakKeyDictionary[nn.Module, _Place] = WeakKeyDictionary()
 
 
-class _Unrounded(torch.autograd.Function):
-    """A value as it was before a module rounded what left it, with the gradient of that."""
+class WithGradientOf(torch.autograd.Function):
+    """A value whose gradient is that of another tensor, summed to the shape of that."""
 
     @staticmethod
-    def forward(ctx: Any, rounded: Tensor, value: Tensor) -> Tensor:
-        ctx.dtype = rounded.dtype
+    def forward(ctx: Any, value: Tensor, source: Tensor) -> Tensor:
+        """A copy of the value."""
+        ctx.shape, ctx.dtype = source.shape, source.dtype
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].to(ctx.dtype), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        """The gradient of the source."""
+        return None, grads[0].sum_to_size(ctx.shape).to(ctx.dtype)

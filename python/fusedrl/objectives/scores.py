@@ -12,14 +12,14 @@ from torch import Tensor, distributions
 from fusedrl.compat.torch import in_forward_mode, is_transformed
 from fusedrl.compat.torchrl import READERS_OF_LOGITS
 from fusedrl.models import causal_log_probs
+from fusedrl.models.as_forward import WithGradientOf
 from fusedrl.models.policy_terms import causal_policy_terms
 from fusedrl.models.ranks import Apart, Step
 from fusedrl.models.split import classes_of
 from fusedrl.objectives.loss_terms import LossTerms, loss_terms_of, overridden
-from fusedrl.objectives.tokens import CannotFuse, LossBatch, log_not_fused, read
+from fusedrl.objectives.tokens import CannotFuse, LossBatch, check_readable, log_not_fused, read
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, TermWeights
 from fusedrl.ops.token_log_probs import TokenLogProbs
-from fusedrl.transforms.reading import can_read
 
 # The outputs whose gradients come from the terms of linear_policy_loss, in the order of these.
 _OUTPUTS = ("loss_objective", "loss_kl_to_ref", "loss_kl_to_inference", "loss_entropy")
@@ -47,7 +47,7 @@ class Scores(NamedTuple):
             for name, term in zip(_OUTPUTS, self.terms.unbind(), strict=True):
                 value = getattr(output, name, None)  # a caller's output_type may have fewer
                 if value is not None:
-                    setattr(output, name, _WithGradientOf.apply(value, term))
+                    setattr(output, name, WithGradientOf.apply(value, term))
         return output
 
 
@@ -129,12 +129,7 @@ def _check(loss: Any, base: type, td: TensorDictBase) -> None:
     changed = overridden(loss, base, READERS_OF_LOGITS)
     if changed:
         raise CannotFuse(f"it has {', '.join(changed)} of its own")
-    if not can_read(actor):
-        raise CannotFuse(
-            f"its actor is a {type(actor).__name__}, not a TransformersWrapper without batching"
-        )
-    if td.batch_dims != 1:
-        raise CannotFuse(f"the data has {td.batch_dims} batch dimensions")
+    check_readable(actor, td)
     parameters = actor.model.parameters()
     if in_forward_mode() or any(map(is_transformed, parameters)):
         raise CannotFuse("it is differentiated by torch.func or in forward mode")
@@ -175,19 +170,6 @@ def _columns(loss: Any, batch: LossBatch, kept: Tensor, terms: LossTerms | None)
         **options,
     )
     return _Columns(*computed)
-
-
-class _WithGradientOf(torch.autograd.Function):
-    """A value whose gradient is that of another one."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, term: Tensor) -> Tensor:
-        ctx.dtype = term.dtype
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, grads[0].sum().to(ctx.dtype)
 
 
 def _classes(model: Any) -> int:

@@ -15,9 +15,9 @@ from torchrl.objectives.llm import SFTLoss as _SFTLoss
 from fusedrl.compat.torch import children_of, replace_children
 from fusedrl.models import causal_log_probs
 from fusedrl.models.ranks import Apart, together
-from fusedrl.objectives.tokens import CannotFuse, log_not_fused
+from fusedrl.objectives.tokens import CannotFuse, check_readable, log_not_fused
 from fusedrl.transforms.columns import column_rows
-from fusedrl.transforms.reading import TokenBatch, can_read, marks, masks_over, read, reading_of
+from fusedrl.transforms.reading import TokenBatch, marks, masks_over, read, reading_of
 
 _ASSISTANT, _ATTENTION = ("masks", "all_assistant_mask"), ("masks", "all_attention_mask")
 
@@ -129,14 +129,9 @@ def _computed(
 def _read(loss: Any, td: TensorDictBase, assistant_only: bool) -> TokenBatch:
     """The tokens that the actor reads, and which of them the loss counts."""
     actor = loss.actor_network
-    if not can_read(actor):
-        raise CannotFuse(
-            f"its actor is a {type(actor).__name__}, not a TransformersWrapper without batching"
-        )
+    check_readable(actor, td)
     if actor.input_mode != "history":
         raise CannotFuse(f"its actor reads {actor.input_mode}, not a history")
-    if td.batch_dims != 1:
-        raise CannotFuse(f"the data has {td.batch_dims} batch dimensions")
     batch = read(reading_of(actor, False, None, None), td.select(loss.tensor_keys.history))
     if not assistant_only:
         return batch

@@ -13,6 +13,7 @@ from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl.compat.torch import children_of, replace_children
 from fusedrl.compat.torchrl import DISTRIBUTIONS
+from fusedrl.transforms.reading import can_read
 
 logger = logging.getLogger("fusedrl")
 
@@ -28,6 +29,16 @@ def log_not_fused(loss: Any, why: object) -> None:
     if (type(loss), str(why)) not in _logged:
         _logged.add((type(loss), str(why)))
         logger.warning("%s: %s; torchrl computes it from all logits", type(loss).__name__, why)
+
+
+def check_readable(actor: Any, td: TensorDictBase) -> None:
+    """Raise ``CannotFuse`` for an actor or a batch that only torchrl's own code reads."""
+    if not can_read(actor):
+        raise CannotFuse(
+            f"its actor is a {type(actor).__name__}, not a TransformersWrapper without batching"
+        )
+    if td.batch_dims != 1:
+        raise CannotFuse(f"the data has {td.batch_dims} batch dimensions")
 
 
 class LossBatch(NamedTuple):
