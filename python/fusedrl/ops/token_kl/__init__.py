@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Generic, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import NamedTuple, TypeVar
 
 from fusedrl.ops import _dispatch, _rows
 from fusedrl.ops._nested import accepts_nested
@@ -25,14 +26,17 @@ ESTIMATORS = ("k1", "k2", "k3", "abs")
 _DTYPES = (*_dispatch.KERNEL_DTYPES, torch.float64)
 
 
-class TokenKL(NamedTuple):
+Values = TypeVar("Values", default=Tensor)
+
+
+class TokenKL(NamedTuple, Generic[Values]):
     """Per-token KL in nats and the penalised reward, in the representation of the input.
 
     Both are lists of tensors where the input is a list.
     """
 
-    kl: Tensor
-    reward: Tensor
+    kl: Values
+    reward: Values
 
 
 @overload
@@ -70,7 +74,7 @@ def token_kl(
     *,
     reward: Tensor | Sequence[Tensor],
     **options: Unpack[EstimateOptions],
-) -> tuple[list[Tensor], list[Tensor]]: ...
+) -> TokenKL[list[Tensor]]: ...
 def token_kl(
     log_probs: Tensor | Sequence[Tensor],
     ref_log_probs: Tensor | Sequence[Tensor],
