@@ -25,8 +25,8 @@ from fusedrl.demo import dialogs, make_reference
 # The number of answers to a question.
 GROUP = 8
 KL_COEFF = 0.002
-# What is known of one batch.
-Turns = dict[str, float]
+# What is known of one batch: its figures, and its questions and answers.
+Turns = dict[str, Any]
 
 
 def train(
@@ -57,7 +57,8 @@ def train(
 
     # A token of this tokenizer is a byte, and those beyond ASCII are no text by themselves.
     no_text = [i for i in range(len(tokenizer)) if not tokenizer.decode([i]).isascii()]
-    sampling = {"max_new_tokens": 16, "do_sample": True, "suppress_tokens": no_text}
+    model.generation_config.suppress_tokens = no_text
+    sampling = {"max_new_tokens": 16, "do_sample": True}
     answers = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling)
     buffer = ReplayBuffer(
         # The rows differ in length.
@@ -106,6 +107,8 @@ def train(
                     "waiting": came - began,
                     "training": trained - came,
                     "publishing": done - trained,
+                    "prompts": list(turns["query"]),
+                    "completions": list(turns["text", "response"]),
                 }
             )
             print(

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import doctest
 import re
+from itertools import pairwise
 from pathlib import Path
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
-def texts(page: Path) -> str:
-    """All blocks of text of a page, one after the other."""
-    return "".join(re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL))
+def blocks(page: Path, language: str) -> list[str]:
+    """The blocks of a page in one language, as they stand."""
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def texts(page: Path, of: str) -> str:
+    """What a page shows after its blocks of one language, such as ``python``, block after block."""
+    pairs = pairwise(re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.DOTALL))
+    return "".join(text for (before, _), (kind, text) in pairs if (before, kind) == (of, "text"))
 
 
 def assert_prints(shown: str, printed: str, *, figures: bool = True) -> None:

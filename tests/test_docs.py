@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from programs import python
-from shown import assert_prints, texts
+from shown import assert_prints, blocks, texts
 
 import fusedrl
 import fusedrl.models
@@ -34,6 +34,7 @@ PAGES = [
 PAGE_NEEDS = {"docs/tutorials/grpo-with-trl.md": "trl"}
 # Pages whose text is what a command prints -> the example, or the tests that run the command
 COMMANDS = {
+    "README.md": "tests/cli/test_demo.py",
     "docs/start/first-score.md": "tests/cli/test_demo.py",
     "docs/tutorials/score-your-chats.md": "tests/cli/test_score_said.py",
     "docs/tutorials/grpo-with-torchrl.md": "examples/grpo.py",
@@ -105,13 +106,12 @@ def test_python_on_pages_runs(page, tmp_path):
     """All of a page as one program, as a reader saves it."""
     if page in PAGE_NEEDS:
         pytest.importorskip(PAGE_NEEDS[page])
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     program = tmp_path / "page.py"
-    program.write_text("\n".join(blocks))
+    program.write_text("\n".join(blocks(ROOT / page, "python")))
     done = python(program, cwd=tmp_path, taken_apart=True)
     assert done.returncode == 0, done.stderr
-    if page not in COMMANDS and texts(ROOT / page):
-        assert_prints(texts(ROOT / page), done.stdout, figures=page not in FIGURES_VARY)
+    if shown := texts(ROOT / page, "python"):
+        assert_prints(shown, done.stdout, figures=page not in FIGURES_VARY)
 
 
 @pytest.mark.parametrize(("page", "tests"), (ELSEWHERE | COMMANDS).items())
@@ -122,8 +122,11 @@ def test_other_pages_run_elsewhere(page, tests):
 
 
 def test_what_pages_show_is_compared():
-    pages = (path for path in (ROOT / "docs").rglob("*.md") if texts(path))
-    assert {path.relative_to(ROOT).as_posix() for path in pages} <= {*PAGES, *COMMANDS}
+    """With what their own Python prints, or with what the command before it does."""
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        page, compared = path.relative_to(ROOT).as_posix(), texts(path, "python")
+        compared += texts(path, "console") if page in {*COMMANDS, *ELSEWHERE} else ""
+        assert len("".join(blocks(path, "text"))) == len(compared), page
 
 
 SUBMODULES = (
@@ -184,11 +187,6 @@ CHATS = "8 x ~270 tokens, 30% kept, hidden {}"
 README_ROWS = {
     "Rewards with a KL penalty": ("models", "RetrieveKL", CHATS.format(128)),
     "The same with two larger": ("models", "RetrieveKL", CHATS.format(512)),
-    "Log-probs of those chats": (
-        "models",
-        "RetrieveLogProb",
-        CHATS.format(128),
-    ),
     "Exact KL of two models": ("bench", "exact_kl", "[256, 151936] float32, reverse"),
     "Log-probs and entropy": (
         "trl",
@@ -277,7 +275,7 @@ def test_examples_run(path, tmp_path):
     assert done.returncode == 0, done.stderr
     for page, command in COMMANDS.items():
         if command == f"examples/{path.name}":
-            assert_prints(texts(ROOT / page), done.stdout, figures=False)
+            assert_prints(texts(ROOT / page, "console"), done.stdout, figures=False)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.name)

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 from fusedrl.examples.grpo import train
-from shown import assert_prints, texts
+from shown import assert_prints, blocks, texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fusedrl.cli import demo as command
@@ -24,7 +24,8 @@ from fusedrl.cli import main
 from fusedrl.demo import dialogs, make_reference
 from fusedrl.demo.models import one_thread
 
-PAGE = Path(__file__).parents[2] / "docs/start/first-score.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/start/first-score.md"
 
 
 def test_demo_trains_and_scores(tmp_path, monkeypatch, capsys):
@@ -33,15 +34,23 @@ def test_demo_trains_and_scores(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["demo"]) == 0
     printed = capsys.readouterr().out
-    assert "50 chats scored, 0 skipped" in printed
-    assert_prints(texts(PAGE), printed, figures=False)
+    assert "24 chats scored, 0 skipped" in printed
+    assert_prints(texts(PAGE, "console"), printed, figures=False)
     report = (tmp_path / "demo-out/report.html").read_text()
     assert report.index("How the policy was trained") < report.index("Where the policy drifted")
     assert report.count("<polyline") == 2
     assert "publishing weights" in report
 
+    # What the README does with what a demo has left behind.
+    readme = ROOT / "README.md"
+    [scoring] = [block for block in blocks(readme, "console") if "fusedrl score" in block]
+    scoring = scoring.replace(".venv/bin/fusedrl", f"{sys.executable} -m fusedrl")
+    done = subprocess.run(["bash", "-ec", scoring], capture_output=True, text=True)
+    assert_prints(texts(readme, "console"), done.stdout, figures=False)
+
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_rewards_are_learned_and_shuffled_ones_are_not(tmp_path):
     make_reference(tmp_path / "reference")
 

@@ -106,4 +106,4 @@ def test_the_tutorial_shows_what_is_printed(models, tmp_path, monkeypatch, capsy
     Path("chats.jsonl").write_text(chats[1])
     arguments = ["--policy", models.policy, "--reference", models.reference, "--out", "drift"]
     assert main(["score", "chats.jsonl", *arguments]) == 0
-    assert_prints(texts(PAGE), capsys.readouterr().out, figures=False)
+    assert_prints(texts(PAGE, "console"), capsys.readouterr().out, figures=False)

@@ -35,4 +35,4 @@ def test_the_example_runs(example, tmp_path):
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ours = [line for line in done.stdout.splitlines(True) if line.startswith("weights")]
-    assert_prints(texts(ROOT / "docs/tutorials/weights-into-vllm.md"), "".join(ours))
+    assert_prints(texts(ROOT / "docs/tutorials/weights-into-vllm.md", "console"), "".join(ours))

@@ -21,7 +21,7 @@ from fusedrl.cli import stdout
 
 COMMANDS = {
     "score": "score your chats under a policy and its reference: log-probs, KL, a heat map",
-    "demo": "train a tiny policy by GRPO, and score its drift on 50 bundled chats",
+    "demo": "train a tiny policy by GRPO, and score its drift in its own answers",
     "check": "compare every op with its definition in plain torch on this machine",
     "bench": "time every op beside what it replaces on this machine",
     "info": "print versions, devices and compiled libraries, and what is missing",

@@ -11,12 +11,16 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from fusedrl.cli.score import score_and_print
-from fusedrl.demo import CHATS, make_reference
+from fusedrl.demo import dialogs, make_reference
 from fusedrl.demo.models import one_thread
 from fusedrl.demo.report import add_training, parts_of
 from fusedrl.examples.grpo import train  # pyright: ignore[reportMissingImports]
 from fusedrl.scoring import Settings
 from fusedrl.scoring.errors import printable, reason
+
+# The last ones, whose policy was almost that which is scored: estimates of the KL are for tokens
+# that the policy has sampled.
+BATCHES_SCORED = 6
 
 EXAMPLES = """\
 examples:
@@ -24,7 +28,7 @@ examples:
   fusedrl demo --out elsewhere    # into another folder
 
 exit codes:
-  0    all 50 chats are scored
+  0    all answers are scored
   2    the folder cannot be written, or the models were refused
   130  Ctrl-C
 """
@@ -42,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train the two models into ``out/models`` and score the bundled chats; 2 if out is refused."""
+    """Train the two models into ``out/models`` and score the last answers; 2 if out is refused."""
     disable_progress_bar()
     warnings.filterwarnings("ignore", module="torch|tensordict")  # not about what users do here
     policy, reference = args.out / "models" / "policy", args.out / "models" / "reference"
@@ -56,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         print("training a policy to answer in digits, with a worker that generates ...", flush=True)
         with one_thread():  # the worker has the other cores
             batches = train(reference, policy)
+        answers = args.out / "answers.jsonl"
+        dialogs.write_answers(answers, batches[-BATCHES_SCORED:])
     except Exception as error:
         # The Rust libraries behind tokenizers and weights have error types of their own.
         if not isinstance(error, OSError) and "(os error" not in str(error):
@@ -64,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"demo: out: cannot write {where}: {reason(error)}", file=sys.stderr)
         return 2
     clock.append(time.perf_counter())
-    code = score_and_print(CHATS, str(policy), str(reference), args.out, Settings())
+    code = score_and_print(answers, str(policy), str(reference), args.out, Settings(estimator="k1"))
     if code == 0:
         seconds = {"making the reference": clock[1] - clock[0], **parts_of(batches)}
         seconds["scoring"] = time.perf_counter() - clock[2]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +21,31 @@ Rewards = Callable[[list[str]], torch.Tensor]
 
 def digits(answers: list[str]) -> torch.Tensor:
     """The share of digits in each answer, 0 for an empty one."""
-    said = [answer.removesuffix("<|im_end|>") for answer in answers]
+    said = map(_text, answers)
     return torch.tensor([sum(map(str.isdigit, text)) / max(len(text), 1) for text in said])
 
 
 def shuffled(answers: list[str]) -> torch.Tensor:
     """The same rewards, each given to another answer of the group: nothing can be learned."""
     return digits(answers)[torch.randperm(len(answers))]
+
+
+def write_answers(file: Path, batches: Iterable[dict[str, Any]]) -> None:
+    """Write questions and answers as ``fusedrl score`` reads them.
+
+    Args:
+        file: JSON lines, replaced if there.
+        batches: what ``train()`` of ``examples/grpo.py`` returned.
+    """
+    with file.open("w", encoding="utf-8") as lines:
+        for batch in batches:
+            for prompt, said in zip(batch["prompts"], batch["completions"], strict=True):
+                json.dump({"prompt": prompt, "completion": _text(said)}, lines)
+                lines.write("\n")
+
+
+def _text(answer: str) -> str:
+    return answer.removesuffix("<|im_end|>")
 
 
 class Reward(Transform):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 _PAGE = """\
 <body>
@@ -12,13 +13,12 @@ _PAGE = """\
 share of digits in an answer. The policy that generated was {staleness:.1f} versions behind on
 average, {most:.0f} at most.</p>
 <div class="plots">{reward}{kl}</div>
-<table id="time"><caption class="soft">Where {total:.0f} seconds went</caption>{time}</table>
+<table id="time" style="margin-bottom: 2rem">
+<caption class="soft">Where {total:.0f} seconds went</caption>{time}</table>
 """
 
 
-def add_training(
-    page: Path, batches: Sequence[dict[str, float]], seconds: dict[str, float]
-) -> None:
+def add_training(page: Path, batches: Sequence[dict[str, Any]], seconds: dict[str, Any]) -> None:
     """Put the training in front of what ``fusedrl score`` wrote.
 
     Args:
@@ -65,7 +65,7 @@ def _plot(label: str, versions: Sequence[float], values: Sequence[float]) -> str
     )
 
 
-def parts_of(batches: Iterable[dict[str, float]]) -> dict[str, float]:
+def parts_of(batches: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Seconds of the training, by what the trainer did: the first batch includes the start."""
     first, *others = batches
     return {

@@ -20,7 +20,7 @@ def test_the_tutorial_runs(capsys):
     [block] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(compile(block, PAGE, "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
-    assert_prints(texts(PAGE), printed, figures=False)
+    assert_prints(texts(PAGE, "python"), printed, figures=False)
     batches = printed.splitlines()
     assert len(batches) == 4 and batches[0] == "torch.Size([8]) [1]"
     # No turn is of the weights that each actor drew for itself.

@@ -123,6 +123,7 @@ def exact_kl(
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
             first token of every sequence has divergence 0. Packed logits then need ``offsets``.
+            Without it token *i* reads logits row *i*.
         sequence_group: the process group over whose ranks sequences are split into contiguous
             parts, in the order of the ranks (context parallelism). With ``shift`` the first token
             of a part reads the last row of the rank before. Every rank has to call the op, and to
@@ -149,6 +150,9 @@ def exact_kl(
         >>> policy, ref = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 1.0986123]])
         >>> exact_kl(policy, ref)  # uniform against 1/4, 3/4
         tensor([0.1438])
+        >>> # With shift, of a model's own output, a row is about the token after it:
+        >>> exact_kl(policy.expand(1, 3, 2), ref.expand(1, 3, 2), shift=True)
+        tensor([[0.0000, 0.1438, 0.1438]])
         >>> exact_kl(policy, ref, direction="forward")
         tensor([0.1308])
         >>> exact_kl(policy, ref, direction="jensen_shannon", beta=0.5)

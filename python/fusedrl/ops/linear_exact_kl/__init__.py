@@ -113,7 +113,8 @@ def linear_exact_kl(
         ref_scale: positive factor of the reference's logits.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads row *i - 1* of its own sequence; the first token of every sequence
-            has divergence 0. Packed hidden states then need ``offsets``.
+            has divergence 0. Packed hidden states then need ``offsets``. Without it token *i* reads
+            row *i*.
         sequence_group: the process group over whose ranks sequences are split into contiguous
             parts, in the order of the ranks (context parallelism). With ``shift`` the first token
             of a part reads the last row of the rank before. Every rank has to call the op, and to
@@ -138,10 +139,11 @@ def linear_exact_kl(
         >>> import torch
         >>> from fusedrl import exact_kl, linear_exact_kl
         >>> _ = torch.manual_seed(0)
-        >>> hidden, weight = torch.randn(6, 8), torch.randn(100, 8)
-        >>> ref_hidden, ref_weight = torch.randn(6, 16), torch.randn(100, 16)
-        >>> kl = linear_exact_kl(hidden, weight, ref_hidden, ref_weight)
-        >>> torch.allclose(kl, exact_kl(hidden @ weight.T, ref_hidden @ ref_weight.T), rtol=1e-4)
+        >>> hidden, weight = torch.randn(2, 3, 8), torch.randn(100, 8)
+        >>> ref_hidden, ref_weight = torch.randn(2, 3, 16), torch.randn(100, 16)
+        >>> kl = linear_exact_kl(hidden, weight, ref_hidden, ref_weight, shift=True)
+        >>> from_logits = exact_kl(hidden @ weight.T, ref_hidden @ ref_weight.T, shift=True)
+        >>> torch.allclose(kl, from_logits, rtol=1e-4)
         True
     """
     divergence = chosen_divergence(direction, beta)

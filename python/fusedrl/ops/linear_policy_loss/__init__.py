@@ -165,7 +165,8 @@ def linear_policy_loss(
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends. Without
             offsets a packed batch is one sequence.
         shift: token *i* reads row *i - 1* of its own sequence, and the first token of every
-            sequence has no row. Packed hidden states then need ``offsets``.
+            sequence has no row. Packed hidden states then need ``offsets``. Without it token *i*
+            reads row *i*.
         sequence_group: the process group over whose ranks sequences are split into contiguous
             parts, in the order of the ranks (context parallelism). With ``shift`` the first token
             of a part reads the last row of the rank before. Every rank has to call the op, and to
@@ -217,7 +218,9 @@ def linear_policy_loss(
         >>> hidden, weight = torch.randn(6, 8), torch.randn(100, 8, requires_grad=True)
         >>> tokens, offsets = torch.randint(0, 100, (6,)), torch.tensor([0, 4, 6])
         >>> advantages = torch.tensor([1.0, -1.0])
-        >>> result = linear_policy_loss(hidden, weight, tokens, advantages, offsets=offsets)
+        >>> result = linear_policy_loss(
+        ...     hidden, weight, tokens, advantages, offsets=offsets, shift=True
+        ... )
         >>> result.loss.backward()
         >>> weight.grad.shape
         torch.Size([100, 8])

@@ -122,6 +122,7 @@ def linear_token_log_probs(
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads row *i - 1* of its own sequence, as causal models predict; the first
             token of every sequence has log-prob 0. Packed hidden states then need ``offsets``.
+            Without it token *i* reads row *i*.
         sequence_group: the process group over whose ranks sequences are split into contiguous
             parts, in the order of the ranks (context parallelism). With ``shift`` the first token
             of a part reads the last row of the rank before. Every rank has to call the op, and to

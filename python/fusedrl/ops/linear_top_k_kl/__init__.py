@@ -70,7 +70,8 @@ def linear_top_k_kl(
         scale: positive factor of the logits.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads row *i - 1* of its own sequence; the first token of every sequence
-            has divergence 0. Packed hidden states then need ``offsets``.
+            has divergence 0. Packed hidden states then need ``offsets``. Without it token *i* reads
+            row *i*.
         sequence_group: the process group over whose ranks sequences are split into contiguous
             parts, in the order of the ranks (context parallelism). With ``shift`` the first token
             of a part reads the last row of the rank before. Every rank calls, and differentiates.
@@ -92,10 +93,10 @@ def linear_top_k_kl(
         >>> import torch
         >>> from fusedrl import linear_top_k_kl, top_k_kl
         >>> _ = torch.manual_seed(0)
-        >>> hidden, weight = torch.randn(6, 8), torch.randn(100, 8)
-        >>> teacher, ids = torch.randn(6, 100).log_softmax(-1).topk(5)
-        >>> kl = linear_top_k_kl(hidden, weight, ids, teacher)
-        >>> torch.allclose(kl, top_k_kl(hidden @ weight.T, ids, teacher), rtol=1e-4)
+        >>> hidden, weight = torch.randn(2, 3, 8), torch.randn(100, 8)
+        >>> teacher, ids = torch.randn(2, 3, 100).log_softmax(-1).topk(5)
+        >>> kl = linear_top_k_kl(hidden, weight, ids, teacher, shift=True)
+        >>> torch.allclose(kl, top_k_kl(hidden @ weight.T, ids, teacher, shift=True), rtol=1e-4)
         True
     """
     _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)

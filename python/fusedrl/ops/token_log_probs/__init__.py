@@ -87,6 +87,7 @@ def token_log_probs(
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
             first token of every sequence has log-prob 0. Packed logits then need ``offsets``.
+            Without it token *i* reads logits row *i*.
         sequence_group: the process group over whose ranks sequences are split into contiguous
             parts, in the order of the ranks (context parallelism). With ``shift`` the first token
             of a part reads the last row of the rank before. Every rank has to call the op, and to

@@ -75,7 +75,7 @@ def top_k_kl(
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict, and
             its own ids and log-probs; the first token of every sequence has divergence 0. Packed
-            logits then need ``offsets``.
+            logits then need ``offsets``. Without it token *i* reads logits row *i*.
         sequence_group: the process group over whose ranks sequences are split into contiguous
             parts, in the order of the ranks (context parallelism). With ``shift`` the first token
             of a part reads the last row of the rank before. Every rank calls, and differentiates.
@@ -106,6 +106,10 @@ def top_k_kl(
         >>> ids, teacher = torch.tensor([[2, 0]]), torch.tensor([[0.5, 0.25]]).log()
         >>> top_k_kl(logits, ids, teacher)  # 1/4, 1/4 and 1/2 against 1/2, 1/4 and 1/4
         tensor([0.1733])
+        >>> # With shift, of a model's own output, a row is about the token after it:
+        >>> chat = [x.expand(1, 2, -1) for x in (logits, ids, teacher)]
+        >>> top_k_kl(*chat, shift=True)
+        tensor([[0.0000, 0.1733]])
         >>> top_k_kl(logits, ids, teacher, tail="renormalize")  # 1/2, 1/2 against 2/3, 1/3
         tensor([0.0589])
     """
