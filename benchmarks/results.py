@@ -80,4 +80,6 @@ def _machine(facts: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "torchrl"))
     if facts.get("device", "cpu") != "cpu":
         return f"{facts['device']}, {packages}"
-    return f"{facts['machine']['machine']['cpu']}, {facts['threads']} threads, {packages}"
+    machine, threads = facts["machine"]["machine"], facts["threads"]
+    cpu = f"{machine['cpu']} with {machine['cpu capability (torch)']}"
+    return f"{cpu}, {threads} thread{'s' if threads > 1 else ''}, {packages}"

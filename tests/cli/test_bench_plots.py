@@ -25,7 +25,7 @@ STORED = sorted(
 FACTS = {
     "machine": {
         "versions": {"torch": "9.1", "torchrl": "8.2"},
-        "machine": {"cpu": "A CPU"},
+        "machine": {"cpu": "A CPU", "cpu capability (torch)": "AVX2"},
     },
     "threads": 2,
     "device": "cpu",
@@ -66,7 +66,7 @@ def test_a_stored_file_is_drawn_for_light_and_for_dark_pages(tmp_path, capsys):
     assert "6.0x" in shown
     assert "60 ms → 10 ms,  900 MiB → 2 MiB" in shown
     assert "Rewards with a KL penalty, from log-probs" in shown
-    assert "A CPU, 2 threads, torch 9.1, torchrl 8.2" in shown
+    assert "A CPU with AVX2, 2 threads, torch 9.1, torchrl 8.2" in " ".join(shown)
     assert "wrote 4 plots" in capsys.readouterr().out
 
 
@@ -126,7 +126,7 @@ def test_the_machines_of_several_files_are_each_named_once(tmp_path):
     first = results.Results(FACTS)
     gpu = results.Results(FACTS | {"device": "A GPU"})
     assert results.caption([first, gpu, first]) == (
-        "A CPU, 2 threads, torch 9.1, torchrl 8.2; A GPU, torch 9.1, torchrl 8.2"
+        "A CPU with AVX2, 2 threads, torch 9.1, torchrl 8.2; A GPU, torch 9.1, torchrl 8.2"
     )
 
 
