@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -119,33 +116,6 @@ def test_a_killed_worker_is_logged_once_and_holds_nobody_up(caplog, forked):
         for version in range(3, 9):  # all slots
             collector.update_policy_weights_(weights_of(float(version)))
         assert caplog.text == ""
-
-
-def test_a_waiting_update_names_the_worker_that_is_stopped_or_dead(forked):
-    scheme = ChannelWeightSyncScheme(wait=True, timeout=0.3)
-    slow = canary_policy(pause=0.1)
-    with collecting(AsyncCollector, scheme, slow) as (collector, iterator):
-        collector.update_policy_weights_(weights_of(2.0))  # an idle worker computes with nothing
-        next(iterator)
-        pid = collector.procs[0].pid
-        for _ in range(50):
-            os.kill(pid, signal.SIGSTOP)
-            if scheme.channel.readers()[0].leased:
-                break
-            os.kill(pid, signal.SIGCONT)
-            time.sleep(0.02)
-        with pytest.raises(TimeoutError, match=rf"than 3 after 0.3 s, got pid {pid} computes with"):
-            collector.update_policy_weights_(weights_of(3.0))
-        # Slots are left for those that run, and none for those that do not end.
-        scheme.wait = False
-        os.kill(pid, signal.SIGCONT)
-        collector.update_policy_weights_(weights_of(4.0))
-
-        scheme.wait = True
-        os.kill(pid, signal.SIGKILL)
-        collector.procs[0].join(10)
-        with pytest.raises(RuntimeError, match=rf"expected living workers, got dead: pid {pid}"):
-            collector.update_policy_weights_(weights_of(5.0))
 
 
 def test_an_update_between_the_policy_call_and_the_step_leaves_the_tag():

@@ -298,6 +298,11 @@ TORCHRL.names(
     ),
     "torchrl calls these overrides of our updaters",
 )
+(REGISTERED_COLLECTORS,) = TORCHRL.names(
+    "torchrl.collectors.weight_update:WeightUpdaterBase",
+    ("_collector_wrs",),
+    "an updater keeps weak references to its collectors there, which do not pickle",
+)
 TORCHRL.names(
     "torchrl.weight_update:WeightSyncScheme",
     (

@@ -1,10 +1,10 @@
-"""Gives models memory of their own, which the trainer's weights reach through the channel only."""
+"""Copies of models, which the trainer's weights reach through a channel only."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,47 +19,6 @@ from fusedrl.compat import torchrl
 from fusedrl.weights.follow import FollowedCall, module_of, patch_attribute
 
 logger = logging.getLogger("fusedrl")
-
-
-def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the buffers that are not part of a state dict, by name."""
-    places = module_places(module)
-    return {place.name: place.tensor.detach().clone() for place in places if not place.persistent}
-
-
-def materialise(
-    module: nn.Module, layout: Layout, buffers: Mapping[str, Tensor], device: torch.device
-) -> None:
-    """Allocate memory for the tensors of a module on meta, and tie those that the layout ties.
-
-    torchrl sends policies to workers on meta, buffers included, and unties their weights.
-
-    Args:
-        module: is changed in place; the content of its new memory is arbitrary.
-        layout: the layout of the channel that will fill the memory.
-        buffers: values of the buffers that the layout does not have.
-        device: where the memory lies.
-
-    Raises:
-        ValueError: the module has weights on meta that nothing will fill. Nothing has changed then.
-    """
-    empty = [place for place in module_places(module) if place.tensor.is_meta]
-    known = {*layout.view_of, *buffers}
-    if lost := [place.name for place in empty if place.name not in known]:
-        raise ValueError(
-            f"policy: expected weights that the scheme sends, got {len(lost)} that it does not: "
-            f"{', '.join(lost[:3])}; make the workers' policies by policy_factory="
-        )
-    made: dict[int, Tensor] = {}
-    for place in empty:
-        assert place.home is not None
-        if place.name in buffers:
-            place.home[place.key] = buffers[place.name].to(device, copy=True)
-            continue
-        view = layout.view_of[place.name]
-        if view not in made:
-            made[view] = _memory_like(place.tensor, device)
-        place.home[place.key] = made[view]
 
 
 def replace_by_copy(collector: Any, model_id: str, layout: Layout) -> Callable[[], None]:
@@ -125,7 +84,7 @@ def copied_for(
     for place in module_places(module):
         is_brought = place.kind == "parameter" and place.name in layout.view_of
         if is_brought and id(place.tensor) not in memo:
-            memo[id(place.tensor)] = _memory_like(place.tensor, place.tensor.device, memory)
+            memo[id(place.tensor)] = memory_like(place.tensor, place.tensor.device, memory)
     for part in whole:
         if isinstance(part, nn.Module):
             for parameter in part.parameters():
@@ -148,7 +107,7 @@ def copied_for(
         ) from error
 
 
-def _memory_like(tensor: Tensor, device: torch.device, whole: bool = True) -> Tensor:
+def memory_like(tensor: Tensor, device: torch.device, whole: bool = True) -> Tensor:
     """A tensor of arbitrary content, backed by a single element unless ``whole``."""
     if whole:
         memory = torch.empty_like(tensor, device=device, requires_grad=False)
