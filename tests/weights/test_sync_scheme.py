@@ -24,7 +24,6 @@ from sync_workers import Canary, canary_policy, weights_of
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
-from torchrl.collectors.llm import LLMCollector
 from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl.weight_update import WeightSyncScheme
 from weights_workers import Ones, make_policy
@@ -153,20 +152,6 @@ def test_a_policy_that_is_compiled_already_follows():
             other.module.weight.fill_(9.0)
             assert other(TensorDict({"observation": torch.ones(1)}))["action"].item() == 9.0
     assert policy(TensorDict({"observation": torch.ones(1)}))["action"].item() == 1.0
-
-
-def test_a_collector_that_takes_no_schemes_follows_one_that_is_given_the_collector():
-    collector = LLMCollector(
-        Ones(), policy=canary_policy(), dialog_turns_per_batch=4, track_policy_version=True
-    )
-    scheme, iterator = ChannelWeightSyncScheme(), iter(collector)
-    scheme.init_on_sender(model_id="policy", context=collector)
-    scheme.connect()
-    assert versions(next(iterator)) == {1}
-    scheme.send(weights_of(2.0))
-    assert versions(next(iterator)) == {2}
-    scheme.shutdown()
-    collector.shutdown()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

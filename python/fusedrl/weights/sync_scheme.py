@@ -22,7 +22,7 @@ from fusedrl.channel.checks import seconds
 from fusedrl.channel.following import Follower, Following
 from fusedrl.vllm.engine_follower import EngineFollower
 from fusedrl.vllm.policy import wrappers_in
-from fusedrl.weights.follow import Attachment, module_of
+from fusedrl.weights.follow import Attachment, call_if_alive, module_of
 from fusedrl.weights.policy_copies import replace_by_copy
 from fusedrl.weights.worker_end import (
     find_model,
@@ -204,7 +204,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
 
     def _end_with(self, collector: Any) -> None:
         """Shut down once the collector is gone, unless somebody does so before."""
-        self._finalizer = weakref.finalize(collector, _call, weakref.WeakMethod(self.shutdown))
+        self._finalizer = weakref.finalize(
+            collector, call_if_alive, weakref.WeakMethod(self.shutdown)
+        )
         self._finalizer.atexit = False
 
     def join(self, collector: Any) -> None:
@@ -434,12 +436,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         for name in _OF_THIS_PROCESS:
             setattr(self, name, None)
         super().shutdown()
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call a method if its object still exists."""
-    if (call := method()) is not None:
-        call()
 
 
 register_weight_sync_backend("channel")(ChannelWeightSyncScheme)
