@@ -22,46 +22,35 @@ logger = logging.getLogger("fusedrl")
 
 
 def replace_by_copy(collector: Any, model_id: str, layout: Layout) -> Callable[[], None]:
-    """Replace a model of a collector in the trainer's process by a copy.
+    """Replace the policy of a collector in the trainer's process by a copy.
 
-    The trainer goes on with the original, which its optimiser may write at any time. A policy is
-    copied as a whole. Weights that no version brings, such as the frozen base of a model with
-    adapters, stay shared.
+    The trainer goes on with the original, which its optimiser may write at any time. Weights that
+    no version brings, such as the frozen base of a model with adapters, stay shared.
 
     Args:
-        collector: torchrl's ``Collector``.
-        model_id: the attribute path of the model in the collector.
+        collector: torchrl's ``Collector``, or ours of dialogs.
+        model_id: the attribute path of the policy, or of the part of it that is published.
         layout: the layout of the channel that the copy will follow.
 
     Returns:
         A function that gives the original back to the collector.
 
     Raises:
-        TypeError: something in the model cannot be copied.
-        ValueError: the policy is a copy already, or the path does not end with an attribute.
+        TypeError: something in the policy cannot be copied.
+        ValueError: the policy is a copy already, or the path is that of another model.
     """
-    model = collector.get_model(model_id)
-    owner, names = collector, ["policy", torchrl.UNCOMPILED_POLICY]
-    if model_id.split(".")[0] != "policy":
-        parent, _, name = model_id.rpartition(".")
-        if not name.isidentifier():
-            raise ValueError(
-                f"weight_sync_schemes: expected a path that ends with an attribute, got "
-                f"{model_id!r}; name the module in it, such as '{model_id}.model'"
-            )
-        owner, names = torchrl.model_at(collector, parent) if parent else collector, [name]
-    elif version_of(collector.policy) is not None:
+    if model_id.split(".")[0] != "policy" or version_of(collector.policy) is not None:
         raise ValueError(
-            f"weight_sync_schemes: expected one for the policy, got {model_id!r} as another; in "
-            "the trainer's process, use 'policy' for all of it"
+            "weight_sync_schemes: expected one for the policy alone in the trainer's process, got "
+            f"{model_id!r}; use 'policy' for all of it, and another process for other models"
         )
-    whole = tuple(getattr(owner, name) for name in names)
-    copies = dict(zip(names, copied_for(whole, module_of(model), layout), strict=True))
-    if owner is collector and "policy" in copies:
-        copies[torchrl.COMPILED_POLICY] = None
+    names = ("policy", torchrl.UNCOMPILED_POLICY)
+    whole = tuple(getattr(collector, name) for name in names)
+    module = module_of(collector.get_model(model_id))
+    copies = dict(zip(names, copied_for(whole, module, layout), strict=True))
     undo = ExitStack()
-    for name, copied in copies.items():
-        undo.callback(patch_attribute(owner, name, copied))
+    for name, copied in {**copies, torchrl.COMPILED_POLICY: None}.items():
+        undo.callback(patch_attribute(collector, name, copied))
     return undo.close
 
 
