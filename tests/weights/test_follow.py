@@ -35,12 +35,8 @@ def collect() -> Iterator[Callable[..., Any]]:
             given |= {"frames_per_batch": 4, "total_frames": -1}
         else:
             given |= {"dialog_turns_per_batch": 4, "total_dialog_turns": -1}
-        if kind is not TorchrlLLMCollector:
-            given["weight_sync_schemes"] = {"policy": scheme}
+        given["weight_sync_schemes"] = {"policy": scheme}
         collector = kind(Ones(), **(given | options))
-        if kind is TorchrlLLMCollector:
-            scheme.init_on_sender(model_id="policy", context=collector)
-            scheme.connect()
         made.append((collector, scheme))
         return made[-1]
 
@@ -56,7 +52,7 @@ def tags(batch: Any) -> list[int]:
     return tags
 
 
-KINDS = [Collector, TorchrlLLMCollector, LLMCollector]
+KINDS = [Collector, LLMCollector]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,15 +102,14 @@ def test_frames_of_random_actions_have_one_tag(collect):
         collector.update_policy_weights_(weights_of(version + 1.0))
 
 
-def test_another_policy_is_refused_by_torchrls_collector_of_dialogs(collect):
-    collector, _ = collect(TorchrlLLMCollector)
-    assert tags(collector.rollout()) == [1] * 4
-    followed = collector.policy
-    collector.policy = lambda turn: followed(turn)
-    assert tags(collector.rollout()) == [1] * 4
-    collector.policy = canary_policy(7.0)
-    with pytest.raises(RuntimeError, match="policy: expected the one whose weights come through"):
-        collector.rollout()
+def test_torchrls_collector_of_dialogs_is_refused():
+    collector = TorchrlLLMCollector(Ones(), policy=canary_policy(), dialog_turns_per_batch=4)
+    scheme = ChannelWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", context=collector)
+    with pytest.raises(TypeError, match=r"collector: expected fusedrl\.LLMCollector"):
+        scheme.connect()
+    assert collector.rollout()["low"].flatten().tolist() == [1.0] * 4
+    collector.shutdown()
 
 
 def two_parts() -> TensorDictSequential:
@@ -122,14 +117,13 @@ def two_parts() -> TensorDictSequential:
     return TensorDictSequential(first, TensorDictModule(Says(1), ["seen"], ["other"]))
 
 
-@pytest.mark.parametrize("kind", [LLMCollector, TorchrlLLMCollector])
-def test_two_channels_for_one_policy_are_refused_where_turns_have_versions(kind):
+def test_two_channels_for_one_policy_are_refused_where_turns_have_versions():
     """As it is in a worker, where the policy is nobody else's."""
     schemes = {f"policy.module[{number}]": ChannelWeightSyncScheme() for number in (0, 1)}
     for (name, scheme), part in zip(schemes.items(), two_parts().module, strict=True):
         scheme.init_on_sender(model_id=name, model=part)
         scheme.connect()
-    collector = kind(
+    collector = LLMCollector(
         Counting(), policy=two_parts(), dialog_turns_per_batch=2, track_policy_version=True
     )
     first, second = (pickle.loads(pickle.dumps(scheme)) for scheme in schemes.values())

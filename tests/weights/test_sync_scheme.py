@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +24,6 @@ from sync_workers import Canary, canary_policy, weights_of
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
-from torchrl.collectors.llm import LLMCollector
 from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl.weight_update import WeightSyncScheme
 from weights_workers import Ones, make_policy
@@ -121,33 +117,6 @@ def test_a_killed_worker_is_logged_once_and_holds_nobody_up(caplog, forked):
         assert caplog.text == ""
 
 
-def test_a_waiting_update_names_the_worker_that_is_stopped_or_dead(forked):
-    scheme = ChannelWeightSyncScheme(wait=True, timeout=0.3)
-    slow = canary_policy(pause=0.1)
-    with collecting(AsyncCollector, scheme, slow) as (collector, iterator):
-        collector.update_policy_weights_(weights_of(2.0))  # an idle worker computes with nothing
-        next(iterator)
-        pid = collector.procs[0].pid
-        for _ in range(50):
-            os.kill(pid, signal.SIGSTOP)
-            if scheme.channel.readers()[0].leased:
-                break
-            os.kill(pid, signal.SIGCONT)
-            time.sleep(0.02)
-        with pytest.raises(TimeoutError, match=rf"than 3 after 0.3 s, got pid {pid} computes with"):
-            collector.update_policy_weights_(weights_of(3.0))
-        # Slots are left for those that run, and none for those that do not end.
-        scheme.wait = False
-        os.kill(pid, signal.SIGCONT)
-        collector.update_policy_weights_(weights_of(4.0))
-
-        scheme.wait = True
-        os.kill(pid, signal.SIGKILL)
-        collector.procs[0].join(10)
-        with pytest.raises(RuntimeError, match=rf"expected living workers, got dead: pid {pid}"):
-            collector.update_policy_weights_(weights_of(5.0))
-
-
 def test_an_update_between_the_policy_call_and_the_step_leaves_the_tag():
     scheme = ChannelWeightSyncScheme()
     env = Ones()
@@ -183,20 +152,6 @@ def test_a_policy_that_is_compiled_already_follows():
             other.module.weight.fill_(9.0)
             assert other(TensorDict({"observation": torch.ones(1)}))["action"].item() == 9.0
     assert policy(TensorDict({"observation": torch.ones(1)}))["action"].item() == 1.0
-
-
-def test_a_collector_that_takes_no_schemes_follows_one_that_is_given_the_collector():
-    collector = LLMCollector(
-        Ones(), policy=canary_policy(), dialog_turns_per_batch=4, track_policy_version=True
-    )
-    scheme, iterator = ChannelWeightSyncScheme(), iter(collector)
-    scheme.init_on_sender(model_id="policy", context=collector)
-    scheme.connect()
-    assert versions(next(iterator)) == {1}
-    scheme.send(weights_of(2.0))
-    assert versions(next(iterator)) == {2}
-    scheme.shutdown()
-    collector.shutdown()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

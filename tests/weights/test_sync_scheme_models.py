@@ -53,29 +53,24 @@ def test_a_policys_part_and_a_transforms_model_have_schemes_of_their_own(forked)
         assert {*batch["next", "model_high"].flatten().tolist()} == {3.0}
 
 
-def test_a_transforms_model_follows_in_the_trainers_process():
-    name = "env.transform[0].model"
-    scheme, env = ChannelWeightSyncScheme(), scored()
+def test_models_that_cannot_follow_are_refused():
+    name, env = "env.transform[0].model", scored()
     transform, model = env.transform, env.transform.model
-    with collecting(Collector, scheme, canary_policy(), env, name) as (collector, iterator):
-        collector.update_policy_weights_(Canary(5.0), model_id=name)
-        assert {*next(iterator)["next", "model_low"].flatten().tolist()} == {5.0}
-        assert transform.model is not model
-    assert transform.model is model and model.first.requires_grad
-    for name, message in (
-        ("env.transform[0]", "a path that ends with an attribute"),
-        ("env.transform", "a module that is called, got the transform"),
+    with (
+        pytest.raises(ValueError, match="expected one for the policy alone in the trainer's"),
+        collecting(Collector, ChannelWeightSyncScheme(), canary_policy(), env, name),
     ):
-        schemes, env = {name: ChannelWeightSyncScheme()}, scored()
-        transform, model = env.transform, env.transform.model
-        tracks = name.endswith("]")  # a transform more
-        with (
-            pytest.raises(ValueError, match=message),
-            collecting(Collector, schemes, canary_policy(), env, track_policy_version=tracks),
-        ):
-            pass
-        assert transform.model is model and model._compiled_call_impl is None
-        assert tracks or env.transform is transform
+        pass
+    assert transform.model is model and model._compiled_call_impl is None
+    scheme = ChannelWeightSyncScheme()
+    scheme.init_on_sender(model_id="env.transform", model=transform)
+    scheme.connect()
+    worker = pickle.loads(pickle.dumps(scheme))
+    worker.init_on_receiver(model_id="env.transform", model=transform, worker_idx=0)
+    with pytest.raises(ValueError, match="a module that is called, got the transform"):
+        worker.connect(worker_idx=0)
+    for end in (worker, scheme):
+        end.shutdown()
 
 
 class Tied(nn.Module):

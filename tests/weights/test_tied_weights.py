@@ -278,9 +278,7 @@ def test_worker_processes_of_torchrl_take_each_form(forked, how):
     policy = policy_of("qwen2", True)
     weights = TensorDict.from_module(policy)
     given = {"policy": policy, "policy_factory": lambda: policy_of("qwen2", True)}
-    updater = MultiProcessedRemoteWeightUpdate(
-        None, {CPU: weights} if how == "policy" else {0: weights}
-    )
+    updater = MultiProcessedRemoteWeightUpdate(None, {CPU: weights})
     collector = MultiSyncCollector(
         [Numbers],
         frames_per_batch=4,

@@ -179,7 +179,7 @@ def two_processes(updater, **policy):
 
 
 @pytest.mark.usefixtures("forked")
-def test_processes_act_by_shared_weights_until_one_is_dead():
+def test_processes_act_by_shared_weights_and_a_dead_one_is_logged(caplog):
     policy, trained = make_policy(), make_policy(3.0)
     updater = MultiProcessedRemoteWeightUpdate(lambda: trained, {CPU: weights_of(policy)})
     tracked = {"policy": policy, "track_policy_version": True}
@@ -195,34 +195,27 @@ def test_processes_act_by_shared_weights_until_one_is_dead():
         killed = collector.procs[1]
         killed.kill()
         killed.join(10)
-        with pytest.raises(RuntimeError, match=rf"worker 1 \(pid {killed.pid}\).*exit code -9"):
-            collector.update_policy_weights_()
-        assert policy.module.weight.item() == 5.0
-    with pytest.raises(RuntimeError, match="collector: expected a running one"):
         collector.update_policy_weights_()
+        assert f"got dead: pid {killed.pid}; the others get version 4" in caplog.text
 
 
 @pytest.mark.usefixtures("forked")
-def test_processes_with_policies_of_their_own_act_by_their_channels():
-    workers = {i: weights_of(make_policy()) for i in range(2)}
+def test_processes_that_make_their_policies_start_with_the_weights_of_the_updater():
+    workers = {name: weights_of(make_policy(1.0)) for name in (CPU, "another")}
     updater = MultiProcessedRemoteWeightUpdate(lambda: make_policy(3.0), workers, timeout=30)
     with two_processes(updater, policy_factory=lambda: make_policy(2.0)) as (collector, iterator):
-        assert actions(iterator) == [2, 2]
+        assert actions(iterator) == [1, 1]
         collector.update_policy_weights_()
         assert actions(iterator) == [3, 3]
-        collector.update_policy_weights_(make_policy(5.0), worker_ids=1)
-        assert actions(iterator) == [3, 5]
-        assert workers[1]["module", "weight"].item() == 5
+        with pytest.raises(ValueError, match="worker_ids: expected all of"):
+            collector.update_policy_weights_(make_policy(5.0), worker_ids=[CPU])
+        assert [weights["module", "weight"].item() for weights in workers.values()] == [3, 3]
 
         stopped = collector.procs[0]
         os.kill(stopped.pid, signal.SIGSTOP)
         collector.update_policy_weights_(make_policy(6.0))  # which waits for nobody
         os.kill(stopped.pid, signal.SIGCONT)
         assert actions(iterator) == [6, 6]
-        stopped.kill()
-        stopped.join(10)
-        with pytest.raises(RuntimeError, match=rf"worker 0 \(pid {stopped.pid}\).*exit code -9"):
-            collector.update_policy_weights_()
 
 
 @pytest.mark.parametrize("how", ["policy", "policy_factory"])
@@ -232,9 +225,8 @@ def test_every_policy_call_has_one_version_while_an_asynchronous_collector_is_it
     monkeypatch.setattr("torchrl.collectors._multi_base._get_mp_ctx", lambda: processes)
     policy = make_wide_policy()
     given = {"policy": policy} if how == "policy" else {"policy_factory": make_wide_policy}
-    keys = [CPU] if how == "policy" else [0, 1]
-    weights = {key: weights_of(policy if how == "policy" else make_wide_policy()) for key in keys}
-    updater = MultiProcessedRemoteWeightUpdate(None, weights, timeout=30)
+    own = weights_of(policy if how == "policy" else make_wide_policy())
+    updater = MultiProcessedRemoteWeightUpdate(None, {CPU: own}, timeout=30)
     collector = MultiAsyncCollector(
         [Ones, Ones], frames_per_batch=20, total_frames=-1, weight_updater=updater, **given
     )
@@ -264,7 +256,7 @@ def test_a_policy_that_is_trained_in_place_reaches_the_workers_with_an_update():
         assert actions(iterator) == [0, 0]
         collector.update_policy_weights_()
         assert actions(iterator) == [4, 4]
-    assert pickle.loads(pickle.dumps(updater))._schemes == {}
+    assert pickle.loads(pickle.dumps(updater))._scheme is None
 
 
 def test_weights_of_another_policy_are_refused_before_a_process_starts():
@@ -272,16 +264,6 @@ def test_weights_of_another_policy_are_refused_before_a_process_starts():
     with (
         pytest.raises(ValueError, match="w: expected"),
         two_processes(updater, policy=make_policy()),
-    ):
-        pass
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_worker_without_weights_is_refused_before_a_process_starts():
-    updater = MultiProcessedRemoteWeightUpdate(None, {1: weights_of(make_policy())})
-    with (
-        pytest.raises(ValueError, match=r"for each worker, got none for worker 0"),
-        two_processes(updater, policy_factory=make_policy),
     ):
         pass
 

@@ -298,6 +298,11 @@ TORCHRL.names(
     ),
     "torchrl calls these overrides of our updaters",
 )
+(REGISTERED_COLLECTORS,) = TORCHRL.names(
+    "torchrl.collectors.weight_update:WeightUpdaterBase",
+    ("_collector_wrs",),
+    "an updater keeps weak references to its collectors there, which do not pickle",
+)
 TORCHRL.names(
     "torchrl.weight_update:WeightSyncScheme",
     (
@@ -347,39 +352,19 @@ UNCOMPILED_POLICY, COMPILED_POLICY = TORCHRL.names(
     ("_wrapped_policy_uncompiled", "_wrapped_policy_maybe_compiled"),
     "a collector calls the second as its policy, and makes it of the first where it is None",
 )
-_DIALOG_ROLLOUTS = TORCHRL.names(
-    "torchrl.collectors.llm:LLMCollector",
-    ("_rollout_all", "_rollout_yield_trajs"),
-    "the methods by which a collector of dialogs runs turns",
-)
 
 
 @TORCHRL.needs("torchrl.collectors:Collector._wrapped_policy")
-def turns_of(collector: Any) -> tuple[str, Any, tuple[str, ...]]:
-    """Where a torchrl collector runs its turns.
-
-    Returns:
-        The attribute by which a rollout calls the policy, its value, and the rollouts' names.
-    """
-    if _is_of_dialogs(collector):
-        return "policy", collector.policy, _DIALOG_ROLLOUTS
-    return COMPILED_POLICY, collector._wrapped_policy, ("rollout",)
-
-
-def calls_another_policy(collector: Any, followed: type) -> bool:
-    """Whether somebody set a policy since that of :func:`turns_of` was replaced.
-
-    Args:
-        collector: torchrl's collector.
-        followed: the class of what it was replaced by.
-    """
-    return _is_of_dialogs(collector) and not isinstance(vars(collector).get("policy"), followed)
-
-
-def _is_of_dialogs(collector: Any) -> bool:
+def called_policy(collector: Any) -> Any:
+    """What a torchrl collector calls as its policy, which :data:`COMPILED_POLICY` has."""
     from torchrl.collectors.llm import LLMCollector
 
-    return isinstance(collector, LLMCollector)
+    if isinstance(collector, LLMCollector):
+        raise TypeError(
+            "collector: expected fusedrl.LLMCollector for dialogs with weights from a channel, got "
+            "torchrl's; make ours, which takes the same arguments"
+        )
+    return collector._wrapped_policy
 
 
 @TORCHRL.needs("torchrl.collectors:Collector._carrier")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import sys
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Coroutine
@@ -22,10 +21,6 @@ Value = TypeVar("Value")
 
 # The label of tokens whose weights are not known, in the place of a version.
 UNKNOWN = "unknown"
-# A server's answer while another trainer updates it, or while it recovers from one that ended.
-BUSY = "update: expected no other one at the same time"
-# Seconds until a busy server is asked again, and for how long.
-_AGAIN, _PATIENCE = 0.5, 60.0
 # A later version may be published before the engine takes its lease, which is one of the newest.
 _TRIES = 20
 _UNSETTLED = (
@@ -43,22 +38,22 @@ class Attempt:
     """One update of an engine.
 
     Attributes:
-        former: the label of the engine's weights when the update began; ``None`` until it is known.
-        was_paused: whether the engine was paused then; ``None`` until it is known.
+        former: the label of the engine's weights when the update began.
+        was_paused: whether the engine was paused then.
         name: the name by which the workers know the update.
     """
 
-    former: str | None = None
-    was_paused: bool | None = None
+    former: str
+    was_paused: bool
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class Updates:
     """The updates of one engine from one channel.
 
-    An update takes the engine for itself, notes its label and whether it is paused, pauses it,
-    names its weights unknown, lets the workers load the version, drops what was computed with the
-    former weights, names the weights by the version, lets requests go on, and leaves the engine.
+    An update notes the engine's label and whether it is paused, pauses it, names its weights
+    unknown, lets the workers load the version, drops what was computed with the former weights,
+    names the weights by the version, and lets requests go on.
 
     Args:
         handle: the handle of the channel.
@@ -138,13 +133,10 @@ class Updates:
         return await to_its_end(asyncio.to_thread(run_calls, self._load(version)))
 
     async def _load(self, version: int) -> int:
-        engine, attempt = self._engine, Attempt()
+        engine = self._engine
         _LAST[engine.key] = self
+        attempt = Attempt(await engine.ask(engine.label), await engine.ask(engine.is_paused))
         try:
-            await self._hold(attempt)
-            attempt.former = await engine.ask(engine.label)
-            attempt.was_paused = await engine.ask(engine.is_paused)
-            await self._hold(attempt, label=attempt.former, was_paused=attempt.was_paused)
             await engine.ask(engine.pause, "keep" if self._in_flight == "recompute" else "wait")
             await engine.ask(engine.name, UNKNOWN)
         except BaseException as error:
@@ -165,7 +157,6 @@ class Updates:
             await self._give_up(attempt, error)
             raise
         self.version, self._left_paused = version, False
-        await self._release(attempt)
         return version
 
     async def _send(self, version: int, attempt: Attempt) -> int:
@@ -175,7 +166,7 @@ class Updates:
             update["adapters"] = asdict(self._adapters.update)
         for _ in range(_TRIES):
             try:
-                await self._tell(update={**update, "version": version})
+                await self._tell(**update, version=version)
             except Exception:
                 newest = self._newest()
                 if newest is None or newest <= version:
@@ -192,35 +183,14 @@ class Updates:
         # The address is sent each time, as the engine may have been restarted, or read another one.
         await self._engine.ask(self._engine.tell, {**self._address, **message})
 
-    async def _hold(self, attempt: Attempt, **state: Any) -> None:
-        """Take a server for this update, and have it recover by itself if this process ends."""
-        deadline = time.monotonic() + self._timeout + _PATIENCE
-        while True:
-            try:
-                return await self._tell_server(attempt, **state)
-            except RuntimeError as error:
-                if BUSY not in str(error) or time.monotonic() > deadline:
-                    raise
-            time.sleep(_AGAIN)
-
-    async def _tell_server(self, attempt: Attempt, **state: Any) -> None:
-        if (server := self._engine.address) is not None:  # other engines end with this process
-            await self._tell(hold={"server": server, "attempt": attempt.name, **state})
-
-    async def _release(self, attempt: Attempt) -> None:
-        """End :meth:`_hold`; where that fails, nothing is paused that would be let go on."""
-        with contextlib.suppress(Exception):
-            await self._tell_server(attempt, over=True)
-
     async def _give_up(self, attempt: Attempt, error: BaseException) -> None:
         """Let the engine go on, if its weights are unchanged."""
         engine = self._engine
         try:
-            if attempt.was_paused is not None:
-                await self._tell(untouched_by=attempt.name)
-                await engine.ask(engine.name, attempt.former)
+            await self._tell(untouched_by=attempt.name)
+            await engine.ask(engine.name, attempt.former)
             # An engine that was paused may have been left with parts of two versions.
-            if attempt.was_paused is False:
+            if not attempt.was_paused:
                 await engine.ask(engine.resume)
         except BaseException:
             self._left_paused = self._left_paused or not attempt.was_paused
@@ -231,8 +201,6 @@ class Updates:
                     # A model with parts of two versions answers none of them.
                     await engine.forget()
                     await engine.ask(engine.resume)
-        with contextlib.suppress(BaseException):
-            await self._release(attempt)
 
 
 async def to_its_end(work: Coroutine[Any, Any, Value]) -> Value:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from abc import abstractmethod
 from typing import Any
 
 import torch
 from torchrl.collectors.weight_update import WeightUpdaterBase
 
+from fusedrl.compat.torchrl import REGISTERED_COLLECTORS
 from fusedrl.weights.copying import Weights, copy_weights, unwrap
 
 WorkerId = int | torch.device
@@ -19,8 +19,6 @@ with warnings.catch_warnings():
 
     class _Updater(WeightUpdaterBase):
         """What both bases share: the registered collector, and the ways to call an update."""
-
-        _collector_wr: Any = None
 
         @abstractmethod
         def _get_server_weights(self) -> Weights:
@@ -40,26 +38,16 @@ with warnings.catch_warnings():
             Raises:
                 RuntimeError: a collector is registered already.
             """
-            if self._collector_wr is not None:
+            if self.collectors:
                 raise RuntimeError(
                     "Cannot register collector twice: expected an updater of its own for each "
                     f"collector, got one that has {self.collector!r}; make another updater"
                 )
-            self._collector_wr = weakref.ref(collector)
-
-        @property
-        def collector(self) -> Any | None:
-            """The registered collector; ``None`` if there is none, or if it is gone."""
-            return None if self._collector_wr is None else self._collector_wr()
-
-        @property
-        def collectors(self) -> list[Any] | None:
-            """The registered collector in a list, as torchrl asks for it."""
-            return None if self.collector is None else [self.collector]
+            super().register_collector(collector)
 
         def __getstate__(self) -> dict[str, Any]:
             # A copy in another process belongs to the collector there.
-            return {k: v for k, v in vars(self).items() if k != "_collector_wr"}
+            return {k: v for k, v in vars(self).items() if k != REGISTERED_COLLECTORS}
 
         def __call__(
             self,
@@ -76,12 +64,8 @@ with warnings.catch_warnings():
                 )
             self.update_weights(policy_or_weights if weights is None else weights, worker_ids)
 
-        def push_weights(self, policy_or_weights: Weights = None, worker_ids: Any = None) -> None:
-            """As :meth:`update_weights`, under torchrl's name."""
-            self.update_weights(policy_or_weights, worker_ids)
-
         def update_weights(self, weights: Weights = None, worker_ids: Any = None) -> None:
-            """Write or send weights, then run the post-hooks.
+            """Write or send weights, then run the post-hooks; torchrl calls it ``push_weights``.
 
             Args:
                 weights: a tensordict, a module or a mapping; those of the server if ``None``.
@@ -92,9 +76,7 @@ with warnings.catch_warnings():
                 ValueError: an unknown worker, or a policy without such entries, or with entries of
                     other shapes. No weight has changed then.
             """
-            self._push_weights(policy_or_weights=weights, worker_ids=worker_ids)
-            for hook in self.post_hooks:
-                hook()
+            self.push_weights(weights, worker_ids)
 
 
 class LocalWeightUpdaterBase(_Updater):
@@ -212,6 +194,7 @@ class RemoteWeightUpdaterBase(_Updater):
                 )
         return chosen
 
-    def _distribute(self, worker_ids: list[Any], mapped_weights: Weights) -> list[Any]:
+    def _distribute(self, worker_ids: list[Any], mapped_weights: Weights) -> None:
         """Send mapped weights to all of ``worker_ids``: the transport of one update."""
-        return [self._sync_weights_with_worker(worker, mapped_weights) for worker in worker_ids]
+        for worker in worker_ids:
+            self._sync_weights_with_worker(worker, mapped_weights)

@@ -117,14 +117,12 @@ class Attachment:
             self._tracker = tracker
             leased = LeasedVersion(tracker, self._follower)
             undo.callback(patch_attribute(collector, "policy_version_tracker", leased))
-        name, policy, rollouts = torchrl.turns_of(collector)
-        undo.callback(patch_attribute(collector, name, FollowedCall(self._in_turn, policy)))
-        for rollout in rollouts:
-            inner = vars(collector).get(rollout)  # that of another follower
-            if inner is None:
-                inner = partial(_call, weakref.WeakMethod(getattr(collector, rollout)))
-            whole_turns = partial(self._whole_turns, inner)
-            undo.callback(patch_attribute(collector, rollout, whole_turns))
+        call = FollowedCall(self._in_turn, torchrl.called_policy(collector))
+        undo.callback(patch_attribute(collector, torchrl.COMPILED_POLICY, call))
+        inner = vars(collector).get("rollout")  # that of another follower
+        if inner is None:
+            inner = partial(call_if_alive, weakref.WeakMethod(collector.rollout))
+        undo.callback(patch_attribute(collector, "rollout", partial(self._whole_turns, inner)))
 
     def _whole_turns(self, rollout: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A rollout of the collector, whose turns hold their versions."""
@@ -132,20 +130,16 @@ class Attachment:
         running = _Rollout()
         self._running.rollout = weakref.ref(running)
         try:
-            made = rollout(*args, **kwargs)
+            return rollout(*args, **kwargs)
         finally:
             running.turn = None
             self._running.rollout = _no_rollout
-        if not running.called and torchrl.calls_another_policy(self._collector(), FollowedCall):
-            refuse_another_policy()
-        return made
 
     def _in_turn(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the policy, which begins a turn."""
         running: _Rollout | None = getattr(self._running, "rollout", _no_rollout)()
         if running is None:
             return self._in_call(partial(self._tagged, call), *args, **kwargs)
-        running.called = True
         running.turn = None  # ends the turn before
         running.turn = _host.Entered(self._follower)
         return self._tagged(call, *args, **kwargs)
@@ -186,9 +180,8 @@ class Attachment:
 
 
 class _Rollout:
-    """A rollout that goes on: whether it has called the policy, and the turn of the last call."""
+    """A rollout that goes on, and the turn of its last call of the policy."""
 
-    called = False
     turn: _host.Entered | None = None
 
 
@@ -196,10 +189,10 @@ def _no_rollout() -> None:
     """No rollout goes on, as a reference to one that is gone says."""
 
 
-def _call(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:
+def call_if_alive(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:
     """Call a method without keeping its object alive."""
     bound: Any = method()
-    return bound(*args, **kwargs)
+    return None if bound is None else bound(*args, **kwargs)
 
 
 def follow_channel(
@@ -228,21 +221,17 @@ def follow_channel(
         )
         check_open(reader)
         if wrappers_in(policy):
-            follower: Following = EngineFollower(_handle(channel), reader, policy)
+            if not isinstance(channel, WeightHandle):
+                raise TypeError(
+                    "channel: expected a WeightHandle for a policy with a vLLM engine, which opens "
+                    f"it in a process of its own, got {type(channel).__name__}; pass channel.handle"
+                )
+            follower: Following = EngineFollower(channel, reader, policy)
         else:
             module = _module_with(policy, reader)
             follower = Follower(reader, module, mode, keeps=True)
         stack.callback(follower.close)
         return follower, stack.pop_all().close
-
-
-def _handle(channel: WeightHandle | WeightReader) -> WeightHandle:
-    if isinstance(channel, WeightHandle):
-        return channel
-    raise TypeError(
-        "channel: expected a WeightHandle for a policy with a vLLM engine, which opens it in a "
-        f"process of its own, got {type(channel).__name__}; pass channel.handle"
-    )
 
 
 def check_open(reader: WeightReader) -> None:

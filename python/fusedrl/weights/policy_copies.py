@@ -1,10 +1,10 @@
-"""Gives models memory of their own, which the trainer's weights reach through the channel only."""
+"""Copies of models, which the trainer's weights reach through a channel only."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,88 +21,36 @@ from fusedrl.weights.follow import FollowedCall, module_of, patch_attribute
 logger = logging.getLogger("fusedrl")
 
 
-def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the buffers that are not part of a state dict, by name."""
-    places = module_places(module)
-    return {place.name: place.tensor.detach().clone() for place in places if not place.persistent}
-
-
-def materialise(
-    module: nn.Module, layout: Layout, buffers: Mapping[str, Tensor], device: torch.device
-) -> None:
-    """Allocate memory for the tensors of a module on meta, and tie those that the layout ties.
-
-    torchrl sends policies to workers on meta, buffers included, and unties their weights.
-
-    Args:
-        module: is changed in place; the content of its new memory is arbitrary.
-        layout: the layout of the channel that will fill the memory.
-        buffers: values of the buffers that the layout does not have.
-        device: where the memory lies.
-
-    Raises:
-        ValueError: the module has weights on meta that nothing will fill. Nothing has changed then.
-    """
-    empty = [place for place in module_places(module) if place.tensor.is_meta]
-    known = {*layout.view_of, *buffers}
-    if lost := [place.name for place in empty if place.name not in known]:
-        raise ValueError(
-            f"policy: expected weights that the scheme sends, got {len(lost)} that it does not: "
-            f"{', '.join(lost[:3])}; make the workers' policies by policy_factory="
-        )
-    made: dict[int, Tensor] = {}
-    for place in empty:
-        assert place.home is not None
-        if place.name in buffers:
-            place.home[place.key] = buffers[place.name].to(device, copy=True)
-            continue
-        view = layout.view_of[place.name]
-        if view not in made:
-            made[view] = _memory_like(place.tensor, device)
-        place.home[place.key] = made[view]
-
-
 def replace_by_copy(collector: Any, model_id: str, layout: Layout) -> Callable[[], None]:
-    """Replace a model of a collector in the trainer's process by a copy.
+    """Replace the policy of a collector in the trainer's process by a copy.
 
-    The trainer goes on with the original, which its optimiser may write at any time. A policy is
-    copied as a whole. Weights that no version brings, such as the frozen base of a model with
-    adapters, stay shared.
+    The trainer goes on with the original, which its optimiser may write at any time. Weights that
+    no version brings, such as the frozen base of a model with adapters, stay shared.
 
     Args:
-        collector: torchrl's ``Collector``.
-        model_id: the attribute path of the model in the collector.
+        collector: torchrl's ``Collector``, or ours of dialogs.
+        model_id: the attribute path of the policy, or of the part of it that is published.
         layout: the layout of the channel that the copy will follow.
 
     Returns:
         A function that gives the original back to the collector.
 
     Raises:
-        TypeError: something in the model cannot be copied.
-        ValueError: the policy is a copy already, or the path does not end with an attribute.
+        TypeError: something in the policy cannot be copied.
+        ValueError: the policy is a copy already, or the path is that of another model.
     """
-    model = collector.get_model(model_id)
-    owner, names = collector, ["policy", torchrl.UNCOMPILED_POLICY]
-    if model_id.split(".")[0] != "policy":
-        parent, _, name = model_id.rpartition(".")
-        if not name.isidentifier():
-            raise ValueError(
-                f"weight_sync_schemes: expected a path that ends with an attribute, got "
-                f"{model_id!r}; name the module in it, such as '{model_id}.model'"
-            )
-        owner, names = torchrl.model_at(collector, parent) if parent else collector, [name]
-    elif version_of(collector.policy) is not None:
+    if model_id.split(".")[0] != "policy" or version_of(collector.policy) is not None:
         raise ValueError(
-            f"weight_sync_schemes: expected one for the policy, got {model_id!r} as another; in "
-            "the trainer's process, use 'policy' for all of it"
+            "weight_sync_schemes: expected one for the policy alone in the trainer's process, got "
+            f"{model_id!r}; use 'policy' for all of it, and another process for other models"
         )
-    whole = tuple(getattr(owner, name) for name in names)
-    copies = dict(zip(names, copied_for(whole, module_of(model), layout), strict=True))
-    if owner is collector and "policy" in copies:
-        copies[torchrl.COMPILED_POLICY] = None
+    names = ("policy", torchrl.UNCOMPILED_POLICY)
+    whole = tuple(getattr(collector, name) for name in names)
+    module = module_of(collector.get_model(model_id))
+    copies = dict(zip(names, copied_for(whole, module, layout), strict=True))
     undo = ExitStack()
-    for name, copied in copies.items():
-        undo.callback(patch_attribute(owner, name, copied))
+    for name, copied in {**copies, torchrl.COMPILED_POLICY: None}.items():
+        undo.callback(patch_attribute(collector, name, copied))
     return undo.close
 
 
@@ -125,7 +73,7 @@ def copied_for(
     for place in module_places(module):
         is_brought = place.kind == "parameter" and place.name in layout.view_of
         if is_brought and id(place.tensor) not in memo:
-            memo[id(place.tensor)] = _memory_like(place.tensor, place.tensor.device, memory)
+            memo[id(place.tensor)] = memory_like(place.tensor, place.tensor.device, memory)
     for part in whole:
         if isinstance(part, nn.Module):
             for parameter in part.parameters():
@@ -148,7 +96,7 @@ def copied_for(
         ) from error
 
 
-def _memory_like(tensor: Tensor, device: torch.device, whole: bool = True) -> Tensor:
+def memory_like(tensor: Tensor, device: torch.device, whole: bool = True) -> Tensor:
     """A tensor of arbitrary content, backed by a single element unless ``whole``."""
     if whole:
         memory = torch.empty_like(tensor, device=device, requires_grad=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -11,18 +13,32 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.collectors import Collector
+from torchrl.envs import Transform
 from torchrl.weight_update import TransportBackend, WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
-from fusedrl.channel import WeightChannel, WeightHandle
+from fusedrl.channel import WeightChannel, WeightHandle, WeightReader
 from fusedrl.channel.checks import seconds
+from fusedrl.channel.following import Follower, Following
+from fusedrl.vllm.engine_follower import EngineFollower
 from fusedrl.vllm.policy import wrappers_in
-from fusedrl.weights.follow import module_of
-from fusedrl.weights.late_workers import settle
-from fusedrl.weights.policy_copies import replace_by_copy, unsaved_buffers
-from fusedrl.weights.worker_end import WorkerEnd, find_model, is_policy
+from fusedrl.weights.follow import Attachment, call_if_alive, module_of
+from fusedrl.weights.policy_copies import replace_by_copy
+from fusedrl.weights.worker_end import (
+    find_model,
+    fitting_mode,
+    is_policy,
+    materialise,
+    unsaved_buffers,
+)
 
-_OF_THIS_PROCESS = ("_channel", "_worker", "_put_back", "_local", "_end")
+logger = logging.getLogger("fusedrl")
+
+# What a scheme has in one process only, each None before it is made and after a shutdown.
+_OF_THIS_PROCESS = (
+    *("_channel", "_put_back", "_finalizer"),
+    *("_reader", "_follower", "_attachment", "_local"),
+)
 
 
 class ChannelWeightSyncScheme(WeightSyncScheme):
@@ -52,17 +68,13 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             copy otherwise.
         device: where the channel lies; that of the weights if ``None``.
         adapters: what is sent of a peft model, as for :meth:`WeightChannel.create`.
-        wait: whether an update returns only when no call of the policy computes with an older
-            version.
         timeout: seconds that each wait may take.
         checksum: as for :meth:`WeightChannel.create`.
 
     Raises:
         ValueError: the weights do not fit, or an update names some workers only: a channel serves
             all of them.
-        RuntimeError: with ``wait``, a worker is dead; the message names its process id.
-        TimeoutError: workers hold all slots, or, with ``wait``, a worker computes with an older
-            version for too long. The message names its process id.
+        TimeoutError: workers hold all slots for too long. The message names their process ids.
 
     Example:
         >>> import torch
@@ -76,12 +88,15 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         >>> scheme.shutdown()
     """
 
-    awaits_first = True  # whether workers wait for the first version
-    _channel: WeightChannel | None  # of the trainer's end
-    _worker: WorkerEnd | None
+    # The trainer's end.
+    _channel: WeightChannel | None
     _put_back: Callable[[], None] | None  # gives a collector its model back, which it has a copy of
+    _finalizer: weakref.finalize[..., Any] | None  # shuts down with the collector
+    # The end where a collector computes with the weights, which may be the trainer's process too.
+    _reader: WeightReader | None
+    _follower: Following | None
+    _attachment: Attachment | None
     _local: Any  # this process's model
-    _end: weakref.finalize[..., Any] | None  # shuts down with the collector
 
     def __init__(
         self,
@@ -92,11 +107,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         mode: Literal["alias", "copy"] | None = None,
         device: torch.device | str | None = None,
         adapters: Literal["only", "merged"] | None = None,
-        wait: bool = False,
         timeout: float = 60.0,
         checksum: bool = False,
     ) -> None:
-        seconds("timeout", timeout)
         if mode not in (None, "alias", "copy"):
             raise ValueError(
                 f"mode: expected 'alias', 'copy' or None, got {mode!r}; None takes alias where the "
@@ -104,14 +117,12 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             )
         super().__init__(strategy)
         self.mode: Literal["alias", "copy"] | None = mode
-        self.wait = wait
-        self.timeout = timeout
         self._options = {
             "dtype": dtype,
             "slots": slots,
             "device": device,
             "adapters": adapters,
-            "timeout": timeout,
+            "timeout": seconds("timeout", timeout),
             "checksum": checksum,
         }
         self._pid = os.getpid()
@@ -143,7 +154,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         """The newest published version; ``None`` before the first, and after :meth:`shutdown`."""
         if self._channel is not None:
             return self._channel.version
-        return None if self._worker is None else self._worker.reader.version
+        return None if self._reader is None else self._reader.version
 
     # What follows is called by torchrl.
 
@@ -193,8 +204,10 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
 
     def _end_with(self, collector: Any) -> None:
         """Shut down once the collector is gone, unless somebody does so before."""
-        self._end = weakref.finalize(collector, _call, weakref.WeakMethod(self.shutdown))
-        self._end.atexit = False
+        self._finalizer = weakref.finalize(
+            collector, call_if_alive, weakref.WeakMethod(self.shutdown)
+        )
+        self._finalizer.atexit = False
 
     def join(self, collector: Any) -> None:
         """Take a collector of this process that was made after this scheme was initialized."""
@@ -220,7 +233,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 self._put_back = replace_by_copy(collector, self._id(), self.channel.layout)
             if publishes:
                 self._publish(weights)
-            self._open_end()
+            self._open()
             self._attach(collector)
         except BaseException:
             self.shutdown()
@@ -240,7 +253,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             The version.
 
         Raises:
-            ValueError, RuntimeError, TimeoutError: as for the class.
+            ValueError, TimeoutError: as for the class.
         """
         everyone = list(range(getattr(self.context, "num_workers", 1)))
         chosen = worker_ids if isinstance(worker_ids, list | tuple | set) else [worker_ids]
@@ -250,7 +263,11 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 "version reaches every worker: give workers that differ their own schemes"
             )
         published = self._publish(weights, version)
-        settle(self.channel, published, self.wait, self.timeout)
+        if dead := ", ".join(str(r.pid) for r in self.channel.readers() if not r.alive):
+            logger.warning(
+                "worker_ids: expected living workers, got dead: pid %s; the others get version %d",
+                *(dead, published),
+            )
         return published
 
     def _publish(self, weights: Any, version: int | None = None) -> int:
@@ -301,22 +318,56 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None
     ) -> None:
-        end = self._open_end()
+        self._open()
         if self.context is not None:
             self._attach(self.context)
         elif self._local is not None:
-            end.follow(self._local)
+            self._follow(self._local)
 
-    def _open_end(self) -> WorkerEnd:
+    def _open(self) -> None:
         assert self._handle is not None
-        self._worker = WorkerEnd(
-            self._handle, self._id(), self.mode, self.buffers, self.awaits_first
-        )
-        return self._worker
+        self._reader = self._handle.open()
 
     def _attach(self, collector: Any) -> None:
-        assert self._worker is not None
-        self._local = self.model = self._worker.attach(collector)
+        """Switch versions at each call of the collector's model."""
+        self._local = self.model = find_model(collector, self._id())
+        follower = self._follow(self._local, collector)
+        if self._attachment is None:
+            self._attachment = Attachment(collector, follower, is_policy(self._id()))
+        with follower:
+            pass  # releases the version that is held until the first call
+
+    def _follow(self, model: Any, collector: Any = None) -> Following:
+        """Load the newest version into a model, and hold it until the model is called.
+
+        Args:
+            model: a module, or an object with a ``module``; its weights may lie on meta, or in a
+                vLLM engine.
+            collector: the collector that calls the model, if it is known.
+        """
+        module, reader = module_of(model), self._reader
+        assert reader is not None
+        if isinstance(module, Transform):
+            raise ValueError(
+                f"weight_sync_schemes: expected a module that is called, got the transform "
+                f"{self._id()!r}; name the module in it, such as '{self._id()}.model'"
+            )
+        has_engine = bool(wrappers_in(module))
+        if not has_engine:
+            materialise(module, reader.layout, self.buffers, reader.device)
+        mode = self.mode or fitting_mode(module, reader, collector)
+        before = self._follower
+        if before is not None:
+            if before.module is module and getattr(before, "mode", mode) == mode:
+                return before
+            before.close(detach=before.module is module)
+        if has_engine:
+            assert self._handle is not None
+            self._follower = EngineFollower(self._handle, reader, module)
+        else:
+            self._follower = Follower(reader, module, mode)
+        self._follower.load()
+        return self._follower
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
         """Load the newest version, in a process where no collector's calls do that.
@@ -327,10 +378,17 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         Returns:
             The model's weights if they are new, else ``None``.
         """
-        module = None if self._worker is None else self._worker.receive(timeout)
-        if module is None:
+        follower = self._follower
+        if follower is None or self._attachment is not None:
             return None
-        return TensorDict.from_module(module).data  # pyright: ignore[reportAttributeAccessIssue]
+        before = follower.version
+        if timeout is not None and before is not None:
+            with contextlib.suppress(TimeoutError):
+                follower.reader.wait_for(before + 1, timeout)
+        if follower.load() == before:
+            return None
+        weights = TensorDict.from_module(follower.module)
+        return weights.data  # pyright: ignore[reportAttributeAccessIssue]
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Refused: weights come from the channel.
@@ -362,23 +420,22 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         ``increment_version`` for each further change of it. The trainer's end frees the memory,
         once the workers' ends are closed too.
         """
-        if self._worker is not None:
-            self._worker.close(detach=self._put_back is None)
+        keeps = self._put_back is None
+        if self._attachment is not None:
+            self._attachment.remove(keeps)
+        if self._follower is not None:
+            self._follower.close(detach=keeps)
+        if self._reader is not None:
+            self._reader.close()
         if self._put_back is not None:
             self._put_back()
-        if self._end is not None:
-            self._end.detach()  # there may be another channel by the time that it runs
+        if self._finalizer is not None:
+            self._finalizer.detach()  # there may be another channel by the time that it runs
         if self._channel is not None:
             self._channel.close()
         for name in _OF_THIS_PROCESS:
             setattr(self, name, None)
         super().shutdown()
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call a method if its object still exists."""
-    if (call := method()) is not None:
-        call()
 
 
 register_weight_sync_backend("channel")(ChannelWeightSyncScheme)

@@ -1,20 +1,19 @@
-"""Weight updaters within a process and to worker processes, from torchrl's first LLM API."""
+"""The weight updaters of torchrl's first API: within a process, to processes, to Ray's actors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from fusedrl.channel import WeightHandle
 from fusedrl.channel.checks import seconds
 from fusedrl.compat import torchrl
 from fusedrl.weights.base import LocalWeightUpdaterBase, RemoteWeightUpdaterBase, WorkerId
-from fusedrl.weights.checks import check_getter, check_weights
-from fusedrl.weights.copying import copy_weights, pairs, unwrap
+from fusedrl.weights.copying import copy_weights, named_as, pairs, unwrap
+from fusedrl.weights.ray_store import StoredWeights
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
 
@@ -44,9 +43,9 @@ class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
         weight_getter: Callable[[], TensorDictBase] | None,
         policy_weights: TensorDictBase | None,
     ) -> None:
-        check_getter("weight_getter", weight_getter)
+        _check_getter("weight_getter", weight_getter)
         if policy_weights is not None:
-            check_weights("policy_weights", policy_weights)
+            _check_weights("policy_weights", policy_weights)
         self.weight_getter = weight_getter
         self.policy_weights = policy_weights
 
@@ -88,19 +87,18 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
             if you give each update its weights, or if the collector's policy *is* the trained
             module: an update without weights then publishes it as it is.
         policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, by the
-            device of the workers' policy or by the index of a worker. Each entry has a channel. For
-            a collector with ``policy_factory`` they are the trainer's copy of what a worker has,
-            and the workers start with what the factory makes.
+            device of the workers' policy. If there are several entries, each is written, and all
+            workers get the first one. Workers start with it, also where ``policy_factory`` makes
+            their policies.
         timeout: seconds to wait for the end of a policy call of an old version if all slots are
             taken.
-        slots: number of versions that fit into a channel; each takes memory. With fewer than two
-            more than the workers that share it, an update may wait for the end of a policy call.
+        slots: number of versions that fit into the channel; each takes memory. With fewer than two
+            more than the workers, an update may wait for the end of a policy call.
 
     Raises:
-        ValueError: the policy does not have such names or shapes, a worker is unknown, or one has
-            no entry.
-        RuntimeError: a worker is dead; the message names its index and process id. Or the
-            collector's processes run already when it gets the updater.
+        ValueError: the policy does not have such names or shapes, a worker is unknown, or an update
+            names some workers only: a version reaches all of them.
+        RuntimeError: the collector's processes run already when it gets the updater.
         TimeoutError: workers hold all slots for longer than ``timeout``.
 
     Example:
@@ -122,21 +120,19 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         timeout: float = 300.0,
         slots: int = 3,
     ) -> None:
-        check_getter("get_server_weights", get_server_weights)
+        _check_getter("get_server_weights", get_server_weights)
         if not isinstance(policy_weights, Mapping) or isinstance(policy_weights, TensorDictBase):
             raise TypeError(
-                "policy_weights: expected a dict from a worker's device or index to its weights, "
-                f"got {type(policy_weights).__name__}; pass {{torch.device('cpu'): weights}}"
+                "policy_weights: expected a dict from a worker's device to its weights, got "
+                f"{type(policy_weights).__name__}; pass {{torch.device('cpu'): weights}}"
             )
         for worker, weights in policy_weights.items():
-            check_weights(f"policy_weights[{worker!r}]", weights)
-        seconds("timeout", timeout)
+            _check_weights(f"policy_weights[{worker!r}]", weights)
         self.weights_getter = get_server_weights
         self.policy_weights = policy_weights
-        self.timeout = timeout
+        self.timeout = seconds("timeout", timeout)
         self.slots = slots
-        self._schemes: dict[Any, ChannelWeightSyncScheme] = {}
-        self._entries: list[Any] = []  # of the workers, by index
+        self._scheme: ChannelWeightSyncScheme | None = None
 
     def all_worker_ids(self) -> list[Any]:
         """The names of all workers: the keys of ``policy_weights``."""
@@ -149,126 +145,200 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         return server_weights
 
     def register_collector(self, collector: Any) -> None:
-        """Keep a weak reference to the collector, and let its workers follow channels.
+        """Keep a weak reference to the collector, and let its workers follow a channel.
 
         Raises:
             RuntimeError: another collector is registered, or the processes of this one run already.
         """
-        if hasattr(collector, "procs") and not self._schemes:
+        if hasattr(collector, "procs") and self._scheme is None:
             raise RuntimeError(
                 "weight_updater: expected a collector whose processes have not started, got one "
                 "that runs; pass the updater to its constructor, or weight_sync_schemes="
             )
         super().register_collector(collector)
-        torchrl.before_processes_start(collector, partial(self._open_channels, collector))
+        torchrl.before_processes_start(collector, partial(self._open_channel, collector))
 
     def publish_with(self, scheme: ChannelWeightSyncScheme) -> None:
-        """Publish for the one worker of a collector, whose scheme it is.
+        """Publish by the scheme of a collector, which is made already."""
+        self._scheme = scheme
 
-        Raises:
-            ValueError: ``policy_weights`` are not those of one worker.
-        """
-        workers = self.all_worker_ids()
-        if len(workers) != 1:
-            raise ValueError(
-                f"policy_weights: expected one entry for the one worker, got {workers}; drop others"
-            )
-        self._schemes, self._entries = {workers[0]: scheme}, workers
-
-    def _open_channels(self, collector: Any) -> None:
-        """Open a channel for each entry of ``policy_weights``, before the processes start."""
-        if all(weights.is_empty() for weights in self.policy_weights.values()):
+    def _open_channel(self, collector: Any) -> None:
+        """Give a collector, before its processes start, the scheme that publishes its weights."""
+        weights = next(iter(self.policy_weights.values()), None)
+        if weights is None or weights.is_empty():
             return
-        devices = collector.policy_device
-        self._entries = [self._entry_for(index, device) for index, device in enumerate(devices)]
-        if unknown := [worker for worker in self.policy_weights if worker not in self._entries]:
-            raise ValueError(
-                f"policy_weights: expected workers of the collector, 0 to {len(devices) - 1} or "
-                f"devices {devices}, got {unknown}; name each by its index or device, once"
-            )
-        for worker, weights in self.policy_weights.items():
-            scheme: Any = ChannelWeightSyncScheme(slots=self.slots, timeout=self.timeout)
-            scheme.init_on_sender(model_id="policy", context=collector, weights=weights)
-            self._schemes[worker] = scheme
-            if collector.policy is not None:
-                scheme.channel.layout.matched(collector.policy)
-                scheme.send()
-        handles = [self._schemes[worker].channel.handle for worker in self._entries]
-        torchrl.set_schemes(collector, {"policy": _WorkersOwn(handles)})
-
-    def _entry_for(self, index: int, device: torch.device | None) -> Any:
-        """The key of ``policy_weights`` for a worker; every device is that of a policy without one.
-
-        Raises:
-            ValueError: there is none.
-        """
-        for worker in self.policy_weights:
-            if worker == index if isinstance(worker, int) else device in (None, worker):
-                return worker
-        raise ValueError(
-            f"policy_weights: expected weights for each worker, got none for worker {index}; add "
-            "them by its index, or by the device of its policy"
-        )
+        scheme: Any = ChannelWeightSyncScheme(slots=self.slots, timeout=self.timeout)
+        scheme.init_on_sender(model_id="policy", context=collector, weights=weights)
+        if collector.policy is not None:
+            scheme.channel.layout.matched(collector.policy)  # refuses weights of another policy
+        torchrl.set_schemes(collector, {"policy": scheme})
+        self._scheme = scheme
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process publishes nothing."""
-        return {**super().__getstate__(), "_schemes": {}, "_entries": []}
+        return {**super().__getstate__(), "_scheme": None}
 
-    def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> list[Any]:
-        for worker in worker_ids:
-            if mapped_weights is not None:
-                pairs(mapped_weights, self.policy_weights[worker])  # refuses what does not fit
-            self._check_alive(worker)
-        return super()._distribute(worker_ids, mapped_weights)
-
-    def _check_alive(self, worker: WorkerId) -> None:
-        """Raise ``RuntimeError`` if processes have ended that compute with an entry."""
-        if not self._entries:
-            return
-        if self.collector is None or self.collector.closed:
-            raise RuntimeError(
-                "collector: expected a running one, got one that is shut down; make another"
+    def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> None:
+        if self._scheme is not None and len(worker_ids) < len(self.policy_weights):
+            raise ValueError(
+                f"worker_ids: expected all of {self.all_worker_ids()}, got {worker_ids}; a version "
+                "reaches every worker: give workers that differ a collector of their own"
             )
-        for index, process in enumerate(self.collector.procs):
-            if self._entries[index] == worker and not process.is_alive():
-                raise RuntimeError(
-                    f"worker {index} (pid {process.pid}): expected a living process, got exit code "
-                    f"{process.exitcode}; its own output says why it ended: make another collector"
-                )
-
-    def _sync_weights_with_worker(
-        self, worker_id: WorkerId, server_weights: TensorDictBase | None
-    ) -> None:
-        weights = self.policy_weights[worker_id]
-        if server_weights is not None:
-            copy_weights(server_weights, weights)
+        if mapped_weights is not None:
+            for worker in worker_ids:
+                pairs(mapped_weights, self.policy_weights[worker])  # refuses what does not fit
+            super()._distribute(worker_ids, mapped_weights)
         elif getattr(self.collector, "policy", None) is None:
             return  # not trained in place
-        if worker_id in self._schemes:
-            self._schemes[worker_id].send(weights)
+        if self._scheme is not None:
+            self._scheme.send(next(iter(self.policy_weights.values())))
+
+    def _sync_weights_with_worker(
+        self, worker_id: WorkerId, server_weights: TensorDictBase
+    ) -> None:
+        copy_weights(server_weights, self.policy_weights[worker_id])
 
 
-class _WorkersOwn(ChannelWeightSyncScheme):
-    """The workers' end of an updater's schemes: each worker opens the channel of its own entry.
+class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
+    """Sends weights to collectors that are Ray actors, with one ``ray.put`` for each update.
 
-    Where nothing is published before the workers start, they begin with the weights that they have.
+    The weights are copied into Ray's object store once. Every chosen actor gets the reference as
+    the first argument of its ``update_policy_weights_``, where it is a tensordict of views of the
+    store: no process of a node deserialises or copies it for itself. Actors must not write to these
+    views. The update returns when all actors have applied it.
 
     Args:
-        handles: of the workers' channels, in the order of the workers.
+        policy_weights: the trainer's weights, such as ``TensorDict.from_module(policy)``, which an
+            update without weights sends.
+        remote_collectors: handles of the actors; the id of a worker is its index in this list.
+            ``None`` takes those of the :class:`torchrl.collectors.distributed.RayCollector` that
+            the updater is registered with.
+        max_interval: number of updates that each worker skips between two that it gets.
+        timeout: seconds within which the workers have to answer.
+
+    Raises:
+        ValueError: a worker is unknown, or the weights have other names or shapes than
+            ``policy_weights``.
+        RuntimeError: workers are dead or failed; the message names each.
+        TimeoutError: workers did not answer in time.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from fusedrl import RayRemoteWeightUpdater
+        >>> updater = RayRemoteWeightUpdater(
+        ...     TensorDict.from_module(torch.nn.Linear(1, 1)), remote_collectors=[], max_interval=2
+        ... )
+        >>> updater.all_worker_ids()
+        []
     """
 
-    awaits_first = False
+    def __init__(
+        self,
+        policy_weights: TensorDictBase,
+        remote_collectors: Sequence[Any] | None = None,
+        max_interval: int = 0,
+        *,
+        timeout: float = 300.0,
+    ) -> None:
+        _check_weights("policy_weights", policy_weights)
+        self.policy_weights = policy_weights
+        self.remote_collectors = remote_collectors
+        self.max_interval = max(0, max_interval)
+        self.timeout = seconds("timeout", timeout)
+        self._skipped: dict[int, int] = {}  # how many updates, by worker
 
-    def __init__(self, handles: list[WeightHandle]) -> None:
-        super().__init__()
-        self._handles = handles
+    def register_collector(self, collector: Any) -> None:
+        """Keep a weak reference to the collector, and its actors if none were given."""
+        super().register_collector(collector)
+        if self.remote_collectors is None:
+            self.remote_collectors = collector.remote_collectors
 
-    def _init_on_sender_impl(self, **_: Any) -> None:
-        """Do nothing: the updater's schemes are the trainer's end."""
+    def all_worker_ids(self) -> list[int]:
+        """The indices of the actors."""
+        if self.remote_collectors is None:
+            raise RuntimeError(
+                "remote_collectors: expected handles of Ray actors, got None and no collector; "
+                "pass them, or give this updater to a RayCollector first"
+            )
+        return list(range(len(self.remote_collectors)))
 
-    def _setup_connection_and_weights_on_sender_impl(self, **_: Any) -> None:
-        """Do nothing: the updater publishes."""
+    def _get_server_weights(self) -> Any:
+        import ray
 
-    def _init_on_receiver_impl(self, *args: Any, worker_idx: int, **kwargs: Any) -> None:
-        self._handle = self._handles[worker_idx]
-        super()._init_on_receiver_impl(*args, worker_idx=worker_idx, **kwargs)
+        if not ray.is_initialized():  # ray.put would start a cluster
+            raise RuntimeError(
+                "remote_collectors: expected Ray's cluster in which they are, got a process in "
+                "none; call ray.init(), and after ray.shutdown() make other collectors"
+            )
+        return ray.put(StoredWeights(self.policy_weights.data))
+
+    def _maybe_map_weights(self, server_weights: Any) -> Any:
+        import ray
+
+        # A collector that is an actor dies of weights that it cannot apply.
+        if server_weights is None or isinstance(server_weights, ray.ObjectRef):
+            return server_weights
+        return named_as(self.policy_weights, server_weights)
+
+    def _skip_update(self, worker_id: int) -> bool:
+        self._skipped[worker_id] = self._skipped.get(worker_id, 0) + 1
+        return self._skipped[worker_id] <= self.max_interval
+
+    def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> None:
+        import ray
+
+        if mapped_weights is None:
+            return
+        if not isinstance(mapped_weights, ray.ObjectRef):
+            stored = isinstance(mapped_weights, TensorDictBase)
+            mapped_weights = ray.put(StoredWeights(mapped_weights) if stored else mapped_weights)
+        answers = {
+            worker: self._sync_weights_with_worker(worker, mapped_weights) for worker in worker_ids
+        }
+        self._wait({ref: w for w, ref in answers.items() if isinstance(ref, ray.ObjectRef)})
+
+    def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> Any:
+        """Send a reference; returns what Ray will resolve once the worker has the weights."""
+        assert self.remote_collectors is not None
+        answer = self.remote_collectors[worker_id].update_policy_weights_.remote(server_weights)
+        self._skipped[worker_id] = 0
+        return answer
+
+    def _wait(self, answers: dict[Any, int]) -> None:
+        import ray
+        from ray.exceptions import RayError
+
+        if not answers:
+            return
+        ready, missing = ray.wait(list(answers), num_returns=len(answers), timeout=self.timeout)
+        failures = {answers[ref]: f"no answer within {self.timeout} s" for ref in missing}
+        cause = None
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except RayError as error:
+                cause = error
+                failures[answers[ref]] = type(error).__name__
+        if failures:
+            got = ", ".join(f"worker {worker}: {failures[worker]}" for worker in sorted(failures))
+            raise (RuntimeError if cause else TimeoutError)(
+                f"worker_ids: expected each to apply the weights, got {got}; replace dead workers "
+                "or leave them out, raise timeout if rollouts take longer"
+            ) from cause
+
+
+def _check_weights(name: str, weights: Any) -> None:
+    if not isinstance(weights, TensorDictBase):
+        raise TypeError(
+            f"{name}: expected a tensordict, got {type(weights).__name__}; take a policy's weights "
+            "with TensorDict.from_module(policy)"
+        )
+
+
+def _check_getter(name: str, getter: Any) -> None:
+    if getter is not None and not callable(getter):
+        raise TypeError(
+            f"{name}: expected a function that returns weights, or None, got "
+            f"{type(getter).__name__}; wrap it: lambda: weights"
+        )
