@@ -85,12 +85,6 @@ def is_paused(address: str) -> bool:
         return json.load(answer)["is_paused"]
 
 
-def weight_version(address: str) -> str:
-    """The name that a server gives its weights."""
-    with urllib.request.urlopen(f"{address}/weight_info", timeout=60) as answer:
-        return json.load(answer)["weight_version"]
-
-
 def engine_processes() -> list[int]:
     """The pids of the engines of this process's servers."""
     found, parents = [], [os.getpid()]

@@ -237,7 +237,7 @@ class TestRefused:
         with WeightChannel.create(adapted(), adapters="only") as channel:
             channel.publish()
             llm.start_weight_update()
-            info = {**asdict(channel.handle), "version": 1}
+            info = {**asdict(channel.handle), "update": {"version": 1}}
             with pytest.raises(Exception, match="EngineWeights"):
                 llm.update_weights({"update_info": info})
 

@@ -19,6 +19,7 @@ class Engine:
         error: that it fails with.
     """
 
+    address = "http://localhost:8000"
     in_loop, requests_wait = False, True
 
     def __init__(self, failing=0, last=None, lost=False, error=RuntimeError):
@@ -30,6 +31,7 @@ class Engine:
         self.weights = self.named = "default"
         self.stale = False
         self.attempt = None
+        self.held = False
 
     def answers_rightly(self):
         return self.weights == self.named and not self.stale
@@ -60,6 +62,7 @@ class Engine:
         await self.called(lambda: setattr(self, "named", label))
 
     async def pause(self, mode):
+        assert self.held
         await self.called(lambda: setattr(self, "paused", True))
 
     async def resume(self):
@@ -71,8 +74,10 @@ class Engine:
 
     async def tell(self, message):
         def effect():
-            if "version" in message:
-                self.attempt, self.weights = message["attempt"], str(message["version"])
+            if hold := message.get("hold"):
+                self.held = not hold.get("over", False)
+            elif update := message.get("update"):
+                self.attempt, self.weights = update["attempt"], str(update["version"])
                 self.stale = True
             elif message["untouched_by"] == self.attempt:
                 raise RuntimeError("touched")
@@ -84,8 +89,8 @@ def updates_of(engine):
     return Updates(WeightHandle(1, 3, "secret"), lambda: None, engine)
 
 
-# pause, name, update, forget, name, resume
-UPDATE, RESUME, CALLS = 3, 6, 6
+# hold twice, pause, name, update, forget, name, resume, leave
+UPDATE, RESUME, CALLS = 5, 8, 9
 
 
 def test_an_update_takes_these_calls():
@@ -132,7 +137,7 @@ def test_one_that_failed_in_the_middle_stays_paused_until_an_update_succeeds():
     assert not engine.paused
 
 
-@pytest.mark.parametrize("failing", [0, *range(1, RESUME)])
+@pytest.mark.parametrize("failing", [0, *range(3, RESUME)])
 def test_a_pause_that_the_user_made_stays(failing):
     engine = Engine(failing)
     engine.paused = True

@@ -291,16 +291,16 @@ def started_layer(
     f"{_RELOAD}:get_layerwise_info",
     f"{_RELOAD}:_place_kernel_tensors",
 )
-def load_again(model: Any, vllm_config: Any, load: Callable[[], Any]) -> None:
-    """Load weights into a model of vLLM that has some already.
+def load_again(layers: Any, vllm_config: Any, load: Callable[[], Any]) -> None:
+    """Load weights into layers that have some already.
 
     Args:
-        model: the model.
-        vllm_config: the configuration that it was made with.
-        load: calls its ``load_weights``.
+        layers: a model of vLLM, or some of its layers.
+        vllm_config: the configuration that the model was made with.
+        load: calls ``load_weights`` of the model.
 
     Raises:
-        Exception: that of ``load``. The model can be loaded again.
+        Exception: that of ``load``. The layers can be loaded again.
     """
     from vllm.model_executor.model_loader.reload.layerwise import (
         _place_kernel_tensors,
@@ -310,8 +310,8 @@ def load_again(model: Any, vllm_config: Any, load: Callable[[], Any]) -> None:
     )
 
     with configured(vllm_config):
-        initialize_layerwise_reload(model)
-        for layer in model.modules():
+        initialize_layerwise_reload(layers)
+        for layer in layers.modules():
             # On CPUs, vLLM packs experts only while a layer has no kernel yet. CUDA graphs have the
             # addresses of a GPU's kernels, which stay.
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
@@ -319,11 +319,11 @@ def load_again(model: Any, vllm_config: Any, load: Callable[[], Any]) -> None:
                 layer.quant_method.moe_kernel = None
         try:
             load()
-            finalize_layerwise_reload(model, vllm_config.model_config)
+            finalize_layerwise_reload(layers, vllm_config.model_config)
         except BaseException:
             # Give the layers that have begun to load their former memory again.
-            model._do_torchao_reload = model._original_do_torchao_reload
-            for layer in model.modules():
+            layers._do_torchao_reload = layers._original_do_torchao_reload
+            for layer in layers.modules():
                 info = get_layerwise_info(layer)
                 if info.can_load():
                     if info.kernel_tensors is not None:

@@ -37,6 +37,8 @@ class Engine:
 
     Attributes:
         key: identifies the engine for as long as this object exists.
+        address: that of a server, which outlives its trainer; ``None`` for an engine that ends with
+            this process.
         in_loop: whether the engine is called within an event loop.
         requests_wait: whether requests wait while it is paused, as ``LLM.generate()`` cannot.
         label: returns the name that the engine gives its weights.
@@ -51,6 +53,7 @@ class Engine:
     """
 
     key: int | str
+    address: str | None = None
     in_loop = False
     requests_wait = True
     label: Callable[[], Any]
@@ -208,7 +211,7 @@ class Server(Engine):
                 f"engine: expected an address such as 'http://localhost:8000', got {address!r}; "
                 "begin it with http:// or https://"
             )
-        self.key = self._server = address.rstrip("/")
+        self.key = self.address = self._server = address.rstrip("/")
         self._timeout = timeout
         self.label = lambda: self._get("weight_info")["weight_version"]
         self.is_paused = lambda: self._get("is_paused")["is_paused"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,8 @@ class ReportedVersions:
     """Lets a ``vLLMWrapper`` report the version of each token that it generates.
 
     The versions come under ``"token_policy_version"`` as int64, in the form of the tokens of the
-    response: ragged, or padded with -1.
+    response: ragged, or padded with -1. If the engine has no room for a prompt, the whole batch is
+    refused before the engine gets any of it.
 
     Args:
         wrapper: a generating wrapper of torchrl, which is changed until :meth:`remove`.
@@ -70,6 +71,9 @@ class ReportedVersions:
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The wrapper's call of its engine."""
+        tokens = kwargs.get("prompt_token_ids")
+        if tokens:
+            check_lengths(tokens, self._wrapper.model)
         requests = generate(*args, **kwargs)
         self._call.completions = [
             completion for request in _listed(requests) for completion in request.outputs
@@ -95,6 +99,18 @@ class ReportedVersions:
             delattr(self._wrapper, name)
         self._wrapper.out_keys = self._out_keys
         self._replaced = []
+
+
+def check_lengths(prompts: Sequence[int] | Sequence[Sequence[int]], engine: Any) -> None:
+    """Raise ``ValueError`` unless an engine has room for prompts, and for a token of an answer."""
+    rows: Any = [prompts] if isinstance(prompts[0], int) else prompts
+    limit = engine.model_config.max_model_len
+    if long := [str(len(prompt)) for prompt in rows if len(prompt) >= limit]:
+        raise ValueError(
+            f"prompt: expected fewer than {limit} tokens, which is the engine's max_model_len, got "
+            f"{', '.join(long)}; end dialogs before that, with a StepCounter or another transform "
+            "that truncates them, or start the engine with a greater max_model_len"
+        )
 
 
 def _listed(requests: Any) -> list[Any]:

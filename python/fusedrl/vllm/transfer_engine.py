@@ -22,10 +22,29 @@ from fusedrl.compat.vllm import connectors_that_keep, key_value_caches
 from fusedrl.vllm.agreement import Ranks
 from fusedrl.vllm.lora_adapters import LoraWeights
 from fusedrl.vllm.model_weights import ModelWeights
+from fusedrl.vllm.pause_guard import Hold, PauseGuard, check_reachable
+from fusedrl.vllm.updates import BUSY
 
 # CUDA graphs replay `forward` without calling it, so `compute_logits` is replaced too. Models that
 # generate no tokens do not have the latter.
 _RUNS = ("compute_logits", "forward")
+
+
+@dataclass
+class VersionUpdate:
+    """Which version an engine is to load.
+
+    Attributes:
+        version: the version to load; another one would get a wrong number in the engine.
+        timeout: seconds to wait for it; the channel's own if ``None``.
+        attempt: a name that no other update has.
+        adapters: the fields of an ``AdapterUpdate``, for a channel with ``adapters="only"``.
+    """
+
+    version: int
+    timeout: float | None = None
+    attempt: str = ""
+    adapters: dict[str, Any] | None = None
 
 
 @dataclass
@@ -37,22 +56,18 @@ class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
         fd: the channel's file descriptor in the publisher's process.
         session: the channel's secret.
         socket: path of a Unix socket that passes the channel, where the engine sees other pids.
-        version: the version to load; another one would get a wrong number in the engine.
-        timeout: seconds to wait for it; the channel's own if ``None``.
-        attempt: a name of this update that no other one has.
-        adapters: the fields of an ``AdapterUpdate``, for a channel with ``adapters="only"``.
+        update: the fields of :class:`VersionUpdate`, to load a version.
         untouched_by: an attempt; it is an error if it has touched the model.
+        hold: the fields of :class:`Hold`, for the engine of a server that a trainer is to pause.
     """
 
     pid: int
     fd: int
     session: str = field(repr=False)
     socket: str | None = None
-    version: int | None = None
-    timeout: float | None = None
-    attempt: str = ""
-    adapters: dict[str, Any] | None = None
+    update: dict[str, Any] | None = None
     untouched_by: str | None = None
+    hold: dict[str, Any] | None = None
 
 
 class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMessage]):
@@ -76,21 +91,25 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         self._weights: ModelWeights | LoraWeights | None = None
         self._session: str | None = None
         self._touched_by: str | None = None
+        self._loaded: int | None = None  # None: none so far, or a part of one
+        self._guard: PauseGuard | None = None
 
     def init_transfer_engine(self, init_info: ChannelMessage) -> None:
         """Do what a trainer asks for; without a further field, become a reader of its channel.
 
         Raises:
             RuntimeError, TimeoutError: the channel cannot be opened, the version cannot be leased,
-                or the attempt has touched the model.
+                the attempt has touched the model, or another trainer updates the engine.
             ValueError: the channel's weights are not those of the engine's model; the message lists
                 all differences.
             Exception: an error of vLLM's model while it is loaded, which then refuses to run.
         """
         if init_info.untouched_by is not None:
             self._check_untouched(init_info.untouched_by)
-        elif init_info.version is not None:
-            self._update(init_info, init_info.version)
+        elif init_info.hold is not None:
+            self._hold(init_info, Hold(**init_info.hold))
+        elif init_info.update is not None:
+            self._update(init_info, VersionUpdate(**init_info.update))
         else:
             self._open(init_info, ModelWeights)
 
@@ -125,30 +144,31 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
 
         Ranks.of_this_process().all_or_none(check)
 
-    def _update(self, update: ChannelMessage, version: int) -> None:
+    def _update(self, address: ChannelMessage, update: VersionUpdate) -> None:
         """Open the channel, lease a version, load it, and release it; each on all ranks or none."""
         kind = ModelWeights if update.adapters is None else LoraWeights
-        if not self._open(update, kind):
+        if not self._open(address, kind):
             return
         ranks = Ranks.of_this_process()
         with contextlib.ExitStack() as held:
 
             def stage() -> Any:
                 assert self._reader is not None and self._weights is not None
-                lease = held.enter_context(self._reader.lease(version, update.timeout))
-                if lease.version != version:
+                lease = held.enter_context(self._reader.lease(update.version, update.timeout))
+                if lease.version != update.version:
                     raise RuntimeError(
-                        f"version: expected {version}, got a channel that has published "
+                        f"version: expected {update.version}, got a channel that has published "
                         f"{lease.version} since; ask for that one"
                     )
                 return self._weights.staged(lease.views, update.adapters)
 
             if (load := ranks.all_or_none(stage)) is None:
                 return
-            self._touched_by = update.attempt
-            _refuse_to_run(self.model, version)
+            self._touched_by, self._loaded = update.attempt, None
+            _refuse_to_run(self.model, update.version)
             if ranks.all_or_none(lambda: self._load(load)):
                 _let_run(self.model)
+                self._loaded = update.version
 
     def _load(self, load: Any) -> bool:
         load()
@@ -174,6 +194,31 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
             (self._reader, self._weights), self._session = fitting, address.session
             opened.pop_all()
             return True
+
+    def _hold(self, address: ChannelMessage, hold: Hold) -> None:
+        """Watch the trainer of a channel until its update is over; only one of them at a time."""
+        ranks, guard = Ranks.of_this_process(), self._guard
+
+        def check() -> bool:
+            if guard is not None and guard.is_watching and address.session != self._session:
+                raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
+            if ranks.rank == 0 and not hold.over:
+                check_reachable(hold.server)
+            return True
+
+        if not ranks.all_or_none(check):
+            return
+        if guard is not None:
+            guard.end()
+        if not hold.over and self._open(address, ModelWeights) and ranks.rank == 0:
+            assert self._reader is not None
+            self._guard = PauseGuard(hold, self._reader.is_publisher_dead, self._label_after)
+
+    def _label_after(self, hold: Hold) -> str | None:
+        """The label of the whole version that the model has; ``None`` if it has parts of two."""
+        if self._touched_by != hold.attempt:
+            return hold.label
+        return None if self._loaded is None else str(self._loaded)
 
 
 def _opened(address: ChannelMessage) -> WeightReader:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Coroutine
@@ -21,6 +22,10 @@ Value = TypeVar("Value")
 
 # The label of tokens whose weights are not known, in the place of a version.
 UNKNOWN = "unknown"
+# A server's answer while another trainer updates it, or while it recovers from one that ended.
+BUSY = "update: expected no other one at the same time"
+# Seconds until a busy server is asked again, and for how long.
+_AGAIN, _PATIENCE = 0.5, 60.0
 # A later version may be published before the engine takes its lease, which is one of the newest.
 _TRIES = 20
 _UNSETTLED = (
@@ -38,22 +43,22 @@ class Attempt:
     """One update of an engine.
 
     Attributes:
-        former: the label of the engine's weights when the update began.
-        was_paused: whether the engine was paused then.
+        former: the label of the engine's weights when the update began; ``None`` until it is known.
+        was_paused: whether the engine was paused then; ``None`` until it is known.
         name: the name by which the workers know the update.
     """
 
-    former: str
-    was_paused: bool
+    former: str | None = None
+    was_paused: bool | None = None
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class Updates:
     """The updates of one engine from one channel.
 
-    An update notes the engine's label and whether it is paused, pauses it, names its weights
-    unknown, lets the workers load the version, drops what was computed with the former weights,
-    names the weights by the version, and lets requests go on.
+    An update takes the engine for itself, notes its label and whether it is paused, pauses it,
+    names its weights unknown, lets the workers load the version, drops what was computed with the
+    former weights, names the weights by the version, lets requests go on, and leaves the engine.
 
     Args:
         handle: the handle of the channel.
@@ -133,10 +138,13 @@ class Updates:
         return await to_its_end(asyncio.to_thread(run_calls, self._load(version)))
 
     async def _load(self, version: int) -> int:
-        engine = self._engine
+        engine, attempt = self._engine, Attempt()
         _LAST[engine.key] = self
-        attempt = Attempt(await engine.ask(engine.label), await engine.ask(engine.is_paused))
         try:
+            await self._hold(attempt)
+            attempt.former = await engine.ask(engine.label)
+            attempt.was_paused = await engine.ask(engine.is_paused)
+            await self._hold(attempt, label=attempt.former, was_paused=attempt.was_paused)
             await engine.ask(engine.pause, "keep" if self._in_flight == "recompute" else "wait")
             await engine.ask(engine.name, UNKNOWN)
         except BaseException as error:
@@ -157,6 +165,7 @@ class Updates:
             await self._give_up(attempt, error)
             raise
         self.version, self._left_paused = version, False
+        await self._release(attempt)
         return version
 
     async def _send(self, version: int, attempt: Attempt) -> int:
@@ -166,7 +175,7 @@ class Updates:
             update["adapters"] = asdict(self._adapters.update)
         for _ in range(_TRIES):
             try:
-                await self._tell(**update, version=version)
+                await self._tell(update={**update, "version": version})
             except Exception:
                 newest = self._newest()
                 if newest is None or newest <= version:
@@ -183,14 +192,35 @@ class Updates:
         # The address is sent each time, as the engine may have been restarted, or read another one.
         await self._engine.ask(self._engine.tell, {**self._address, **message})
 
+    async def _hold(self, attempt: Attempt, **state: Any) -> None:
+        """Take a server for this update, and have it recover by itself if this process ends."""
+        deadline = time.monotonic() + self._timeout + _PATIENCE
+        while True:
+            try:
+                return await self._tell_server(attempt, **state)
+            except RuntimeError as error:
+                if BUSY not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_AGAIN)
+
+    async def _tell_server(self, attempt: Attempt, **state: Any) -> None:
+        if (server := self._engine.address) is not None:  # other engines end with this process
+            await self._tell(hold={"server": server, "attempt": attempt.name, **state})
+
+    async def _release(self, attempt: Attempt) -> None:
+        """End :meth:`_hold`; where that fails, nothing is paused that would be let go on."""
+        with contextlib.suppress(Exception):
+            await self._tell_server(attempt, over=True)
+
     async def _give_up(self, attempt: Attempt, error: BaseException) -> None:
         """Let the engine go on, if its weights are unchanged."""
         engine = self._engine
         try:
-            await self._tell(untouched_by=attempt.name)
-            await engine.ask(engine.name, attempt.former)
+            if attempt.was_paused is not None:
+                await self._tell(untouched_by=attempt.name)
+                await engine.ask(engine.name, attempt.former)
             # An engine that was paused may have been left with parts of two versions.
-            if not attempt.was_paused:
+            if attempt.was_paused is False:
                 await engine.ask(engine.resume)
         except BaseException:
             self._left_paused = self._left_paused or not attempt.was_paused
@@ -201,6 +231,8 @@ class Updates:
                     # A model with parts of two versions answers none of them.
                     await engine.forget()
                     await engine.ask(engine.resume)
+        with contextlib.suppress(BaseException):
+            await self._release(attempt)
 
 
 async def to_its_end(work: Coroutine[Any, Any, Value]) -> Value:
