@@ -18,7 +18,7 @@ from shared_models import sharded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fusedrl import WeightChannel
+from fusedrl import ChannelWeightSyncScheme, WeightChannel
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import Place
 from fusedrl.vllm import EngineWeights, engine_weights
@@ -256,3 +256,17 @@ def updates_of_an_engine() -> list[Any]:
             found.append(engine.version)
             engine.reader.close()
         return [*found, refused]
+
+
+def updates_of_a_collector() -> list[Any]:
+    """Versions where a scheme of torchrl's collectors publishes on the first rank."""
+    weights = model()
+    if dist.get_rank() == 0:
+        scheme = ChannelWeightSyncScheme()
+        scheme.init_on_sender(model_id="policy", model=weights)
+        scheme.connect()
+        found = [scheme.version, scheme.send(), leased(scheme.channel)]
+        scheme.shutdown()
+        return found
+    with WeightChannel.create(weights, rank_timeout=PATIENCE) as channel:
+        return [channel.publish(), channel.publish()]

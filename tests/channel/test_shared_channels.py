@@ -109,3 +109,8 @@ def test_an_engine_of_the_first_rank_is_updated_by_a_call_of_all(two):
     assert "got rank 0: RuntimeError: weights: expected others" in second[1]
     assert [second[0], *second[2:]] == [1, 3, 3]
     assert refused.startswith("ValueError: engine: expected None on a rank without slots")
+
+
+def test_a_scheme_publishes_where_other_ranks_do(two):
+    (first, second, (version, numbers)), others = two.run(shared_channels.updates_of_a_collector)
+    assert [first, second] == others == [1, 2] and version == 2 and len(numbers) > 1
