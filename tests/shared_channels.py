@@ -122,8 +122,10 @@ def errors(rank: int) -> list[Any]:
     weights, other = model(), nn.Linear(3, 3)
     fully_shard(other, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
     mine = dist.get_rank() == rank
+    whole = {name: parameter.full_tensor() for name, parameter in weights.named_parameters()}
     with WeightChannel.create(weights, rank_timeout=PATIENCE) as channel:
         return [
+            said(channel.publish, whole if mine else None),
             said(channel.publish, other if mine else None),
             said(channel.publish, version="x" if mine else None),
             channel.publish(),

@@ -26,8 +26,8 @@ class FullError(TimeoutError):
 class Meetings:
     """Meetings of some ranks, one after the other, through the store of their process group.
 
-    A rank that does not come to a meeting, or has an error before it, is an error on all the
-    others, also on those that come later. As each meeting has one outcome, ranks stay in step.
+    If a rank does not come to a meeting, or has an error before it, all others have an error, also
+    those that come later. As each meeting has one outcome, ranks stay in step.
 
     Args:
         name: tells them from other meetings of the same ranks.
