@@ -25,6 +25,14 @@ Run = Callable[[Any], Any]
 
 
 @dataclass
+class Measured:
+    """What a run returns that other processes make, and that they measure themselves."""
+
+    seconds: float
+    peak_extra_mib: float | None
+
+
+@dataclass
 class Case:
     """One setting and everyone who runs it; ratios are those of the first of our contenders.
 
@@ -131,7 +139,7 @@ def _measure(case: Case, seconds: float, device: str, copy_rate: float | None) -
         repetition += 1
     for name, run in list(runs.items()):
         rows[name].peak_extra_mib = attempt(
-            name, lambda run=run: _peak_extra_mib(run, case.make_input(), device)
+            name, lambda run=run: peak_extra_mib(run, case.make_input(), device)
         )
     for name, row in rows.items():
         _summarise(row, case, times[name])
@@ -218,8 +226,7 @@ class _Clock:
         start = time.perf_counter()
         out = run(argument)
         elapsed = time.perf_counter() - start
-        del out
-        return elapsed
+        return out.seconds if isinstance(out, Measured) else elapsed
 
     def _on_device(self, run: Run, argument: Any) -> float:
         torch.cuda.synchronize()
@@ -259,7 +266,7 @@ def _error(case: Case, run: Run, truth: torch.Tensor | None) -> float | None:
     return (answer.double() - truth).abs().max().item()
 
 
-def _peak_extra_mib(run: Run, argument: Any, device: str) -> float | None:
+def peak_extra_mib(run: Run, argument: Any, device: str) -> float | None:
     """Peak memory above what was there before; on the CPU from the process's high-water mark."""
     if device != "cpu":
         torch.cuda.synchronize()
@@ -279,8 +286,7 @@ def _peak_extra_mib(run: Run, argument: Any, device: str) -> float | None:
     before = _status_kib("VmRSS")
     out = run(argument)
     extra = _status_kib("VmHWM") - before
-    del out
-    return max(extra, 0) / 1024
+    return out.peak_extra_mib if isinstance(out, Measured) else max(extra, 0) / 1024
 
 
 def _status_kib(name: str) -> int:

@@ -1,4 +1,4 @@
-"""GRPO on ranks that share a policy by FSDP2, with other answers on each rank.
+"""GRPO on ranks that share a policy by FSDP2, while a worker of the first rank makes the answers.
 
 ``torchrun --nproc-per-node 2 fsdp2_grpo.py`` runs it on two ranks; ``python fsdp2_grpo.py`` too.
 """
@@ -7,40 +7,63 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torch.distributed import run
 from torch.distributed.fsdp import fully_shard
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm import MCAdvantage
 
-from fusedrl import GRPOLoss
+from fusedrl import AsyncCollector, GRPOLoss, LLMCollector, RetrieveLogProb, WeightChannel
+from fusedrl.demo import dialogs
 from fusedrl.demo.models import make_model, make_tokenizer  # tiny, not trained
 
-STEPS, QUESTION, WANTED = 8, 6, 7
+# The number of answers to a question, which the ranks share.
+GROUP, BATCHES = 8, 4
 
 
-def answers(rank: int, count: int) -> TensorDictBase:
-    """So many answers, each of other lengths; one with more of the token ``WANTED`` is better."""
-    generator = torch.Generator().manual_seed(rank)
-    samples = []
-    for _ in range(count):
-        length = int(torch.randint(4, 20, (), generator=generator))
-        tokens = torch.randint(3, 99, (QUESTION + length,), generator=generator)
-        answer = torch.arange(len(tokens)) >= QUESTION
-        good = torch.rand(len(tokens), generator=generator) < torch.rand((), generator=generator)
-        tokens = torch.where(answer & good, WANTED, tokens)
-        reward = (tokens[answer] == WANTED).float().mean()
-        samples.append(
-            TensorDict(
-                tokens=TensorDict(full=tokens, prompt=tokens[:QUESTION]),
-                masks=TensorDict(all_attention_mask=torch.ones_like(answer)),
-                log_probs=TensorDict(full=torch.where(answer, -5.0, torch.nan)),
-                advantage=(reward - 0.5).view(1, 1),
-            )
-        )
-    return lazy_stack(samples)
+def batches_of(channel: WeightChannel, tokenizer: Any) -> Iterator[TensorDictBase]:
+    """Answers with their advantages, made with the newest weights of the channel."""
+
+    def make_policy() -> Any:
+        """Called in the worker, whose model is whole."""
+        sampling = {"max_new_tokens": 16, "do_sample": True}
+        model = make_model(len(tokenizer))
+        return TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling)
+
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(GROUP),
+        sampler=SamplerWithoutReplacement(),
+        transform=MCAdvantage(grpo_size=GROUP),
+        batch_size=GROUP,
+    )
+    with AsyncCollector(
+        lambda: dialogs.make_env(tokenizer, GROUP, dialogs.digits),
+        policy_factory=make_policy,
+        channel=channel.handle,
+        collector_class=LLMCollector,
+        dialog_turns_per_batch=GROUP,
+        total_dialog_turns=GROUP * BATCHES,
+    ) as collector:
+        for batch in collector:
+            buffer.extend(batch.reshape(-1))
+            yield from buffer
+
+
+def part_of(batch: TensorDictBase | None) -> TensorDictBase:
+    """This rank's answers of a batch that the first rank has."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    if batch is not None:
+        parts = [lazy_stack(batch.unbind(0)[i :: len(parts)]) for i in range(len(parts))]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, parts)
+    return received[0]
 
 
 def train() -> None:
@@ -56,28 +79,41 @@ def train() -> None:
     actor = TransformersWrapper(
         model,
         tokenizer=tokenizer,
-        input_mode="tokens",
+        input_mode="history",
         generate=False,
         return_log_probs=True,
         pad_output=False,
     )
-    loss = GRPOLoss(actor, entropy_bonus=False)
-    loss.average_tokens_across_devices = True  # the ranks have other numbers of tokens
-    data = answers(rank, count=2 + 2 * rank).to(device)
+    loss_of = GRPOLoss(actor, entropy_bonus=False, masking_strategy="rlhf")
+    # The trainer scores the answers before it learns from them.
+    loss_of.set_keys(sample_log_prob=("next", "log_probs", "full"))
+    score = RetrieveLogProb(actor)
+    loss_of.average_tokens_across_devices = True  # the ranks have other numbers of tokens
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(STEPS):
-        value = loss(data).loss_objective
-        value.backward()  # FSDP averages the gradients
-        optimizer.step()
-        optimizer.zero_grad()
-        total = value.detach()
-        dist.all_reduce(total)
-        if rank == 0:
-            print(f"step {step}: loss of all ranks {float(total) / dist.get_world_size():.4f}")
+    # Every rank creates the channel and publishes. The first one has the memory.
+    with WeightChannel.create(model) as channel:
+        channel.publish()
+        batches = batches_of(channel, tokenizer) if channel.holds else None
+        for _ in range(BATCHES):
+            turns = part_of(None if batches is None else next(batches)).to(device)
+            value = loss_of(score(turns)).loss_objective
+            value.backward()  # FSDP averages the gradients
+            optimizer.step()
+            optimizer.zero_grad()
+            version = channel.publish()
+            total = value.detach()
+            dist.all_reduce(total)
+            if rank == 0:
+                mean = float(total) / dist.get_world_size()
+                print(f"version {version}: loss of all ranks {mean:.4f}", flush=True)
+        if batches is not None:
+            batches.close()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    # These are torch's and torchrl's own.
+    warnings.filterwarnings("ignore")
     if "RANK" in os.environ:
         train()
     else:

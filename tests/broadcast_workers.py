@@ -22,7 +22,7 @@ class Rank:
     """What a rank can be told; every answer goes through its pipe."""
 
     def __init__(self) -> None:
-        self.channel = WeightChannel.create(weights_of(0), timeout=20)
+        self.channel = WeightChannel.create(weights_of(0), timeout=20, rank_timeout=10)
         self.other = WeightChannel.create(weights_of(0, size=10 + dist.get_rank()))
 
     def handle(self):

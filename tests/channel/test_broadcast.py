@@ -126,9 +126,8 @@ def test_a_rank_without_a_free_slot_makes_all_raise(ranks, full):
         leases.append(ranks.readers[full].lease())
     before = ranks.leased()
     answers = ranks.broadcast(7.0, timeout=0.2)
-    assert isinstance(answers[full], TimeoutError)
-    assert isinstance(answers[1 - full], RuntimeError)
-    assert f"rank {full}: " in str(answers[1 - full])
+    assert all(isinstance(answer, TimeoutError) for answer in answers)
+    assert str(answers[1 - full]).endswith(f"(on rank {full})")
     assert ranks.leased() == before
     for lease in leases:
         lease.release()
@@ -142,7 +141,8 @@ def test_nothing_is_published_where_a_rank_is_dead(tmp_path):
     ranks.processes[1].kill()
     ranks.processes[1].join(20)
     ranks.tell(0, "broadcast", 2.0)
-    assert isinstance(ranks.answer(0), RuntimeError)
+    late = ranks.answer(0)
+    assert isinstance(late, TimeoutError) and "got none by rank 1; " in str(late)
     with ranks.readers[0].lease() as lease:
         assert lease.version == 1 and torch.all(lease.weights["a"] == 1)
     ranks.end()

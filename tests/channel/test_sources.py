@@ -103,9 +103,9 @@ def test_fully_sharded_weights_are_made_whole(group):
     assert equal(values(model), expected)
     assert all(type(s) is torch.Tensor for s in layout.named(model).values())
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    layout.write(model, views)
+    layout.write(layout.matched(model), views)
     assert all(torch.equal(views[i], expected[name]) for name, i in layout.view_of.items())
-    layout.write(model, None)
+    layout.write(layout.matched(model), None)
     sharded = list(model.parameters())
     with torch.no_grad():
         model(torch.ones(1, 3))
@@ -260,7 +260,7 @@ def test_merged_weights_are_those_of_merge_and_unload_and_change_nothing(kind, d
     assert not layout.partial
     assert equal(dict(zip(merged, layout.named(model).values(), strict=True)), merged)
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    layout.write(model, views)
+    layout.write(layout.matched(model), views)
     assert equal(dict(zip(merged, views, strict=True)), merged)
 
 
@@ -344,7 +344,7 @@ def test_an_adapted_embedding_is_not_tied_to_its_head_any_more():
     assert not torch.equal(merged["model.embed_tokens.weight"], base.lm_head.weight)
     layout = Layout.of(model, adapters="merged")
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    layout.write(model, views)
+    layout.write(layout.matched(model), views)
     with pytest.raises(ValueError, match=r"lm_head.weight: expected the values of model.embed"):
         Target(base, layout).alias(views)
 

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from fusedrl.channel.channel import WeightChannel, Writing
-from fusedrl.channel.checks import MAX_VERSION, count
-from fusedrl.channel.layout import fill
-from fusedrl.channel.sources import Place
+from fusedrl.channel.meetings import meetings_of, publish_together
 
 __all__ = ["broadcast"]
 
 PIECE = 2**30  # bytes: backends differ in how long a tensor they take
-
-
-class _State(NamedTuple):
-    """What the ranks tell each other."""
-
-    layout: str
-    last: int
-    wanted: int | None
-    error: str | None = None
 
 
 def broadcast(
@@ -57,9 +44,11 @@ def broadcast(
     Raises:
         ValueError: the channels have different layouts, the version is not greater, or ``src`` is
             not in the group.
-        RuntimeError: another rank could not take part; the message has its error. A rank raises its
-            own error as it is: that of its weights, or ``TimeoutError`` if readers hold all slots.
-            Nothing is published on any rank then.
+        TimeoutError: readers of a rank hold all slots, or ranks do not call this within the
+            channel's ``rank_timeout``; the message names them.
+        RuntimeError: another rank could not take part; the message has its error.
+
+    Nothing is published on any rank after an error.
 
     Example:
         >>> import torch
@@ -81,66 +70,18 @@ def broadcast(
             "rank of the process that has the weights"
         )
     is_source = dist.get_rank() == src
-    places: list[Place] = []
-    error: Exception | None = None
-    if is_source:
-        try:
-            if version is not None:
-                count("version", version, 0, MAX_VERSION)
-            places = channel.places_to_publish(channel.template if weights is None else weights)
-        except Exception as raised:
-            error = raised
-    mine = _State(channel.layout.hash, -1 if channel.version is None else channel.version, version)
-    version = _agree(_tell(mine, error, ranks), members.index(src))
+    source = channel.template if weights is None else weights
 
-    with ExitStack() as stack:
-        writing: Writing | None = None
-        try:
-            writing = stack.enter_context(channel.writing(version, timeout=timeout))
-            if is_source:
-                with torch.no_grad():
-                    fill(writing.views, places)
-        except Exception as raised:
-            error = raised
-        _tell(mine, error, ranks)
-        assert writing is not None
+    def spread(writing: Writing) -> None:
         for piece in writing.flat.split(PIECE):
             dist.broadcast(piece, src, ranks)
-        dist.barrier(ranks)  # a rank that fails before this keeps all ranks from publishing
-    return version
 
-
-def _tell(mine: _State, error: Exception | None, group: Any) -> list[_State]:
-    """Every rank's state; raises on all ranks if one has an error."""
-    if error is not None:
-        mine = mine._replace(error=f"{type(error).__name__}: {error}")
-    states: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(states, mine, group)
-    if error is not None:
-        raise error
-    failed = [f"rank {i}: {state.error}" for i, state in enumerate(states) if state.error]
-    if failed:
-        raise RuntimeError(
-            f"group: expected all ranks to take part, got {'; '.join(failed)}; nothing is "
-            "published: call again once that is repaired"
-        )
-    return states
-
-
-def _agree(states: list[_State], source: int) -> int:
-    if len({state.layout for state in states}) > 1:
-        hashes = ", ".join(f"rank {i}: {state.layout[:12]}" for i, state in enumerate(states))
-        raise ValueError(
-            f"channel: expected one layout on all ranks, got {hashes}; create all channels with "
-            "the same names, shapes and dtypes"
-        )
-    last = max(state.last for state in states)
-    wanted = states[source].wanted
-    if wanted is None:
-        return max(last, 0) + 1
-    if wanted <= last:
-        raise ValueError(
-            f"version: expected more than the {last} that is published, got {wanted}; versions "
-            "only grow: leave it out for the next one"
-        )
-    return wanted
+    return publish_together(
+        channel,
+        meetings_of(tuple(members)),
+        version if is_source else None,
+        channel.limit(timeout),
+        lambda: channel.places_to_publish(source) if is_source else [],
+        is_source,
+        spread,
+    )

@@ -7,10 +7,12 @@ import secrets
 import socket as sockets
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
@@ -19,17 +21,20 @@ from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.following import PUBLISHERS, refuse_followed
 from fusedrl.channel.forking import is_mine, renew_in_children
 from fusedrl.channel.handle import WeightHandle
-from fusedrl.channel.layout import Layout, fill
+from fusedrl.channel.layout import Layout
 from fusedrl.channel.limits import no_channel, refuse_beyond
+from fusedrl.channel.meetings import (
+    FullError,
+    Meetings,
+    meetings_of,
+    publish_together,
+    refuse_layouts,
+)
 from fusedrl.channel.memory import Manifest, Memory, checksum
-from fusedrl.channel.sources import ModuleSnapshot, Place, module_places
+from fusedrl.channel.sources import ModuleSnapshot, Place, module_places, ranks_of_shards
 
 # Seconds within which the death of a reader is noticed.
 SLICE_S = 0.02
-
-
-class FullError(TimeoutError):
-    """No slot became free in time."""
 
 
 class ReaderInfo(NamedTuple):
@@ -79,6 +84,9 @@ class WeightChannel:
 
     Make one with :meth:`create`.
 
+    Attributes:
+        holds: whether it has slots, which one of the ranks of a sharded model has.
+
     Example:
         >>> import torch
         >>> from fusedrl import WeightChannel
@@ -90,91 +98,29 @@ class WeightChannel:
         1 True
     """
 
+    holds = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError(
             "WeightChannel: expected WeightChannel.create(weights), got a call of the class; call "
             "create, with the same arguments"
         )
 
-    def _open(
-        self,
-        template: Any,
-        layout: Layout,
-        memory: Memory,
-        end: _host.Publisher,
-        *,
-        session: str,
-        slots: int,
-        timeout: float,
-        checksum: bool,
-    ) -> None:
+    def _open(self, template: Any, layout: Layout, timeout: float, rank_timeout: float) -> None:
         self.layout = layout
-        self.handle = WeightHandle(os.getpid(), end.fd(), session)
-        self.device = memory.device
-        self.skipped = 0
         self.template = template
-        self._memory = memory
-        self._end = end
+        self.skipped = 0
+        self.rank_timeout = rank_timeout
         self._timeout = timeout
-        self._checksum = checksum
-        self._views = [layout.views(memory.slot(i)) for i in range(slots)]
-        self._lock: Any = threading.RLock()  # an RLock knows which thread owns it
-        renew_in_children(self, _lock=threading.RLock)
+        self._meetings: Meetings | None = None  # of the ranks that publish together
         self._closed = False
-        self._template_places: tuple[ModuleSnapshot, list[Place]] | None = None  # in the template
 
-    @classmethod
-    def create(
-        cls,
-        weights: Any,
-        *,
-        slots: int = 3,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        checksum: bool = False,
-        adapters: Literal["only", "merged"] | None = None,
-        max_readers: int = 256,
-        timeout: float = 60.0,
-    ) -> WeightChannel:
-        """Reserve the memory for a model's weights; nothing is published yet.
-
-        Args:
-            weights: a module, or a tensordict or dict of tensors. The channel takes their names,
-                shapes and dtypes. What is published later must have the same names and shapes, with
-                floats of any dtype. A module stands for the entries of its state dict, including
-                persistent buffers.
-            slots: number of versions that fit into the memory, 2 to 64. The publisher never waits
-                if there are two more slots than leases at any time.
-            device: where the slots lie and readers compute; that of the weights if ``None``.
-            dtype: dtype of all floating entries in the channel; their own if ``None``.
-            checksum: publish a checksum of the bytes, which readers compare. It costs one more pass
-                over the weights on both sides, and on a GPU a wait for it.
-            adapters: what is published of a peft model: ``"only"`` the adapters' weights, or the
-                base model's weights with the adapters ``"merged"`` into them. ``None`` publishes
-                all entries as they are.
-            max_readers: largest number of readers at a time.
-            timeout: seconds that publisher and readers wait unless a call says otherwise.
-
-        Raises:
-            TypeError: weights without plain bytes: quantised, sharded, sparse or on meta.
-            RuntimeError: the memory cannot be reserved, because this machine, a control group or a
-                limit of this process leaves too little. The message says how much is free and which
-                of them it is.
-        """
-        count("slots", slots, 2, 64)
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(
-                f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}; None keeps "
-                "the dtypes of the weights"
-            )
-        count("max_readers", max_readers, 1, 4096)
-        timeout = seconds("timeout", timeout)
-        layout = Layout.of(weights, dtype=dtype, adapters=adapters)
-        where = torch.device(device or layout.matched(weights)[0].tensor.device)
-        session = secrets.token_hex(16)
+    def _reserve(self, where: torch.device, slots: int, max_readers: int, checksum: bool) -> None:
+        """Take the memory of the slots."""
+        layout, session = self.layout, secrets.token_hex(16)
 
         def publisher(slot_bytes: int, memory: dict[str, Any]) -> _host.Publisher:
-            text = Manifest(layout, timeout, checksum, memory).to_bytes()
+            text = Manifest(layout, self._timeout, checksum, memory).to_bytes()
             nbytes = slots * slot_bytes
             remedy = (
                 f"create the channel with fewer slots than {slots}, or in half the width "
@@ -198,17 +144,90 @@ class WeightChannel:
             raise ValueError(
                 f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine"
             )
-        channel = cls.__new__(cls)
-        channel._open(
-            weights,
-            layout,
-            memory,
-            end,
-            session=session,
-            slots=slots,
-            timeout=timeout,
-            checksum=checksum,
-        )
+        self.handle = WeightHandle(os.getpid(), end.fd(), session)
+        self.device = memory.device
+        self._memory = memory
+        self._end = end
+        self._checksum = checksum
+        self._views = [layout.views(memory.slot(i)) for i in range(slots)]
+        self._lock: Any = threading.RLock()  # an RLock knows which thread owns it
+        renew_in_children(self, _lock=threading.RLock)
+        self._template_places: tuple[ModuleSnapshot, list[Place]] | None = None  # in the template
+
+    @classmethod
+    def create(
+        cls,
+        weights: Any,
+        *,
+        slots: int = 3,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        checksum: bool = False,
+        adapters: Literal["only", "merged"] | None = None,
+        max_readers: int = 256,
+        timeout: float = 60.0,
+        holds: bool | None = None,
+        rank_timeout: float = 20.0,
+    ) -> WeightChannel:
+        """Reserve the memory for a model's weights; nothing is published yet.
+
+        Every rank of a model that is sharded over ranks (FSDP2, DTensor) creates a channel, and
+        publishes with it at the same time. The first of them has the slots and the handle.
+
+        Args:
+            weights: a module, or a tensordict or dict of tensors. The channel takes their names,
+                shapes and dtypes. What is published later must have the same names and shapes, with
+                floats of any dtype. A module stands for the entries of its state dict, including
+                persistent buffers.
+            slots: number of versions that fit into the memory, 2 to 64. The publisher never waits
+                if there are two more slots than leases at any time.
+            device: where the slots lie and readers compute. ``None`` takes that of the weights, and
+                host memory for sharded weights: beside its shard, a GPU would hold whole models.
+            dtype: dtype of all floating entries in the channel; their own if ``None``.
+            checksum: publish a checksum of the bytes, which readers compare. It costs one more pass
+                over the weights on both sides, and on a GPU a wait for it.
+            adapters: what is published of a peft model: ``"only"`` the adapters' weights, or the
+                base model's weights with the adapters ``"merged"`` into them. ``None`` publishes
+                all entries as they are.
+            max_readers: largest number of readers at a time.
+            timeout: seconds that publisher and readers wait unless a call says otherwise.
+            holds: whether this rank of a sharded model has slots, such as the first rank of each
+                machine; ``None`` for the first rank of all.
+            rank_timeout: seconds that a rank of a sharded model waits for the others to make the
+                same call.
+
+        Raises:
+            TypeError: weights without plain bytes: quantised, sharded by others than torch, sparse
+                or on meta.
+            TimeoutError: other ranks of a sharded model do not call this; the message names them.
+            RuntimeError: the memory cannot be reserved, because this machine, a control group or a
+                limit of this process leaves too little. The message says how much is free and which
+                of them it is.
+        """
+        count("slots", slots, 2, 64)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}; None keeps "
+                "the dtypes of the weights"
+            )
+        count("max_readers", max_readers, 1, 4096)
+        timeout = seconds("timeout", timeout)
+        rank_timeout = seconds("rank_timeout", rank_timeout)
+        layout = Layout.of(weights, dtype=dtype, adapters=adapters)
+        places = layout.matched(weights)
+        ranks = ranks_of_shards(places)
+        where = torch.device(device or ("cpu" if ranks else places[0].tensor.device))
+        meetings = meetings_of(ranks) if len(ranks) > 1 else None
+        if holds is None:
+            holds = not ranks or dist.get_rank() == ranks[0]
+        channel = object.__new__(cls if holds else _Elsewhere)
+        channel._open(weights, layout, timeout, rank_timeout)
+        with nullcontext() if meetings is None else meetings.telling():
+            channel._reserve(where, slots, max_readers, checksum)
+            if meetings is not None:
+                name = f"channel {meetings.number} of {list(ranks)}"
+                meetings.meet(rank_timeout, [layout.hash, holds], _check_ends)
+                channel._meetings = Meetings(name, ranks)
         return channel
 
     @property
@@ -228,6 +247,7 @@ class WeightChannel:
         """Copy weights into a free slot and make them the newest version.
 
         On a GPU the copies are queued on the current stream, and readers' streams wait for them.
+        Sharded weights are gathered one tensor at a time.
 
         Args:
             weights: as for :meth:`create`; those that the channel was created with if ``None``.
@@ -238,30 +258,50 @@ class WeightChannel:
                 :attr:`skipped` counts such calls.
 
         Returns:
-            The version, or ``None`` if it was skipped.
+            The version, or ``None`` if it was skipped; the same on all ranks.
 
         Raises:
             ValueError: the weights have another layout (the message lists the differences), the
                 version is not greater than the last one, or a policy in this process follows the
                 channel with the same parameters. Nothing has changed then.
-            TimeoutError: readers hold all slots; the message names their process ids.
+            TimeoutError: readers hold all slots; the message names their process ids. Or other
+                ranks of a sharded model do not call this; the message names them.
+            RuntimeError: another rank had an error; nothing is published on any rank then.
         """
         if on_full not in ("block", "skip"):
             raise ValueError(
                 f"on_full: expected 'block' or 'skip', got {on_full!r}; 'block' waits for a free "
                 "slot, 'skip' publishes nothing where there is none"
             )
-        places = self.places_to_publish(self.template if weights is None else weights)
+        limit = self.limit(0 if on_full == "skip" else timeout)
+        find = partial(self.places_to_publish, self.template if weights is None else weights)
         try:
-            with self.writing(version, timeout=0 if on_full == "skip" else timeout) as writing:
-                with torch.no_grad():
-                    fill(writing.views, places)
+            if self._meetings is not None:
+                return publish_together(self, self._meetings, version, limit, find)
+            places = find()
+            with self.writing(version, timeout=limit) as writing:
+                self.layout.write(places, writing.views)
                 return writing.version
         except FullError:
             if on_full == "block":
                 raise
             self.skipped += 1
             return None
+
+    def telling(self) -> AbstractContextManager[None]:
+        """A block whose error is one on all ranks of a sharded model, and which ends for all."""
+        return nullcontext() if self._meetings is None else self._meetings.telling()
+
+    def told(self, value: int | None) -> int | None:
+        """What the first rank that has a value has, for the others, which wait as in a collective.
+
+        Within a block of :meth:`telling`.
+        """
+        if self._meetings is None:
+            return value
+        patience = self._meetings.base.timeout.total_seconds()
+        told = self._meetings.meet(patience, value, _first_value)
+        return told if value is None else value
 
     def places_to_publish(self, weights: Any) -> list[Place]:
         """As :meth:`_matched`, of what nothing in this process follows."""
@@ -309,11 +349,15 @@ class WeightChannel:
         Raises:
             ValueError, TimeoutError: as for :meth:`publish`.
         """
-        limit = self._timeout if timeout is None else seconds("timeout", timeout)
+        limit = self.limit(timeout)
         begin = partial(self._begin, version, limit, time.monotonic() + limit)
         if is_mine(self._lock):  # by a block around this one, which cannot end before it
             begin(False)
         return Writing(self, min(limit, threading.TIMEOUT_MAX), begin)
+
+    def limit(self, timeout: float | None) -> float:
+        """The seconds of a wait for which a call gives ``timeout``."""
+        return self._timeout if timeout is None else seconds("timeout", timeout)
 
     def _begin(
         self, version: int | None, limit: float, deadline: float, locked: bool
@@ -393,7 +437,7 @@ class WeightChannel:
         )
         if wanted < 0:
             raise RuntimeError("version: expected a published version, got none; publish first")
-        limit = self._timeout if timeout is None else seconds("timeout", timeout)
+        limit = self.limit(timeout)
         deadline = time.monotonic() + limit
         while True:
             progress = self._end.progress()
@@ -472,4 +516,42 @@ class WeightChannel:
         raise TypeError(
             "channel: expected a WeightHandle to send to another process, got a WeightChannel; "
             "send channel.handle and open it there"
+        )
+
+
+class _Elsewhere(WeightChannel):
+    """The end of a rank without slots, which takes part in what all ranks do."""
+
+    holds = False
+
+    def _reserve(self, where: torch.device, slots: int, max_readers: int, checksum: bool) -> None:
+        pass
+
+    @property
+    def version(self) -> int | None:
+        return None if self._meetings is None else self._meetings.version
+
+    def places_to_publish(self, weights: Any) -> list[Place]:
+        return self.layout.matched(weights)
+
+    def close(self, timeout: float = 5.0) -> None:
+        self._closed = True
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"channel: expected a rank with slots for {name!r}, got one without; publish on every "
+            "rank, and do the rest where holds=True, which is the first rank unless you say more"
+        )
+
+
+def _first_value(values: dict[int, int | None]) -> int | None:
+    return next((value for value in values.values() if value is not None), None)
+
+
+def _check_ends(states: dict[int, Any]) -> None:
+    refuse_layouts({rank: layout for rank, (layout, _) in states.items()})
+    if not any(holds for _, holds in states.values()):
+        raise ValueError(
+            f"holds: expected True on one of the ranks {list(states)}, got False on all; leave it "
+            "out for the first of them"
         )

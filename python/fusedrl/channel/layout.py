@@ -251,26 +251,29 @@ class Layout:
         matched = self.matched(weights)
         return {e.name: place.value() for e, place in zip(self.stored, matched, strict=True)}
 
-    def write(self, weights: Any, views: Sequence[Tensor] | None) -> None:
-        """Copy weights into views; sharded and merged tensors are made one at a time.
+    @torch.no_grad()
+    def write(self, places: Sequence[Place], views: Sequence[Tensor] | None) -> None:
+        """Copy what :meth:`matched` found; tensors that are computed are made one at a time.
 
         Args:
-            weights: as :meth:`named` takes them.
+            places: of the weights. Where they are sharded, every rank has to call this.
             views: as :meth:`views` makes them. ``None`` on ranks that only take part in making
                 the weights whole.
 
         Raises:
-            TypeError: an entry that is no plain tensor.
-            ValueError: the weights differ from this layout; the message lists the differences, and
-                nothing is written.
+            TypeError, ValueError: a tensor was freed or resized in the meantime.
         """
-        places = self.matched(weights)
         if views is not None:
-            fill(views, places)
-            return
-        for place in places:
-            if place.computed:
-                place.value()
+            plain = [(v, p) for v, p in zip(views, places, strict=True) if not p.computed]
+            tensors, names = [p.tensor for _, p in plain], [p.name for _, p in plain]
+            overwrite([v for v, _ in plain], tensors, names)
+        for index, (entry, place) in enumerate(zip(self.stored, places, strict=True)):
+            if place.computed and (views is not None or place.sharded):
+                check_supported(place.name, place.tensor)
+                value = place.value(entry.dtype)
+                if views is not None:
+                    views[index].copy_(value)
+                del value  # before the next one is made
 
     def matched(self, weights: Any) -> list[Place]:
         """The places of the tensors that :meth:`named` returns; nothing is computed yet.
@@ -357,25 +360,6 @@ class Layout:
                 if s.persistent and name not in known and (s.identity() or name) not in stored
             ]
         return copies, differences
-
-
-def fill(views: Sequence[Tensor], places: Sequence[Place]) -> None:
-    """Copy what :meth:`Layout.matched` found; tensors that are computed are made one at a time.
-
-    Raises:
-        TypeError, ValueError: a tensor was freed or resized in the meantime.
-    """
-    pairs = list(zip(views, places, strict=True))
-    plain = [(view, place) for view, place in pairs if not place.computed]
-    overwrite(
-        [view for view, _ in plain],
-        [place.tensor for _, place in plain],
-        [place.name for _, place in plain],
-    )
-    for view, place in pairs:
-        if place.computed:
-            check_supported(place.name, place.tensor)
-            view.copy_(place.value())
 
 
 def refuse_differences(

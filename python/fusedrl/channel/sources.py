@@ -9,6 +9,7 @@ from itertools import takewhile
 from operator import is_
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
@@ -53,11 +54,20 @@ class Place:
     @property
     def computed(self) -> bool:
         """Whether :meth:`value` allocates a tensor."""
-        return self.merge is not None or is_dtensor(self.tensor)
+        return self.merge is not None or self.sharded
 
-    def value(self) -> Tensor:
-        """The tensor to read; for sharded weights this is a collective call."""
-        return whole(self.tensor if self.merge is None else self.merge())
+    @property
+    def sharded(self) -> bool:
+        """Whether several ranks have parts of the tensor."""
+        return is_dtensor(self.tensor)
+
+    def value(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor to read; for sharded weights this is a collective call.
+
+        Args:
+            dtype: that of the copy which is made of it.
+        """
+        return whole(self.tensor if self.merge is None else self.merge(), dtype)
 
 
 class ModuleSnapshot:
@@ -185,6 +195,13 @@ def _mapping_places(weights: Any, prefix: str) -> Iterator[Place]:
         for wrapper in _WRAPPERS:
             name = name.replace(f"{wrapper}.", "")
         yield Place(name, value, "parameter" if isinstance(value, nn.Parameter) else "buffer")
+
+
+def ranks_of_shards(places: Iterable[Place]) -> tuple[int, ...]:
+    """The ranks that share any of the tensors, and have to gather them; none for whole tensors."""
+    sharded: list[Any] = [place.tensor for place in places if place.sharded]
+    meshes = {id(tensor.device_mesh): tensor.device_mesh.mesh for tensor in sharded}
+    return tuple(sorted({rank for mesh in meshes.values() for rank in mesh.flatten().tolist()}))
 
 
 def module_places(module: nn.Module, merged: bool = False) -> Iterator[Place]:

@@ -101,10 +101,19 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
-    """``tensor`` without its autograd graph; a DTensor is gathered, which is a collective call."""
+def whole(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """``tensor`` without its autograd graph; a DTensor is gathered, which is a collective call.
+
+    Args:
+        tensor: to make whole.
+        dtype: that of the copy which is made of it; shards are cast before they travel.
+    """
     tensor = tensor.detach()
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # pyright: ignore
+    if not is_dtensor(tensor):
+        return tensor
+    if dtype is not None and not any(placed.is_partial() for placed in tensor.placements):
+        tensor = tensor.to(dtype)
+    return tensor.full_tensor()
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...] | None:

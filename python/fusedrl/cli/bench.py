@@ -41,6 +41,7 @@ OPS = (
     *(
         "retrieve_kl",
         "shared_prefix",
+        "ranks",
         "trl",
         "channel",
         "collectors",
@@ -53,7 +54,7 @@ SECONDS, QUICK_SECONDS = 2.0, 0.1
 QUICK_SETTINGS = 1  # of each op, with --quick
 QUICK_LIMIT = 100.0  # seconds, so that it ends within two minutes on a slow machine too
 _PLOTS = "fusedrl.benchmarks.plots"  # imports matplotlib
-NOT_QUICK = ("grpo_step", "async_collector", "vllm")  # they start processes, or train
+NOT_QUICK = ("ranks", "grpo_step", "async_collector", "vllm")  # they start processes, or train
 
 EXAMPLES = """\
 examples:

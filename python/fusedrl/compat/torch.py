@@ -309,6 +309,14 @@ def in_forward_of_ddp() -> bool:
     return DistributedDataParallel._active_ddp_module is not None
 
 
+@TORCH.needs("torch.distributed.distributed_c10d:_get_default_store")
+def store_of_ranks() -> Any:
+    """What the ranks of this process's group tell each other beside their collectives."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 # Storages, and the ops that write to them.
 
 DispatchMode = TORCH.take(

@@ -32,7 +32,8 @@ class EngineWeights:
             checkpoint; or, with ``adapters="only"``, with its LoRA adapters alone, for requests
             that pass :attr:`lora_request`. It is not closed here.
         engine: a ``vllm.LLM``, an ``AsyncLLM``, or the address of a server that runs with
-            ``VLLM_SERVER_DEV_MODE=1``, whose workers call this address too. It runs on this machine
+            ``VLLM_SERVER_DEV_MODE=1``, whose workers call this address too; ``None`` on ranks of a
+            sharded model whose end of the channel has no slots. It runs on this machine
             and was started with
             ``WeightTransferConfig(backend="fusedrl")``. An ``LLM`` takes calls of one thread at a
             time, so that no other thread may be within ``generate()`` during an update. Update an
@@ -78,6 +79,14 @@ class EngineWeights:
         timeout = seconds("timeout", timeout)
         self._updating = threading.Lock()
         renew_in_children(self, _updating=threading.Lock)
+        self._adapters = self._socket = self._updates = None
+        if not channel.holds:
+            if engine is not None:
+                raise ValueError(
+                    "engine: expected None on a rank without slots, got an engine, which could not "
+                    "read them; pass the engine where channel.holds is true"
+                )
+            return
         self._adapters = PeftAdapters(channel) if channel.layout.adapters == "only" else None
         if self._adapters is not None and isinstance(engine, str):
             raise TypeError(
@@ -100,7 +109,7 @@ class EngineWeights:
     @property
     def version(self) -> int | None:
         """The version that the engine has loaded last; ``None`` before the first."""
-        return self._updates.version
+        return self.channel.version if self._updates is None else self._updates.version
 
     @property
     def lora_request(self) -> LoRARequest | None:
@@ -131,6 +140,8 @@ class EngineWeights:
     def update(self, weights: Any = None, version: int | None = None) -> int:
         """Publish weights, and wait until the engine has loaded them.
 
+        Every rank of a sharded model calls this; an error of the engine is one on all ranks.
+
         Args:
             weights: as for :meth:`WeightChannel.publish`.
             version: as for :meth:`WeightChannel.publish`.
@@ -147,9 +158,13 @@ class EngineWeights:
                 it stays paused, or a ``vllm.LLM`` refuses to run, until an update succeeds.
             TypeError: the engine is an ``AsyncLLM``.
         """
-        self._updates.check_synchronous()
+        if self._updates is not None:
+            self._updates.check_synchronous()
         with self._updating:
-            return self._updates.load(self._published(weights, version))
+            published = self._published(weights, version)
+            with self.channel.telling():
+                loaded = None if self._updates is None else self._updates.load(published)
+                return self._told(loaded)
 
     async def update_async(self, weights: Any = None, version: int | None = None) -> int:
         """As :meth:`update`, in the event loop of an ``AsyncLLM``, which goes on meanwhile.
@@ -159,7 +174,10 @@ class EngineWeights:
         await self._turn()
         try:
             published = await to_its_end(asyncio.to_thread(self._published, weights, version))
-            return await self._updates.load_async(published)
+            with self.channel.telling():
+                updates = self._updates
+                loaded = None if updates is None else await updates.load_async(published)
+                return await to_its_end(asyncio.to_thread(self._told, loaded))
         finally:
             self._updating.release()
 
@@ -178,6 +196,11 @@ class EngineWeights:
         published = self.channel.publish(weights, version)
         assert published is not None  # on_full="block"
         return published
+
+    def _told(self, loaded: int | None) -> int:
+        loaded = self.channel.told(loaded)
+        assert loaded is not None  # one rank has slots
+        return loaded
 
     def close(self) -> None:
         """Disconnect the engine, which keeps the version that it has."""

@@ -1,0 +1,118 @@
+"""Ranks that publish a sharded model: one outcome for all, in bounded time, a tensor at a time."""
+
+from __future__ import annotations
+
+import pytest
+import shared_channels
+from rank_pool import RankPool
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request, tmp_path_factory):
+    pool = RankPool(request.param, tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    pool = RankPool(2, tmp_path_factory.mktemp("two"))
+    yield pool
+    pool.close()
+
+
+def test_all_ranks_publish_and_the_first_has_the_slots(ranks):
+    first, *others = ranks.run(shared_channels.publishes, None, "qwen2")
+    assert first == [1, 1, 7, 7, "cpu", 8, (8, {2.0})]
+    assert others == [[1, 1, 7, 8, None]] * len(others)
+
+
+def test_every_rank_that_holds_slots_gets_each_version(ranks):
+    *others, last = ranks.run(shared_channels.publishes, [1, len(ranks.workers) - 1], "llama")
+    assert last == [1, 1, 7, 7, "cpu", 8, (8, {2.0})]
+    assert others[0] == [1, 1, 7, 8, None]
+
+
+def test_a_skip_and_a_timeout_are_those_of_all_ranks(ranks):
+    first, *others = ranks.run(shared_channels.without_a_slot)
+    for found in (first, *others):
+        skipped, count, error, *after = found
+        assert skipped is None and count == 1 and after == [3, 3]
+        assert error.startswith("FullError: timeout: expected a free slot within 0.0 s, got all 2")
+    assert all(error.endswith("on_full='skip' (on rank 0)") for _, _, error, *_ in others)
+
+
+def test_a_rank_alone_learns_which_ranks_did_not_come(ranks):
+    first, *others = ranks.run(shared_channels.alone)
+    created, in_time, published, version = first
+    late = ", ".join(str(rank) for rank in range(1, len(ranks.workers)))
+    for error in (created, published):
+        assert error.startswith("TimeoutError: ranks: expected all of [0, 1")
+        assert f"to make this call within 1.0 s, got none by rank {late}; make it" in error
+    assert in_time and version == 1
+    assert others == [first] * len(others)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_a_rank_is_one_of_all_and_publishes_nothing(two, rank):
+    found = two.run(shared_channels.errors, rank)
+    shards = "ValueError: weights: expected as many sharded tensors on every rank, got rank 0: "
+    assert all(said.pop(0).startswith(shards) for said in found)
+    weights, version, published = found[rank]
+    assert weights.startswith("ValueError: weights: ") and version.startswith("TypeError: version")
+    told = f"RuntimeError: ranks: expected all of them to take part, got rank {rank}: "
+    others = found[1 - rank]
+    assert others[0].startswith(f"{told}ValueError: weights: ")
+    assert others[1].startswith(f"{told}TypeError: version: ")
+    assert published == others[2] == 1
+
+
+def test_channels_that_do_not_fit_are_refused_on_all_ranks(two):
+    for layout, slots, count, version in two.run(shared_channels.layouts):
+        assert layout.startswith("ValueError: channel: expected one layout on all ranks")
+        assert slots.startswith("ValueError: holds: expected True on one of the ranks [0, 1]")
+        assert count.startswith("ValueError: slots: expected 2 to 64") and version == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_within_the_gathering_is_told_to_all(two, rank):
+    found = two.run(shared_channels.interrupted, rank)
+    assert found[rank] == ["KeyboardInterrupt: ", None, 1, 1]
+    other = found[1 - rank]
+    assert f"got rank {rank}: KeyboardInterrupt: " in other[0] and other[1:] == [None, 1, 1]
+
+
+def test_an_interrupt_of_a_wait_for_ranks_ends_the_wait_of_all(two):
+    first, second = two.run(shared_channels.interrupted_wait)
+    assert first == ["KeyboardInterrupt: ", 1]
+    assert "got rank 0: KeyboardInterrupt: " in second[0] and second[1] == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_wait_of_the_others(tmp_path, rank):
+    pool = RankPool(2, tmp_path)
+    try:
+        pool.send(shared_channels.killed, rank)
+        text, (error, version) = pool.answer(1 - rank)
+        assert text is None and "Error" in error and version is None
+    finally:
+        pool.close()
+
+
+def test_no_rank_has_the_whole_model_beside_the_slot(ranks):
+    """A gathered tensor, and where gloo has them those of ranks; 16 of them are a model."""
+    for rank, (extra, tensor, slot) in enumerate(ranks.run(shared_channels.peak, 2048)):
+        assert tensor < extra <= 2.5 * tensor + (slot if rank == 0 else 0)
+
+
+def test_an_engine_of_the_first_rank_is_updated_by_a_call_of_all(two):
+    (*first, _), (*second, refused) = two.run(shared_channels.updates_of_an_engine)
+    assert first == [1, "RuntimeError: weights: expected others; publish them", 3, 3, 3]
+    assert "got rank 0: RuntimeError: weights: expected others" in second[1]
+    assert [second[0], *second[2:]] == [1, 3, 3]
+    assert refused.startswith("ValueError: engine: expected None on a rank without slots")
+
+
+def test_a_scheme_publishes_where_other_ranks_do(two):
+    (first, second, (version, numbers)), others = two.run(shared_channels.updates_of_a_collector)
+    assert [first, second] == others == [1, 2] and version == 2 and len(numbers) > 1
