@@ -167,10 +167,13 @@ class DistillationLoss(_DistillationLoss):
         )
         self.loss_function = loss_function
         self._teacher = (teacher_network,)  # a tuple, so that it is no child
-        if loss_function == "exact_kl":
-            self.in_keys = [self.tensor_keys.history]
-        elif loss_function == "top_k_kl":
-            self.in_keys = [*self.in_keys, self.tensor_keys.teacher_ids]
+        keys = self.tensor_keys
+        read_keys: Any = {
+            "k3": [keys.history, keys.teacher_log_prob],
+            "exact_kl": [keys.history],
+            "top_k_kl": [keys.history, keys.teacher_log_prob, keys.teacher_ids],
+        }
+        self.in_keys = read_keys[loss_function]
 
     @property
     def teacher_network(self) -> TransformersWrapper | None:
@@ -233,13 +236,14 @@ class DistillationLoss(_DistillationLoss):
         found = []
         for key in (self.tensor_keys.teacher_ids, self.tensor_keys.teacher_log_prob):
             rows: Any = td.get(key, None, as_list=True)  # pyright: ignore[reportCallIssue]
-            sizes = None if rows is None else [tuple(row.shape) for row in rows]
+            sizes = [] if rows is None else [tuple(row.shape) for row in rows]
             k = sizes[0][-1] if sizes else 0
             if sizes != [(length, k) for length in batch.lengths]:
                 raise ValueError(
                     f"{key}: expected [T, k] for each conversation, whose tokens are "
                     f"{batch.lengths}, got {sizes}; name another key with set_keys()"
                 )
+            assert rows is not None
             found.append(torch.cat(list(rows)))
         return Classes(*found)
 
