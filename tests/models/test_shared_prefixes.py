@@ -257,7 +257,19 @@ def test_a_recomputed_layer_follows_the_tree():
         assert torch.equal(plain, recomputed)
 
 
-NOT_SHARED = ["asked", "dropout", "attention dropout", "compiled", "layer", "forward", "class"]
+DROPS = ["dropout", "rows", "path", "attention dropout", "residual", "config"]
+NOT_SHARED = ["asked", *DROPS, "compiled", "layer", "forward", "class"]
+
+
+class DropPath(torch.nn.Module):
+    """Dropout of somebody else's, with a name of its own for the rate."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x):
+        return x * (torch.rand(len(x), 1, 1) >= self.rate) if self.training else x
 
 
 @pytest.mark.parametrize("way", NOT_SHARED)
@@ -266,7 +278,15 @@ def test_what_is_not_shared(way, computed, monkeypatch):
     model = model_of("llama", **options)
     if way == "dropout":
         model.get_decoder().append_dropout = torch.nn.Dropout(0.1)
-    if way in ("dropout", "attention dropout"):
+    if way == "rows":
+        model.get_decoder().append_dropout = torch.nn.Dropout1d(0.1)
+    if way == "path":
+        model.get_decoder().path = DropPath(0.1)
+    if way == "residual":
+        model.get_decoder().layers[0].resid_pdrop = 0.1
+    if way == "config":
+        model.config.hidden_dropout = 0.1
+    if way in DROPS:
         model.train()
     if way == "compiled":
         model.compile(backend="eager")
@@ -305,6 +325,18 @@ def test_a_compiled_caller_leaves_the_decoder_uncompiled():
     close(scored() / 2, expected)
     targets = [node.target for graph in graphs for node in graph.graph.nodes]
     assert targets and scaled_dot_product_attention not in targets
+
+
+@pytest.mark.parametrize("rates", [(torch.nn.Dropout(0.0), DropPath(0)), ()])
+def test_dropout_of_nothing_is_none(rates, computed):
+    model = model_of("llama")
+    model.get_decoder().more = torch.nn.ModuleList(rates)
+    model.train()
+    tokens, lengths = forest()
+    causal_log_probs(model, tokens, lengths)
+    counts = computed(model)
+    causal_log_probs(model, tokens, lengths)
+    assert sum(counts) == nodes_of(tokens, lengths)
 
 
 def test_dropout_is_none_in_evaluation(computed):

@@ -16,7 +16,7 @@ from torchrl.objectives.llm import distillation as torchrl_distillation
 from torchrl.objectives.llm import sft as torchrl_sft
 
 import fusedrl
-from fusedrl.models import log_probs
+from fusedrl.models import divergences, log_probs
 from fusedrl.objectives import tokens
 
 from .policies import CHATS, actor_of, model_of, tokenizer
@@ -157,7 +157,12 @@ def test_another_actor_runs_as_in_torchrl(name, caplog):
 def test_the_surface_is_torchrls(name):
     ours, theirs = getattr(fusedrl, name), THEIRS[name]
     assert issubclass(ours, theirs)
-    assert inspect.signature(ours) == inspect.signature(theirs)
+    mine, reference = (inspect.signature(kind).parameters.values() for kind in (ours, theirs))
+    further = list(mine)[len(reference) :]
+    assert [(x.name, x.default) for x in mine][: len(reference)] == [
+        (x.name, x.default) for x in reference
+    ]
+    assert all(x.kind is x.KEYWORD_ONLY and x.default is not x.empty for x in further)
     loss = ours(actor_of(model_of(), HISTORY))
     copied = copy.deepcopy(loss)
     copied.load_state_dict(loss.state_dict())
@@ -177,3 +182,118 @@ def test_what_torchrl_refuses_is_refused_by_its_error(name):
             kind(actor_of(model_of(), HISTORY), **options)(data)
         messages.append((type(caught.value), str(caught.value)))
     assert messages[0] == messages[1]
+
+
+DIVERGENCES = [
+    {"loss_function": function, "kl_direction": direction, **more}
+    for function, direction in itertools.product(("exact_kl", "top_k_kl"), ("reverse", "forward"))
+    for more in (
+        {"reduction": "mean", "normalize_by_seq_length": True},
+        {"reduction": "none", "normalize_by_seq_length": False, "assistant_only": False},
+        {"reduction": "sum", "assistant_only": False},
+    )
+]
+
+
+def all_log_probs(model, data):
+    """Assistant masks, and log-probs over the vocabulary at each position that predicts a token."""
+    answer = data.get("history").full.apply_chat_template(
+        tokenizer=tokenizer(), return_assistant_tokens_mask=True, add_generation_prompt=False
+    )
+    rows = answer.get("input_ids", as_list=True)
+    masks = [mask.bool() for mask in answer.get("assistant_masks", as_list=True)]
+    return masks, [model(row[None]).logits[0, :-1].log_softmax(-1) for row in rows]
+
+
+def with_classes(data, log_probs, k):
+    """The data with the likeliest classes of each token, and none for the first."""
+    ids, found = [], []
+    for row in log_probs:
+        values, classes = row.detach().topk(k)
+        ids.append(torch.cat((torch.full((1, k), -1), classes)))
+        found.append(torch.cat((torch.zeros(1, k), values)))
+    for key, rows in (("teacher_ids", ids), ("teacher_log_probs", found)):
+        column = torch.nested.as_nested_tensor(rows, layout=torch.strided)
+        data = data.set(("next", key, "full"), column)
+    return data
+
+
+def divergence(p, q, direction, k):
+    """KL over all classes, or over the teacher's likeliest ones and the rest as one more."""
+    if k:
+        top = q.topk(k).indices
+        p, q = (
+            torch.cat((x.gather(-1, top), (1 - x.gather(-1, top).exp().sum(-1, True)).log()), -1)
+            for x in (p, q)
+        )
+    p, q = (p, q) if direction == "reverse" else (q, p)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+@pytest.mark.parametrize("options", DIVERGENCES, ids=str)
+def test_divergences_from_a_teacher(options):
+    """Against all logits, in float64."""
+    options = dict(options)
+    k = 5 if options["loss_function"] == "top_k_kl" else 0
+    data = data_of("DistillationLoss").select("history")
+    student, teacher = model_of(), model_of("llama")
+    exact, exact_teacher = (copy.deepcopy(x).double() for x in (student, teacher))
+    if k:
+        data = with_classes(data, all_log_probs(teacher, data)[1], k)
+    else:
+        options["teacher_network"] = actor_of(teacher, HISTORY)
+    loss = fusedrl.DistillationLoss(actor_of(student, HISTORY), **options)
+    ours, gradients = outcome(loss, student, data)
+    masks, log_probs = all_log_probs(exact, data)
+    with torch.no_grad():
+        _, theirs = all_log_probs(exact_teacher, data)
+    each = []
+    for mask, p, q in zip(masks, log_probs, theirs, strict=True):
+        counted = mask if options.get("assistant_only", True) else torch.ones_like(mask)
+        total = (divergence(p, q, options["kl_direction"], k) * counted[1:]).sum()
+        each.append(total / (counted.sum() if options.get("normalize_by_seq_length", True) else 1))
+    each = torch.stack(each)
+    reduction = options["reduction"]
+    truth = each if reduction == "none" else getattr(each, reduction)()
+    truth.sum().backward()
+    torch.testing.assert_close(ours["loss_distill"].double(), truth, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours["kl_to_teacher"].double(), each.mean(), rtol=1e-5, atol=1e-6)
+    for one, weight in zip(gradients, exact.parameters(), strict=True):
+        most = 1e-4 * float(weight.grad.abs().max()) + 1e-9
+        torch.testing.assert_close(one.double(), weight.grad, rtol=0, atol=most)
+    assert all(weight.grad is None for weight in teacher.parameters())
+    assert {id(x) for x in loss.parameters()} == {id(x) for x in student.parameters()}
+
+
+def test_divergences_take_the_head_for_counted_tokens_alone(monkeypatch):
+    rows = []
+    theirs = divergences.linear_exact_kl
+    monkeypatch.setattr(
+        divergences,
+        "linear_exact_kl",
+        lambda *args, **kwargs: (
+            rows.extend((len(args[0]), len(args[2]))) or theirs(*args, **kwargs)
+        ),
+    )
+    data = data_of("DistillationLoss").select("history")
+    student, teacher = actor_of(model_of(), HISTORY), actor_of(model_of("llama"), HISTORY)
+    fusedrl.DistillationLoss(student, loss_function="exact_kl", teacher_network=teacher)(data)
+    counted = sum(int(mask[1:].sum()) for mask in all_log_probs(model_of(), data)[0])
+    assert rows == [counted, counted]
+
+
+def test_a_teacher_of_another_tokenizer_or_width_of_data_is_refused():
+    data = data_of("DistillationLoss").select("history")
+    student = actor_of(model_of(), HISTORY)
+    other = actor_of(model_of("llama"), HISTORY, chat_template_name="qwen")
+    loss = fusedrl.DistillationLoss(student, loss_function="exact_kl", teacher_network=other)
+    with pytest.raises(ValueError, match="teacher_network: expected a teacher that reads"):
+        loss(data)
+    loss = fusedrl.DistillationLoss(student, loss_function="top_k_kl")
+    with pytest.raises(ValueError, match=r"teacher_ids.*got \[\]; name another key"):
+        loss(data)
+    for options in ({"loss_function": "exact_kl"}, {"teacher_network": other}):
+        with pytest.raises(ValueError, match="teacher_network: expected one for 'exact_kl' alone"):
+            fusedrl.DistillationLoss(student, **options)
+    with pytest.raises(ValueError, match="loss_function: expected 'k3'"):
+        fusedrl.DistillationLoss(student, loss_function="k2")

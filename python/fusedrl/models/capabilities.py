@@ -165,11 +165,13 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether a module in training sets values to 0 at random."""
-    if isinstance(module, nn.Dropout):
-        return module.p > 0
-    found = vars(module).items()
-    return any(isinstance(x, float) and x > 0 and "dropout" in name for name, x in found)
+    """Whether a module in training sets values to 0 at random, as far as its names tell."""
+    if any("drop" in kind.__name__.lower() for kind in type(module).__mro__):
+        found = vars(module).items()
+        return any(type(x) in (int, float) and x > 0 for name, x in found if name[0] != "_")
+    config = getattr(module, "config", None)
+    named = (*vars(module).items(), *getattr(config, "__dict__", {}).items())
+    return any(type(x) in (int, float) and x > 0 for name, x in named if "drop" in name.lower())
 
 
 def _split(model: Any) -> Parts | None:

@@ -118,8 +118,9 @@ class Request(NamedTuple):
         return passes_of(capabilities, [nothing_of(self.tokens)], device, 1, 1)[0]
 
     def placed(self, values: Tensor, places: Tensor) -> Tensor:
-        """A column ``[N]`` with ``values`` at ``places`` and 0 elsewhere."""
-        return values.new_zeros(len(self.tokens)).index_copy(0, places.to(values.device), values)
+        """A column ``[N, ...]`` with ``values`` at ``places`` and 0 elsewhere."""
+        column = values.new_zeros(len(self.tokens), *values.shape[1:])
+        return column.index_copy(0, places.to(values.device), values)
 
 
 def request_of(

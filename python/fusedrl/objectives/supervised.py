@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
+from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import DistillationLoss as _DistillationLoss
+from torchrl.objectives.llm import DistillationLossOutput
 from torchrl.objectives.llm import SFTLoss as _SFTLoss
 
 from fusedrl.compat.torch import children_of, replace_children
 from fusedrl.models import causal_log_probs
+from fusedrl.models.divergences import Classes, causal_divergences
 from fusedrl.models.ranks import Apart, together
 from fusedrl.objectives.tokens import CannotFuse, check_readable, log_not_fused
 from fusedrl.transforms.columns import column_rows
@@ -73,26 +78,174 @@ class SFTLoss(_SFTLoss):
 
 
 class DistillationLoss(_DistillationLoss):
-    """The k3 estimate of the KL between a student and a teacher whose log-probs the data has.
+    """A divergence between a student and a teacher, over the tokens of a conversation.
 
     A drop-in for :class:`torchrl.objectives.llm.DistillationLoss`, as :class:`fusedrl.SFTLoss` is
-    for its class. For a KL over the whole vocabulary instead of an estimate, see
-    :func:`fusedrl.linear_exact_kl` and :func:`fusedrl.linear_top_k_kl`.
+    for its class. By default it is torchrl's estimate from the log-prob that both give each token.
+    Two further losses see the rest of the vocabulary. Their gradients are those of the KL in
+    ``kl_direction`` at each token, while the estimate's are of the forward KL in either direction.
+
+    Args:
+        actor_network: the student, as in torchrl's class, and so are the arguments after it.
+        loss_function: ``"k3"``, torchrl's; ``"exact_kl"``, the KL over the whole vocabulary from
+            the hidden states of student and teacher (:func:`fusedrl.linear_exact_kl`); or
+            ``"top_k_kl"``, the KL to a teacher that is known by some classes of each token and
+            has the rest in a bucket (:func:`fusedrl.linear_top_k_kl`).
+        teacher_network: for ``"exact_kl"``, a ``TransformersWrapper`` that makes the same tokens.
+            It gets no gradient and is no child of the loss: neither its parameters nor its state,
+            and it stays on its device.
+
+    For ``"top_k_kl"`` the data has the classes under the key ``teacher_ids`` and their log-probs
+    under the key ``teacher_log_prob``, both ``[T, k]`` for each conversation of ``T`` tokens, the
+    first of which is not read. A class below 0 is none.
 
     Example:
+        >>> import torch
+        >>> from tensordict import TensorDict, set_list_to_stack
+        >>> from torchrl.data.llm import History
+        >>> from torchrl.modules.llm import TransformersWrapper
+        >>> from torchrl.modules.llm.policies import ChatHistory
         >>> from fusedrl import DistillationLoss
-        >>> from torchrl.objectives.llm import DistillationLoss as Theirs
-        >>> issubclass(DistillationLoss, Theirs)
-        True
+        >>> from fusedrl.demo.models import make_model, make_tokenizer  # tiny, not trained
+        >>> tokenizer = make_tokenizer(["2 + 2? It is 4."])
+        >>> student, teacher = (
+        ...     TransformersWrapper(make_model(len(tokenizer)), tokenizer=tokenizer,
+        ...         generate=False, return_log_probs=True)
+        ...     for _ in range(2)
+        ... )
+        >>> chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+        >>> with set_list_to_stack(True):
+        ...     history = ChatHistory(full=History.from_chats([chat]))
+        ...     data = TensorDict(history=history, batch_size=(1,)).to_lazystack(0)
+        >>> loss = DistillationLoss(student, loss_function="exact_kl", teacher_network=teacher)
+        >>> loss(data).loss_distill.backward()
     """
 
+    tensor_keys: Any
+
+    @dataclass
+    class _AcceptedKeys(_DistillationLoss.default_keys):
+        teacher_ids: NestedKey = ("next", "teacher_ids", "full")
+
+    default_keys = _AcceptedKeys
     max_tokens_per_forward: int | None = None
     share_prefixes: bool = True
+
+    def __init__(
+        self,
+        actor_network: TensorDictModule | TransformersWrapper,
+        tokenizer: Any = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        kl_direction: Literal["reverse", "forward"] = "reverse",
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        normalize_by_seq_length: bool = True,
+        assistant_only: bool = True,
+        device: torch.device | None = None,
+        *,
+        loss_function: Literal["k3", "exact_kl", "top_k_kl"] = "k3",
+        teacher_network: TransformersWrapper | None = None,
+    ) -> None:
+        if loss_function not in ("k3", "exact_kl", "top_k_kl"):
+            raise ValueError(
+                f"loss_function: expected 'k3', 'exact_kl' or 'top_k_kl', got {loss_function!r}; "
+                "'k3' is torchrl's"
+            )
+        if (teacher_network is not None) != (loss_function == "exact_kl"):
+            raise ValueError(
+                f"teacher_network: expected one for 'exact_kl' alone, got {teacher_network!r} for "
+                f"{loss_function!r}; the teacher of the others is in the data"
+            )
+        super().__init__(
+            actor_network,
+            tokenizer,
+            tokenizer_kwargs,
+            kl_direction,
+            reduction,
+            normalize_by_seq_length,
+            assistant_only,
+            device,
+        )
+        self.loss_function = loss_function
+        self._teacher = (teacher_network,)  # a tuple, so that it is no child
+        keys = self.tensor_keys
+        read_keys: Any = {
+            "k3": [keys.history, keys.teacher_log_prob],
+            "exact_kl": [keys.history],
+            "top_k_kl": [keys.history, keys.teacher_log_prob, keys.teacher_ids],
+        }
+        self.in_keys = read_keys[loss_function]
+
+    @property
+    def teacher_network(self) -> TransformersWrapper | None:
+        """The teacher of ``"exact_kl"``."""
+        return self._teacher[0]
 
     @_not_compiled
     def forward(self, tensordict: TensorDictBase) -> Any:
         """The loss of a batch, in the form of torchrl's class."""
-        return _computed(self, _DistillationLoss.forward, tensordict, self.assistant_only)
+        if self.loss_function == "k3":
+            return _computed(self, _DistillationLoss.forward, tensordict, self.assistant_only)
+        with together(getattr(self.actor_network, "model", None)):
+            return self._divergence(tensordict)
+
+    def _divergence(self, td: TensorDictBase) -> DistillationLossOutput:
+        try:
+            batch = _read(self, td, self.assistant_only)
+            teacher = self._teacher_of(td, batch)
+        except CannotFuse as why:
+            raise ValueError(
+                f"actor_network: expected one whose hidden states can be had, but {why}; use "
+                "loss_function='k3' with it"
+            ) from None
+        mask = torch.ones(len(batch.tokens), dtype=torch.bool) if batch.mask is None else batch.mask
+        counts = torch.stack([row.sum() for row in batch.rows(mask)])
+        if not bool(counts.all()):
+            raise ValueError(
+                "tensordict: expected tokens to distill in every conversation, got "
+                f"{counts.tolist()}; see its assistant masks"
+            )
+        values = causal_divergences(
+            self.actor_network.model,
+            teacher,
+            batch.tokens,
+            batch.lengths,
+            mask,
+            direction=self.kl_direction,
+            max_tokens_per_forward=self.max_tokens_per_forward,
+            share_prefixes=self.share_prefixes,
+        )
+        each = torch.stack([row.sum() for row in batch.rows(values)])
+        if self.normalize_by_seq_length:
+            each = each / counts.to(each.device)
+        loss = each if self.reduction == "none" else getattr(each, self.reduction)()
+        return DistillationLossOutput(loss_distill=loss, kl_to_teacher=each.detach().mean())
+
+    def _teacher_of(self, td: TensorDictBase, batch: TokenBatch) -> Any:
+        """The model that teaches, or the classes that the data has of it."""
+        teacher = self.teacher_network
+        if teacher is not None:
+            check_readable(teacher, td)
+            theirs = read(reading_of(teacher, False, None, None), td).tokens
+            if not torch.equal(theirs, batch.tokens):
+                raise ValueError(
+                    f"teacher_network: expected a teacher that reads the student's "
+                    f"{len(batch.tokens)} tokens, got {len(theirs)} that differ; give both one "
+                    "tokenizer and template"
+                )
+            return teacher.model
+        found = []
+        for key in (self.tensor_keys.teacher_ids, self.tensor_keys.teacher_log_prob):
+            rows: Any = td.get(key, None, as_list=True)  # pyright: ignore[reportCallIssue]
+            sizes = [] if rows is None else [tuple(row.shape) for row in rows]
+            k = sizes[0][-1] if sizes else 0
+            if sizes != [(length, k) for length in batch.lengths]:
+                raise ValueError(
+                    f"{key}: expected [T, k] for each conversation, whose tokens are "
+                    f"{batch.lengths}, got {sizes}; name another key with set_keys()"
+                )
+            assert rows is not None
+            found.append(torch.cat(list(rows)))
+        return Classes(*found)
 
 
 def _computed(

@@ -1,0 +1,111 @@
+"""Divergences from a teacher of token sequences under a causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl.models.ranks import together
+from fusedrl.models.requests import at_kept_states, request_of
+from fusedrl.models.split import Parts
+from fusedrl.ops import linear_exact_kl, linear_top_k_kl
+
+
+class Classes(NamedTuple):
+    """A teacher that is known by a few classes of each token, ``[N, k]`` both."""
+
+    ids: Tensor
+    log_probs: Tensor
+
+
+def causal_divergences(
+    model: Any,
+    teacher: Any,
+    tokens: Tensor,
+    lengths: Sequence[int],
+    mask: Tensor | None = None,
+    *,
+    direction: str = "reverse",
+    max_tokens_per_forward: int | None = None,
+    share_prefixes: bool = True,
+) -> Tensor:
+    """The divergence between two distributions of every kept token of packed sequences.
+
+    Logits exist a tile at a time, for kept tokens alone (see :func:`fusedrl.linear_exact_kl` and
+    :func:`fusedrl.linear_top_k_kl`). No gradient reaches the teacher.
+
+    Args:
+        model: the student, as in :func:`causal_log_probs`, and so are ``tokens``, ``lengths``,
+            ``mask``, ``max_tokens_per_forward`` and ``share_prefixes``.
+        teacher: a model with the student's vocabulary, or :class:`Classes`.
+        direction: as in :func:`fusedrl.exact_kl`.
+
+    Returns:
+        float32 ``[N]`` (float64 for float64 models), and 0 for the first token of every sequence.
+
+    Raises:
+        TypeError, ValueError: as :func:`causal_log_probs`; or a model does not come apart into
+            decoder and head, or has a head that is spread over ranks.
+    """
+    batch = tokens, lengths, mask, max_tokens_per_forward, share_prefixes, None
+    if isinstance(teacher, Classes):
+
+        def from_classes(hidden: Tensor, parts: Parts, places: Tensor) -> Tensor:
+            ids, log_probs = (x[places.to(x.device)].to(hidden.device) for x in teacher)
+            return linear_top_k_kl(
+                *(hidden, parts.weight, ids, log_probs),
+                direction=direction,
+                bias=parts.bias,
+                softcap=parts.softcap,
+                scale=parts.scale,
+            )
+
+        return _scored("model", model, batch, from_classes)[0]
+    with torch.no_grad():
+        states, ref = _scored("teacher", teacher, batch, lambda hidden, *_: hidden)
+
+    def from_heads(hidden: Tensor, parts: Parts, places: Tensor) -> Tensor:
+        dtype = torch.promote_types(hidden.dtype, states.dtype)
+
+        def like(x: Tensor | None) -> Any:
+            return None if x is None else x.to(hidden.device, dtype)
+
+        return linear_exact_kl(
+            *(like(hidden), like(parts.weight)),
+            *(like(states[places.to(states.device)]), like(ref.weight.detach())),
+            direction=direction,
+            bias=like(parts.bias),
+            ref_bias=like(None if ref.bias is None else ref.bias.detach()),
+            softcap=parts.softcap,
+            ref_softcap=ref.softcap,
+            scale=parts.scale,
+            ref_scale=ref.scale,
+        )
+
+    return _scored("model", model, batch, from_heads)[0]
+
+
+def _scored(
+    name: str,
+    model: Any,
+    batch: tuple[Any, ...],
+    function: Callable[[Tensor, Parts, Tensor], Tensor],
+) -> tuple[Tensor, Parts]:
+    """What ``function`` makes of the states of kept tokens, ``[N, ...]``, and the model's parts."""
+    with together(model) as step:
+        request = request_of(model, *batch)
+        with request.opened(step) as plan:
+            parts = plan.capabilities.parts
+            if parts is None or parts.shard or (name == "teacher" and parts.gathered):
+                raise ValueError(
+                    f"{name}: expected a model whose decoder and head can be called by themselves, "
+                    f"got {type(request.model).__name__}; use the k3 estimate with it"
+                )
+            places = plan.places
+            (values,) = at_kept_states(
+                plan, parts, lambda hidden: (function(hidden, parts, places),)
+            )
+    return request.placed(values, places), parts
