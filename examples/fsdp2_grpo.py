@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from fusedrl.demo.models import make_model, make_tokenizer  # tiny, not trained
 GROUP, BATCHES = 8, 4
 
 
-def batches_of(channel: WeightChannel, tokenizer: Any) -> Iterator[TensorDictBase]:
+def batches_of(channel: WeightChannel, tokenizer: Any) -> Generator[TensorDictBase, None, None]:
     """Answers with their advantages, made with the newest weights of the channel."""
 
     def make_policy() -> Any:
