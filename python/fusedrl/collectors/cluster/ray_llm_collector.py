@@ -590,7 +590,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
 
         Weights that are sent to several of them have one version.
         """
-        this = weakref.proxy(self)
+        this: Any = weakref.proxy(self)
         sends = [partial(RayLLMCollector._send, this, actor) for actor in self.actors]
         return [SimpleNamespace(update_policy_weights_=SimpleNamespace(remote=s)) for s in sends]
 
@@ -757,23 +757,32 @@ def _started(options: RayOptions) -> tuple[list[Any], str | None]:
     """The actors with their collectors, and the layout of their weights; no actor, if one fails."""
     import ray
 
-    groups = {"concurrency_groups": {BETWEEN: 1}}
+    remote: Any = ray.remote
     shared, own = ray.put(options.for_all()), options.for_each(torch.initial_seed() % 2**62)
-    actors = [ray.remote(**one, **groups)(DialogActor).remote() for one in options.of_ray()]
-    ready = [actor.__ray_ready__.remote() for actor in actors]
-    _, missing = ray.wait(ready, num_returns=len(ready), timeout=options.timeout)
-    if missing:
-        raise RuntimeError(
-            f"timeout, num_cpus, num_gpus, remote_config: expected places for {len(ready)} actors "
-            f"within {options.timeout} s, got {len(ready) - len(missing)}; of "
-            f"{ray.cluster_resources()} free are {ray.available_resources()}: raise timeout if "
-            "that suffices, else ask for less, or add a machine"
-        )
-    made = [
-        actor.make.remote(shared, arguments, index, len(actors))
-        for index, (actor, arguments) in enumerate(zip(actors, own, strict=True))
+    actors = [
+        remote(**one, concurrency_groups={BETWEEN: 1})(DialogActor).remote()
+        for one in options.of_ray()
     ]
-    return actors, ray.get(made)[0]
+    try:
+        ready = [actor.__ray_ready__.remote() for actor in actors]
+        _, missing = ray.wait(ready, num_returns=len(ready), timeout=options.timeout)
+        if missing:
+            raise RuntimeError(
+                "timeout, num_cpus, num_gpus, remote_config: expected places for "
+                f"{len(ready)} actors within {options.timeout} s, got "
+                f"{len(ready) - len(missing)}; of "
+                f"{ray.cluster_resources()} free are {ray.available_resources()}: raise timeout if "
+                "that suffices, else ask for less, or add a machine"
+            )
+        made = [
+            actor.make.remote(shared, arguments, index, len(actors))
+            for index, (actor, arguments) in enumerate(zip(actors, own, strict=True))
+        ]
+        return actors, ray.get(made)[0]
+    except BaseException:
+        for actor in actors:  # one that waits for a place would wait for ever
+            ray.kill(actor)
+        raise
 
 
 def _stored(weights: Any) -> Any:

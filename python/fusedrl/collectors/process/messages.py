@@ -6,7 +6,6 @@ import contextlib
 import pickle
 import traceback
 from dataclasses import dataclass, field
-from multiprocessing.pool import RemoteTraceback
 from typing import Any
 
 import cloudpickle
@@ -72,6 +71,10 @@ class Answer:
     outdated: int = 0
 
 
+class WorkerTraceback(Exception):
+    """The cause of an exception that a worker raised: the worker's traceback, between quotes."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """An exception as a pickle; by itself, it is what ended the worker."""
@@ -94,7 +97,7 @@ class Failure:
     def exception(self) -> Exception:
         """The exception, with the worker's traceback as its cause."""
         error, text = pickle.loads(self.pickled)
-        error.__cause__ = RemoteTraceback(f'\n"""\n{text}"""')
+        error.__cause__ = WorkerTraceback(f'\n"""\n{text}"""')
         return error
 
 
