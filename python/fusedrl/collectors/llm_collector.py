@@ -316,13 +316,8 @@ class LLMCollector(LoopCollector):
         self._versions.follow(follower)
         return self._versions.leave
 
-    @property
-    def scored_policy(self) -> Any:
-        """The policy that transforms of ``env`` compute with, within :meth:`scoring`."""
-        return self._loop.scored_policy or self.policy
-
     def scoring(self) -> AbstractContextManager[Any]:
-        """Give :attr:`scored_policy` the version of the turn in which ``env`` calls this."""
+        """Give the policy the version of the turn in which a transform of ``env`` calls this."""
         return self._loop.scoring()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -369,9 +364,7 @@ class LLMCollector(LoopCollector):
         try:
             super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         finally:
-            if self._loop is not None:  # otherwise the constructor has failed
-                self._loop.close()
-                self._versions.close()
+            self._versions.close()
 
     def profile(self) -> Profile:
         """Where the time went since the collector was made: policy, env, stamping, queueing."""
