@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import ray
 import ray_dialogs
 from channel_collector import Says, policy_of
 from counting_dialogs import Counting
@@ -36,4 +38,5 @@ def update(collector: RayLLMCollector) -> int:
 
 
 def pids(collector: RayLLMCollector) -> list[int]:
-    return [started.pid for started in collector._actors.started]
+    where = [actor.__ray_call__.remote(lambda _: os.getpid()) for actor in collector.actors]
+    return ray.get(where)

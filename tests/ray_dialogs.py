@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -23,29 +22,6 @@ QUESTIONS = ["How are you?", "What is the capital of France?"]
 
 def says() -> TensorDictModule:
     return policy_of(Says())
-
-
-class Unpicklable(Exception):
-    """It cannot be sent."""
-
-    def __init__(self) -> None:
-        super().__init__("no such lock")
-        self.lock = threading.Lock()
-
-
-class Unreadable(Exception):
-    """It can be sent, and not be made there."""
-
-    def __init__(self, what: str, which: str) -> None:
-        super().__init__(f"no such {what}{which}")
-
-
-def raise_unpicklable(_: Any) -> None:
-    raise Unpicklable
-
-
-def raise_unreadable(_: Any) -> None:
-    raise Unreadable("lo", "ck")
 
 
 def marked(batch: TensorDictBase) -> TensorDictBase:

@@ -15,7 +15,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import AsyncEnvPool, StepCounter, Transform
 
 from fusedrl import ChannelWeightSyncScheme
-from fusedrl.collectors.call_by_length import call_by_length
+from fusedrl.collectors.turns import call_by_length
 
 
 def history(length: int) -> TensorDict:

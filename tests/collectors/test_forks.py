@@ -13,8 +13,6 @@ from channel_collector import Says, policy_of
 from counting_dialogs import Counting
 
 from fusedrl import AsyncCollector, LLMCollector
-from fusedrl.collectors.cluster.ray_actors import Actors, Started
-from fusedrl.collectors.cluster.ray_weights import RayWeights
 
 
 def succeeds_in_a_child(check: Callable[[], bool], held: Any) -> bool:
@@ -49,14 +47,6 @@ def test_a_child_counts_versions():
         return free and collector.policy_version == 1
 
     assert succeeds_in_a_child(count, collector._versions._counting)
-
-
-def test_a_child_of_a_collector_on_ray_has_a_lock_of_its_own(monkeypatch):
-    monkeypatch.setattr(Actors, "one", lambda *_: None)
-    actors = Actors(timeout=1.0)
-    actors.started = [Started(0, "here", None)]
-    weights = RayWeights(actors, None, track=True, has_updater=False)
-    assert succeeds_in_a_child(lambda: weights._updating.acquire(blocking=False), weights._updating)
 
 
 @pytest.mark.usefixtures("forked")

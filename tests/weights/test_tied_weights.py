@@ -26,7 +26,7 @@ from fusedrl import (
     VanillaLocalWeightUpdater,
     WeightChannel,
 )
-from fusedrl.collectors.cluster.dialog_actor import DialogActor, Own
+from fusedrl.collectors.cluster.dialog_actor import DialogActor
 from fusedrl.transport import deserialize
 from fusedrl.weights.copying import unwrap
 
@@ -299,12 +299,12 @@ def test_an_actor_takes_each_form(tied):
     actor = DialogActor()
     policy = policy_of("qwen2", tied)
     options = {"env": Numbers(), "policy": policy, "policy_factory": None}
-    actor.start({**options, "dialog_turns_per_batch": 2}, Own(0, 1, 0, {}))
+    actor.make({**options, "dialog_turns_per_batch": 2}, {"seed": 0}, 0, 1)
     for version, (name, weights, action) in enumerate(updates("qwen2", tied), 1):
-        actor.update_policy_weights_(weights, version)
+        actor.publish(weights, version)
         batch = deserialize(actor.collect().batch)
         assert set(batch["action"].flatten().tolist()) == {action}, name
-    actor.close(True)
+    actor.shutdown()
 
 
 @pytest.mark.parametrize("form", FORMS)

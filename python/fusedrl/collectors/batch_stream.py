@@ -1,18 +1,22 @@
-"""Hands out the batches of other processes, one after the other, or puts them into a buffer."""
+"""Hands out the batches of other processes, one after the other, or puts them into a buffer.
+
+It does that in the thread that iterates, or in one of its own.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from fusedrl import _host
-from fusedrl.channel.forking import renew_in_children
-from fusedrl.collectors.background import Background
 from fusedrl.collectors.interrupts import uninterrupted
 from fusedrl.collectors.options import is_too_old
 from fusedrl.compat.torchrl import for_buffer
+
+logger = logging.getLogger("fusedrl")
 
 Advance = Callable[..., None]
 
@@ -51,7 +55,6 @@ class BatchStream:
         self.storing = threading.Lock()
         self._ready: Ready | None = None
         self._taking: Any = threading.RLock()  # held while a batch is made ready
-        renew_in_children(self, _taking=threading.RLock)
 
     def rest(self, bar: AbstractContextManager[Advance]) -> Iterator[Any]:
         """Batches until the last frame was collected; ``None`` each where a buffer gets them.
@@ -142,3 +145,66 @@ class BatchStream:
     def _finished(self, batch: Any) -> Any:
         """A batch after the postprocessing that is done in this process."""
         return batch
+
+
+class Background:
+    """A thread that takes one batch after the other, each of which goes into the buffer.
+
+    Args:
+        owner: the name of the collector, for the log.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._stopping = False
+
+    def start(self, batches: Callable[[], Iterator[Any]]) -> None:
+        """Take what ``batches()`` yields, until the end or :meth:`stop`; one thread at a time."""
+        if not self.is_running():
+            self._error = None
+            self._thread = threading.Thread(
+                target=self._take, args=(batches,), daemon=True, name="fusedrl-fill"
+            )
+            self._thread.start()
+
+    def _take(self, batches: Callable[[], Iterator[Any]]) -> None:
+        try:
+            for _ in batches():
+                if self._stopping:
+                    return
+        except BaseException as error:
+            if not self._stopping:  # otherwise it is that of a collector that ends
+                logger.exception("%s: collecting in the background failed", self._owner)
+                self._error = error
+
+    def is_running(self) -> bool:
+        """Whether the thread is taking batches."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def is_current(self) -> bool:
+        """Whether this is called in the thread."""
+        return self._thread is threading.current_thread()
+
+    def check(self) -> None:
+        """Raise the error that ended the thread, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def refuse_others(self) -> None:
+        """Raise ``RuntimeError`` if the thread runs and another one calls this."""
+        if self.is_running() and not self.is_current():
+            raise RuntimeError(
+                "collector: expected to be iterated or start()ed, got both; read the replay buffer"
+            )
+
+    def stop(self) -> None:
+        """Take no further batch."""
+        self._stopping = True
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the thread."""
+        if self._thread is not None and not self.is_current():
+            self._thread.join(timeout)

@@ -22,7 +22,6 @@ from fusedrl.collectors.options import (
     DialogOptions,
     arguments_of,
     check_environment,
-    check_state,
     of_part,
 )
 from fusedrl.collectors.policy_version import tracked
@@ -33,7 +32,7 @@ from fusedrl.collectors.versions import Versions
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
 from fusedrl.weights.copying import write_weights
 
-STATES = ENV_STATE, POLICY_STATE = "env_state_dict", "policy_state_dict"  # what owners load
+POLICY_STATE = "policy_state_dict"
 
 
 class LLMCollector(LoopCollector):
@@ -317,13 +316,8 @@ class LLMCollector(LoopCollector):
         self._versions.follow(follower)
         return self._versions.leave
 
-    @property
-    def scored_policy(self) -> Any:
-        """The policy that transforms of ``env`` compute with, within :meth:`scoring`."""
-        return self._loop.scored_policy or self.policy
-
     def scoring(self) -> AbstractContextManager[Any]:
-        """Give :attr:`scored_policy` the version of the turn in which ``env`` calls this."""
+        """Give the policy the version of the turn in which a transform of ``env`` calls this."""
         return self._loop.scoring()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -370,9 +364,7 @@ class LLMCollector(LoopCollector):
         try:
             super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         finally:
-            if self._loop is not None:  # otherwise the constructor has failed
-                self._loop.close()
-                self._versions.close()
+            self._versions.close()
 
     def profile(self) -> Profile:
         """Where the time went since the collector was made: policy, env, stamping, queueing."""
@@ -397,25 +389,16 @@ class LLMCollector(LoopCollector):
             kwargs: ``strict=False`` takes a state that lacks the policy or the environment.
 
         Raises:
-            ValueError: entries are missing or do not fit. Nothing has changed then.
+            Exception: as for torchrl's collectors, if entries are missing or do not fit.
             RuntimeError: the collector is shut down.
         """
-        owners = self._checked_state(state_dict, kwargs.get("strict", True))
+        self._require_open()
+        state, follower = OrderedDict(state_dict), self._versions.follower
+        # What has come through a channel lies in memory that is only read.
+        brought = follower is not None and follower.version is not None
+        if brought or policy_with_state(self) is None:
+            state.pop(POLICY_STATE, None)
+            kwargs["strict"] = False
         self._loop.restart(finished=True)
         with self._versions.between_turns():
-            for name in owners.keys() & state_dict.keys():
-                owners[name].load_state_dict(state_dict[name], **kwargs)
-            rest = [entry for entry in state_dict.items() if entry[0] not in STATES]
-            super().load_state_dict(OrderedDict(rest), strict=False)
-
-    def _checked_state(self, state_dict: Any, strict: bool) -> dict[str, Any]:
-        """The object that will load each entry of a state, which is checked first."""
-        self._require_open()
-        owners: dict[str, Any] = {ENV_STATE: self.env}
-        follower = self._versions.follower
-        # What has come through a channel lies in memory that is only read.
-        if follower is None or follower.version is None:
-            owners[POLICY_STATE] = policy_with_state(self)
-        owners = {name: owner for name, owner in owners.items() if owner is not None}
-        check_state(state_dict, owners, self.policy_version_tracker, strict)
-        return owners
+            super().load_state_dict(state, **kwargs)

@@ -39,6 +39,10 @@ class LoopCollector(_LLMCollector):
     max_staleness: Any
     stale_turns = 0
 
+    def __bool__(self) -> bool:
+        """Always true: Ray asks its actors, and the length that torchrl gives may be infinite."""
+        return True
+
     def _setup_weight_sync(self, weight_updater: Any, weight_sync_schemes: Any) -> None:
         # torchrl tells the collector only to schemes that nobody has initialised before.
         for scheme in (weight_sync_schemes or {}).values():

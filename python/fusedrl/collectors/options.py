@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, SupportsIndex
 
 from tensordict import TensorDictBase
-from torch import Tensor
 from torchrl.envs import AsyncEnvPool
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
@@ -236,16 +235,6 @@ def check_total(name: str, value: Any, unit: str) -> None:
         check_whole(name, value, 1, unit, "-1 never ends")
 
 
-def check_seconds(name: str, value: Any, remedy: str) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless a value is ``None`` or a number above 0."""
-    if value is None:
-        return
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number of seconds, got {value!r}; {remedy}")
-    if not value > 0:
-        raise ValueError(f"{name}: expected seconds above 0, got {value!r}; {remedy}")
-
-
 def check_environment(env: Any, async_envs: bool | None, completed: bool) -> None:
     """Raise if the environment cannot do what is asked of it."""
     if isinstance(env, AsyncEnvPool):
@@ -320,54 +309,3 @@ def is_too_old(late: int, most: int, dropped: int, counter: str) -> bool:
             counter,
         )
     return late > most
-
-
-def check_state(state: Any, owners: Mapping[str, Any], tracker: Any, strict: bool) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if a collector could not load a whole state.
-
-    Args:
-        state: the state of a collector.
-        owners: the object that will load each entry, by the name of the entry.
-        tracker: the tracker of the collector's versions, if any.
-        strict: whether every owner needs an entry with exactly its own names.
-    """
-    remedy = "pass what collector.state_dict() returned"
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state_dict: expected a mapping, got {type(state).__name__}; {remedy}")
-    for name in ("frames", "iter"):
-        if not isinstance(state.get(name), int):
-            raise ValueError(
-                f"state_dict: expected an integer {name!r}, got {state.get(name)!r}; {remedy}"
-            )
-    for name, owner in owners.items():
-        if name in state:
-            _check_entries(name, state[name], owner.state_dict(), strict)
-        elif strict:
-            raise ValueError(
-                f"state_dict: expected an entry {name!r}, got {sorted(state)}; pass strict=False "
-                "to leave it as it is"
-            )
-    version = state.get("policy_version")
-    if version is None or tracker is None:
-        return
-    if isinstance(version, str) == counts(tracker):
-        raise ValueError(
-            f"state_dict: expected a version of type {tracker.version_type!r}, got {version!r}; "
-            "collect with the version_type that it was stored with"
-        )
-
-
-def _check_entries(name: str, entries: Any, own: Any, strict: bool) -> None:
-    if strict and entries.keys() != own.keys():
-        raise ValueError(
-            f"state_dict[{name!r}]: expected the entries that there are, got "
-            f"{sorted(entries.keys() - own.keys())} beside and without "
-            f"{sorted(own.keys() - entries.keys())}; pass strict=False to take what fits"
-        )
-    for key in entries.keys() & own.keys():
-        new, old = entries[key], own[key]
-        if isinstance(new, Tensor) and isinstance(old, Tensor) and new.shape != old.shape:
-            raise ValueError(
-                f"state_dict[{name!r}]: expected {key} of shape {tuple(old.shape)}, got "
-                f"{tuple(new.shape)}; load the state of a collector of the same model"
-            )

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from operator import is_
 from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
+from torch import nn
 
 from fusedrl.collectors.batches import RowBatches
-from fusedrl.collectors.call_by_length import call_by_length
 from fusedrl.collectors.policy_version import stamp_turn
-from fusedrl.collectors.pool_scoring import PoolScoring
 from fusedrl.collectors.turn_data import TurnCopies, ended, rows_of, tag
-from fusedrl.collectors.turns import Policy, TurnLoop
-from fusedrl.compat.torchrl import env_indices, forget_steps
+from fusedrl.collectors.turns import Policy, TurnLoop, call_by_length
+from fusedrl.compat.torchrl import (
+    env_indices,
+    forget_steps,
+    steps_have_ended,
+    will_take_policy,
+)
 
 
 @dataclass
@@ -43,7 +49,7 @@ class PoolLoop(TurnLoop):
 
     def __init__(self, env: Any, *parts: Any) -> None:
         super().__init__(env, *parts)
-        self._scoring = PoolScoring(env, self._versions)
+        self._prepared: tuple[Any, Any] = (None, None)  # the follower and the policy
         self._running = False
         self._failed: Exception | None = None  # the error that ended a pool of processes
         self._asked: dict[int, Asked] = {}  # by environment; nothing is carried meanwhile
@@ -51,17 +57,48 @@ class PoolLoop(TurnLoop):
         self._waiting: dict[int, TensorDictBase] = {}
 
     def prepare(self, policy: Any) -> None:
-        """Prepare for transforms that score with the policy, as :class:`PoolScoring` says."""
-        self._scoring.prepare(policy)
+        """Let a version last until the environments have stepped that compute with the policy.
 
-    @property
-    def scored_policy(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As for :class:`TurnLoop`."""
-        return self._scoring.policy
+        While an environment steps, the policy is called for others. Without a channel, updates wait
+        for the environments.
+
+        Raises:
+            ValueError: the weights come through a channel, where the others may have newer ones.
+        """
+        follower = self._versions.follower
+        if all(map(is_, self._prepared, (follower, policy))):
+            return
+        scoring = self._scoring(policy if follower is None else follower.module)
+        if scoring and follower is not None:
+            raise ValueError(
+                f"env: expected environments of a pool that leave the policy alone, whose weights "
+                f"change while they step, got a {type(scoring[0]).__name__} that computes with it; "
+                "score with a model of its own, or outside of a pool"
+            )
+        if scoring:
+            self._versions.settle = partial(steps_have_ended, self._env)
+        self._prepared = follower, policy
+
+    def _scoring(self, policy: Any) -> list[Any]:
+        """The parts of environments that compute with the policy; processes cannot reach it."""
+        own = {
+            id(parameter)
+            for module in (policy, getattr(policy, "model", None))
+            if isinstance(module, nn.Module)
+            for parameter in module.parameters()
+        }
+        return [
+            part
+            for env in getattr(self._env, "envs", ())
+            for part in env.modules()
+            if getattr(part, "takes_policy", False)
+            or will_take_policy(part)
+            or any(id(parameter) in own for parameter in part.parameters(recurse=False))
+        ]
 
     def scoring(self) -> AbstractContextManager[Any]:
-        """Give that policy the version of the turn that this thread steps."""
-        return self._scoring.held()
+        """Nothing: updates wait for the environments."""
+        return nullcontext()
 
     def _advance(self, policy: Policy) -> None:
         """Take turns that are done, and ask for the next of their dialogs.
@@ -107,7 +144,7 @@ class PoolLoop(TurnLoop):
                 # The policy is called again, and may write there, while the environments step.
                 actions = TurnCopies().after(actions)
                 copies.before(actions)  # before an environment can write into the actions
-            with self._scoring.turns_of(indices), self._environments():
+            with self._environments():
                 self._env.async_step_and_maybe_reset_send(actions)
         self._asked.update(dict.fromkeys(indices, Asked(version, copies)))
         self._carried = None  # only now, so that a policy that raises is called again
@@ -169,7 +206,3 @@ class PoolLoop(TurnLoop):
         self.frames += len(self._asked)
         self._asked, self._waiting, self._running = {}, {}, False
         super().restart(finished)
-
-    def close(self) -> None:
-        """Release all versions."""
-        self._scoring.close()

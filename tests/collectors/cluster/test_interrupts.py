@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,8 @@ from tensordict import TensorDict
 
 from fusedrl import RayLLMCollector
 from fusedrl.collectors import batch_stream
-from fusedrl.collectors.cluster import ray_batches, ray_llm_collector
+from fusedrl.collectors.cluster import ray_llm_collector
 from fusedrl.collectors.cluster.dialog_actor import Collected
-from fusedrl.collectors.cluster.ray_batches import RayBatches
 from fusedrl.collectors.interrupts import uninterrupted
 from fusedrl.transport import serialize
 
@@ -27,60 +27,42 @@ ray = pytest.importorskip("ray")
 BATCHES = 2
 OURS = {
     batch_stream.__file__,
-    ray_batches.__file__,
     ray_llm_collector.__file__,
     sys.modules[uninterrupted.__module__].__file__,
 }
 
 
-class Reference:
-    """What a fake actor promised: its batch of this number."""
+class FakeActor:
+    """Collects when it is told to; a reference to a batch is its number and the actor's index."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, index: int) -> None:
+        self.index, self.sent = index, 0
+        self.collect = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.send))
 
-
-class FakeActors:
-    """Each collects when it is told to, and forgets what nobody refers to."""
-
-    indices = range(2)
-    closed = False
-
-    def __init__(self) -> None:
-        self.sent = dict.fromkeys(self.indices, 0)
-
-    def require_open(self) -> None:
-        pass
-
-    def send(self, index: int, method: str) -> Reference:
-        assert method == "collect"
-        self.sent[index] += 1
-        return Reference(self.sent[index])
-
-    def answer(self, reference: Reference, index: int) -> Collected:
-        if reference.number > BATCHES:
-            return Collected(None, BATCHES, 0, True, None, None)
-        row = torch.tensor([10 * reference.number + index])
-        serialized = serialize(TensorDict(row=row, batch_size=(1,)))
-        return Collected(serialized, reference.number, 0, False, None, None)
+    def send(self) -> tuple[int, int]:
+        self.sent += 1
+        return self.sent, self.index
 
 
-class NoWeights:
-    """Of a collector whose versions nobody asks for."""
-
-    version = None
+def collected(reference: tuple[int, int]) -> Collected:
+    number, index = reference
+    if number > BATCHES:
+        return Collected(None, BATCHES, 0, over=True)
+    row = torch.tensor([10 * number + index])
+    return Collected(serialize(TensorDict(row=row, batch_size=(1,))), number, 0)
 
 
 class Offline(RayLLMCollector):
     """A collector of the fake actors."""
 
+    closed = False
+
     def __init__(self, sync_iter: bool, buffer: Any = None) -> None:
         self.progress = self.verbose = False
         self.total_frames, self.requested_frames_per_batch = float("inf"), 2
-        actors: Any = FakeActors()
-        weights: Any = NoWeights()
-        self._actors, self._weights = actors, weights
-        self._batches = RayBatches(actors, weights, buffer, buffer is not None, sync_iter, None)
+        self.sync_iter, self.replay_buffer, self._tracker = sync_iter, buffer, None
+        self.actors = [FakeActor(index) for index in range(2)]
+        self._begin(None)
 
 
 class ListBuffer(list):
@@ -94,6 +76,8 @@ class ListBuffer(list):
 
 @pytest.fixture(autouse=True)
 def _nothing_is_waited_for(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get", collected)
     monkeypatch.setattr(ray, "wait", lambda waiting, **_: (waiting[:1], waiting[1:]))
 
 

@@ -13,7 +13,7 @@ from counting_dialogs import Counting, policy
 from tensordict import TensorDict
 
 from fusedrl import PolicyVersion, VanillaLocalWeightUpdater
-from fusedrl.collectors.cluster.dialog_actor import DialogActor, Own
+from fusedrl.collectors.cluster.dialog_actor import DialogActor
 from fusedrl.transport import deserialize
 
 pytest.importorskip("ray")
@@ -32,7 +32,7 @@ def started(index: int = 0, of: int = 1, **options: Any) -> DialogActor:
         "dialog_turns_per_batch": 2,
         "track_policy_version": True,
     }
-    actor.start(given | options, Own(index, of, 0, {}))
+    actor.make(given | options, {"seed": 0}, index, of)
     return actor
 
 
@@ -44,7 +44,7 @@ def test_weights_come_with_their_version():
     actor = started()
     assert of(batch_of(actor)) == [0, 0]
     for version in (1, 2, 7):
-        actor.update_policy_weights_(weights_of(version), version)
+        actor.publish(weights_of(version), version)
         assert of(batch_of(actor)) == [version] * 2
 
 
@@ -53,9 +53,9 @@ def test_weights_that_come_while_the_policy_runs_are_the_next_turns():
 
     def publishing(*_):
         version = (actor._channel.version or 0) + 1
-        actor.update_policy_weights_(weights_of(version), version)
+        actor.publish(weights_of(version), version)
 
-    actor._collector.policy.register_forward_hook(publishing)
+    actor.policy.register_forward_hook(publishing)
     assert of(batch_of(actor)) == [0, 1, 2] * 2
 
 
@@ -63,7 +63,7 @@ def test_a_count_is_a_version_of_the_weights_there_are():
     actor = started()
     actor.renumber(1)
     assert batch_of(actor)["next", "policy_version"].tolist() == [[1], [1]]
-    actor.update_policy_weights_(weights_of(2), 2)
+    actor.publish(weights_of(2), 2)
     actor.renumber(3)
     batch = batch_of(actor)
     assert batch["action"].flatten().tolist() == [2, 2]
@@ -76,10 +76,10 @@ def test_a_count_while_an_older_version_is_in_use_is_of_the_newest_weights():
 
     def publishing(*_):
         for version in versions:
-            actor.update_policy_weights_(weights_of(version), version)
+            actor.publish(weights_of(version), version)
             actor.renumber(version + 1)
 
-    actor._collector.policy.register_forward_pre_hook(publishing)
+    actor.policy.register_forward_pre_hook(publishing)
     batch = batch_of(actor)
     assert batch["action"].squeeze(-1).tolist() == [[0, 1]] * 2
     assert batch["policy_version"].tolist() == [[0, 2]] * 2
@@ -95,17 +95,17 @@ def test_counts_and_the_end():
 
 def test_it_ends_between_two_turns():
     actor = started(dialog_turns_per_batch=100)
-    closing = threading.Thread(target=actor.close, args=(True,))
+    closing = threading.Thread(target=actor.shutdown)
 
     def close(*_: Any) -> None:
         closing.start()
-        ray_dialogs.wait_for(lambda: actor._collector._ends)
+        ray_dialogs.wait_for(lambda: actor._ends)
 
-    actor._collector.policy.register_forward_pre_hook(close)
+    actor.policy.register_forward_pre_hook(close)
     with pytest.raises(RuntimeError, match="got one that was shut down"):
         actor.collect()
     closing.join()
-    assert actor._collector._watch.turns == 2 and actor._collector.closed
+    assert actor._watch.turns == 2 and actor.closed
 
 
 def test_a_failure_is_not_the_end():
@@ -137,10 +137,9 @@ def test_ids_differ_between_actors():
 def test_ids_go_on_behind_those_of_a_state():
     actor = started(1, of=3)
     batch_of(actor)
-    state = actor.call("state_dict")
+    state = actor.state_dict()
     ids = [batch_of(actor)["collector", "traj_ids"].unique().tolist() for _ in range(2)]
-    actor.call("check_state_dict", (state,))
-    actor.call("load_state_dict", (state,))
+    actor.load_state_dict(state)
     fresh = batch_of(actor)["collector", "traj_ids"]
     assert ids == [[1, 4]] * 2 and fresh.min() > 4 and (fresh % 3 == 1).all()
 
@@ -154,18 +153,18 @@ def test_random_numbers_differ_between_actors_whatever_their_factory_seeds():
     for seed in (5, 6):
         actor = DialogActor()
         arguments = {"policy": None, "policy_factory": factory, "env": Counting()}
-        actor.start(arguments, Own(0, 1, seed, {"dialog_turns_per_batch": 2}))
+        actor.make(arguments, {"seed": seed, "dialog_turns_per_batch": 2}, 0, 1)
         drawn.append(torch.rand(1).item())
     assert drawn[0] != drawn[1]
 
 
 def test_an_updater_takes_the_place_of_the_channel():
     actor = started()
-    actor.update_policy_weights_(weights_of(1), 1)
+    actor.publish(weights_of(1), 1)
     of(batch_of(actor))
     actor.set_updater(VanillaLocalWeightUpdater(None, None))
     assert actor._channel is None and of(batch_of(actor)) == [1, 1]
-    actor.update_by_updater(weights_of(5), None, 5)
+    actor.update_as(5, weights_of(5), None)
     assert of(batch_of(actor)) == [5, 5]
 
 
@@ -173,7 +172,7 @@ def test_an_updater_from_the_start_with_uuids():
     tracker = PolicyVersion("uuid")
     updater = VanillaLocalWeightUpdater(None, None)
     actor = started(weight_updater=updater, track_policy_version=tracker)
-    actor.update_by_updater(weights_of(5), None, "a name")
+    actor.update_as("a name", weights_of(5), None)
     assert actor._channel is None
     assert batch_of(actor)["next", "policy_version"] == [["a name"]] * 2
 
@@ -184,7 +183,7 @@ def test_a_policy_without_weights_has_no_channel():
     actor.renumber(4)
     assert batch_of(actor)["policy_version"].flatten().tolist() == [4, 4]
     with pytest.raises(TypeError, match="policy: expected a module"):
-        actor.update_policy_weights_(weights_of(1), 1)
+        actor.publish(weights_of(1), 1)
 
 
 class Speaker:
@@ -200,5 +199,5 @@ class Speaker:
 def test_weights_of_a_policy_that_is_no_module_are_those_of_its_model():
     actor = started(policy=Speaker(0))
     for version, weights in enumerate((Speaker(1), Speaker(2).model, weights_of(3)), 1):
-        actor.update_policy_weights_(weights, version)
+        actor.publish(weights, version)
         assert of(batch_of(actor)) == [version] * 2

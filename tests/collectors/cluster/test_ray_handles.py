@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import pytest
 import ray_dialogs
 import ray_models
@@ -61,7 +62,8 @@ def weights_of(version: float) -> TensorDict:
 
 
 def pids(collector: RayLLMCollector) -> list[int]:
-    return [started.pid for started in collector._actors.started]
+    where = [actor.__ray_call__.remote(lambda _: os.getpid()) for actor in collector.actors]
+    return ray.get(where)
 
 
 def turns_of(batch: Any) -> list[tuple[int, int]]:
@@ -79,8 +81,6 @@ class TestHandles:
     def test_torchrls_name_of_the_actor(self, pair):
         assert ray.get(pair._collector.is_initialized.remote()) is True
         assert ray.get(pair._collector.getattr_policy.remote("in_keys")) == ["seen"]
-        with pytest.raises(AttributeError, match="call it on the RayLLMCollector"):
-            _ = pair._collector.increment_version
 
     def test_a_handle_collects_updates_and_counts(self, pair):
         def work(collector: RayLLMCollector) -> list[Any]:
@@ -106,20 +106,6 @@ class TestHandles:
         pair.update_policy_weights_(weights_of(newest + 1))
         assert of(pair.next()) == [newest + 1] * 4
 
-    def test_updates_of_several_processes_have_one_order(self, pair):
-        def updating(collector: RayLLMCollector) -> None:
-            for _ in range(5):
-                collector.update_policy_weights_(weights_of(1))
-                collector.increment_version()
-
-        before = pair.policy_version
-        tasks = [ray.remote(num_cpus=0)(updating).remote(pair) for _ in range(2)]
-        updating(pair)
-        ray.get(tasks)
-        newest = before + 30
-        assert pair.policy_version == newest
-        assert versions(pair.next()) == [newest] * 4
-
     def test_each_batch_comes_to_one_of_those_who_iterate(self):
         def rest(collector: RayLLMCollector) -> list[tuple[int, int]]:
             return [turn for batch in collector for turn in turns_of(batch)]
@@ -131,36 +117,33 @@ class TestHandles:
             assert list(collector) == [] and collector.state_dict()["frames"] == 40
 
     def test_what_a_handle_does_not_have(self, pair):
-        """Weights and buffers of the process that made the collector: it would have copies."""
+        """Weights and updaters of the process that made the collector: it would have copies."""
 
         def work(collector: RayLLMCollector) -> list[str]:
-            told = []
-            for call in (collector.update_policy_weights_, collector.next, collector.start):
-                with pytest.raises((ValueError, RuntimeError)) as caught:
-                    call()
-                told.append(str(caught.value))
+            with pytest.raises(ValueError, match="expected weights, got none") as caught:
+                collector.update_policy_weights_()
             collector.update_policy_weights_(weights_of(7))
-            return [*told, repr(collector.weight_updater)]
+            return [str(caught.value), repr(collector.weight_updater)]
 
-        trained = policy_of(Says(1))
         updater = RayRemoteWeightUpdater(weights_of(0))
-        buffer = ReplayBuffer(storage=LazyStackStorage(100))
-        with make(policy=trained, replay_buffer=buffer, weight_updater=updater) as collector:
-            *told, has = in_a_task(work, collector)
-            assert "policy_or_weights: expected weights, got none" in told[0]
-            assert all("replay_buffer: expected a RayReplayBuffer" in line for line in told[1:])
+        with make(policy=policy_of(Says(1)), weight_updater=updater) as collector:
+            _, has = in_a_task(work, collector)
             assert has == "None" and collector.policy_version == 1
-            collector.next()
-            assert buffer[:]["action"].flatten().tolist() == [7] * 4
-            with pytest.raises(RuntimeError, match="weight_updater: expected one that sends"):
-                collector.weight_updater = ray_dialogs.Tenfold
+            assert collector.next()["action"].flatten().tolist() == [7] * 4
+
+    def test_a_buffer_of_this_process_keeps_the_collector_here(self):
+        buffer = ReplayBuffer(storage=LazyStackStorage(100))
+        with make(replay_buffer=buffer) as collector:
+            with pytest.raises(TypeError, match="replay_buffer: expected a RayReplayBuffer"):
+                cloudpickle.dumps(collector)
+            assert collector.next() is None and len(buffer) == 4
 
     def test_whoever_shuts_down_ends_it_for_all(self):
         collector = make()
         (pid,) = pids(collector)
         in_a_task(lambda handle: handle.shutdown(), collector)
         wait_for(lambda: not runs(pid))
-        with pytest.raises(RuntimeError, match="expected living actors, got a dead one"):
+        with pytest.raises(ray.exceptions.RayActorError):
             collector.increment_version()
         collector.shutdown()
         collector.shutdown()
@@ -177,20 +160,6 @@ class TestHandles:
 
 
 class TestAllOrNothing:
-    def test_a_state_that_does_not_fit_one_actor_changes_none(self, pair):
-        pair.next()
-        state, stats = pair.state_dict(), pair.stats()
-        pair.next()
-        other = pair.state_dict()
-        other["worker0"], other["worker1"] = state["worker0"], {**state["worker1"], "frames": "2"}
-        before = pair.state_dict()
-        with pytest.raises(ValueError, match="state_dict: expected an integer 'frames', got '2'"):
-            pair.load_state_dict(other)
-        after = pair.state_dict()
-        assert after["worker0"]["frames"] == before["worker0"]["frames"]
-        pair.load_state_dict(state)
-        assert pair.stats()["frames"] == stats["frames"]
-
     def test_an_update_that_all_actors_refuse_has_no_number(self):
         with make(weight_updater=ray_dialogs.Tenfold, num_collectors=2) as collector:
             collector.update_policy_weights_(weights_of(1))
@@ -255,6 +224,7 @@ def test_a_grpo_script_whose_task_trains(script):
         verbose=False,
     )
     assert ray.get(collector._collector.is_initialized.remote())
+    (pid,) = pids(collector)
     train = {"sync": train_in_steps, "async": train_beside}[script]
     told = in_a_task(train, buffer.client(), [collector], trained)
     assert told["written"] == 16 and told["sampled"] >= 4
@@ -262,7 +232,6 @@ def test_a_grpo_script_whose_task_trains(script):
     for reward, kl, answers in told["rows"]:
         assert kl.abs().max() > 0.05
         torch.testing.assert_close(reward, answers - coef * kl)
-    (pid,) = pids(collector)
     wait_for(lambda: not runs(pid))
     buffer.close()
 

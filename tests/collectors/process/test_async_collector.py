@@ -406,7 +406,7 @@ def test_start_and_shutdown_say_what_they_need(make):
         pass
     with pytest.raises(AttributeError, match="missing") as raised:
         collector.getattr_env("missing")
-    assert "in getattr_of" in str(raised.value.__cause__)
+    assert "in getattr_env" in str(raised.value.__cause__)
     with pytest.raises(RuntimeError, match="profile"):
         collector.profile()
     assert collector.next().shape == (4,)  # a refused call ends nothing

@@ -2,33 +2,191 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, replace
-from typing import Any
+from dataclasses import astuple
+from functools import partial
+from operator import methodcaller
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.collectors import ProfileConfig
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
-from fusedrl.collectors.cluster.delegation import (
-    FirstActor,
-    OwnArguments,
-    in_actors,
-)
-from fusedrl.collectors.cluster.dialog_actor import DialogActor
-from fusedrl.collectors.cluster.ray_actors import Actors, start_ray
-from fusedrl.collectors.cluster.ray_batches import RayBatches
-from fusedrl.collectors.cluster.ray_options import RayOptions
-from fusedrl.collectors.cluster.ray_weights import RayWeights, one_of_policy
-from fusedrl.collectors.options import arguments_of, check_state, of_part
+from fusedrl.channel.layout import Layout
+from fusedrl.collectors.batch_stream import Advance, Background, BatchStream, Ready
+from fusedrl.collectors.cluster.dialog_actor import BETWEEN, Collected, DialogActor, weights_in
+from fusedrl.collectors.cluster.options import RayOptions
+from fusedrl.collectors.interrupts import uninterrupted
+from fusedrl.collectors.options import arguments_of, of_part
+from fusedrl.collectors.policy_version import tracker_of
 from fusedrl.collectors.progress import Profile, progress_bar
-from fusedrl.transport import deserialize
+from fusedrl.compat.torchrl import ray_buffer_client
+from fusedrl.transport import deserialize, serialize
+from fusedrl.weights.base import RemoteWeightUpdaterBase
+from fusedrl.weights.copying import unwrap
+from fusedrl.weights.ray_store import StoredWeights
+
+logger = logging.getLogger("fusedrl")
+
+SECONDS_TO_END = 10.0
+
+_Meta: Any = type(_RayLLMCollector)
 
 
-class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
+class _OwnArguments(_Meta):
+    """A metaclass that passes all arguments on; torchrl's takes ``num_collectors`` for itself."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore
+        return type.__call__(cls, *args, **kwargs)
+
+
+def _in_actors(name: str, doc: str) -> Any:
+    """An attribute that is read from the first actor, and set in all."""
+
+    def read(self: Any) -> Any:
+        return self._first(getattr, name)
+
+    def write(self: Any, value: Any) -> None:
+        self._each(setattr, name, value)
+
+    return property(read, write, doc=doc)
+
+
+class Shares(NamedTuple):
+    """What actors have collected, by the references under which it was requested.
+
+    The batch joins their dialogs. It is ``None`` if a replay buffer has them already.
+    """
+
+    answers: dict[Any, Collected]
+    batch: TensorDictBase | None
+    oldest: Any
+    shown: dict[str, Any]
+
+
+class RayBatches(BatchStream):
+    """Requests batches from the actors: a share of each, or whichever is ready first.
+
+    Args:
+        collector: has the actors, and says what is done with each batch; it is not kept alive.
+        buffer: the buffer that is extended here, if any.
+        max_staleness: as for the collector.
+
+    Attributes:
+        turns: turns that each actor ran.
+        under_way: actors by the reference to a batch that is not counted yet.
+    """
+
+    counter = "RayLLMCollector.stale_turns"
+
+    def __init__(self, collector: Any, buffer: Any, max_staleness: int | None) -> None:
+        super().__init__(Background("RayLLMCollector"), buffer, max_staleness)
+        self._collector = weakref.proxy(collector)
+        self.turns: dict[int, int] = {}
+        self._stale: dict[int, int] = {}  # turns that each actor dropped
+        self.under_way: dict[Any, int] = {}
+        self._over: set[int] = set()  # actors that have run all of their turns
+
+    @property
+    def stale_turns(self) -> int:
+        """Turns that ``max_staleness`` dropped."""
+        return sum(self._stale.values()) + self.dropped
+
+    def rest(self, bar: Any) -> Iterator[Any]:
+        """As for :class:`BatchStream`; an exception of an actor ends the actors."""
+        self._over.clear()  # another state may have been loaded
+        return super().rest(bar)
+
+    def _prepare(self, advance: Advance) -> Ready | None:
+        self._collector._require_open()
+        self.background.refuse_others()
+        try:
+            return super()._prepare(advance)
+        except Exception:
+            if not self.background.is_current():
+                self._collector.shutdown(raise_on_error=False)
+            raise
+
+    @property
+    def _waits_for_all(self) -> bool:
+        return self._collector.sync_iter and not self.background.is_current()
+
+    def ask(self) -> None:
+        """Let every idle actor collect that has turns left."""
+        with uninterrupted():
+            busy = self._over.union(self.under_way.values())
+            for index, actor in enumerate(self._collector.actors):
+                if index not in busy:
+                    collect = actor.collect.options(concurrency_group=BETWEEN)
+                    self.under_way[collect.remote()] = index
+
+    def _wait(self) -> Shares | None:
+        """Wait for a batch of each actor, or only for the first that is ready."""
+        import ray
+
+        self.ask()
+        answers: dict[Any, Collected] = {}
+        waiting = list(self.under_way)
+        while waiting:
+            (reference,), waiting = ray.wait(waiting)
+            answers[reference] = ray.get(reference)
+            if not self._waits_for_all and not answers[reference].over:
+                break
+        if not answers:
+            return None
+        in_order = sorted(answers, key=self.under_way.__getitem__)
+        collected = [answers[one] for one in in_order if not answers[one].over]
+        batches = [deserialize(one.batch) for one in collected if one.batch is not None]
+        tokens = [one.tokens for one in collected if one.tokens is not None]
+        oldest = min((one.oldest for one in collected if one.oldest is not None), default=None)
+        shown = {"tokens": sum(tokens) if tokens else None, "oldest": oldest}
+        return Shares(answers, _joined(batches) if batches else None, oldest, shown)
+
+    def _count(self, arrived: Shares) -> bool:
+        for reference, collected in arrived.answers.items():
+            actor = self.under_way.pop(reference)
+            self.turns[actor] = collected.frames
+            self._stale[actor] = collected.stale
+            if collected.over:
+                self._over.add(actor)
+        self.frames = sum(self.turns.values())
+        collects = not all(one.over for one in arrived.answers.values())
+        self.batches += collects
+        return collects
+
+    def _request(self) -> None:
+        if not self._waits_for_all:
+            self.ask()
+
+    def _lateness(self, arrived: Shares) -> int:
+        return self._collector.policy_version - arrived.oldest
+
+    def forget(self) -> None:
+        """Drop everything that was collected so far."""
+        self.under_way.clear()
+        super().forget()
+
+    def count_on(self, turns: list[int], batches: int) -> None:
+        """Go on from the counts of a state: the turns of each actor, and all batches."""
+        self._over.clear()
+        self.turns, self.frames, self.batches = dict(enumerate(turns)), sum(turns), batches
+
+
+def _joined(batches: list[TensorDictBase]) -> TensorDictBase:
+    """Concatenate the dialogs of several actors without a copy; columns may be ragged."""
+    if len(batches) == 1:
+        (batch,) = batches
+        return batch
+    return lazy_stack([row for batch in batches for row in batch.unbind(0)])
+
+
+class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
     """Collects dialogs in actors of a Ray cluster, each of which is an :class:`LLMCollector`.
 
     It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Environment and
@@ -105,27 +263,29 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
     @arguments_of(RayOptions)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         options = RayOptions(*args, **kwargs)
-        start_ray(options.ray_init_config)
+        _start_ray(options.ray_init_config)
         self.progress, self.verbose = options.progress, options.verbose
         self.requested_frames_per_batch = options.dialog_turns_per_batch or 1
         self.total_frames: Any = options.total
-        self._actors = Actors(options.timeout)
-        own = options.for_each(torch.initial_seed() % 2**62)
-        self._actors.start(DialogActor, options.of_ray(), options.for_all(), own)
-        has_updater = options.weight_updater is not None
-        self._weights = RayWeights(
-            self._actors, options.policy, options.track_policy_version, has_updater
-        )
-        self._weights.register(options.weight_updater, self)
-        self._batches = RayBatches(
-            self._actors,
-            self._weights,
-            options.replay_buffer,
-            options.extends_here,
-            options.sync_iter,
-            options.max_staleness,
-        )
+        self.sync_iter, self._timeout = options.sync_iter, options.timeout
+        self.replay_buffer = options.replay_buffer
+        self._policy = options.policy
+        self._tracker = tracker_of(options.track_policy_version)
+        self._begin(options.max_staleness)
+        self.actors, layout = _started(options)
+        self.closed = False
+        self._layout = None if layout is None else Layout.from_json(layout)  # of their channels
+        self._register(options.weight_updater)
 
+    def _begin(self, max_staleness: int | None) -> None:
+        """Make what each process has for itself."""
+        extends = ray_buffer_client(self.replay_buffer) is None
+        self._batches = RayBatches(self, self.replay_buffer if extends else None, max_staleness)
+        self._updating = threading.RLock()  # updates reach all actors in one order
+        self._sent: tuple[Any, Any] = (None, None)  # weights that an updater sent, their version
+
+    closed = True  # until the actors have started
+    _worker_idx = None  # torchrl's worker_idx raises without it, which Ray's errors of pickles read
     _iterator: Iterator[Any] | None = None  # of next()
 
     def __del__(self) -> None:
@@ -133,22 +293,35 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
 
     def __getstate__(self) -> dict[str, Any]:
         """What makes a handle of the same actors in another process."""
-        self._actors.require_open()
-        own = ("progress", "verbose", "requested_frames_per_batch", "total_frames")
-        return {name: vars(self)[name] for name in (*own, "_actors", "_weights", "_batches")}
+        self._require_open()
+        buffer = ray_buffer_client(self.replay_buffer)
+        if buffer is None and self.replay_buffer is not None:
+            raise TypeError(
+                "replay_buffer: expected a RayReplayBuffer in a collector that is sent to another "
+                "process, got one of this process; make the collector with a RayReplayBuffer"
+            )
+        own = ("_batches", "_updating", "_sent", "_iterator")
+        state = {name: value for name, value in vars(self).items() if name not in own}
+        updater = None if self._sends_from_here else self._updater
+        state |= {"_policy": None, "_updater": updater, "replay_buffer": buffer}
+        return state | {"max_staleness": self.max_staleness}
 
-    postproc = in_actors("postproc", "The postprocessing, in the actors.")
-    pre_collect_hook = in_actors("pre_collect_hook", "Called before each batch, in the actors.")
-    post_collect_hook = in_actors("post_collect_hook", "Called with each batch, in the actors.")
-    sync_iter = of_part("_batches", "sync_iter", "Whether a batch has a share of each actor.")
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state."""
+        most = state.pop("max_staleness")
+        vars(self).update(state)
+        self._begin(most)
+
+    postproc = _in_actors("postproc", "The postprocessing, in the actors.")
+    pre_collect_hook = _in_actors("pre_collect_hook", "Called before each batch, in the actors.")
+    post_collect_hook = _in_actors("post_collect_hook", "Called with each batch, in the actors.")
     max_staleness = of_part("_batches", "max_staleness", "Versions that a batch may be behind.")
-    replay_buffer = of_part("_batches", "replay_buffer", "What gets the batches, if any.")
     stale_turns = of_part("_batches", "stale_turns", "Turns that ``max_staleness`` dropped.")
-    policy_version = of_part("_weights", "version", "That of the next policy calls, if tracked.")
-    policy_version_tracker = of_part("_weights", "tracker", "The tracker, which knows all counts.")
-    closed = of_part("_actors", "closed", "Whether the collector is shut down.")
     _frames = of_part("_batches", "frames", "torchrl's name of the turns that were collected.")
-    _iter = of_part("_batches", "number", "torchrl's name of the number of the last batch.")
+
+    @property
+    def _iter(self) -> int:
+        return self._batches.batches - 1
 
     def is_initialized(self) -> bool:
         """Whether the collector is ready: made, and not shut down."""
@@ -163,6 +336,48 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
     def dialog_turns_per_batch(self) -> int:
         """Number of turns in a batch, before it is rounded up to whole steps."""
         return self.requested_frames_per_batch
+
+    # Calls of actors.
+
+    def _require_open(self) -> None:
+        import ray
+
+        if self.closed or not ray.is_initialized():  # almost every call of Ray's would start it
+            raise RuntimeError(
+                "collector: expected one that runs, got one after shutdown() or ray.shutdown(); "
+                "make another"
+            )
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every actor at once, also while it collects."""
+        import ray
+
+        sent = [getattr(actor, method).remote(*args) for actor in self.actors]
+        return ray.get(sent, timeout=self._timeout)
+
+    def _one(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function(collector, *args)`` in an actor between two batches, for a reference."""
+        self._require_open()
+        call = self.actors[index].__ray_call__.options(concurrency_group=BETWEEN)
+        return call.remote(function, *args)
+
+    def _first(self, function: Callable[..., Any], *args: Any) -> Any:
+        import ray
+
+        return ray.get(self._one(0, function, *args))
+
+    def _each(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        import ray
+
+        return ray.get([self._one(index, function, *args) for index in range(len(self.actors))])
+
+    @property
+    def _collector(self) -> Any:
+        """torchrl's name of its one actor."""
+        self._require_open()
+        return self.actors[0]
+
+    # Batches.
 
     def __iter__(self) -> Iterator[Any]:
         """Batches until all actors have run their turns; ``None`` each where a buffer gets them.
@@ -195,9 +410,15 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
         """Collect into the replay buffer in the background, in all actors at once.
 
         Raises:
-            RuntimeError: there is no replay buffer, or only another process has it.
+            RuntimeError: there is no replay buffer.
         """
-        self._batches.start(progress_bar(self))
+        self._require_open()
+        if self.replay_buffer is None:
+            raise RuntimeError(
+                "replay_buffer: expected one to collect into in the background, got None; pass it "
+                "when the collector is made"
+            )
+        self._batches.background.start(self.iterator)
 
     def is_running(self) -> bool:
         """Whether it collects in the background."""
@@ -205,7 +426,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
 
     def rollout(self) -> TensorDictBase:
         """A batch of the first actor that does not count, before any postprocessing."""
-        return deserialize(self._actors.one(0, "rollout"))
+        return deserialize(self._first(_rollout))
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Start new dialogs in every actor, between two batches.
@@ -213,13 +434,10 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
         Raises:
             NotImplementedError: an ``index``.
         """
-        if index is not None or kwargs:
-            raise NotImplementedError(
-                "index: expected None, got a part of the environments; all dialogs start anew"
-            )
-        self._actors.require_open()
         self._batches.forget()
-        self._actors.each("call", "reset")
+        self._each(methodcaller("reset", index, **kwargs))
+
+    # Weights and versions.
 
     def update_policy_weights_(
         self,
@@ -254,12 +472,59 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
             TypeError: the policy has no module, and there is no weight updater.
             ValueError: the weights do not fit, and nothing has changed; or only some workers are
                 named.
-            RuntimeError: an actor is dead. The others have the weights, unless it is the first one,
-                which numbers updates.
+            ray.exceptions.RayActorError: an actor is dead.
             TimeoutError: an actor does not answer.
         """
-        forms = [policy_or_weights, weights, policy, policy_weights]
-        self._weights.update(one_of_policy(forms, model_id, weights_dict), worker_ids)
+        models = {model_id or "policy", *(weights_dict or {})}
+        named = (policy_or_weights, weights, policy, policy_weights, *(weights_dict or {}).values())
+        forms = [form for form in named if form is not None]
+        if models != {"policy"} or len(forms) > 1:
+            raise ValueError(
+                f"policy_or_weights: expected weights of the policy in one argument, got "
+                f"{len(forms)} for {sorted(models)}; pass one, and no other model_id than 'policy'"
+            )
+        weights = forms.pop() if forms else None
+        self._require_open()
+        with self._updating:
+            if self._sends_from_here:
+                self._updater(weights, worker_ids)
+            elif self._updater is not None:
+                stored = _stored(unwrap(weights))
+                self._each(DialogActor.update_as, self._next_version(), stored, worker_ids)
+            else:
+                stored = _stored(self._named(weights, worker_ids))
+                self._all("publish", stored, self._next_version())
+
+    def _named(self, weights: Any, worker_ids: Any) -> TensorDict:
+        """The weights that all actors shall publish, by their names in the channels."""
+        everyone = set(range(len(self.actors)))
+        chosen = worker_ids if isinstance(worker_ids, list | tuple | set) else [worker_ids]
+        if self._layout is None:
+            raise TypeError(
+                "policy: expected a module, or what has one as its model, got another, whose "
+                "weights are not known; pass a weight_updater= that knows them"
+            )
+        if worker_ids is not None and set(chosen) != everyone:
+            raise ValueError(
+                f"worker_ids: expected None or all of {sorted(everyone)}, got {worker_ids!r}; a "
+                "version is the same everywhere: pass a RayRemoteWeightUpdater to update some"
+            )
+        weights = self._policy if weights is None else weights
+        if weights is None:
+            raise ValueError(
+                "policy_or_weights: expected weights, got none, and no policy= that they could be "
+                "of; pass the trained module, its tensordict or its state dict"
+            )
+        named: Any = self._layout.named(weights_in(weights))
+        return TensorDict(named)
+
+    def _next_version(self) -> Any:
+        """A version that no actor has had; ``None`` if versions are not tracked."""
+        tracker = self.policy_version_tracker
+        if tracker is None:
+            return None
+        tracker.increment_version()
+        return tracker.version
 
     def receive_weights(self, *args: Any, **kwargs: Any) -> None:
         """As :meth:`update_policy_weights_`."""
@@ -267,37 +532,77 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
 
     def increment_version(self) -> None:
         """Count a version in every actor, without other weights."""
-        self._weights.count()
+        self._require_open()
+        with self._updating:
+            self._all("renumber", self._next_version())
+
+    @property
+    def policy_version(self) -> Any:
+        """The version of the next policy calls; ``None`` if versions are not tracked."""
+        tracker = self.policy_version_tracker
+        return None if tracker is None else tracker.version
+
+    @property
+    def policy_version_tracker(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The tracker, at the newest version of all actors; ``None`` if there is none."""
+        if self._tracker is not None and not self.closed:
+            self._require_open()
+            versions = self._all("get_policy_version")
+            newest = versions[0] if isinstance(versions[0], str) else max(versions)
+            if newest != self._tracker.version:
+                self._tracker.version = newest
+        return self._tracker
+
+    @property
+    def _sends_from_here(self) -> bool:
+        return isinstance(self._updater, RemoteWeightUpdaterBase)
 
     @property
     def weight_updater(self) -> Any:
         """The weight updater that was set, or the function that makes it in the actors."""
-        return self._weights.updater
+        return self._updater
 
     @weight_updater.setter
-    def weight_updater(self, value: Any) -> None:
-        self._weights.replace_updater(value, self)
+    def weight_updater(self, updater: Any) -> None:
+        sends = isinstance(updater, RemoteWeightUpdaterBase)
+        in_actors = self._updater is not None and not self._sends_from_here
+        if not sends and (updater is not None or in_actors):
+            self._layout = None
+            self._each(DialogActor.set_updater, updater)
+        self._register(updater)
+
+    def _register(self, updater: Any) -> None:
+        """Keep an updater that sends to the actors, or of which the actors have copies."""
+        self._updater = updater
+        if self._sends_from_here:
+            updater.register_collector(self)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Call ``init`` of the weight updater, where it runs."""
-        self._weights.init_updater(*args, **kwargs)
+        if self._sends_from_here:
+            self._updater.init(*args, **kwargs)
+        else:
+            self._each(methodcaller("init_updater", *args, **kwargs))
 
     @property
     def remote_collectors(self) -> list[Any]:
-        """The actors, as :class:`fusedrl.RayRemoteWeightUpdater` takes them."""
-        return self._weights.numbered_actors()
+        """The actors, as :class:`fusedrl.RayRemoteWeightUpdater` takes them.
 
-    @property
-    def _collector(self) -> FirstActor:
-        """torchrl's name of its one actor."""
-        self._actors.require_open()
-        return FirstActor(self._actors)
+        Weights that are sent to several of them have one version.
+        """
+        this: Any = weakref.proxy(self)
+        sends = [partial(RayLLMCollector._send, this, actor) for actor in self.actors]
+        return [SimpleNamespace(update_policy_weights_=SimpleNamespace(remote=s)) for s in sends]
 
-    def _first(self, name: str, *args: Any) -> Any:
-        return self._actors.one(0, "call", name, args)
+    def _send(self, actor: Any, stored: Any) -> Any:
+        with self._updating:
+            weights, version = self._sent
+            if weights != stored:
+                version = self._next_version()
+                self._sent = stored, version
+            return actor.publish.remote(stored, version)
 
-    def _each(self, name: str, *args: Any) -> list[Any]:
-        return self._actors.each("call", name, args)
+    # What the actors' collectors answer.
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Set the postprocessing of a collector that has none; it runs in the actors.
@@ -305,53 +610,51 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
         Raises:
             RuntimeError: it has one.
         """
-        self._each("set_postproc", postproc)
+        self._each(methodcaller("set_postproc", postproc))
 
     def get_policy_model(self) -> Any:
         """A copy of the model that the first actor's policy wraps."""
-        return self._first("get_policy_model")
+        return self._first(methodcaller("get_policy_model"))
 
     def get_model(self, model_id: str) -> Any:
         """A copy of a model of the first actor's collector."""
-        return self._first("get_model", model_id)
+        return self._first(methodcaller("get_model", model_id))
 
     def getattr_policy(self, attr: str) -> Any:
         """A copy of an attribute of the first actor's policy."""
-        return self._first("getattr_policy", attr)
+        return self._first(methodcaller("getattr_policy", attr))
 
     def getattr_env(self, attr: str) -> Any:
         """A copy of an attribute of the first actor's environment."""
-        return self._first("getattr_env", attr)
+        return self._first(methodcaller("getattr_env", attr))
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments one after the other; returns the seed that would follow."""
-        self._actors.require_open()
-        for index in self._actors.indices:
-            seed = self._actors.one(index, "call", "set_seed", (seed, static_seed))
+        import ray
+
+        for index in range(len(self.actors)):
+            seed = ray.get(self._one(index, methodcaller("set_seed", seed, static_seed)))
         return seed
 
     def profile(self) -> Profile:
         """Where the time of all actors went: policy, env, stamping, queueing."""
-        parts = [astuple(profile) for profile in self._each("profile")]
+        parts = [astuple(profile) for profile in self._each(methodcaller("profile"))]
         return Profile(*map(sum, zip(*parts, strict=True)))
 
     def _install_profile_hooks(self, config: ProfileConfig) -> None:
-        for index in set(config.workers).intersection(self._actors.indices):
-            own = replace(config, save_path=config.get_save_path(index))
-            self._actors.one(index, "call", "_install_profile_hooks", (own,))
+        self._each(DialogActor.install_profile, config)
 
     def _uninstall_profile_hooks(self, config: ProfileConfig) -> None:
-        for index in set(config.workers).intersection(self._actors.indices):
-            self._actors.one(index, "call", "_uninstall_profile_hooks", (config,))
+        self._each(methodcaller("_uninstall_profile_hooks", config))
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """The state of each actor's collector, between two batches, the counts and the version."""
-        states = self._each("state_dict")
+        states = self._each(methodcaller("state_dict"))
         state: OrderedDict[str, Any] = OrderedDict(
             (f"worker{index}", state) for index, state in enumerate(states)
         )
         state.update(frames=sum(state["frames"] for state in states), iter=self._iter)
-        if self.policy_version_tracker is not None:
+        if self._tracker is not None:
             state["policy_version"] = self.policy_version
         return state
 
@@ -361,25 +664,23 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
         If weights have been sent, the policies keep them and their version.
 
         Raises:
-            ValueError: the state has another number of actors or does not fit one of them. Nothing
-                has changed then.
+            ValueError: the state has another number of actors, or does not fit one of them, which
+                then keeps what it had.
         """
-        self._actors.require_open()
-        names = [f"worker{index}" for index in self._actors.indices]
+        import ray
+
+        names = [f"worker{index}" for index in range(len(self.actors))]
         workers = [key for key in state_dict if str(key).startswith("worker")]
         if sorted(workers) != sorted(names):
             raise ValueError(
                 f"state_dict: expected {names[0]} to {names[-1]}, got {workers}; load it into as "
                 "many actors as it is of"
             )
-        check_state(state_dict, {}, self.policy_version_tracker, True)
-        states = [state_dict[name] for name in names]
-        self._actors.each_its_own("call", [("check_state_dict", (one,), kwargs) for one in states])
         self._batches.forget()
-        self._actors.each_its_own("call", [("load_state_dict", (one,), kwargs) for one in states])
-        self._batches.load(state_dict["iter"], [state["frames"] for state in states])
-        if "policy_version" in state_dict:
-            self._weights.load(state_dict["policy_version"])
+        states = [state_dict[name] for name in names]
+        loads = [methodcaller("load_state_dict", state, **kwargs) for state in states]
+        ray.get([self._one(index, load) for index, load in enumerate(loads)])
+        self._batches.count_on([state["frames"] for state in states], state_dict["iter"] + 1)
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
@@ -392,10 +693,36 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
             raise_on_error: whether to raise errors of the background or of closing.
 
         Raises:
-            RuntimeError: what actors could not close, by their names.
+            Exception: what an actor could not close. All are ended all the same.
         """
-        self._iterator = None
-        self._batches.end(timeout, close_env, raise_on_error)
+        import ray
+        from ray.exceptions import RayActorError
+
+        self.closed, self._iterator = True, None
+        background, errors = self._batches.background, []
+        background.stop()
+        actors = self.actors if ray.is_initialized() else []
+        try:
+            ends = [actor.shutdown.remote(None, close_env) for actor in actors]
+            seconds = SECONDS_TO_END if timeout is None else timeout
+            ray.wait(ends, num_returns=len(ends), timeout=seconds) if ends else None
+            for end in ends:
+                try:
+                    ray.get(end, timeout=0)
+                except RayActorError as error:  # there is nothing to close
+                    logger.warning("%s", error)
+                except Exception as error:
+                    errors.append(error)
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+            self.actors = []
+        background.join()
+        self._batches.forget()
+        if raise_on_error:
+            background.check()
+            for error in errors:
+                raise error
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """As :meth:`shutdown`."""
@@ -410,8 +737,60 @@ class RayLLMCollector(_RayLLMCollector, metaclass=OwnArguments):
         self.shutdown(raise_on_error=kind is None)
 
     def __repr__(self) -> str:
-        """How many actors, and where."""
-        if self.closed:
-            return f"{type(self).__name__}(closed)"
-        names = ", ".join(self._actors.name(index) for index in self._actors.indices)
-        return f"{type(self).__name__}({names})"
+        """How many actors there are."""
+        return f"{type(self).__name__}({len(self.actors)} actors)"
+
+
+def _start_ray(config: dict[str, Any] | None) -> None:
+    """Start Ray, unless it runs already."""
+    try:
+        import ray
+    except ImportError as error:
+        raise RuntimeError("ray: expected it to be installed; pip install ray") from error
+    if not ray.is_initialized():
+        from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
+
+        ray.init(**(DEFAULT_RAY_INIT_CONFIG if config is None else config))
+
+
+def _started(options: RayOptions) -> tuple[list[Any], str | None]:
+    """The actors with their collectors, and the layout of their weights; no actor, if one fails."""
+    import ray
+
+    remote: Any = ray.remote
+    shared, own = ray.put(options.for_all()), options.for_each(torch.initial_seed() % 2**62)
+    actors = [
+        remote(**one, concurrency_groups={BETWEEN: 1})(DialogActor).remote()
+        for one in options.of_ray()
+    ]
+    try:
+        ready = [actor.__ray_ready__.remote() for actor in actors]
+        _, missing = ray.wait(ready, num_returns=len(ready), timeout=options.timeout)
+        if missing:
+            raise RuntimeError(
+                "timeout, num_cpus, num_gpus, remote_config: expected places for "
+                f"{len(ready)} actors within {options.timeout} s, got "
+                f"{len(ready) - len(missing)}; of "
+                f"{ray.cluster_resources()} free are {ray.available_resources()}: raise timeout if "
+                "that suffices, else ask for less, or add a machine"
+            )
+        made = [
+            actor.make.remote(shared, arguments, index, len(actors))
+            for index, (actor, arguments) in enumerate(zip(actors, own, strict=True))
+        ]
+        return actors, ray.get(made)[0]
+    except BaseException:
+        for actor in actors:  # one that waits for a place would wait for ever
+            ray.kill(actor)
+        raise
+
+
+def _stored(weights: Any) -> Any:
+    """A reference to weights in Ray's store."""
+    import ray
+
+    return ray.put(StoredWeights(weights) if isinstance(weights, TensorDictBase) else weights)
+
+
+def _rollout(collector: Any) -> Any:
+    return serialize(collector.rollout().clear_device_())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,22 +13,24 @@ from multiprocessing.util import Finalize
 from operator import methodcaller
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.collectors import AsyncCollector as _AsyncCollector
 from torchrl.collectors import BaseCollector, ProfileConfig
+from torchrl.collectors.utils import split_trajectories
 
 from fusedrl.channel.forking import renew_in_children
-from fusedrl.collectors.background import Background
+from fusedrl.collectors.batch_stream import Advance, Background, BatchStream, Ready
 from fusedrl.collectors.options import arguments_of, of_part
-from fusedrl.collectors.policy_version import tracker_of
-from fusedrl.collectors.process import worker_collector
+from fusedrl.collectors.policy_version import tracker_of, versions_in
 from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.weights import PublishedWeights
-from fusedrl.collectors.process.worker_batches import WorkerBatches
-from fusedrl.collectors.process.worker_collector import Job, make_collector
-from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerHandle
+from fusedrl.collectors.process.worker import Job, make_collector
+from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, Arrived, WorkerHandle
 from fusedrl.collectors.progress import Profile, progress_bar
+from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import (
     process_context,
     trajectory_format,
@@ -35,6 +39,77 @@ from fusedrl.compat.torchrl import (
 )
 
 DEVICES = "storing_device", "policy_device", "env_device"
+
+
+class WorkerBatches(BatchStream):
+    """The batches of a worker.
+
+    Args:
+        worker: the process.
+        collector: its attributes say what is done with each batch; it is not kept alive.
+        background: the thread that may take the batches.
+        max_staleness: as for the collector.
+
+    Attributes:
+        number: the number that the worker gave to the batch that was taken last.
+    """
+
+    counter = "AsyncCollector.stale_frames"
+
+    def __init__(
+        self, worker: WorkerHandle, collector: Any, background: Background, max_staleness: Any
+    ) -> None:
+        super().__init__(background, None, max_staleness)
+        self._worker, self._collector = worker, weakref.proxy(collector)
+        self.number = 0
+
+    def count_on(self, frames: int, batches: int) -> None:
+        """Go on from the counts of a state."""
+        self.frames, self.batches = frames, batches
+
+    def _prepare(self, advance: Advance) -> Ready | None:
+        if self.number <= self._worker.outdated:
+            self._ready = None
+        return super()._prepare(advance)
+
+    def _wait(self) -> Arrived | None:
+        if self.frames >= self._collector.total_frames:
+            return None
+        arrived = self._worker.batch(self.number, self._collector.timeout)
+        if arrived.batch is None:
+            self.number = arrived.number
+            return None
+        return arrived
+
+    def _count(self, arrived: Arrived) -> bool:
+        if arrived.number <= self._worker.outdated:
+            return False
+        self.number = arrived.number
+        self.frames += arrived.frames
+        self.batches += 1
+        return True
+
+    def _request(self) -> None:
+        collector = self._collector
+        if collector.update_at_each_batch:
+            collector.update_policy_weights_()
+        left = (collector.total_frames - self.frames) / (collector.requested_frames_per_batch or 1)
+        self._worker.ask(self.number, math.ceil(min(collector.prefetch, left)))
+
+    def _lateness(self, arrived: Arrived) -> int:
+        return self._collector.policy_version - min(versions_in(arrived.batch))
+
+    def _finished(self, batch: Any) -> Any:
+        collector = self._collector
+        if collector.replay_buffer is None and collector.split_trajs:
+            batch = split_trajectories(batch, prefix="collector")
+        if collector.postproc is not None:
+            batch = collector.postproc(batch)
+            private = [key for key in list(batch.keys()) if key.startswith("_")]
+            batch = batch.exclude(*private) if private else batch
+        if self.buffer is not None:
+            batch.names = None
+        return batch
 
 
 class AsyncCollector(_AsyncCollector):
@@ -344,7 +419,7 @@ class AsyncCollector(_AsyncCollector):
         Returns:
             The last environment's seed.
         """
-        return self._call(worker_collector.set_seed, seed, static_seed, anew=True)
+        return self._call(_set_seed, seed, static_seed, anew=True)
 
     def reset(self, reset_idx: Any = None) -> None:
         """Start new trajectories; no later batch has frames from before.
@@ -358,7 +433,7 @@ class AsyncCollector(_AsyncCollector):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """The state of the worker (``"worker0"``) and the counts (``"frames"``, ``"iter"``)."""
-        worker = self._call(worker_collector.state_dict)
+        worker = self._call(_state_dict)
         state = OrderedDict(worker0=worker, frames=self._frames, iter=self._iter)
         if "traj_pool" in worker:
             state["traj_pool"] = worker.pop("traj_pool")
@@ -386,17 +461,17 @@ class AsyncCollector(_AsyncCollector):
         """Where the worker's time went: policy, env, stamping, queueing (packing is in this).
 
         Raises:
-            RuntimeError: the worker's collector does not measure it.
+            AttributeError: the worker has torchrl's ``Collector``, which does not measure it.
         """
-        return self._call(worker_collector.profile)
+        return self._call(methodcaller("profile"))
 
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of the worker's policy."""
-        return self._call(worker_collector.getattr_of, "policy", attr)
+        return self._call(methodcaller("getattr_policy", attr))
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of the worker's environment."""
-        return self._call(worker_collector.getattr_of, "env", attr)
+        return self._call(methodcaller("getattr_env", attr))
 
     def get_distant_attr(self, attr: str) -> list[Any]:
         """The object that a path names in the worker's collector, as a list with one element."""
@@ -486,6 +561,21 @@ class AsyncCollector(_AsyncCollector):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         """Shut down; an exception of the block is not hidden."""
         self.shutdown(raise_on_error=kind is None)
+
+
+# What runs in the worker, with its collector as the first argument.
+
+
+def _set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
+    last = collector.set_seed(seed, static_seed=static_seed)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    collector.reset()
+    return last
+
+
+def _state_dict(collector: Any) -> Any:
+    return map_leaves(lambda x: x.cpu() if isinstance(x, Tensor) else x, collector.state_dict())
 
 
 aSyncDataCollector = AsyncCollector

@@ -47,60 +47,6 @@ class Stop:
     timeout: float
 
 
-ToWorker = More | Call | SetVersion | Stop
-
-
-class WorkerTraceback(Exception):
-    """The cause of an exception that a worker raised: the worker's traceback, as text."""
-
-    def __str__(self) -> str:
-        """The text between quotes, so that it stands out."""
-        return f'\n"""\n{self.args[0]}"""'
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception as its pickle, if it can be pickled and read, and its traceback as text."""
-
-    data: bytes | None
-    text: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Make any exception portable."""
-        data = None
-        with contextlib.suppress(Exception):
-            data = cloudpickle.dumps(error)  # its class may be a local one, or pickled by value
-        return cls(data if _read(data) is not None else None, _text(error))
-
-    def exception(self) -> Exception:
-        """The exception, with the worker's traceback as its cause."""
-        error = _read(self.data)
-        if error is None:
-            last = self.text.rstrip().rsplit("\n", 1)[-1]
-            error = RuntimeError(
-                f"worker: expected it to collect, got {last}; its traceback is above"
-            )
-        error.__cause__ = WorkerTraceback(self.text)
-        return error
-
-
-def _read(data: bytes | None) -> Exception | None:
-    """The exception in a pickle; ``None`` if its ``__init__`` or ``__reduce__`` prevents that."""
-    with contextlib.suppress(Exception):
-        error = None if data is None else pickle.loads(data)
-        return error if isinstance(error, Exception) else None
-    return None
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception:  # its __str__ may raise anything
-        frames = "".join(traceback.format_tb(error.__traceback__))
-        return f"Traceback (most recent call last):\n{frames}{type(error).__qualname__}\n"
-
-
 @dataclass(frozen=True)
 class Batch:
     """A batch, counted from 1, and the number of frames that it counts as.
@@ -125,11 +71,35 @@ class Answer:
     outdated: int = 0
 
 
+class WorkerTraceback(Exception):
+    """The cause of an exception that a worker raised: the worker's traceback, between quotes."""
+
+
 @dataclass(frozen=True)
-class Failed:
-    """The exception that ended the worker."""
+class Failure:
+    """An exception as a pickle; by itself, it is what ended the worker."""
 
-    failure: Failure
+    pickled: bytes
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Make any exception portable: one that is not becomes a ``RuntimeError``."""
+        text = "".join(traceback.format_exception(error))
+        failure = cls(b"")
+        with contextlib.suppress(Exception):  # its __init__ or __reduce__ may prevent that
+            failure = cls(cloudpickle.dumps((error, text)))  # its class may be a local one
+            if isinstance(failure.exception(), Exception):
+                return failure
+        last = text.rstrip().rsplit("\n", 1)[-1]
+        message = f"worker: expected it to collect, got {last}; its traceback is above"
+        return cls(pickle.dumps((RuntimeError(message), text)))
+
+    def exception(self) -> Exception:
+        """The exception, with the worker's traceback as its cause."""
+        error, text = pickle.loads(self.pickled)
+        error.__cause__ = WorkerTraceback(f'\n"""\n{text}"""')
+        return error
 
 
-ToTrainer = Batch | Answer | Failed
+ToWorker = More | Call | SetVersion | Stop
+ToTrainer = Batch | Answer | Failure

@@ -14,12 +14,12 @@ from torchrl.collectors.llm import LLMCollector as _LLMCollector
 from torchrl.envs.utils import ExplorationType
 
 from fusedrl.channel import WeightHandle
+from fusedrl.channel.checks import seconds
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.options import (
     ChannelOptions,
     Policy,
     TurnOptions,
-    check_seconds,
     check_total,
     check_whole,
 )
@@ -99,7 +99,8 @@ class AsyncOptions(ChannelOptions, FrameOptions):
             optional = name not in ("prefetch", "num_sub_threads")
             check_whole(name, getattr(self, name), least, unit, remedy, optional)
         check_total("total_frames", self.total_frames, "frames")
-        check_seconds("timeout", self.timeout, "None has no limit")
+        if self.timeout is not None:
+            seconds("timeout", self.timeout)
         self._check_class()
         _only(self.create_env_fn, "create_env_fn")
         _only(self.create_env_kwargs, "create_env_kwargs")

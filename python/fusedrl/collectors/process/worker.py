@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import logging
 import multiprocessing
 import os
@@ -18,23 +19,96 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 import cloudpickle
+import torch
 import torchrl
+from torch import Tensor, nn
 
 from fusedrl.collectors.process import messages, process_tree
 from fusedrl.collectors.process.messages import Failure
+from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.shared_batches import Segments
-from fusedrl.collectors.process.worker_collector import Job
 from fusedrl.compat.torchrl import frames_of
+from fusedrl.weights.follow import Attachment, follow_channel
 
 POLL_S = 0.5  # how often to check a process whose sentinel another process may keep open
 ORPHANED_S = 1.0  # seconds to end in, once the trainer is gone
 
 logger = logging.getLogger("fusedrl")
+
+
+class Job:
+    """A function that makes the collector, which the worker unpacks where it can report errors.
+
+    Tensors that a channel has ``brought`` by then arrive on the meta device.
+    """
+
+    def __init__(self, make: Callable[[], Any], brought: Iterable[Tensor] = ()) -> None:
+        self._make: Callable[[], Any] | None = make
+        self._brought = {id(tensor): tensor for tensor in brought}
+        self._data = b""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the function, while the process is started and locks can be pickled too."""
+        file = io.BytesIO()
+        _Pickler(file, self._brought).dump(self._make)
+        return {"_make": None, "_brought": {}, "_data": file.getvalue()}
+
+    def __call__(self) -> Any:
+        """Make the collector; a forked process calls the trainer's own function."""
+        make = pickle.loads(self._data) if self._make is None else self._make
+        return make()
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO, brought: dict[int, Tensor]) -> None:
+        super().__init__(file)
+        self._brought = brought
+
+    def reducer_override(self, obj: Any) -> Any:
+        if id(obj) in self._brought:
+            return _empty, (obj.shape, obj.dtype, isinstance(obj, nn.Parameter))
+        return super().reducer_override(obj)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype, is_parameter: bool) -> Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device="meta")
+    return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+
+
+def make_collector(
+    options: AsyncOptions, arguments: dict[str, Any], schemes: dict[str, Any]
+) -> Any:
+    """A collector whose models follow their channels.
+
+    The weights of the policy may lie on the meta device until their scheme brings them.
+
+    Args:
+        options: the arguments that the worker got.
+        arguments: those for the constructor of the collector.
+        schemes: the schemes that bring weights, by the names of their models.
+    """
+    torch.set_num_threads(options.num_sub_threads)
+    if options.init_fn is not None:
+        options.init_fn()
+    policy = options.policy if options.policy_factory is None else options.policy_factory()
+    scheme = schemes.get("policy")
+    if scheme is not None:  # the collector calls the policy, which needs its weights by then
+        scheme.init_on_receiver(model_id="policy", model=policy)
+        scheme.connect()
+    collector = options.kind(options.env, policy=policy, **arguments)
+    collector.pre_collect_hook = options.pre_collect_hook
+    collector.post_collect_hook = options.post_collect_hook
+    if schemes:
+        collector.register_scheme_receiver(schemes)
+    if options.channel is not None:
+        follower, _ = follow_channel(options.channel, collector.policy, options.channel_mode)
+        Attachment(collector, follower, is_policy=True)
+    return collector
 
 
 class Interrupted(BaseException):
@@ -106,7 +180,7 @@ class Worker:
         except Interrupted:
             raise
         except BaseException as error:  # also SystemExit, which a policy or a tool may raise
-            self._send(messages.Failed(Failure.of(error)))
+            self._send(Failure.of(error))
 
     def _do_next(self) -> None:
         """Do what the trainer asks for next; calls come before batches."""
@@ -179,7 +253,7 @@ class Worker:
             pass
         except BaseException as error:
             logger.exception("AsyncCollector: the worker ends, as it can hear its trainer no more")
-            self._send(messages.Failed(Failure.of(error)))
+            self._send(Failure.of(error))
         self._abandon()
 
     def _watch(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import multiprocessing
 import os
 import pickle
@@ -22,14 +21,10 @@ import cloudpickle
 
 from fusedrl.collectors.process import messages, process_tree
 from fusedrl.collectors.process.shared_batches import Mappings
-from fusedrl.collectors.process.worker import POLL_S, main
-from fusedrl.collectors.process.worker_collector import Job
+from fusedrl.collectors.process.worker import POLL_S, Job, main
 
 SHUTDOWN_S = 10.0
 KILL_S = 1.0  # seconds that are added to the time in which a worker has to end by itself
-LOOK_S = 10.0  # seconds of waiting, after which to check whether the worker is stopped
-
-logger = logging.getLogger("fusedrl")
 
 
 class ShutDown(RuntimeError):
@@ -76,9 +71,9 @@ class Future:
             with contextlib.suppress(RuntimeError):  # another thread has set it at the same time
                 self._gate.release()
 
-    def wait(self, timeout: float) -> bool:
+    def wait(self, timeout: float | None = None) -> bool:
         """Wait for the result; whether there is one after ``timeout`` seconds."""
-        if not self._set and self._gate.acquire(timeout=timeout):
+        if not self._set and self._gate.acquire(timeout=-1 if timeout is None else timeout):
             self._gate.release()  # for another thread that waits
         return self._set
 
@@ -217,25 +212,11 @@ class WorkerHandle:
         return future
 
     def _result_of(self, future: Future, timeout: float | None = None) -> Any:
-        """Wait for a result; if the worker is stopped by a signal meanwhile, say so."""
-        left = float("inf") if timeout is None else timeout
-        while not future.wait(min(left, LOOK_S)):
-            left -= LOOK_S
-            is_stopped = process_tree.is_stopped(self.pid)
-            if left > 0 and is_stopped:
-                logger.warning(
-                    "AsyncCollector: waiting for the worker (pid %s), which a signal has stopped; "
-                    "let it go on with kill -CONT %s",
-                    *(self.pid, self.pid),
-                )
-            elif left <= 0:
-                remedy = "it is alive: raise timeout"
-                if is_stopped:
-                    remedy = f"a signal has stopped it: let it go on with kill -CONT {self.pid}"
-                raise TimeoutError(
-                    f"timeout: expected a batch of the worker (pid {self.pid}) within {timeout} s, "
-                    f"got none; {remedy}"
-                )
+        if not future.wait(timeout):
+            raise TimeoutError(
+                f"timeout: expected a batch of the worker (pid {self.pid}) within {timeout} s, got "
+                "none; raise timeout, or let it go on if a signal has stopped it"
+            )
         return future.result()
 
     def stop(self, timeout: float) -> None:
@@ -319,8 +300,8 @@ class WorkerHandle:
                     call.set(error=result.exception)
                 else:
                     call.set(result)
-            case messages.Failed(failure):
-                self._fail(failure.exception)
+            case messages.Failure():
+                self._fail(message.exception)
 
     def _unpack(self, message: messages.Batch) -> None:
         assert message.shared is not None
