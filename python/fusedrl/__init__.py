@@ -56,6 +56,7 @@ _HOME = {
     "AsyncCollector": "fusedrl.collectors",
     "aSyncDataCollector": "fusedrl.collectors",
     "RayLLMCollector": "fusedrl.collectors",
+    "turn_metrics": "fusedrl.collectors",
     "ChannelWeightSyncScheme": "fusedrl.weights",
     "patch_torchrl": "fusedrl.integrations.torchrl",
     "patch_trl": "fusedrl.integrations.trl",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from fusedrl.collectors import RayLLMCollector as RayLLMCollector
     from fusedrl.collectors import VersionChange as VersionChange
     from fusedrl.collectors import aSyncDataCollector as aSyncDataCollector
+    from fusedrl.collectors import turn_metrics as turn_metrics
     from fusedrl.integrations.torchrl import patch_torchrl as patch_torchrl
     from fusedrl.integrations.trl import patch_trl as patch_trl
     from fusedrl.objectives import DAPO as DAPO

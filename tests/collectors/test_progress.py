@@ -13,7 +13,7 @@ from torchrl.envs import StepCounter
 from torchrl.modules.llm import TransformersWrapper
 from transforms.dialogs import rows
 
-from fusedrl import LLMCollector, PolicyVersion
+from fusedrl import LLMCollector, PolicyVersion, turn_metrics
 from fusedrl.collectors.progress import response_tokens
 
 
@@ -42,6 +42,22 @@ def test_tokens_are_those_of_the_responses(chat_env, collect, greedy, tokenizer,
     ending = greedy(pad, eos_token_id=end, pad_token_id=tokenizer.pad_token_id)
     batch = collect(chat_env(StepCounter(1)), policy=ending).next()
     assert response_tokens(batch) == sum(lengths)
+
+
+def test_the_figures_of_a_batch_are_one_flat_dictionary(chat_env, collect, greedy):
+    batch = collect(chat_env(StepCounter(1)), policy=greedy(), track_policy_version=True).next()
+    versions = batch.reshape(-1)["next", "policy_version"]
+    assert turn_metrics(batch, int(versions.max()) + 2) == {
+        "turns/count": batch.numel(),
+        "turns/tokens": response_tokens(batch),
+        "turns/reward": 1,
+        "turns/version": versions.min().item(),
+        "turns/staleness": versions.max().item() + 2 - versions.min().item(),
+    }
+    ragged = lazy_stack([TensorDict({"next": {"reward": torch.ones(n)}}) for n in (1, 3)])
+    assert turn_metrics(ragged, prefix="") == {"count": 2, "reward": 1}
+    with pytest.raises(ValueError, match="track_policy_version"):
+        turn_metrics(ragged, 1)
 
 
 def test_tokens_under_the_name_of_torchrls_first_wrappers():

@@ -7,6 +7,7 @@ from fusedrl.collectors.cluster.ray_llm_collector import RayLLMCollector
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import PolicyVersion
 from fusedrl.collectors.process.async_collector import AsyncCollector, aSyncDataCollector
+from fusedrl.collectors.progress import turn_metrics
 
 __all__ = [
     "AsyncCollector",
@@ -15,4 +16,5 @@ __all__ = [
     "RayLLMCollector",
     "VersionChange",
     "aSyncDataCollector",
+    "turn_metrics",
 ]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 
 from fusedrl.collectors.policy_version import versions_in
@@ -128,6 +129,49 @@ def response_tokens(batch: TensorDictBase) -> int | None:
         pairs = zip(responses, masks, strict=True)
         return sum(int(mask[..., mask.shape[-1] - r.shape[-1] :].sum()) for r, mask in pairs)
     return None
+
+
+def turn_metrics(
+    batch: TensorDictBase, newest: int | None = None, prefix: str = "turns/"
+) -> dict[str, float]:
+    """The figures of a batch of turns as one flat dictionary, for a logger.
+
+    It goes with those of :func:`fusedrl.loss_metrics` to torchrl's ``logger.log_metrics(metrics,
+    step=step)`` or TRL's ``trainer.log(metrics)``.
+
+    Args:
+        batch: what a collector gives, of any shape.
+        newest: the newest version, as ``collector.policy_version``.
+        prefix: what every name begins with.
+
+    Returns:
+        ``count`` of the turns, ``tokens`` of their responses, the mean ``reward``, and with
+        ``newest`` the oldest ``version`` and its ``staleness``; without those that the batch lacks.
+
+    Raises:
+        ValueError: ``newest`` is given, and the batch has no versions.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from fusedrl import turn_metrics
+        >>> reward, version = torch.tensor([[1.0], [0.5]]), torch.tensor([3, 4])
+        >>> batch = TensorDict({"next": {"reward": reward, "policy_version": version}}, [2])
+        >>> turn_metrics(batch, newest=5)
+        {'turns/count': 2.0, 'turns/reward': 0.75, 'turns/version': 3.0, 'turns/staleness': 2.0}
+    """
+    flat: Any = batch.reshape(-1)
+    figures: dict[str, float] = {"count": flat.shape[0]}
+    tokens = response_tokens(flat)
+    if tokens is not None:
+        figures["tokens"] = tokens
+    rewards = flat.get("next", flat).get("reward", as_list=True)
+    if rewards is not None:
+        figures["reward"] = torch.cat([reward.flatten() for reward in rewards]).mean().item()
+    if newest is not None:
+        oldest = min(versions_in(flat))
+        figures |= {"version": oldest, "staleness": newest - oldest}
+    return {f"{prefix}{name}": float(value) for name, value in figures.items()}
 
 
 def _short(value: Any) -> str:
