@@ -182,7 +182,7 @@ class RetrieveKL(_RetrieveKL):
                 "gen_model: 'from_collector' expected an environment run by a collector, got one "
                 "without; build the collector before stepping, or pass gen_model"
             )
-        policy: Any = getattr(collector, "scored_policy", None) or collector.policy
+        policy: Any = collector.policy
         first: Any = self.transforms[0]
         given = first.model if isinstance(first, RetrieveLogProb) else None
         scoring_policy = _new_version(
