@@ -22,15 +22,14 @@ from fusedrl.channel.following import PUBLISHERS, refuse_followed
 from fusedrl.channel.forking import is_mine, renew_in_children
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.limits import no_channel, refuse_beyond
+from fusedrl.channel.limits import no_channel
 from fusedrl.channel.meetings import (
-    FullError,
     Meetings,
     meetings_of,
     publish_together,
     refuse_layouts,
 )
-from fusedrl.channel.memory import Manifest, Memory, checksum
+from fusedrl.channel.memory import FullError, Manifest, Memory, checksum, reserve
 from fusedrl.channel.sources import ModuleSnapshot, Place, module_places, ranks_of_shards
 
 # Seconds within which the death of a reader is noticed.
@@ -118,32 +117,8 @@ class WeightChannel:
     def _reserve(self, where: torch.device, slots: int, max_readers: int, checksum: bool) -> None:
         """Take the memory of the slots."""
         layout, session = self.layout, secrets.token_hex(16)
-
-        def publisher(slot_bytes: int, memory: dict[str, Any]) -> _host.Publisher:
-            text = Manifest(layout, self._timeout, checksum, memory).to_bytes()
-            nbytes = slots * slot_bytes
-            remedy = (
-                f"create the channel with fewer slots than {slots}, or in half the width "
-                "(dtype=torch.bfloat16)"
-            )
-            refuse_beyond(nbytes, remedy)
-            try:
-                return _host.Publisher(slots, slot_bytes, max_readers, session, text)
-            except OSError as error:
-                raise no_channel(error, nbytes, remedy) from error
-
-        if where.type == "cuda":
-            from fusedrl.channel.cuda import CudaMemory
-
-            memory: Memory = CudaMemory.create(where, slots, layout.nbytes)
-            end = publisher(0, memory.manifest())
-        elif where.type == "cpu":
-            end = publisher(layout.nbytes, Memory.MANIFEST)
-            memory = Memory(end, slots, layout.nbytes)
-        else:
-            raise ValueError(
-                f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine"
-            )
+        manifest = Manifest(layout, self._timeout, checksum, Memory.MANIFEST)
+        memory, end = reserve(manifest, where, slots, max_readers, session)
         self.handle = WeightHandle(os.getpid(), end.fd(), session)
         self.device = memory.device
         self._memory = memory

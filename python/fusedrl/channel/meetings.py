@@ -14,13 +14,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fusedrl.channel.checks import MAX_VERSION, count
+from fusedrl.channel.memory import FullError
 from fusedrl.compat.torch import store_of_ranks
 
 _PAUSE = 0.02  # seconds between two looks at the store, at most
-
-
-class FullError(TimeoutError):
-    """No slot became free in time."""
 
 
 class Meetings:

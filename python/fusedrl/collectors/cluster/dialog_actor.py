@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrl.collectors import ProfileConfig
 
 from fusedrl.channel import WeightChannel
+from fusedrl.collectors.cluster.options import RayOptions
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import versions_in
 from fusedrl.collectors.progress import response_tokens
@@ -155,6 +156,50 @@ class DialogActor(LLMCollector):
         finally:
             if self._channel is not None:
                 self._channel.close()
+
+
+def start_ray(config: dict[str, Any] | None) -> None:
+    """Start Ray, unless it runs already."""
+    try:
+        import ray
+    except ImportError as error:
+        raise RuntimeError("ray: expected it to be installed; pip install ray") from error
+    if not ray.is_initialized():
+        from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
+
+        ray.init(**(DEFAULT_RAY_INIT_CONFIG if config is None else config))
+
+
+def start_actors(options: RayOptions) -> tuple[list[Any], str | None]:
+    """The actors with their collectors, and the layout of their weights; no actor, if one fails."""
+    import ray
+
+    remote: Any = ray.remote
+    shared, own = ray.put(options.for_all()), options.for_each(torch.initial_seed() % 2**62)
+    actors = [
+        remote(**one, concurrency_groups={BETWEEN: 1})(DialogActor).remote()
+        for one in options.of_ray()
+    ]
+    try:
+        ready = [actor.__ray_ready__.remote() for actor in actors]
+        _, missing = ray.wait(ready, num_returns=len(ready), timeout=options.timeout)
+        if missing:
+            raise RuntimeError(
+                "timeout, num_cpus, num_gpus, remote_config: expected places for "
+                f"{len(ready)} actors within {options.timeout} s, got "
+                f"{len(ready) - len(missing)}; of "
+                f"{ray.cluster_resources()} free are {ray.available_resources()}: raise timeout if "
+                "that suffices, else ask for less, or add a machine"
+            )
+        made = [
+            actor.make.remote(shared, arguments, index, len(actors))
+            for index, (actor, arguments) in enumerate(zip(actors, own, strict=True))
+        ]
+        return actors, ray.get(made)[0]
+    except BaseException:
+        for actor in actors:  # one that waits for a place would wait for ever
+            ray.kill(actor)
+        raise
 
 
 def _source(policy: Any) -> nn.Module | None:

@@ -11,18 +11,22 @@ from dataclasses import astuple
 from functools import partial
 from operator import methodcaller
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import ProfileConfig
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
 from fusedrl.channel.layout import Layout
-from fusedrl.collectors.batch_stream import Advance, Background, BatchStream, Ready
-from fusedrl.collectors.cluster.dialog_actor import BETWEEN, Collected, DialogActor, weights_in
+from fusedrl.collectors.cluster.dialog_actor import (
+    BETWEEN,
+    DialogActor,
+    start_actors,
+    start_ray,
+    weights_in,
+)
 from fusedrl.collectors.cluster.options import RayOptions
-from fusedrl.collectors.interrupts import uninterrupted
+from fusedrl.collectors.cluster.ray_batches import RayBatches
 from fusedrl.collectors.options import arguments_of, of_part
 from fusedrl.collectors.policy_version import tracker_of
 from fusedrl.collectors.progress import Profile, progress_bar
@@ -56,134 +60,6 @@ def _in_actors(name: str, doc: str) -> Any:
         self._each(setattr, name, value)
 
     return property(read, write, doc=doc)
-
-
-class Shares(NamedTuple):
-    """What actors have collected, by the references under which it was requested.
-
-    The batch joins their dialogs. It is ``None`` if a replay buffer has them already.
-    """
-
-    answers: dict[Any, Collected]
-    batch: TensorDictBase | None
-    oldest: Any
-    shown: dict[str, Any]
-
-
-class RayBatches(BatchStream):
-    """Requests batches from the actors: a share of each, or whichever is ready first.
-
-    Args:
-        collector: has the actors, and says what is done with each batch; it is not kept alive.
-        buffer: the buffer that is extended here, if any.
-        max_staleness: as for the collector.
-
-    Attributes:
-        turns: turns that each actor ran.
-        under_way: actors by the reference to a batch that is not counted yet.
-    """
-
-    counter = "RayLLMCollector.stale_turns"
-
-    def __init__(self, collector: Any, buffer: Any, max_staleness: int | None) -> None:
-        super().__init__(Background("RayLLMCollector"), buffer, max_staleness)
-        self._collector = weakref.proxy(collector)
-        self.turns: dict[int, int] = {}
-        self._stale: dict[int, int] = {}  # turns that each actor dropped
-        self.under_way: dict[Any, int] = {}
-        self._over: set[int] = set()  # actors that have run all of their turns
-
-    @property
-    def stale_turns(self) -> int:
-        """Turns that ``max_staleness`` dropped."""
-        return sum(self._stale.values()) + self.dropped
-
-    def rest(self, bar: Any) -> Iterator[Any]:
-        """As for :class:`BatchStream`; an exception of an actor ends the actors."""
-        self._over.clear()  # another state may have been loaded
-        return super().rest(bar)
-
-    def _prepare(self, advance: Advance) -> Ready | None:
-        self._collector._require_open()
-        self.background.refuse_others()
-        try:
-            return super()._prepare(advance)
-        except Exception:
-            if not self.background.is_current():
-                self._collector.shutdown(raise_on_error=False)
-            raise
-
-    @property
-    def _waits_for_all(self) -> bool:
-        return self._collector.sync_iter and not self.background.is_current()
-
-    def ask(self) -> None:
-        """Let every idle actor collect that has turns left."""
-        with uninterrupted():
-            busy = self._over.union(self.under_way.values())
-            for index, actor in enumerate(self._collector.actors):
-                if index not in busy:
-                    collect = actor.collect.options(concurrency_group=BETWEEN)
-                    self.under_way[collect.remote()] = index
-
-    def _wait(self) -> Shares | None:
-        """Wait for a batch of each actor, or only for the first that is ready."""
-        import ray
-
-        self.ask()
-        answers: dict[Any, Collected] = {}
-        waiting = list(self.under_way)
-        while waiting:
-            (reference,), waiting = ray.wait(waiting)
-            answers[reference] = ray.get(reference)
-            if not self._waits_for_all and not answers[reference].over:
-                break
-        if not answers:
-            return None
-        in_order = sorted(answers, key=self.under_way.__getitem__)
-        collected = [answers[one] for one in in_order if not answers[one].over]
-        batches = [deserialize(one.batch) for one in collected if one.batch is not None]
-        tokens = [one.tokens for one in collected if one.tokens is not None]
-        oldest = min((one.oldest for one in collected if one.oldest is not None), default=None)
-        shown = {"tokens": sum(tokens) if tokens else None, "oldest": oldest}
-        return Shares(answers, _joined(batches) if batches else None, oldest, shown)
-
-    def _count(self, arrived: Shares) -> bool:
-        for reference, collected in arrived.answers.items():
-            actor = self.under_way.pop(reference)
-            self.turns[actor] = collected.frames
-            self._stale[actor] = collected.stale
-            if collected.over:
-                self._over.add(actor)
-        self.frames = sum(self.turns.values())
-        collects = not all(one.over for one in arrived.answers.values())
-        self.batches += collects
-        return collects
-
-    def _request(self) -> None:
-        if not self._waits_for_all:
-            self.ask()
-
-    def _lateness(self, arrived: Shares) -> int:
-        return self._collector.policy_version - arrived.oldest
-
-    def forget(self) -> None:
-        """Drop everything that was collected so far."""
-        self.under_way.clear()
-        super().forget()
-
-    def count_on(self, turns: list[int], batches: int) -> None:
-        """Go on from the counts of a state: the turns of each actor, and all batches."""
-        self._over.clear()
-        self.turns, self.frames, self.batches = dict(enumerate(turns)), sum(turns), batches
-
-
-def _joined(batches: list[TensorDictBase]) -> TensorDictBase:
-    """Concatenate the dialogs of several actors without a copy; columns may be ragged."""
-    if len(batches) == 1:
-        (batch,) = batches
-        return batch
-    return lazy_stack([row for batch in batches for row in batch.unbind(0)])
 
 
 class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
@@ -237,9 +113,10 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
     Raises:
         TypeError: as for :class:`LLMCollector`, or a policy or environment cannot be pickled.
         ValueError: as for :class:`LLMCollector`, or lists have different lengths, or there are
-            fewer turns than actors. It is raised before Ray is started, where that is possible.
-        RuntimeError: Ray is not installed or has no place for an actor, or later an actor is dead.
-            What an actor raises is raised here, with its traceback.
+            fewer turns than actors.
+        RuntimeError: Ray is not installed, or has no place for an actor.
+        ray.exceptions.RayActorError: later, an actor is dead. What an actor raises is raised here,
+            with its traceback.
 
     Example:
         >>> from fusedrl import RayLLMCollector
@@ -263,7 +140,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
     @arguments_of(RayOptions)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         options = RayOptions(*args, **kwargs)
-        _start_ray(options.ray_init_config)
+        start_ray(options.ray_init_config)
         self.progress, self.verbose = options.progress, options.verbose
         self.requested_frames_per_batch = options.dialog_turns_per_batch or 1
         self.total_frames: Any = options.total
@@ -272,7 +149,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
         self._policy = options.policy
         self._tracker = tracker_of(options.track_policy_version)
         self._begin(options.max_staleness)
-        self.actors, layout = _started(options)
+        self.actors, layout = start_actors(options)
         self.closed = False
         self._layout = None if layout is None else Layout.from_json(layout)  # of their channels
         self._register(options.weight_updater)
@@ -293,7 +170,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
 
     def __getstate__(self) -> dict[str, Any]:
         """What makes a handle of the same actors in another process."""
-        self._require_open()
+        self.require_open()
         buffer = ray_buffer_client(self.replay_buffer)
         if buffer is None and self.replay_buffer is not None:
             raise TypeError(
@@ -339,7 +216,8 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
 
     # Calls of actors.
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raise ``RuntimeError`` after a shutdown of the collector or of Ray."""
         import ray
 
         if self.closed or not ray.is_initialized():  # almost every call of Ray's would start it
@@ -357,7 +235,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
 
     def _one(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function(collector, *args)`` in an actor between two batches, for a reference."""
-        self._require_open()
+        self.require_open()
         call = self.actors[index].__ray_call__.options(concurrency_group=BETWEEN)
         return call.remote(function, *args)
 
@@ -374,7 +252,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
     @property
     def _collector(self) -> Any:
         """torchrl's name of its one actor."""
-        self._require_open()
+        self.require_open()
         return self.actors[0]
 
     # Batches.
@@ -412,7 +290,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
         Raises:
             RuntimeError: there is no replay buffer.
         """
-        self._require_open()
+        self.require_open()
         if self.replay_buffer is None:
             raise RuntimeError(
                 "replay_buffer: expected one to collect into in the background, got None; pass it "
@@ -484,7 +362,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
                 f"{len(forms)} for {sorted(models)}; pass one, and no other model_id than 'policy'"
             )
         weights = forms.pop() if forms else None
-        self._require_open()
+        self.require_open()
         with self._updating:
             if self._sends_from_here:
                 self._updater(weights, worker_ids)
@@ -532,7 +410,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
 
     def increment_version(self) -> None:
         """Count a version in every actor, without other weights."""
-        self._require_open()
+        self.require_open()
         with self._updating:
             self._all("renumber", self._next_version())
 
@@ -546,7 +424,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
     def policy_version_tracker(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The tracker, at the newest version of all actors; ``None`` if there is none."""
         if self._tracker is not None and not self.closed:
-            self._require_open()
+            self.require_open()
             versions = self._all("get_policy_version")
             newest = versions[0] if isinstance(versions[0], str) else max(versions)
             if newest != self._tracker.version:
@@ -664,8 +542,8 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
         If weights have been sent, the policies keep them and their version.
 
         Raises:
-            ValueError: the state has another number of actors, or does not fit one of them, which
-                then keeps what it had.
+            ValueError: the state has another number of actors, and nothing is loaded.
+            KeyError, RuntimeError: it does not fit an actor. Others may have loaded theirs.
         """
         import ray
 
@@ -739,50 +617,6 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
     def __repr__(self) -> str:
         """How many actors there are."""
         return f"{type(self).__name__}({len(self.actors)} actors)"
-
-
-def _start_ray(config: dict[str, Any] | None) -> None:
-    """Start Ray, unless it runs already."""
-    try:
-        import ray
-    except ImportError as error:
-        raise RuntimeError("ray: expected it to be installed; pip install ray") from error
-    if not ray.is_initialized():
-        from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
-
-        ray.init(**(DEFAULT_RAY_INIT_CONFIG if config is None else config))
-
-
-def _started(options: RayOptions) -> tuple[list[Any], str | None]:
-    """The actors with their collectors, and the layout of their weights; no actor, if one fails."""
-    import ray
-
-    remote: Any = ray.remote
-    shared, own = ray.put(options.for_all()), options.for_each(torch.initial_seed() % 2**62)
-    actors = [
-        remote(**one, concurrency_groups={BETWEEN: 1})(DialogActor).remote()
-        for one in options.of_ray()
-    ]
-    try:
-        ready = [actor.__ray_ready__.remote() for actor in actors]
-        _, missing = ray.wait(ready, num_returns=len(ready), timeout=options.timeout)
-        if missing:
-            raise RuntimeError(
-                "timeout, num_cpus, num_gpus, remote_config: expected places for "
-                f"{len(ready)} actors within {options.timeout} s, got "
-                f"{len(ready) - len(missing)}; of "
-                f"{ray.cluster_resources()} free are {ray.available_resources()}: raise timeout if "
-                "that suffices, else ask for less, or add a machine"
-            )
-        made = [
-            actor.make.remote(shared, arguments, index, len(actors))
-            for index, (actor, arguments) in enumerate(zip(actors, own, strict=True))
-        ]
-        return actors, ray.get(made)[0]
-    except BaseException:
-        for actor in actors:  # one that waits for a place would wait for ever
-            ray.kill(actor)
-        raise
 
 
 def _stored(weights: Any) -> Any:
