@@ -22,14 +22,14 @@ from fusedrl.channel.following import PUBLISHERS, refuse_followed
 from fusedrl.channel.forking import is_mine, renew_in_children
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.limits import no_channel
+from fusedrl.channel.limits import no_channel, reserve
 from fusedrl.channel.meetings import (
     Meetings,
     meetings_of,
     publish_together,
     refuse_layouts,
 )
-from fusedrl.channel.memory import FullError, Manifest, Memory, checksum, reserve
+from fusedrl.channel.memory import FullError, Manifest, Memory, checksum
 from fusedrl.channel.sources import ModuleSnapshot, Place, module_places, ranks_of_shards
 
 # Seconds within which the death of a reader is noticed.

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and what the kernel refuses and why.
+"""How much memory a channel may take, what the kernel refuses and why, and the reservation itself.
 
 Where shared memory that was promised runs out, the kernel kills a process, and not necessarily this
 one. So the size of a channel is compared with what is left before memory is reserved.
@@ -12,6 +12,11 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
+
+import torch
+
+from fusedrl import _host
+from fusedrl.channel.memory import Manifest, Memory
 
 # Where /proc and /sys are.
 ROOT = Path("/")
@@ -165,3 +170,44 @@ def _of_this_process(error: OSError) -> str | None:
             "what has them open, or raise it with sysctl"
         )
     return None
+
+
+def reserve(
+    manifest: Manifest, where: torch.device, slots: int, max_readers: int, session: str
+) -> tuple[Memory, _host.Publisher]:
+    """The memory of a new channel's slots, and the publisher's end of it.
+
+    Args:
+        manifest: the description, as of slots in host memory.
+        where: the device of the slots.
+        slots: number of slots.
+        max_readers: largest number of readers at a time.
+        session: a name that no other channel has.
+
+    Raises:
+        ValueError: a device that is neither the CPU nor a CUDA device.
+        RuntimeError: this machine, a control group or a limit of the process leaves too little.
+    """
+
+    def publisher(slot_bytes: int, described: Manifest) -> _host.Publisher:
+        nbytes = slots * slot_bytes
+        remedy = (
+            f"create the channel with fewer slots than {slots}, or in half the width "
+            "(dtype=torch.bfloat16)"
+        )
+        refuse_beyond(nbytes, remedy)
+        try:
+            return _host.Publisher(slots, slot_bytes, max_readers, session, described.to_bytes())
+        except OSError as error:
+            raise no_channel(error, nbytes, remedy) from error
+
+    size = manifest.layout.nbytes
+    if where.type == "cuda":
+        from fusedrl.channel.cuda import CudaMemory
+
+        memory = CudaMemory.create(where, slots, size)
+        return memory, publisher(0, manifest._replace(memory=memory.manifest()))
+    if where.type == "cpu":
+        end = publisher(size, manifest)
+        return Memory(end, slots, size), end
+    raise ValueError(f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine")

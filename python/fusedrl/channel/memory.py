@@ -12,7 +12,6 @@ from torch import Tensor
 from fusedrl import _host
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.limits import no_channel, refuse_beyond
 
 
 class FullError(TimeoutError):
@@ -114,47 +113,6 @@ class Manifest(NamedTuple):
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise damaged(error) from error
         return made
-
-
-def reserve(
-    manifest: Manifest, where: torch.device, slots: int, max_readers: int, session: str
-) -> tuple[Memory, _host.Publisher]:
-    """The memory of a new channel's slots, and the publisher's end of it.
-
-    Args:
-        manifest: the description, as of slots in host memory.
-        where: the device of the slots.
-        slots: number of slots.
-        max_readers: largest number of readers at a time.
-        session: a name that no other channel has.
-
-    Raises:
-        ValueError: a device that is neither the CPU nor a CUDA device.
-        RuntimeError: this machine, a control group or a limit of the process leaves too little.
-    """
-
-    def publisher(slot_bytes: int, described: Manifest) -> _host.Publisher:
-        nbytes = slots * slot_bytes
-        remedy = (
-            f"create the channel with fewer slots than {slots}, or in half the width "
-            "(dtype=torch.bfloat16)"
-        )
-        refuse_beyond(nbytes, remedy)
-        try:
-            return _host.Publisher(slots, slot_bytes, max_readers, session, described.to_bytes())
-        except OSError as error:
-            raise no_channel(error, nbytes, remedy) from error
-
-    size = manifest.layout.nbytes
-    if where.type == "cuda":
-        from fusedrl.channel.cuda import CudaMemory
-
-        memory = CudaMemory.create(where, slots, size)
-        return memory, publisher(0, manifest._replace(memory=memory.manifest()))
-    if where.type == "cpu":
-        end = publisher(size, manifest)
-        return Memory(end, slots, size), end
-    raise ValueError(f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine")
 
 
 def damaged(error: Exception) -> RuntimeError:
