@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,6 +13,11 @@ import pytest
 from fusedrl import _host, native
 
 ROOT = Path(__file__).parents[1]
+
+spec = importlib.util.spec_from_file_location("sass_facts", ROOT / "tests/sass/facts.py")
+assert spec is not None and spec.loader is not None
+sass = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sass)
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +29,7 @@ def library() -> Path:
 
 
 def run(tool: str, *args: str | Path) -> str:
-    # Triton brings NVIDIA's tools where there is no CUDA toolkit.
-    spec = importlib.util.find_spec("triton")
-    bundled = Path(spec.origin).parent / "backends/nvidia/bin" if spec and spec.origin else None
-    found = shutil.which(tool) or (bundled and shutil.which(tool, path=str(bundled)))
+    found = sass.tool(tool)
     if not found:
         pytest.skip(f"there is no {tool}")
     return subprocess.run([found, *args], check=True, capture_output=True, text=True).stdout
@@ -52,13 +54,34 @@ def test_has_machine_code_and_ptx(library, architectures):
     assert max(ptx) == max(built)
 
 
-def test_kernels_keep_everything_in_registers(library, architectures):
-    usage = run("cuobjdump", "--dump-resource-usage", library)
-    stacks = [int(bytes_) for bytes_ in re.findall(r"STACK:(\d+)", usage)]
-    # At least this many kernels an architecture: of token_log_probs, token_kl, exact_kl,
-    # importance_weights, and around the matrix products of a linear head.
-    assert len(stacks) >= len(architectures) * (9 + 8 + 12 + 3 + 22)
-    assert max(stacks) == 0
+@pytest.fixture(scope="module")
+def facts(library) -> dict:
+    if (why := sass.missing()) is not None:
+        pytest.skip(why)
+    return sass.facts(library)
+
+
+def test_kernels_keep_everything_in_registers(facts):
+    for architecture, kernels in facts.items():
+        # At least this many kernels: of token_log_probs, token_kl, exact_kl, importance_weights,
+        # and around the matrix products of a linear head.
+        assert len(kernels) >= 9 + 8 + 12 + 3 + 22
+        assert not [name for name, kernel in kernels.items() if kernel["stack"]], architecture
+
+
+def test_machine_code_is_what_was_recorded(facts):
+    """Which is what benchmarks/gpu_model.py makes its predictions of."""
+    recorded = json.loads(sass.RECORDED.read_text())
+    compiler = sass.compiler()
+    if compiler not in recorded:
+        pytest.skip(f"{sass.RECORDED.name} has facts of {', '.join(recorded)}, not of {compiler}")
+    changed = [
+        f"sm_{architecture} {name}: {kernels.get(name)}, recorded {kernel}"
+        for architecture, kernels in facts.items()
+        for name, kernel in recorded[compiler].get(architecture, {}).items()
+        if kernels.get(name) != kernel
+    ]
+    assert not changed, "\n".join([*changed, f"if that is meant, run {sass.__file__}"])
 
 
 def test_needs_only_the_c_symbols_of_torch(library):

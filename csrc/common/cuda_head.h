@@ -1,5 +1,5 @@
 // The linear head of a language model on CUDA: tiles of its matrix products in float32, and its
-// gradients from tiles of the products' gradients.
+// gradients from blocks of the products' gradients.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 #include "common/cuda.h"
 #include "common/cuda_gemm.h"
 #include "common/head_kernels.h"
+#include "common/head_tiles.h"
 #include "common/rows.h"
-#include "common/tile_sizes.h"
 
 namespace fusedrl {
 
@@ -36,14 +36,13 @@ inline Tensor new_zeros(const Tensor& like, std::vector<int64_t> sizes, ScalarTy
   return torch::stable::new_zeros(like, sizes, dtype);
 }
 
-// The rows of a batch that are multiplied, and how many rows and classes a tile has: all classes of
-// a few rows if whole rows are wanted. If a mask or a shift drops rows, the host waits for the
-// device to tell how many are left.
+// The rows of a batch that are multiplied, and in which tiles. If a mask or a shift drops rows, the
+// host waits for the device to tell how many are left.
 class HeadRows {
  public:
   HeadRows(const OnDeviceOf& device, const Tensor& hidden, const std::optional<Tensor>& mask,
            const std::optional<Tensor>& offsets, bool shift, const Tensor& temperature,
-           int64_t classes, bool batch_invariant, bool whole_rows = false)
+           int64_t classes, HeadTiles::Options options)
       : rows{data<bool>(mask), row_map(hidden, offsets, shift), classes,
              scalar_argument("temperature", temperature, hidden)} {
     const int64_t tokens = rows.map.tokens;
@@ -56,67 +55,74 @@ class HeadRows {
       index_ = torch::stable::contiguous(indices_of(flags));
       kept = {rows.map, data<int64_t>(index_), index_->numel()};
     }
-    const int64_t all = (classes + kColumnStep - 1) / kColumnStep * kColumnStep;
-    const int64_t most = whole_rows ? std::min(kMostRows, kTileElements / all) : kMostRows;
-    block = batch_invariant ? kInvariantRows : std::max<int64_t>(1, std::min(kept.count, most));
-    padded = batch_invariant ? (kept.count + block - 1) / block * block : kept.count;
-    tile = whole_rows ? all
-                      : std::min(all, std::max(kTileElements / block / kColumnStep * kColumnStep,
-                                               kColumnStep));
+    tiles = HeadTiles(kept.count, classes, options);
   }
 
   KeptRows rows;
   Selection kept;
-  int64_t block;   // rows of a tile
-  int64_t padded;  // rows, with the zeros that fill the last block if blocks have a fixed size
-  int64_t tile;    // classes of a tile
+  HeadTiles tiles;
 
  private:
   std::optional<Tensor> index_;
 };
 
 // A head over the selected rows of a batch of hidden states. `map` has their strides, if these are
-// not those of the batch that the rows were selected from.
+// not those of the batch that the rows were selected from. `stored` has the logits, if they are.
 template <typename T>
 class CudaHead {
  public:
   CudaHead(const OnDeviceOf& device, const HeadRows& rows, const Tensor& hidden,
            const Tensor& weight, const std::optional<Tensor>& bias, double scale, double softcap,
-           std::optional<RowMap> map = std::nullopt, int64_t vocab_offset = 0)
+           std::optional<RowMap> map = std::nullopt, int64_t vocab_offset = 0,
+           const std::optional<Tensor>& stored = std::nullopt)
       : rows_(rows),
         hidden_(gathered(device, rows, map.value_or(rows.kept.map), hidden)),
         weight_(weight),
-        products_(
-            new_matrix(hidden, std::min(rows.block, rows.padded), rows.tile, ScalarType::Float)),
+        holds_all_(stored.has_value() && stored->numel() > 0),
+        products_(holds_all_ ? torch::stable::view(*stored,
+                                                   {rows.tiles.tile.rows, rows.tiles.tile.classes})
+                             : new_matrix(hidden, std::min(rows.tiles.tile.rows, rows.tiles.padded),
+                                          rows.tiles.tile.classes, ScalarType::Float)),
         vocab_offset_(vocab_offset),
         shape_{data<T>(bias), static_cast<float>(scale), static_cast<float>(softcap)} {}
 
-  Tensor hidden_block(int64_t first) const {
-    return rows_of(hidden_, first, std::min(rows_.block, rows_.padded - first));
-  }
+  Tensor hidden_rows(int64_t first, int64_t count) const { return rows_of(hidden_, first, count); }
 
-  Tensor weight_tile(int64_t first) const {
-    return rows_of(weight_, first, std::min(rows_.tile, weight_.size(0) - first));
-  }
+  Tensor weight_rows(int64_t first, int64_t count) const { return rows_of(weight_, first, count); }
 
   float* products() const { return mutable_data<float>(products_); }
 
-  // The products of a block of rows and a tile of classes, in a workspace that the next call
-  // overwrites.
-  Tile<T> tile(int64_t first_class, int64_t first_row) const {
-    const Tensor hidden = hidden_block(first_row), weights = weight_tile(first_class);
-    const int64_t classes = weights.size(0);
-    multiply(columns_of(rows_of(products_, 0, hidden.size(0)), classes), hidden,
-             transposed(weights));
+  // Whether tile() finds what it returns in the workspace: one tile is everything.
+  bool holds_all() const { return holds_all_; }
+
+  // The products of some rows and classes, in a workspace that the next call overwrites, unless it
+  // holds all.
+  Tile<T> tile(int64_t first_class, int64_t first_row) {
+    const int64_t rows = std::min(rows_.tiles.tile.rows, rows_.tiles.padded - first_row);
+    const int64_t classes = std::min(rows_.tiles.tile.classes, rows_.rows.classes - first_class);
+    if (!holds_all_) {
+      multiply(columns_of(rows_of(products_, 0, rows), classes), hidden_rows(first_row, rows),
+               transposed(weight_rows(first_class, classes)));
+    }
+    holds_all_ = rows == rows_.tiles.padded && classes == rows_.rows.classes;
     LogitShape<T> shape = shape_;
     if (shape.bias != nullptr) shape.bias += first_class;
     return {data<float>(products_),
-            rows_.tile,
-            std::min(rows_.block, rows_.kept.count - first_row),
+            rows_.tiles.tile.classes,
+            std::min(rows_.tiles.tile.rows, rows_.kept.count - first_row),
             first_row,
             classes,
             vocab_offset_ + first_class,
             shape};
+  }
+
+  // What a backward pass may take as `stored`, empty where that takes more than `most_bytes`. In
+  // tiles of a fixed size the rows of a batch are not one tile.
+  Tensor stored(int64_t most_bytes) const {
+    const bool few = products_.numel() * int64_t(sizeof(float)) <= most_bytes;
+    return holds_all_ && few && !rows_.tiles.batch_invariant
+               ? torch::stable::view(products_, {products_.numel()})
+               : empty_vector(products_, ScalarType::Float);
   }
 
  private:
@@ -124,11 +130,11 @@ class CudaHead {
                          const Tensor& hidden) {
     const int64_t width = hidden.size(hidden.dim() - 1);
     // Not decided by the index's address, as an index without elements has none either.
-    const bool as_they_are = rows.kept.count == map.tokens && rows.padded == map.tokens;
+    const bool as_they_are = rows.kept.count == map.tokens && rows.tiles.padded == map.tokens;
     if (as_they_are && hidden.is_contiguous()) {
       return torch::stable::view(hidden, {rows.kept.count, width});
     }
-    Tensor out = new_zeros(hidden, {rows.padded, width}, hidden.scalar_type());
+    Tensor out = new_zeros(hidden, {rows.tiles.padded, width}, hidden.scalar_type());
     if (rows.kept.count > 0) {
       const Selection kept{map, rows.kept.tokens, rows.kept.count};
       device.launch(gather_rows<T>, kept.count, kElementThreads, kept, data<T>(hidden), width,
@@ -138,23 +144,15 @@ class CudaHead {
   }
 
   const HeadRows& rows_;
-  Tensor hidden_, weight_, products_;
+  Tensor hidden_, weight_;
+  bool holds_all_;
+  Tensor products_;
   int64_t vocab_offset_;
   LogitShape<T> shape_;
 };
 
-// Calls f(first_class, first_row) for every block of rows of every tile of classes, and
-// after(first_class) after the last block of each.
-template <typename F, typename G>
-void for_each_tile(const HeadRows& rows, F&& f, G&& after) {
-  if (rows.kept.count == 0) return;
-  for (int64_t first_class = 0; first_class < rows.rows.classes; first_class += rows.tile) {
-    for (int64_t row = 0; row < rows.kept.count; row += rows.block) f(first_class, row);
-    after(first_class);
-  }
-}
-
-// Sums a head's gradients in float32 over tiles and blocks.
+// A head's gradients: those of a block of products are multiplied together, as sums over blocks
+// take time. Sums are float32.
 template <typename T>
 class CudaHeadGradient {
  public:
@@ -166,46 +164,54 @@ class CudaHeadGradient {
         head_(head),
         like_(hidden),
         width_(weight.size(1)),
-        grads_(new_matrix(hidden, std::min(rows.block, rows.padded), rows.tile,
+        grads_(new_matrix(hidden, rows.tiles.block.rows, rows.tiles.block.classes,
                           hidden.scalar_type())) {
-    if (of_hidden) hidden_ = new_zeros(hidden, {rows.padded, width_}, ScalarType::Float);
     const ScalarType dtype = weight_in_float ? ScalarType::Float : weight.scalar_type();
-    if (of_weight) weight_ = new_zeros(weight, {weight.size(0), width_}, dtype);
-    if (of_bias) bias_ = new_zeros(weight, {weight.size(0)}, ScalarType::Float);
+    if (of_hidden) hidden_ = sums({rows.tiles.padded, width_}, ScalarType::Float);
+    if (of_weight) weight_ = sums({weight.size(0), width_}, dtype);
+    if (of_bias) bias_ = sums({1, weight.size(0)}, ScalarType::Float);
     // The products of one block are rounded to their place.
-    if (of_weight && rows.kept.count > rows.block && !weight_in_float) {
-      weight_sum_ = new_matrix(weight, rows.tile, width_, ScalarType::Float);
+    if (of_weight && rows.kept.count > rows.tiles.block.rows && dtype != ScalarType::Float) {
+      weight_sum_ = new_matrix(weight, rows.tiles.block.classes, width_, ScalarType::Float);
     }
   }
 
-  // The place where kernels write the gradients of a tile's products, with the tile's strides.
-  T* grads() const { return mutable_data<T>(grads_); }
+  // Where kernels write the gradients of a tile's products.
+  GradTile<T> grads(int64_t first_class, int64_t first_row) const {
+    const int64_t start = first_row % rows_.tiles.block.rows * rows_.tiles.block.classes;
+    return {mutable_data<T>(grads_) + start + first_class % rows_.tiles.block.classes,
+            rows_.tiles.block.classes};
+  }
 
-  void add(const Tile<T>& tile, int64_t first_class) {
-    const Tensor block = head_.hidden_block(tile.first_row);
-    if (block.size(0) > tile.rows) {  // rows that only fill the block
-      Tensor padding = rows_of(grads_, tile.rows, block.size(0) - tile.rows);
+  // Adds a block whose gradients are written.
+  void add(int64_t first_class, int64_t first_row) {
+    const int64_t classes = std::min(rows_.tiles.block.classes, rows_.rows.classes - first_class);
+    const int64_t kept = std::min(rows_.tiles.block.rows, rows_.kept.count - first_row);
+    const int64_t padded = std::min(rows_.tiles.block.rows, rows_.tiles.padded - first_row);
+    if (padded > kept) {
+      Tensor padding = rows_of(grads_, kept, padded - kept);
       torch::stable::zero_(padding);
     }
-    const Tensor grads = columns_of(rows_of(grads_, 0, block.size(0)), tile.classes);
+    const Tensor grads = columns_of(rows_of(grads_, 0, padded), classes);
+    const bool first_rows = first_row == 0;
     if (hidden_.has_value()) {
-      const Tensor term = new_matrix(like_, block.size(0), width_, ScalarType::Float);
-      multiply(term, grads, head_.weight_tile(first_class));
-      add_to(rows_of(*hidden_, tile.first_row, block.size(0)), term);
+      const int64_t step = rows_.tiles.batch_invariant ? rows_.tiles.tile.rows : padded;
+      for (int64_t row = 0; row < padded; row += step) {
+        add_product(rows_of(*hidden_, first_row + row, step), rows_of(grads, row, step),
+                    head_.weight_rows(first_class, classes), first_class == 0);
+      }
     }
-    if (weight_.has_value()) add_weight(tile, first_class, transposed(grads), block);
+    if (weight_.has_value()) {
+      const Tensor part = rows_of(*weight_, first_class, classes);
+      const Tensor sum = weight_sum_.has_value() ? rows_of(*weight_sum_, 0, classes) : part;
+      add_product(sum, transposed(grads), head_.hidden_rows(first_row, padded), first_rows);
+      if (weight_sum_.has_value() && first_row + kept == rows_.kept.count) copy(part, sum);
+    }
     if (bias_.has_value()) {
-      device_.launch(add_columns<T>, element_blocks(tile.classes), kElementThreads,
-                     mutable_data<float>(*bias_) + first_class, data<T>(grads_), tile.rows,
-                     tile.stride_row, tile.classes);
+      Tensor ones = new_matrix(like_, 1, padded, like_.scalar_type());
+      torch::stable::fill_(ones, 1.0);
+      add_product(torch::stable::narrow(*bias_, 1, first_class, classes), ones, grads, first_rows);
     }
-  }
-
-  void finish_classes(int64_t first) {
-    if (!weight_sum_.has_value()) return;
-    const int64_t classes = head_.weight_tile(first).size(0);
-    Tensor out = rows_of(*weight_, first, classes);
-    torch::stable::copy_(out, rows_of(*weight_sum_, 0, classes));
   }
 
   // The gradients of hidden states and bias (in their dtype or float32) and of the weight; those
@@ -217,7 +223,8 @@ class CudaHeadGradient {
     if (hidden_.has_value()) hidden = hidden_in_float ? scattered<float>() : scattered<T>();
     if (weight_.has_value()) weight = *weight_;
     if (bias_.has_value()) {
-      bias = bias_in_float ? *bias_ : torch::stable::to(*bias_, like_.scalar_type());
+      const Tensor sum = torch::stable::view(*bias_, {bias_->numel()});
+      bias = bias_in_float ? sum : torch::stable::to(sum, like_.scalar_type());
     }
     return {hidden, weight, bias};
   }
@@ -241,30 +248,28 @@ class CudaHeadGradient {
     return out;
   }
 
-  void add_to(const Tensor& sums, const Tensor& terms) {
-    device_.launch(add_elements, element_blocks(terms.numel()), kElementThreads,
-                   mutable_data<float>(sums), data<float>(terms), terms.numel());
+  // What every block adds to, zeros where there is none.
+  Tensor sums(std::vector<int64_t> sizes, ScalarType dtype) const {
+    return rows_.kept.count > 0 ? torch::stable::new_empty(like_, sizes, dtype)
+                                : new_zeros(like_, sizes, dtype);
   }
 
-  void add_weight(const Tile<T>& tile, int64_t first_class, const Tensor& grads,
-                  const Tensor& block) {
-    const Tensor sum = weight_sum_.has_value() ? rows_of(*weight_sum_, 0, tile.classes)
-                                               : rows_of(*weight_, first_class, tile.classes);
-    const bool starts = tile.first_row == 0;
-    if (starts && sum.scalar_type() == ScalarType::Float) {
-      multiply(sum, grads, block);
-      return;
-    }
-    const int64_t most = std::max<int64_t>(kTileElements / width_, 1);
-    for (int64_t first = 0; first < tile.classes; first += most) {
-      const int64_t classes = std::min(most, tile.classes - first);
-      const Tensor term = new_matrix(like_, classes, width_, ScalarType::Float);
-      multiply(term, rows_of(grads, first, classes), block);
-      Tensor part = rows_of(sum, first, classes);
+  static void copy(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
+
+  // Adds a b to sums, or starts them with it, rounded if they are halves.
+  void add_product(const Tensor& sums, const Tensor& a, const Tensor& b, bool starts) const {
+    if (starts && sums.scalar_type() == ScalarType::Float) return multiply(sums, a, b);
+    const int64_t most = std::max<int64_t>(kTermElements / sums.size(1), 1);
+    for (int64_t first = 0; first < sums.size(0); first += most) {
+      const int64_t count = std::min(most, sums.size(0) - first);
+      const Tensor part = rows_of(sums, first, count);
+      const Tensor term = new_matrix(like_, count, sums.size(1), ScalarType::Float);
+      multiply(term, rows_of(a, first, count), b);
       if (starts) {
-        torch::stable::copy_(part, term);
+        copy(part, term);
       } else {
-        add_to(part, term);
+        device_.launch(add_elements, element_blocks(term.numel() / kPacksInFlight + 1),
+                       kElementThreads, mutable_data<float>(part), data<float>(term), term.numel());
       }
     }
   }

@@ -49,19 +49,19 @@ __global__ void scatter_rows(Selection kept, const float* from, int64_t width, T
 
 static __global__ void add_elements(float* sums, const float* terms, int64_t count) {
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
-    sums[i] += terms[i];
-  }
-}
-
-template <typename T>
-__global__ void add_columns(float* sums, const T* rows, int64_t count, int64_t stride_row,
-                            int64_t columns) {
-  const int64_t stride = int64_t(gridDim.x) * blockDim.x;
-  for (int64_t v = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; v < columns; v += stride) {
-    float sum = 0;
-    for (int64_t r = 0; r < count; ++r) sum += static_cast<float>(rows[r * stride_row + v]);
-    sums[v] += sum;
+  int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; first < count; first += kPacksInFlight * stride) {
+    float results[kPacksInFlight] = {};
+#pragma unroll
+    for (int u = 0; u < kPacksInFlight; ++u) {
+      const int64_t i = first + u * stride;
+      if (i < count) results[u] = sums[i] + terms[i];
+    }
+#pragma unroll
+    for (int u = 0; u < kPacksInFlight; ++u) {
+      const int64_t i = first + u * stride;
+      if (i < count) sums[i] = results[u];
+    }
   }
 }
 
@@ -72,20 +72,41 @@ struct LogitShape {
   float scale;
   float cap;  // 0 for none
 
+  // Makes logits of the products of `kSize` classes from `first` on, in place.
+  template <int kSize>
+  __device__ __forceinline__ void operator()(float (&x)[kSize], int64_t first) const {
+    if (bias != nullptr) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) x[j] += static_cast<float>(bias[first + j]);
+    }
+#pragma unroll
+    for (float& logit : x) logit *= scale;
+    if (cap == 0) return;
+#pragma unroll
+    for (float& logit : x) {
+      logit = softcapped(logit, cap, [](float u) {
+        constexpr float kLog2E = 1.44269504f, kMost = 80.0f;
+        return exp2_normal(fminf(u, kMost) * kLog2E);
+      });
+    }
+  }
+
   __device__ __forceinline__ float operator()(float product, int64_t v) const {
-    const float x = scale * (bias == nullptr ? product : product + static_cast<float>(bias[v]));
-    if (cap == 0) return x;
-    return softcapped(x, cap, [](float u) {
-      constexpr float kLog2E = 1.44269504f, kMost = 80.0f;
-      return exp2_normal(fminf(u, kMost) * kLog2E);
-    });
+    float x[] = {product};
+    (*this)(x, v);
+    return x[0];
   }
 
   bool is_identity() const { return bias == nullptr && scale == 1 && cap == 0; }
 
-  // The derivative of the logit with respect to the product.
-  __device__ __forceinline__ float slope(float logit) const {
-    return cap == 0 ? scale : scale * softcap_slope(logit, cap);
+  // Makes gradients of products of the gradients of their logits, in place.
+  template <int kSize>
+  __device__ __forceinline__ void chain(float (&grads)[kSize], const float (&logits)[kSize]) const {
+#pragma unroll
+    for (float& grad : grads) grad *= scale;
+    if (cap == 0) return;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) grads[j] *= softcap_slope(logits[j], cap);
   }
 };
 
@@ -102,5 +123,68 @@ struct Tile {
 
   __device__ const float* row(int64_t r) const { return products + r * stride_row; }
 };
+
+// Where the gradients of a tile's products go; rows start on the boundaries that store() needs.
+template <typename T>
+struct GradTile {
+  T* first;  // null where they are not wanted
+  int64_t stride_row;
+
+  __device__ T* row(int64_t r) const { return first + r * stride_row; }
+};
+
+template <int kSize>
+struct Floats {
+  float at[kSize];
+};
+
+// Calls f(elements of each row, first) for this thread's share of float32 rows that start on
+// 16-byte boundaries: for packs, of which it reads kBatch of each row before it waits, and for the
+// last elements, which fill none.
+template <int kBatch, int kRows, typename F>
+__device__ __forceinline__ void for_each_pack(const float* const (&rows)[kRows], int64_t classes,
+                                              F&& f) {
+  constexpr int kSize = Pack<float>::kSize;
+  // A tile has fewer than 2^31 elements, and 64 bits would take more instructions.
+  const int count = static_cast<int>(classes), packs = count / kSize, threads = blockDim.x;
+  for (int start = threadIdx.x; start < packs; start += kBatch * threads) {
+    uint4 batch[kRows][kBatch];
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        const int i = start + u * threads;
+        batch[k][u] = i < packs ? reinterpret_cast<const uint4*>(rows[k])[i] : uint4{};
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      const int i = start + u * threads;
+      if (i >= packs) continue;
+      Floats<kSize> elements[kRows];
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) std::memcpy(&elements[k], &batch[k][u], sizeof batch[k][u]);
+      f(elements, i * kSize);
+    }
+  }
+  const int last = packs * kSize + static_cast<int>(threadIdx.x);
+  if (last < count) {
+    Floats<1> elements[kRows];
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) elements[k].at[0] = rows[k][last];
+    f(elements, last);
+  }
+}
+
+// Rounds elements and writes them with one instruction, where `to` is a multiple of their bytes.
+template <typename T, int kSize>
+__device__ __forceinline__ void store(T* to, const Floats<kSize>& values) {
+  struct alignas(kSize * sizeof(T)) Elements {
+    T at[kSize];
+  } elements;
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) elements.at[j] = T(values.at[j]);
+  *reinterpret_cast<Elements*>(to) = elements;
+}
 
 }  // namespace fusedrl

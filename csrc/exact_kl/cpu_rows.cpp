@@ -99,7 +99,11 @@ PairPart<double> pair_part(const T* logits, const T* ref_logits, int64_t count,
 
 inline F probability(F log_p) { return exp2_or_zero(log_p, kLog2E); }
 
-constexpr auto kLog = [](F x, F less_one) { return log_of(x, less_one); };
+// What log_ratios takes.
+struct Math {
+  FUSEDRL_HD static F inverse(F x) { return 1.0f / x; }
+  FUSEDRL_HD static F log(F x, F less_one) { return log_of(x, less_one); }
+};
 
 template <typename T>
 Pair<double> mixture_part(const T* logits, const T* ref_logits, int64_t count,
@@ -109,9 +113,9 @@ Pair<double> mixture_part(const T* logits, const T* ref_logits, int64_t count,
   const auto add = [&](F x, F y) __attribute__((always_inline)) {
     const F p = probability(normalizers.p.log_p(x, inv_temperature));
     const F q = probability(normalizers.q.log_p(y, inv_temperature));
-    const Pair<F> score = scores_of(p, q, shares, kLog);
-    sum_p += p * score.p;
-    sum_q += q * score.q;
+    const Pair<F> log = log_ratios(p, q, shares, Math());
+    sum_p += p * log.p;
+    sum_q += q * log.q;
   };
   for (int64_t start = 0; start < count; start += kChunk) {
     const int64_t size = std::min(kChunk, count - start);
@@ -135,7 +139,7 @@ void backward_of(const T* logits, const T* ref_logits, T* grad, T* grad_ref, int
     const F p = probability(log.p), q = probability(log.q);
     Pair<F> of_logits;
     if constexpr (kMixture) {
-      of_logits = gradient.of_mixture(p, q, kLog);
+      of_logits = gradient.of_mixture(p, q, Math());
     } else {
       of_logits = gradient.of_kl(p, q, log);
     }

@@ -28,19 +28,24 @@ struct PairRows : KeptRows {
   }
 };
 
-// 2^x as a factor of e^x, and the logarithm that scores_of takes.
-__device__ __forceinline__ float exp_of(float x) {
-  constexpr float kLog2E = 1.44269504f;
-  return exp2_normal(x * kLog2E);
-}
+constexpr float kLog2OfE = 1.44269504f;
 
-// Far from 1 by the instruction, near 1 by the series of 2 atanh((x - 1) / (x + 1)).
-struct Log {
-  __device__ __forceinline__ float operator()(float x, float less_one) const {
-    const float far = log2_normal(x) * 0.693147181f;
-    const float s = divided(less_one, 2.0f + less_one), square = s * s;
-    const float near = (square * (2.0f / 5) + 2.0f / 3) * square * s + 2.0f * s;
-    return fabsf(s) < 0.09f ? near : x == 0.0f ? 0.0f : far;
+__device__ __forceinline__ float exp_of(float x) { return exp2_normal(x * kLog2OfE); }
+
+// What log_ratios takes.
+struct MixtureMath {
+  __device__ __forceinline__ float inverse(float x) const { return inverse_normal(x); }
+
+  // Far from 1 by the instruction, which would have no digits near 1; there x - 1 + (x - 1)^2 times
+  // the polynomial that is best between 0.85 and 1.15: within 1.7e-7 of the logarithm's value.
+  __device__ __forceinline__ float log(float x, float less_one) const {
+    constexpr float kTiny = 1e-37f;  // of 0 a finite number, and lost in any other x that counts
+    const float far = log2_normal(x + kTiny) * 0.693147181f;
+    float factor = 0.20409307f + less_one * -0.17097582f;
+    factor = 0.33331016f + less_one * (-0.24996339f + less_one * factor);
+    factor = -0.50000006f + less_one * factor;
+    const float near = less_one + less_one * less_one * factor;
+    return fabsf(less_one) < 0.15f ? near : far;
   }
 };
 
@@ -80,8 +85,9 @@ __device__ __forceinline__ float max_of(const Pack<T> (&packs)[kPacks]) {
   return max;
 }
 
-// How packs of both rows are added to a part: with their entropies or without.
-template <bool kEntropies>
+// How packs of both rows are added to a part: with their entropies or without, and without the sum
+// for KL where a mixture is asked for.
+template <bool kMixture, bool kEntropies>
 struct AddToPart {
   float inv_temperature;
 
@@ -91,9 +97,11 @@ struct AddToPart {
                                              const Pack<T> (&y)[kPacks]) const {
     part = part.relative_to(fmaxf(part.max_p, max_of(x)), fmaxf(part.max_q, max_of(y)),
                             inv_temperature);
-    if constexpr (!kEntropies) part.dot_p = part.dot_q = 0;  // costs no registers then
+    if constexpr (kMixture) part.cross = 0;  // costs no registers then
+    if constexpr (!kEntropies) part.dot_p = part.dot_q = 0;
     const float base_p = part.max_p == -INFINITY ? 0.0f : part.max_p;
     const float base_q = part.max_q == -INFINITY ? 0.0f : part.max_q;
+    const float scale = inv_temperature * kLog2OfE;
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
       const auto logits = x[u].elements(), ref_logits = y[u].elements();
@@ -102,10 +110,12 @@ struct AddToPart {
       for (int j = 0; j < Pack<T>::kSize; ++j) {
         const float dp = static_cast<float>(logits.at[j]) - base_p;
         const float dq = static_cast<float>(ref_logits.at[j]) - base_q;
-        const float p = exp_of(dp * inv_temperature), q = exp_of(dq * inv_temperature);
+        const float p = exp2_normal(dp * scale), q = exp2_normal(dq * scale);
         sum_p += p;
         sum_q += q;
-        if (p != 0.0f) cross += p * (dp - dq);
+        if constexpr (!kMixture) {
+          if (p != 0.0f) cross += p * (dp - dq);
+        }
         if constexpr (kEntropies) {
           if (p != 0.0f) dot_p += p * dp;
           if (q != 0.0f) dot_q += q * dq;
@@ -120,7 +130,7 @@ struct AddToPart {
   }
 };
 
-// How packs of both rows are added to the sums of p (1 - beta) log(p / m) and q beta log(q / m).
+// How packs of both rows are added to the sums of p log(p / m) and q log(q / m).
 struct AddToSums {
   Pair<Normalizer> normalizers;
   Pair<float> shares;
@@ -137,9 +147,9 @@ struct AddToSums {
         const float z = static_cast<float>(logits.at[j]), w = static_cast<float>(ref_logits.at[j]);
         const float p = exp_of(normalizers.p.log_p(z, inv_temperature));
         const float q = exp_of(normalizers.q.log_p(w, inv_temperature));
-        const Pair<float> score = scores_of(p, q, shares, Log());
-        sums.p += p * score.p;
-        sums.q += q * score.q;
+        const Pair<float> log = log_ratios(p, q, shares, MixtureMath());
+        sums.p += p * log.p;
+        sums.q += q * log.q;
       }
     }
   }
@@ -164,7 +174,7 @@ template <bool kMixture, bool kEntropies, typename T>
 __device__ __forceinline__ PairPart<float> part_of(const T* row, const T* ref_row, int64_t classes,
                                                    float inv_temperature) {
   return reduce_block(sums_of_thread<PairPart<float>, kPairBatch<kMixture, T>>(
-                          row, ref_row, classes, AddToPart<kEntropies>{inv_temperature}),
+                          row, ref_row, classes, AddToPart<kMixture, kEntropies>{inv_temperature}),
                       [=](const auto& x, const auto& y) { return merge(x, y, inv_temperature); });
 }
 
@@ -201,22 +211,17 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
 }
 
-// The gradients of two rows, whose softmaxes are computed anew. Either may be null; otherwise they
-// lie alike between 16-byte boundaries.
-template <bool kMixture, bool kEntropies, typename T>
-struct PairBackward {
-  const T* row;
-  const T* ref_row;
-  T* grad;
-  T* grad_ref;
+// The gradients of the two logits of a class, whose softmaxes are computed anew.
+template <bool kMixture, bool kEntropies>
+struct LogitPairGradients {
   PairGradient gradient;
 
-  __device__ __forceinline__ Pair<T> of(T logit, T ref_logit) const {
-    const auto log = gradient.log_probs(static_cast<float>(logit), static_cast<float>(ref_logit));
+  __device__ __forceinline__ Pair<float> operator()(float logit, float ref_logit) const {
+    const auto log = gradient.log_probs(logit, ref_logit);
     const float p = exp_of(log.p), q = exp_of(log.q);
     Pair<float> result;
     if constexpr (kMixture) {
-      result = gradient.of_mixture(p, q, Log());
+      result = gradient.of_mixture(p, q, MixtureMath());
     } else {
       result = gradient.of_kl(p, q, log);
     }
@@ -224,6 +229,22 @@ struct PairBackward {
       const Pair<float> more = gradient.of_entropies(p, q, log);
       result = {result.p + more.p, result.q + more.q};
     }
+    return result;
+  }
+};
+
+// Writes the gradients of two rows. Either may be null; otherwise they lie alike between 16-byte
+// boundaries.
+template <bool kMixture, bool kEntropies, typename T>
+struct PairBackward {
+  const T* row;
+  const T* ref_row;
+  T* grad;
+  T* grad_ref;
+  LogitPairGradients<kMixture, kEntropies> gradients;
+
+  __device__ __forceinline__ Pair<T> of(T logit, T ref_logit) const {
+    const auto result = gradients(static_cast<float>(logit), static_cast<float>(ref_logit));
     return {T(result.p), T(result.q)};
   }
 
@@ -273,7 +294,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       continue;
     }
     const PairBackward<kMixture, kEntropies, T> backward{
-        rows.row(r), rows.ref_row(r), grad, grad_ref, upstream.of_token(n, inv_temperature)};
+        rows.row(r), rows.ref_row(r), grad, grad_ref, {upstream.of_token(n, inv_temperature)}};
     const StoreSplit<T> split(grad == nullptr ? grad_ref : grad, rows.classes);
     split.for_each_single([&](int64_t i) { backward.write(i); });
     if (bytes_past_boundary(backward.row + split.head) == 0 &&

@@ -135,25 +135,25 @@ FUSEDRL_HD Acc log_of_share(Acc share, Acc other) {
   return share < other ? std::log(share) : std::log1p(-other);
 }
 
-// The divergence from the mixture, from the sums of p_v and q_v times their scores. What errors of
-// the normalizers add to one sum they take from the other, so neither is kept within bounds alone.
+// The divergence from the mixture, from the sums of p_v log(p_v / m_v) and q_v log(q_v / m_v). What
+// errors of the normalizers add to one sum they take from the other, so neither is kept within
+// bounds alone.
 template <typename Acc>
 FUSEDRL_HD PairResult finish(Pair<Normalizer> normalizers, Pair<float> entropies, Pair<Acc> sums,
                              Pair<float> shares) {
-  const Acc p = shares.p, q = shares.q;
+  const Acc p = shares.p, q = shares.q, of_p = p * sums.p, of_q = q * sums.q;
   const Acc bound = -(p * log_of_share(p, q) + q * log_of_share(q, p));
-  return {within(sums.p + sums.q, bound), entropies, {normalizers, {float(sums.p), float(sums.q)}}};
+  return {within(of_p + of_q, bound), entropies, {normalizers, {float(of_p), float(of_q)}}};
 }
 
-// (1 - beta) log(p / m) and beta log(q / m). `log` takes a ratio and the ratio less 1, which keeps
-// its digits here where p and m are nearly equal; of 0 it makes any finite number, and so does this
-// function where p or q is 0.
-template <typename V, typename Log>
-FUSEDRL_HD Pair<V> scores_of(V p, V q, Pair<float> shares, Log log) {
+// log(p / m) and log(q / m). `math` has an inverse and a log, of a ratio and the ratio less 1,
+// which keeps its digits here where p and m are nearly equal; of 0 log makes any finite number, and
+// so does this function where p or q is 0.
+template <typename V, typename Math>
+FUSEDRL_HD Pair<V> log_ratios(V p, V q, Pair<float> shares, Math math) {
   constexpr float kTiny = 1e-37f;  // 0 / 0 where both are 0; lost in any m that counts
-  const V inverse = 1.0f / (p * shares.p + q * shares.q + kTiny), apart = (p - q) * inverse;
-  return {log(p * inverse, apart * shares.q) * shares.p,
-          log(q * inverse, apart * -shares.p) * shares.q};
+  const V inverse = math.inverse(p * shares.p + (q * shares.q + kTiny)), apart = (p - q) * inverse;
+  return {math.log(p * inverse, apart * shares.q), math.log(q * inverse, apart * -shares.p)};
 }
 
 // The gradients of the two logits of a class, times the row's upstream gradients.
@@ -180,11 +180,12 @@ struct PairGradient {
   }
 
   // Of the divergence from the mixture: each probability times its score less the scores' mean.
-  template <typename V, typename Log>
-  FUSEDRL_HD Pair<V> of_mixture(V p, V q, Log log) const {
+  template <typename V, typename Math>
+  FUSEDRL_HD Pair<V> of_mixture(V p, V q, Math math) const {
     const float factor = upstream * inv_temperature;
-    const Pair<V> score = scores_of(p, q, shares, log);
-    return {p * (score.p - row.mean.p) * factor, q * (score.q - row.mean.q) * factor};
+    const Pair<V> log = log_ratios(p, q, shares, math);
+    return {p * (log.p * shares.p - row.mean.p) * factor,
+            q * (log.q * shares.q - row.mean.q) * factor};
   }
 
   // Of the entropies: -p_v (log p_v + entropy), 0 where p_v is.

@@ -11,8 +11,10 @@ namespace fusedrl {
 template <typename T>
 __global__ void shape_tile(Tile<T> tile, float* products) {
   for (int64_t r = blockIdx.x; r < tile.rows; r += gridDim.x) {
-    float* row = products + r * tile.stride_row;
-    for (int64_t v = threadIdx.x; v < tile.classes; v += blockDim.x) row[v] = tile.shape(row[v], v);
+    for_each_pack<kPacksInFlight>({tile.row(r)}, tile.classes, [&](auto& elements, int first) {
+      tile.shape(elements[0].at, first);
+      store(products + r * tile.stride_row + first, elements[0]);
+    });
   }
 }
 
@@ -63,20 +65,29 @@ static __global__ void finish_pairs(Selection kept, const PairPart<float>* parts
 template <bool kMixture, bool kEntropies, typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     differentiate_pair_tile(Tile<T> tile, Tile<T> ref_tile, Selection kept, KeptRows rows,
-                            PairUpstream upstream, T* grads, T* ref_grads) {
+                            PairUpstream upstream, GradTile<T> grads, GradTile<T> ref_grads) {
   const float inv_temperature = rows.inverse_temperature();
   for (int64_t r = blockIdx.x; r < tile.rows; r += gridDim.x) {
-    const int64_t n = kept.token(tile.first_row + r), start = r * tile.stride_row;
-    const PairBackward<kMixture, kEntropies, float> backward{nullptr, nullptr, nullptr, nullptr,
-                                                             upstream.of_token(n, inv_temperature)};
-    const float *row = tile.row(r), *ref_row = ref_tile.row(r);
-    for (int64_t v = threadIdx.x; v < tile.classes; v += blockDim.x) {
-      const Pair<float> of_logits = backward.of(row[v], ref_row[v]);
-      if (grads != nullptr) grads[start + v] = T(of_logits.p * tile.shape.slope(row[v]));
-      if (ref_grads != nullptr) {
-        ref_grads[start + v] = T(of_logits.q * ref_tile.shape.slope(ref_row[v]));
-      }
-    }
+    const int64_t n = kept.token(tile.first_row + r);
+    const LogitPairGradients<kMixture, kEntropies> gradients{upstream.of_token(n, inv_temperature)};
+    for_each_pack<kPairBatch<kMixture, float>>(
+        {tile.row(r), ref_tile.row(r)}, tile.classes, [&](auto& logits, int first) {
+          auto of_p = logits[0], of_q = logits[1];
+#pragma unroll
+          for (size_t j = 0; j < sizeof of_p / sizeof(float); ++j) {
+            const Pair<float> of_class = gradients(of_p.at[j], of_q.at[j]);
+            of_p.at[j] = of_class.p;
+            of_q.at[j] = of_class.q;
+          }
+          if (grads.first != nullptr) {
+            tile.shape.chain(of_p.at, logits[0].at);
+            store(grads.row(r) + first, of_p);
+          }
+          if (ref_grads.first != nullptr) {
+            ref_tile.shape.chain(of_q.at, logits[1].at);
+            store(ref_grads.row(r) + first, of_q);
+          }
+        });
   }
 }
 

@@ -23,12 +23,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
   const Tensor results = new_zeros(hidden, sizes, ScalarType::Float);
   const PolicyTokens policy = policy_tokens(advantages, old_log_probs, ref_log_probs, weights,
                                             surrogate, low, high, most, estimator);
-  const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0), false,
-                      true);
+  // Without a sum of the weight's gradient over blocks of rows, there is room for as many bytes of
+  // gradients of products.
+  const int64_t sum_bytes = of_weight ? weight.numel() * int64_t(sizeof(float)) : 0;
+  const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
+                      {.whole_rows = true,
+                       .gradient_elements = std::max(kGradientElements,
+                                                     sum_bytes / int64_t(hidden.element_size()))});
   const auto none = [&] { return empty_vector(hidden, hidden.scalar_type()); };
   std::tuple<Tensor, Tensor, Tensor> grads{none(), none(), none()};
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
-    const CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap);
+    CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap);
     std::optional<CudaHeadGradient<T>> gradient;
     if (of_hidden || of_weight || of_bias) {
       gradient.emplace(device, rows, head, hidden, weight, of_hidden, of_weight, of_bias,
@@ -36,16 +41,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
     }
     const auto run = entropy ? policy_rows<true, T> : policy_rows<false, T>;
     for_each_tile(
-        rows,
+        rows.tiles,
         [&](int64_t first_class, int64_t first_row) {
           const Tile<T> tile = head.tile(first_class, first_row);
-          device.launch(run, tile.rows, threads_for(tile.classes * sizeof(float)), tile, rows.kept,
-                        rows.rows, data<int64_t>(tokens), policy, mutable_data<PolicyRow>(results),
-                        gradient.has_value() ? gradient->grads() : nullptr);
-          if (gradient.has_value()) gradient->add(tile, first_class);
+          device.launch(
+              run, tile.rows, threads_for(tile.classes * sizeof(float)), tile, rows.kept, rows.rows,
+              data<int64_t>(tokens), policy, mutable_data<PolicyRow>(results),
+              gradient.has_value() ? gradient->grads(first_class, first_row) : GradTile<T>{});
         },
-        [&](int64_t first_class) {
-          if (gradient.has_value()) gradient->finish_classes(first_class);
+        [&](int64_t first_class, int64_t first_row) {
+          if (gradient.has_value()) gradient->add(first_class, first_row);
         });
     if (gradient.has_value()) grads = gradient->result(true, true);
   });

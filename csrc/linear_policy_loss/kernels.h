@@ -13,11 +13,11 @@ struct RowSlopes {
   float log_prob;
 };
 
-// The tile holds whole rows. Gradients are not written where `grads` is null.
+// The tile holds whole rows.
 template <bool kEntropy, typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     policy_rows(Tile<T> tile, Selection kept, KeptRows rows, const int64_t* tokens,
-                PolicyTokens policy, PolicyRow* results, T* grads) {
+                PolicyTokens policy, PolicyRow* results, GradTile<T> grads) {
   const float inv_temperature = rows.inverse_temperature();
   const auto merge_parts = [=](const SoftmaxPart<float>& x, const SoftmaxPart<float>& y) {
     return merge(x, y, inv_temperature);
@@ -40,10 +40,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
                  inv_temperature},
                 result.log_prob};
     }
-    if (grads == nullptr) continue;
+    if (grads.first == nullptr) continue;
     slopes = from_first_thread(slopes);
-    differentiate_row(tile, row, grads + r * tile.stride_row, target, slopes.gradient,
-                      slopes.log_prob);
+    differentiate_row(tile, row, grads.row(r), target, slopes.gradient, slopes.log_prob);
   }
 }
 

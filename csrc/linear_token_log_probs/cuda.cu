@@ -7,35 +7,33 @@
 namespace fusedrl {
 namespace {
 
-// No logits are stored: backward() multiplies again.
+// backward() multiplies again, unless all logits are one tile, which is stored.
 std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
                                    Tensor tokens, std::optional<Tensor> mask,
                                    std::optional<Tensor> offsets, bool shift, Tensor temperature,
                                    double scale, double softcap, bool entropy,
                                    std::optional<int64_t> vocab_offset, bool batch_invariant,
-                                   int64_t /*stored_bytes*/) {
+                                   int64_t stored_bytes) {
   const OnDeviceOf device(hidden);
   Tensor parts = empty_per_token(hidden, 4);
-  const Tensor logits = empty_vector(hidden, ScalarType::Float);
+  Tensor logits = empty_vector(hidden, ScalarType::Float);
   if (tokens.numel() == 0) return {parts, logits};
   VocabPart* out = mutable_data<VocabPart>(parts);
   const int64_t* targets = data<int64_t>(tokens);
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
-                      batch_invariant);
+                      {.batch_invariant = batch_invariant});
   device.launch(start_parts, element_blocks(tokens.numel()), kElementThreads, rows.rows, targets,
                 !vocab_offset.has_value(), vocab_offset.value_or(0) == 0, out);
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
-    const CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap, std::nullopt,
-                           vocab_offset.value_or(0));
+    CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap, std::nullopt,
+                     vocab_offset.value_or(0));
     const auto add = entropy ? add_tile<true, T> : add_tile<false, T>;
-    for_each_tile(
-        rows,
-        [&](int64_t first_class, int64_t first_row) {
-          const Tile<T> tile = head.tile(first_class, first_row);
-          device.launch(add, tile.rows, threads_for(tile.classes * sizeof(float)), tile, rows.kept,
-                        rows.rows, targets, out);
-        },
-        [](int64_t) {});
+    for_each_tile(rows.tiles, [&](int64_t first_class, int64_t first_row) {
+      const Tile<T> tile = head.tile(first_class, first_row);
+      device.launch(add, tile.rows, threads_for(tile.classes * sizeof(float)), tile, rows.kept,
+                    rows.rows, targets, out);
+    });
+    logits = head.stored(stored_bytes);
   });
   return {parts, logits};
 }
@@ -59,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tensor hidden, Tensor weight,
     std::optional<Tensor> bias, Tensor tokens, std::optional<Tensor> mask,
     std::optional<Tensor> offsets, bool shift, Tensor temperature, double scale, double softcap,
-    Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor /*logits*/,
+    Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor logits,
     std::optional<int64_t> vocab_offset, bool batch_invariant, bool of_hidden, bool of_weight,
     bool of_bias, std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);
@@ -67,22 +65,21 @@ std::tuple<Tensor, Tensor, Tensor> backward(
                                 data<float>(log_probs), data<float>(entropy),
                                 data<Normalizer>(normalizers)};
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
-                      batch_invariant);
+                      {.batch_invariant = batch_invariant});
   std::tuple<Tensor, Tensor, Tensor> grads{hidden, hidden, hidden};
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
-    const CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap, std::nullopt,
-                           vocab_offset.value_or(0));
+    CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap, std::nullopt,
+                     vocab_offset.value_or(0), logits);
     CudaHeadGradient<T> gradient(device, rows, head, hidden, weight, of_hidden, of_weight, of_bias);
     for_each_tile(
-        rows,
+        rows.tiles,
         [&](int64_t first_class, int64_t first_row) {
           const Tile<T> tile = head.tile(first_class, first_row);
           device.launch(differentiate_tile<T>, tile.rows, threads_for(tile.classes * sizeof(float)),
                         tile, rows.kept, rows.rows, data<int64_t>(tokens), upstream,
-                        gradient.grads());
-          gradient.add(tile, first_class);
+                        gradient.grads(first_class, first_row));
         },
-        [&](int64_t first_class) { gradient.finish_classes(first_class); });
+        [&](int64_t first_class, int64_t first_row) { gradient.add(first_class, first_row); });
     // The ranks of a sharded vocabulary add theirs up before it is rounded.
     grads = gradient.result(vocab_offset.has_value());
   });

@@ -72,42 +72,30 @@ struct TokenGradients {
   }
 };
 
-// Writes the gradients of a row of matrix products, in the dtype of the products' factors. Both
-// rows start on 16-byte boundaries; `target` counts in the tile.
+// Writes the gradients of a row of matrix products, in the dtype of the products' factors. `target`
+// counts in the tile.
 template <typename T>
 __device__ void differentiate_row(const Tile<T>& tile, const float* row, T* grad, int64_t target,
                                   const RowGradient& gradient, float target_log_prob) {
-  constexpr int kSize = Pack<float>::kSize;
-  struct alignas(kSize * sizeof(T)) Quad {
-    T at[kSize];
-  };
-  const float of_target = gradient.target(target_log_prob);
-  const auto of_product = [&](float product, int64_t v) {
-    const float logit = tile.shape(product, v);
-    const float of_logit = v == target ? of_target : other_gradient(gradient, logit);
-    return T(of_logit * tile.shape.slope(logit));
-  };
-  const int64_t packs = tile.classes / kSize, last = packs * kSize + threadIdx.x;
-  for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
-    const auto products = Pack<float>{reinterpret_cast<const uint4*>(row)[i]}.elements();
-    Quad quad;
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) quad.at[j] = of_product(products.at[j], i * kSize + j);
-    reinterpret_cast<Quad*>(grad)[i] = quad;
-  }
-  if (last < tile.classes) grad[last] = of_product(row[last], last);
+  const LogitGradients gradients{gradient, target, gradient.target(target_log_prob)};
+  for_each_pack<kPacksInFlight>({row}, tile.classes, [&](auto& logits, int first) {
+    tile.shape(logits[0].at, first);
+    auto grads = logits[0];
+    gradients(grads.at, first);
+    tile.shape.chain(grads.at, logits[0].at);
+    store(grad + first, grads);
+  });
 }
 
-// The gradients of a tile of matrix products. Rows of the tile and of the gradients start on
-// 16-byte boundaries.
+// The gradients of a tile of matrix products.
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     differentiate_tile(Tile<T> tile, Selection kept, KeptRows rows, const int64_t* tokens,
-                       TokenGradients upstream, T* grads) {
+                       TokenGradients upstream, GradTile<T> grads) {
   const float inv_temperature = rows.inverse_temperature();
   for (int64_t r = blockIdx.x; r < tile.rows; r += gridDim.x) {
     const int64_t n = kept.token(tile.first_row + r);
-    differentiate_row(tile, tile.row(r), grads + r * tile.stride_row, tokens[n] - tile.first_class,
+    differentiate_row(tile, tile.row(r), grads.row(r), tokens[n] - tile.first_class,
                       upstream.of(n, inv_temperature), upstream.log_prob[n]);
   }
 }

@@ -40,18 +40,20 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     differentiate_top_k_tile(Tile<T> tile, Selection kept, KeptRows rows, TopKUpstream upstream,
-                             T* grads) {
+                             GradTile<T> grads) {
   const float inv_temperature = rows.inverse_temperature();
   for (int64_t r = blockIdx.x; r < tile.rows; r += gridDim.x) {
     const int64_t n = kept.token(tile.first_row + r);
     const float* row = tile.row(r);
-    T* grad = grads + r * tile.stride_row;
+    T* grad = grads.row(r);
     differentiate_row(tile, row, grad, -1, upstream.of_rest(n, inv_temperature), 0.0f);
     __syncthreads();
     upstream.for_each_in(n, tile.first_class, tile.classes, inv_temperature,
                          [&](int64_t place, float gradient) {
-                           const float logit = tile.shape(row[place], place);
-                           grad[place] = T(gradient * tile.shape.slope(logit));
+                           const float logit[] = {tile.shape(row[place], place)};
+                           float of_product[] = {gradient};
+                           tile.shape.chain(of_product, logit);
+                           grad[place] = T(of_product[0]);
                          });
   }
 }

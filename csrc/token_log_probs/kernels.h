@@ -61,35 +61,30 @@ __device__ __forceinline__ SoftmaxPart<float> part_of(const Pack<T> (&packs)[kPa
 
 // Takes what lies in memory for logits.
 struct AsTheyAre {
-  template <typename T>
-  __device__ __forceinline__ T operator()(T x, int64_t) const {
-    return x;
-  }
+  template <typename T, int kSize>
+  __device__ __forceinline__ void operator()(T (&)[kSize], int64_t) const {}
 };
 
 // How a thread reads a row: a few packs of every batch, and at most one of the last elements, which
-// fill no pack. logit_of(element, index) is the logit.
-template <bool kEntropy, bool kAligned, typename T, typename LogitOf = AsTheyAre>
+// fill no pack. to_logits(elements, first) makes logits of some elements of the row.
+template <bool kEntropy, bool kAligned, typename T, typename ToLogits = AsTheyAre>
 struct ThreadRow {
   const T* row;
   int64_t classes;
   float inv_temperature;
-  LogitOf logit_of = {};
+  ToLogits to_logits = {};
 
   __device__ __forceinline__ SoftmaxPart<float> batch(int64_t start) const {
     const int64_t in_packs = packs_of<T>(classes);
     Pack<T> packs[kForwardBatch];
     PackReader<T, kAligned>(row).load(packs, start + threadIdx.x, in_packs, T(-INFINITY));
-    if constexpr (!std::is_same_v<LogitOf, AsTheyAre>) {
+    if constexpr (!std::is_same_v<ToLogits, AsTheyAre>) {
 #pragma unroll
       for (int u = 0; u < kForwardBatch; ++u) {
         const int64_t i = start + threadIdx.x + u * blockDim.x;
         if (i >= in_packs) continue;
         auto elements = packs[u].elements();
-#pragma unroll
-        for (int j = 0; j < Pack<T>::kSize; ++j) {
-          elements.at[j] = logit_of(elements.at[j], i * Pack<T>::kSize + j);
-        }
+        to_logits(elements.at, i * Pack<T>::kSize);
         packs[u] = Pack<T>::of(elements);
       }
     }
@@ -100,7 +95,9 @@ struct ThreadRow {
     const int64_t i = packs_of<T>(classes) * Pack<T>::kSize + threadIdx.x;
     if (i >= classes) return {};
     auto elements = Pack<T>::filled(T(-INFINITY)).elements();
-    elements.at[0] = logit_of(row[i], i);
+    T last[] = {row[i]};
+    to_logits(last, i);
+    elements.at[0] = last[0];
     const Pack<T> packs[] = {Pack<T>::of(elements)};
     return part_of<kEntropy>(packs, inv_temperature);
   }
@@ -124,10 +121,10 @@ __device__ __forceinline__ SoftmaxPart<float> merged(const Row& row, const T*,
   return merge(all, row.last(), row.inv_temperature);
 }
 
-template <bool kEntropy, bool kAligned, typename T, typename LogitOf = AsTheyAre>
+template <bool kEntropy, bool kAligned, typename T, typename ToLogits = AsTheyAre>
 __device__ SoftmaxPart<float> thread_part(const T* row, int64_t classes, float inv_temperature,
-                                          LogitOf logit_of = {}) {
-  const ThreadRow<kEntropy, kAligned, T, LogitOf> mine{row, classes, inv_temperature, logit_of};
+                                          ToLogits to_logits = {}) {
+  const ThreadRow<kEntropy, kAligned, T, ToLogits> mine{row, classes, inv_temperature, to_logits};
   return merged(mine, row, [&](int64_t start) { return mine.batch(start); });
 }
 
@@ -221,33 +218,48 @@ __device__ __forceinline__ float other_gradient(const RowGradient& gradient, flo
   return gradient.other(exp2_normal(log_p * kLog2E), log_p);
 }
 
-// The gradient of one row, whose softmax is computed anew from the logits and their normalizer.
+// The gradients of the logits of one row, whose softmax is computed anew from its normalizer.
+struct LogitGradients {
+  RowGradient gradient;
+  int64_t target;
+  float of_target;
+
+  // Makes gradients of the logits of `kSize` classes from `first` on, in place.
+  template <int kSize>
+  __device__ __forceinline__ void operator()(float (&x)[kSize], int64_t first) const {
+#pragma unroll
+    for (float& logit : x) logit = other_gradient(gradient, logit);
+    const int64_t target_at = target - first;
+    if (target_at < 0 || target_at >= kSize) return;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      if (j == target_at) x[j] = of_target;
+    }
+  }
+};
+
+// Writes the gradients of one row.
 template <typename T>
 struct RowBackward {
   const T* row;
   T* grad;
-  int64_t target;
-  T target_grad;
-  RowGradient gradient;
+  LogitGradients gradients;
 
-  __device__ __forceinline__ T other(T logit) const {
-    return T(other_gradient(gradient, static_cast<float>(logit)));
+  __device__ void write(int64_t i) const {
+    float x[] = {static_cast<float>(row[i])};
+    gradients(x, i);
+    grad[i] = T(x[0]);
   }
-
-  __device__ void write(int64_t i) const { grad[i] = i == target ? target_grad : other(row[i]); }
 
   // `first` is where the pack starts in the row.
   __device__ __forceinline__ uint4 of_pack(const Pack<T>& logits, int64_t first) const {
     auto elements = logits.elements();
+    float x[Pack<T>::kSize];
 #pragma unroll
-    for (T& x : elements.at) x = other(x);
-    const int64_t target_at = target - first;
-    if (target_at >= 0 && target_at < Pack<T>::kSize) {
+    for (int j = 0; j < Pack<T>::kSize; ++j) x[j] = static_cast<float>(elements.at[j]);
+    gradients(x, first);
 #pragma unroll
-      for (int j = 0; j < Pack<T>::kSize; ++j) {
-        if (j == target_at) elements.at[j] = target_grad;
-      }
-    }
+    for (int j = 0; j < Pack<T>::kSize; ++j) elements.at[j] = T(x[j]);
     return Pack<T>::of(elements).words;
   }
 
@@ -300,8 +312,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     const bool of_entropy = grad_entropy != nullptr;
     const RowGradient gradient{grad_log_probs[n], of_entropy ? grad_entropy[n] : 0.0f,
                                of_entropy ? entropy[n] : 0.0f, normalizers[n], inv_temperature};
-    const RowBackward<T> backward{rows.row(r), grad, rows.target(n),
-                                  T(gradient.target(log_probs[n])), gradient};
+    const RowBackward<T> backward{
+        rows.row(r), grad, {gradient, rows.target(n), gradient.target(log_probs[n])}};
     backward.write_row(rows.classes, piece, pieces);
   }
 }

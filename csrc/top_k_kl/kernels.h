@@ -32,10 +32,10 @@ struct DeviceIds {
 
 // This thread's part of the logits of `classes` classes from `first_class` on but those of the
 // token's ids. All threads of the block call it, with kWindowWords words of shared memory.
-template <bool kAligned, typename T, typename LogitOf = AsTheyAre>
+template <bool kAligned, typename T, typename ToLogits = AsTheyAre>
 __device__ SoftmaxPart<float> rest_part(const T* row, int64_t first_class, int64_t classes,
                                         const DeviceIds& ids, int64_t token, float inv_temperature,
-                                        uint32_t* taken, LogitOf logit_of = {}) {
+                                        uint32_t* taken, ToLogits to_logits = {}) {
   SoftmaxPart<float> all;
   for (int64_t first = 0; first < classes; first += kWindow) {
     const int64_t count = classes - first < kWindow ? classes - first : kWindow;
@@ -49,10 +49,14 @@ __device__ SoftmaxPart<float> rest_part(const T* row, int64_t first_class, int64
                            "ids: expected every class at most once a token; set one of them to -1");
     });
     __syncthreads();
-    const auto of_rest = [&](T element, int64_t v) {
-      const uint32_t bit = static_cast<uint32_t>(v);  // fewer registers than 64 bits take
-      const bool is_id = (taken[bit / 32] >> bit % 32 & 1) != 0;
-      return is_id ? T(-INFINITY) : T(logit_of(element, first + v));
+    const auto of_rest = [&]<int kSize>(T(&elements)[kSize], int64_t v) {
+      to_logits(elements, first + v);
+      // The bits of a pack are in one word. 32 bits take fewer registers than 64.
+      const uint32_t bit = static_cast<uint32_t>(v), bits = taken[bit / 32] >> bit % 32;
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        if ((bits >> j & 1) != 0) elements[j] = T(-INFINITY);
+      }
     };
     all = merge(all, thread_part<false, kAligned>(row + first, count, inv_temperature, of_rest),
                 inv_temperature);
@@ -174,8 +178,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       zero_row(grad, rows.classes);
       continue;
     }
-    const RowBackward<T> of_rest{rows.row(r), grad, -1, T(0.0f),
-                                 upstream.of_rest(n, inv_temperature)};
+    const RowBackward<T> of_rest{
+        rows.row(r), grad, {upstream.of_rest(n, inv_temperature), -1, 0.0f}};
     of_rest.write_row(rows.classes, 0, 1);
     __syncthreads();
     upstream.for_each_in(n, 0, rows.classes, inv_temperature,

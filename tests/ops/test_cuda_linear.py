@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 from accuracy import no_worse
 from torch.nn import functional
 
-from fusedrl import VocabPart, linear_token_log_probs
+from fusedrl import VocabPart, linear_exact_kl, linear_token_log_probs
+from fusedrl.ops import _stored
 
 pytestmark = [
     pytest.mark.gpu,
@@ -146,6 +148,28 @@ def test_memory_is_bounded(impl):
     torch.cuda.synchronize()
     extra = torch.cuda.max_memory_allocated() - before
     assert extra - hidden.nbytes - weight.nbytes <= 2**30
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", [None, "reverse", "jensen_shannon"])
+def test_stored_logits_are_those_that_are_multiplied_again(direction, dtype):
+    """One tile holds all of these, and the backward pass leaves it as it is."""
+    inputs = problem((60,), 5003, 64, dtype)
+    tokens, ref_hidden = inputs[-1], inputs[0].roll(1, 0)
+    outcomes = []
+    for most_bytes in (0, 1 << 24):
+        hidden, weight, bias = (x.detach().clone().requires_grad_() for x in inputs[:-1])
+        with mock.patch.object(_stored, "MOST_BYTES_ON_CUDA", most_bytes):
+            if direction is None:
+                out = linear_token_log_probs(hidden, weight, tokens, bias=bias, softcap=3.0)
+            else:
+                head = {"bias": bias, "softcap": 3.0, "direction": direction}
+                out = linear_exact_kl(hidden, weight, ref_hidden, weight.detach(), **head)
+        for _ in range(2):
+            grads = torch.autograd.grad(out.sum(), [hidden, weight, bias], retain_graph=True)
+            outcomes.append([out.detach(), *grads])
+    for other in outcomes[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(outcomes[0], other, strict=True))
 
 
 @impls

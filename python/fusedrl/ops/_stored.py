@@ -1,4 +1,4 @@
-"""Logits of a linear head that a forward pass on the CPU stores for its backward pass."""
+"""Logits of a linear head that a forward pass stores for its backward pass."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fusedrl.ops import _dispatch
 # The backward pass would multiply the head again, which is a quarter of the time of both. Without a
 # bound the memory would grow like the logits, which is what these ops are there to avoid.
 MOST_BYTES = 64 << 20
+MOST_BYTES_ON_CUDA = 256 << 20  # a tile, which the forward pass has in memory anyway
 
 
 def stored_bytes(hidden: Tensor) -> int:
@@ -18,7 +19,9 @@ def stored_bytes(hidden: Tensor) -> int:
     None of traced tensors, whose shapes are those of the inputs: how many rows are kept is not
     known.
     """
-    return MOST_BYTES if _dispatch.has_values(hidden) else 0
+    if not _dispatch.has_values(hidden):
+        return 0
+    return MOST_BYTES if hidden.is_cpu else MOST_BYTES_ON_CUDA
 
 
 def fake_logits(weight: Tensor, most_bytes: int) -> Tensor:

@@ -132,10 +132,11 @@ def linear_policy_loss(
     A block of rows is multiplied by the head once, reduced to log-probs, weighed, overwritten by
     the gradient of its logits, and multiplied into both gradients before the next block starts.
     That is three matrix products, where a log-prob op and a loss behind it take four. The logits of
-    one block exist at a time: at most 256 MiB, or one row. A ratio of whole sequences takes four
-    products, as it needs their log-probs first, and so does a vocabulary that is sharded over
-    ranks. Only kept rows are multiplied. Where gradients are needed, the forward pass makes them
-    and sums them in float32, and the backward pass scales and rounds them. That of a bfloat16
+    one block exist at a time: at most 256 MiB, or one row. On CUDA their gradients wait for those
+    of more blocks, up to the memory of the weight's gradient in float32. A ratio of whole sequences
+    takes four products, as it needs their log-probs first, and so does a vocabulary that is sharded
+    over ranks. Only kept rows are multiplied. Where gradients are needed, the forward pass makes
+    them and sums them in float32, and the backward pass scales and rounds them. That of a bfloat16
     weight is kept rounded, and rounded once more where it is scaled by no power of two.
 
     In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds

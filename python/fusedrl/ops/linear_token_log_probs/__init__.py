@@ -98,10 +98,11 @@ def linear_token_log_probs(
     softcap is given, and ``z = x / temperature``, it is :math:`z_{y} - \log\sum_v e^{z_v}`.
     Only the kept rows are multiplied. Logits exist a tile at a time, in float32: 512 KiB for each
     thread of the CPU (4 MiB in the backward pass, beside copies of the kept hidden states and of
-    the weights of a tile), at most 512 MiB on CUDA, or none (Triton). The backward pass computes
-    them again, but for those of the kept rows that the CPU stores where they take at most 64 MiB
-    (never with ``batch_invariant`` or under ``torch.compile``); it sums every gradient in float32
-    and rounds it once. On CUDA, a mask or a shift makes the host wait for the number of kept rows.
+    the weights of a tile), at most 256 MiB on CUDA (and 512 MiB of gradients in half precision), or
+    none (Triton). The backward pass computes them again, but where those of the kept rows take at
+    most 64 MiB on the CPU or 256 MiB on CUDA, and are stored (never with ``batch_invariant`` or
+    under ``torch.compile``); it sums every gradient in float32 and rounds it once. On CUDA, a mask
+    or a shift makes the host wait for the number of kept rows.
 
     In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
     the gradients of logits to bfloat16 before they are multiplied, which is faster.

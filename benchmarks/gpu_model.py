@@ -1,0 +1,368 @@
+"""Predictions, without a GPU: what limits each CUDA kernel, and the time of the linear ops.
+
+A row kernel is as fast as the slowest of five: DRAM, the loads in flight, issued instructions,
+special functions and conversions. What it takes an element is read out of its machine code
+(``tests/sass/facts.json``). A linear op is its products and the row kernels between them, one after
+the other, each as slow as its arithmetic or its bytes; the sizes are those of ``head_tiles.h``,
+whose constants are read. ``python benchmarks/gpu_model.py`` prints the tables of
+``docs/how-it-works/cuda-predictions.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FACTS: dict[str, Any] = next(
+    iter(json.loads((ROOT / "tests/sass/facts.json").read_text()).values())
+)
+FLOAT = 4  # bytes
+
+
+class Gpu(NamedTuple):
+    """What NVIDIA states of a GPU, and assumptions that are the same for all."""
+
+    name: str
+    architecture: str
+    processors: int
+    clock: float  # Hz
+    bandwidth: float  # bytes a second
+    tensor_rate: float  # dense bfloat16 operations a second
+
+    REACHED_BANDWIDTH = 0.92  # of a copy
+    REACHED_PRODUCTS = 0.75  # of a large matrix product
+    REACHED_CYCLES = 0.8  # in which an instruction is issued
+    LATENCY = 650e-9  # seconds from a load to its value
+    INSTRUCTIONS, SPECIAL, CONVERSIONS = 128, 16, 64  # of a thread, a processor a clock
+    THREADS, REGISTERS = 2048, 65536  # of a processor
+
+
+GPUS = (
+    Gpu("A100", "80", 108, 1.41e9, 2.04e12, 312e12),
+    Gpu("H100", "90", 132, 1.755e9, 3.35e12, 989e12),
+    Gpu("B200", "100", 148, 1.85e9, 8.0e12, 2250e12),
+)
+BLOCK_THREADS = 512  # a row of a large vocabulary
+
+
+class Pass(NamedTuple):
+    """A kernel's loop over a row, and the bytes that an element (or a pair) is read and written."""
+
+    kernel: str
+    loop: str
+    read: int
+    written: int = 0
+
+
+# The row kernels at bfloat16. Products are float32, and their gradients bfloat16.
+KERNELS: dict[str, tuple[Pass, ...]] = {
+    "forward_rows": (Pass("forward_rows<false, BFloat16>", "reads", 2),),
+    "forward_rows, entropy": (Pass("forward_rows<true, BFloat16>", "reads", 2),),
+    "backward_rows": (Pass("backward_rows<BFloat16>", "writes", 2, 2),),
+    "forward_pairs": (Pass("forward_pairs<false, false, BFloat16>", "reads", 4),),
+    "backward_pairs": (Pass("backward_pairs<false, false, BFloat16>", "writes", 4, 4),),
+    "forward_pairs, mixture": (
+        Pass("forward_pairs<true, false, BFloat16>", "reads", 4),
+        Pass("forward_pairs<true, false, BFloat16>", "scores", 4),
+    ),
+    "backward_pairs, mixture": (Pass("backward_pairs<true, false, BFloat16>", "writes", 4, 4),),
+    "split_rows": (Pass("split_rows<true, BFloat16>", "reads", 2),),
+    "differentiate_rows": (Pass("differentiate_rows<BFloat16>", "writes", 2, 2),),
+    "add_tile": (Pass("add_tile<false, BFloat16>", "reads", 4),),
+    "differentiate_tile": (Pass("differentiate_tile<BFloat16>", "writes", 4, 2),),
+    "policy_rows": (
+        Pass("policy_rows<false, BFloat16>", "reads", 4),
+        Pass("policy_rows<false, BFloat16>", "writes", 4, 2),
+    ),
+    "add_pair_tile": (Pass("add_pair_tile<false, BFloat16>", "reads", 8),),
+    "add_mixture_tile": (Pass("add_mixture_tile<BFloat16>", "scores", 8),),
+    "differentiate_pair_tile": (
+        Pass("differentiate_pair_tile<false, false, BFloat16>", "writes", 8, 4),
+    ),
+    "differentiate_pair_tile, mixture": (
+        Pass("differentiate_pair_tile<true, false, BFloat16>", "writes", 8, 4),
+    ),
+    "split_tile": (Pass("split_tile<BFloat16>", "reads", 4),),
+    "differentiate_top_k_tile": (Pass("differentiate_top_k_tile<BFloat16>", "writes", 4, 2),),
+}
+
+
+class Prediction(NamedTuple):
+    """What is the slowest, and the share of the stated bandwidth that this leaves."""
+
+    limit: str
+    share: float
+
+
+def limits(of: Pass, gpu: Gpu) -> dict[str, float]:
+    """The seconds an element that each limit allows, all processors together."""
+    kernel = FACTS[gpu.architecture][of.kernel]
+    loop = kernel[of.loop]
+    rounded = math.ceil(kernel["registers"] / 8) * 8 * BLOCK_THREADS
+    threads = min(gpu.THREADS // BLOCK_THREADS, gpu.REGISTERS // rounded) * BLOCK_THREADS
+    in_flight = threads * loop["loads_in_flight"] * loop["load_bits"] // 8
+    cycle = 1 / (gpu.clock * gpu.REACHED_CYCLES)
+    of_processor = {
+        "loads in flight": of.read * gpu.LATENCY / in_flight,
+        "issue": loop["instructions"] * cycle / gpu.INSTRUCTIONS,
+        "special functions": loop["mufu"] * cycle / gpu.SPECIAL,
+        "conversions": loop["conversions"] * cycle / gpu.CONVERSIONS,
+    }
+    dram = (of.read + of.written) / (gpu.bandwidth * gpu.REACHED_BANDWIDTH)
+    return {"DRAM": dram} | {name: t / gpu.processors for name, t in of_processor.items()}
+
+
+def seconds(name: str, gpu: Gpu) -> float:
+    """The predicted time of a row kernel, an element."""
+    return sum(max(limits(one, gpu).values()) for one in KERNELS[name])
+
+
+def predict(name: str, gpu: Gpu) -> Prediction:
+    """What limits a row kernel: of its passes, the one that takes longest."""
+    slowest = max(KERNELS[name], key=lambda one: max(limits(one, gpu).values()))
+    of_slowest = limits(slowest, gpu)
+    size = sum(one.read + one.written for one in KERNELS[name])
+    share = size / gpu.bandwidth / seconds(name, gpu)
+    return Prediction(max(of_slowest, key=lambda limit: of_slowest[limit]), share)
+
+
+def _constants() -> dict[str, int]:
+    text = (ROOT / "csrc/common/tile_sizes.h").read_text()
+    found = re.findall(
+        r"constexpr int(?:64_t)? k(\w+) = (?:int64_t\((\d+)\) << (\d+)|(\d+));", text
+    )
+    return {name: int(plain) if plain else int(n) << int(bits) for name, n, bits, plain in found}
+
+
+SIZES = _constants()
+
+
+class Extent(NamedTuple):
+    """Some rows and some classes."""
+
+    rows: int
+    classes: int
+
+
+class Tiles(NamedTuple):
+    """What ``HeadTiles`` in ``head_tiles.h`` makes of a head: the tests compile and compare it."""
+
+    count: int
+    classes: int
+    batch_invariant: bool
+    padded: int
+    tile: Extent
+    block: Extent
+
+
+def tiles_of(
+    count: int,
+    classes: int,
+    batch_invariant: bool = False,
+    whole_rows: bool = False,
+    gradient_elements: int = SIZES["GradientElements"],
+) -> Tiles:
+    """The tiles of products, and the blocks of gradients, of ``count`` kept rows."""
+
+    def multiple(most: int, step: int) -> int:
+        return most if most < step else most // step * step
+
+    def room(elements: int, others: int, step: int) -> int:
+        return max(multiple(elements // others, step), step)
+
+    elements, column = SIZES["TileElements"], SIZES["ColumnStep"]
+    every = math.ceil(classes / column) * column
+    most = multiple(elements // every, SIZES["RowStep"]) if whole_rows else SIZES["MostRows"]
+    rows = max(1, min(count, most, SIZES["MostRows"]))
+    padded = count
+    if batch_invariant:
+        rows = SIZES["InvariantRows"]
+        padded = math.ceil(count / rows) * rows
+    tile = Extent(rows, every if whole_rows else min(every, room(elements, rows, column)))
+    block_classes = min(every, room(gradient_elements, rows, tile.classes))
+    fit = gradient_elements // block_classes
+    block_rows = min(padded, room(fit + rows - 1, 1, rows))
+    return Tiles(count, classes, batch_invariant, padded, tile, Extent(block_rows, block_classes))
+
+
+class Step(NamedTuple):
+    """A kernel on the GPU: a product or a row kernel."""
+
+    name: str
+    rows: int  # of the result
+    columns: int
+    depth: int  # of a product, 0 of what is none
+    moved: float  # bytes
+
+    def seconds(self, gpu: Gpu) -> float:
+        """As slow as its arithmetic or its bytes."""
+        if self.name in KERNELS:
+            return self.rows * self.columns * seconds(self.name, gpu)
+        moving = self.moved / (gpu.bandwidth * gpu.REACHED_BANDWIDTH)
+        # A result is computed in parts of 128 x 256 elements, one a processor at a time.
+        parts = math.ceil(self.rows / 128) * math.ceil(self.columns / 256)
+        rounds = math.ceil(parts / gpu.processors)
+        operations = 2 * 128 * 256 * self.depth * rounds * gpu.processors
+        return max(moving, operations / (gpu.tensor_rate * gpu.REACHED_PRODUCTS))
+
+
+def product(name: str, rows: int, columns: int, depth: int) -> Step:
+    """A product of bfloat16 matrices that are read once, with a float32 result."""
+    moved = 2 * depth * (rows + columns) + FLOAT * rows * columns
+    return Step(name, rows, columns, depth, moved)
+
+
+def steps(
+    tiles: Tiles, width: int, row_kernel: str, gradients: bool, multiplies: bool = True
+) -> Iterator[Step]:
+    """What a loop over tiles runs, with gradients of hidden states and weight, as cuda_head.h."""
+    count, classes, _, padded, tile, block = tiles
+    if count == 0:
+        return
+    for c in range(0, classes, block.classes):
+        end_class = min(classes, c + block.classes)
+        for r in range(0, count, block.rows):
+            end_row = min(count, r + block.rows)
+            for first in range(c, end_class, tile.classes):
+                for row in range(r, end_row, tile.rows):
+                    columns = min(tile.classes, classes - first)
+                    if multiplies:
+                        yield product("logits", min(tile.rows, padded - row), columns, width)
+                    yield Step(row_kernel, min(tile.rows, count - row), columns, 0, 0)
+            if gradients:
+                yield from _block_steps(tiles, width, c, r)
+
+
+def _block_steps(tiles: Tiles, width: int, first_class: int, first_row: int) -> Iterator[Step]:
+    classes = min(tiles.block.classes, tiles.classes - first_class)
+    rows = min(tiles.block.rows, tiles.padded - first_row)
+    at_a_time = tiles.tile.rows if tiles.batch_invariant else rows
+    for _ in range(0, rows, at_a_time):
+        yield from _added("of hidden", at_a_time, width, classes, starts=first_class == 0)
+    only, last = tiles.count <= tiles.block.rows, first_row + tiles.block.rows >= tiles.count
+    yield from _added("of weight", classes, width, rows, first_row == 0, rounded=only)
+    if last and not only:
+        yield Step("rounded", classes, width, 0, (FLOAT + 2) * classes * width)
+
+
+def _added(
+    name: str, rows: int, columns: int, depth: int, starts: bool, rounded: bool = False
+) -> Iterator[Step]:
+    """A product that starts a float32 sum, or what is added to it, or rounded, part by part."""
+    part = rows if starts and not rounded else max(SIZES["TermElements"] // columns, 1)
+    for first in range(0, rows, part):
+        some = min(part, rows - first)
+        yield product(name, some, columns, depth)
+        if not starts:
+            yield Step("sum", some, columns, 0, 3 * FLOAT * some * columns)
+        elif rounded:
+            yield Step("rounded", some, columns, 0, (FLOAT + 2) * some * columns)
+
+
+class Case(NamedTuple):
+    """A head and its kept rows; bfloat16."""
+
+    rows: int
+    width: int
+    classes: int
+
+
+def policy_loss(case: Case) -> list[Step]:
+    """``linear_policy_loss`` with its gradients."""
+    room = max(SIZES["GradientElements"], case.width * case.classes * FLOAT // 2)
+    tiles = tiles_of(case.rows, case.classes, whole_rows=True, gradient_elements=room)
+    return list(steps(tiles, case.width, "policy_rows", True))
+
+
+def log_probs(case: Case, batch_invariant: bool = False) -> list[Step]:
+    """``linear_token_log_probs`` and its backward pass."""
+    tiles = tiles_of(case.rows, case.classes, batch_invariant)
+    one_tile = tiles.padded <= tiles.tile.rows and case.classes <= tiles.tile.classes
+    multiplies = batch_invariant or not one_tile
+    return [
+        *steps(tiles, case.width, "add_tile", False),
+        *steps(tiles, case.width, "differentiate_tile", True, multiplies),
+    ]
+
+
+def exact_kl(case: Case) -> list[Step]:
+    """``linear_exact_kl`` and its backward pass to one head; the reference is of its width."""
+    tiles = tiles_of(case.rows, case.classes)
+    loops = (("add_pair_tile", False), ("differentiate_pair_tile", True))
+    return [
+        step
+        for kernel, gradients in loops
+        for one in steps(tiles, case.width, kernel, gradients)
+        for step in ([one] * 2 if one.name == "logits" else [one])
+    ]
+
+
+def total(run: list[Step], gpu: Gpu) -> float:
+    """Seconds, one step after the other."""
+    return sum(step.seconds(gpu) for step in run)
+
+
+def bare_product(case: Case, gpu: Gpu) -> float:
+    """The seconds of one product of all rows and classes, at the rate that products reach."""
+    operations = 2 * case.rows * case.width * case.classes
+    return operations / (gpu.tensor_rate * gpu.REACHED_PRODUCTS)
+
+
+LARGE = Case(8192, 4096, 151936)
+SMALL = Case(400, 4096, 151936)  # all logits are one tile
+LINEAR = {
+    "`linear_policy_loss`": (policy_loss, LARGE, 3),
+    "`linear_token_log_probs`": (log_probs, LARGE, 4),
+    "`linear_exact_kl`, one gradient": (exact_kl, LARGE, 6),
+}
+
+
+def row_table() -> str:
+    """Markdown: what limits each row kernel, and the share of the bandwidth that it reaches."""
+    facts = FACTS["90"]
+    lines = [
+        "| kernel | registers | loads in flight | instructions | special functions | "
+        + " | ".join(gpu.name for gpu in GPUS)
+        + " |",
+        "|---|---|---|---|---|" + "---|" * len(GPUS),
+    ]
+    for name, passes in KERNELS.items():
+        loops = [facts[one.kernel][one.loop] for one in passes]
+        flight = " + ".join(f"{x['loads_in_flight']} x {x['load_bits'] // 8} B" for x in loops)
+        cells = [
+            f"`{name.split(',')[0]}`{name[len(name.split(',')[0]) :]}",
+            str(facts[passes[0].kernel]["registers"]),
+            flight,
+            f"{sum(x['instructions'] for x in loops):.1f}",
+            f"{sum(x['mufu'] for x in loops):.1f}",
+        ]
+        for gpu in GPUS:
+            limit, share = predict(name, gpu)
+            cells.append(f"{100 * share:.0f} %, {limit}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def linear_table() -> str:
+    """Markdown: the time of the linear ops, and how many bare products they take as long as."""
+    lines = [
+        "| op | rows x hidden x classes | products | " + " | ".join(g.name for g in GPUS) + " |",
+        "|---|---|---|" + "---|" * len(GPUS),
+    ]
+    for name, (op, case, count) in LINEAR.items():
+        run = op(case)
+        cells = [name, " x ".join(str(n) for n in case), str(count)]
+        for gpu in GPUS:
+            time, bare = total(run, gpu), bare_product(case, gpu)
+            cells.append(f"{1e3 * time:.1f} ms, {time / bare / count:.2f}x")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(row_table(), linear_table(), sep="\n\n")

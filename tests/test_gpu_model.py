@@ -1,0 +1,123 @@
+"""Predictions for GPUs: the tiles are the compiled code's, the goals hold, the page has them."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/how-it-works/cuda-predictions.md"
+
+spec = importlib.util.spec_from_file_location("gpu_model", ROOT / "benchmarks/gpu_model.py")
+assert spec is not None and spec.loader is not None
+model = importlib.util.module_from_spec(spec)
+sys.modules["gpu_model"] = model
+spec.loader.exec_module(model)
+H100 = next(gpu for gpu in model.GPUS if gpu.name == "H100")
+
+# Prints the tiles of each head that it is given, and where each tile and each block starts.
+DRIVER = """
+#include <cstdlib>
+#include <iostream>
+
+#include "common/head_tiles.h"
+
+int main(int, char** text) {
+  const auto number = [&] { return std::atoll(*++text); };
+  const int64_t count = number(), classes = number();
+  const bool batch_invariant = number() != 0, whole_rows = number() != 0;
+  const fusedrl::HeadTiles tiles(count, classes, {batch_invariant, whole_rows, number()});
+  for (const int64_t size : {tiles.padded, tiles.tile.rows, tiles.tile.classes, tiles.block.rows,
+                             tiles.block.classes}) {
+    std::cout << size << ' ';
+  }
+  fusedrl::for_each_tile(
+      tiles, [](int64_t c, int64_t r) { std::cout << "t " << c << ' ' << r << ' '; },
+      [](int64_t c, int64_t r) { std::cout << "b " << c << ' ' << r << ' '; });
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory) -> Path:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("tiles")
+    (folder / "driver.cpp").write_text(DRIVER)
+    compile_it = ["g++", "-std=c++20", f"-I{ROOT / 'csrc'}", folder / "driver.cpp"]
+    subprocess.run([*compile_it, "-o", folder / "driver"], check=True)
+    return folder / "driver"
+
+
+ROWS = [0, 1, 255, 400, 441, 5000, 8192, 40000]
+CLASSES = [1, 300, 32000, 151936, 262144, 2**21]
+
+
+@pytest.mark.parametrize(("whole_rows", "batch_invariant"), [(0, 0), (1, 0), (0, 1)])
+@pytest.mark.parametrize("elements", [model.SIZES["GradientElements"], 4096 * 151936 * 2])
+def test_tiles_are_those_of_the_host_code(driver, whole_rows, batch_invariant, elements):
+    for rows, classes in itertools.product(ROWS, CLASSES):
+        sizes = [rows, classes, batch_invariant, whole_rows, elements]
+        command = [driver, *(str(size) for size in sizes)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        *extents, starts = done.stdout.split(" ", 5)
+        tiles = model.tiles_of(rows, classes, bool(batch_invariant), bool(whole_rows), elements)
+        assert [int(size) for size in extents] == [tiles.padded, *tiles.tile, *tiles.block]
+        run = list(model.steps(tiles, 64, "add_tile", False))
+        assert starts.count("t ") == sum(step.name == "logits" for step in run)
+        blocks = [
+            (c, r)
+            for c in range(0, classes if rows else 0, tiles.block.classes)
+            for r in range(0, rows, tiles.block.rows)
+        ]
+        assert starts.count("b ") == len(blocks)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "share"),
+    [
+        ("differentiate_tile", 0.85),
+        ("differentiate_pair_tile", 0.85),
+        ("forward_pairs, mixture", 0.75),
+        ("backward_pairs, mixture", 0.75),
+        ("forward_rows", 0.85),
+        ("backward_rows", 0.85),
+    ],
+)
+def test_row_kernels_are_predicted_to_reach_the_bandwidth(kernel, share):
+    assert model.predict(kernel, H100).share >= share
+
+
+@pytest.mark.parametrize("architecture", [gpu.architecture for gpu in model.GPUS])
+def test_packs_are_looked_up_and_rounded_at_once(architecture):
+    """The bits of eight ids are one word of shared memory; two halves are one conversion."""
+    facts = model.FACTS[architecture]
+    assert facts["split_rows<true, BFloat16>"]["reads"]["shared_loads"] <= 1 / 8
+    assert facts["split_tile<BFloat16>"]["reads"]["shared_loads"] <= 1 / 4
+    assert facts["backward_rows<BFloat16>"]["writes"]["conversions"] <= 1 / 2
+
+
+def test_linear_ops_are_predicted_to_take_little_more_than_their_products():
+    # Rounding the weight's gradient, and reading float32 logits twice, keeps the second above 1.1.
+    for op, products, most in ((model.policy_loss, 3, 1.2), (model.log_probs, 4, 1.15)):
+        bare = products * model.bare_product(model.LARGE, H100)
+        assert model.total(op(model.LARGE), H100) <= most * bare
+
+
+def test_few_rows_are_multiplied_three_times():
+    """All logits are one tile, which the forward pass keeps."""
+    products = [step for step in model.log_probs(model.SMALL) if step.depth > 0]
+    operations = sum(2 * step.rows * step.columns * step.depth for step in products)
+    assert operations == 3 * 2 * model.SMALL.rows * model.SMALL.width * model.SMALL.classes
+
+
+def test_the_page_has_the_tables():
+    page = PAGE.read_text()
+    for table in (model.row_table(), model.linear_table()):
+        assert table in page, f"the page has another table; replace it with\n{table}"
