@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from fusedrl import _host
 from fusedrl.collectors.interrupts import uninterrupted
-from fusedrl.collectors.options import is_too_old
+from fusedrl.collectors.progress import BatchFacts
 from fusedrl.compat.torchrl import for_buffer
 
 logger = logging.getLogger("fusedrl")
 
-Advance = Callable[..., None]
+Advance = Callable[[BatchFacts], None]
 
 
 class Ready(NamedTuple):
@@ -35,26 +36,30 @@ class BatchStream:
     to one of the threads that iterate.
 
     Args:
-        background: the thread that may take the batches.
+        collector: whose batches they are; it is not kept alive.
         buffer: the buffer that gets the batches here, if any.
         max_staleness: drop a batch that is more than this number of versions behind, if any.
 
     Attributes:
+        background: the thread that may take the batches.
         frames: frames so far, including those of a state that was loaded.
         batches: batches so far, including those of a state that was loaded.
         dropped: frames that were dropped here.
         storing: a lock that is held while a batch goes into the buffer.
+        iterator: that of :meth:`next`, which may refer to the collector.
     """
 
-    counter = ""  # the name of the attribute that counts what is dropped
+    counter = ""  # the class of the collector, and its attribute that counts what is dropped
 
-    def __init__(self, background: Background, buffer: Any, max_staleness: Any) -> None:
-        self.background = background
+    def __init__(self, collector: Any, buffer: Any, max_staleness: int | None) -> None:
+        self._collector = weakref.proxy(collector)
         self.buffer, self.max_staleness = buffer, max_staleness
+        self.background = Background(self.counter.partition(".")[0])
         self.frames = self.batches = self.dropped = 0
         self.storing = threading.Lock()
         self._ready: Ready | None = None
         self._taking: Any = threading.RLock()  # held while a batch is made ready
+        self.iterator: Iterator[Any] | None = None
 
     def rest(self, bar: AbstractContextManager[Advance]) -> Iterator[Any]:
         """Batches until the last frame was collected; ``None`` each where a buffer gets them.
@@ -81,6 +86,22 @@ class BatchStream:
                 yield batch
                 del batch  # its memory goes back with the next request
 
+    def next(self, begin: Callable[[], Iterator[Any]]) -> Any:
+        """The next batch of an iterator that lasts from call to call; ``None`` at its end.
+
+        Args:
+            begin: begins the iterator, also another one after an exception has ended it.
+        """
+        if self.iterator is None:
+            self.iterator = begin()
+        try:
+            for batch in self.iterator:
+                return batch
+        except BaseException:
+            self.iterator = None
+            raise
+        self.iterator = None
+
     def _prepare(self, advance: Advance) -> Ready | None:
         """Make the next batch ready, unless one is, and return it; ``None`` at the end."""
         self.background.refuse_others()
@@ -91,22 +112,18 @@ class BatchStream:
             with uninterrupted():
                 if not self._count(arrived):
                     continue
-                drops = self._drops(arrived)
+                batch, facts = arrived.batch, self._facts(arrived)
+                old = 0
+                most = None if batch is None else self.max_staleness
+                if facts.are_too_old(most, self.dropped, self.counter):
+                    old = batch.numel()
                 self._request()
-                advance(**arrived.shown)
-                if not drops:
-                    self._ready = Ready(self._stored(arrived.batch))
-            del arrived
+                advance(facts)
+                self.dropped += old
+                if not old:
+                    self._ready = Ready(self._stored(batch))
+            del arrived, batch, facts
         return self._ready
-
-    def _drops(self, arrived: Any) -> bool:
-        """Whether a batch has become too old; its frames are counted then."""
-        if self.max_staleness is None or arrived.batch is None:
-            return False
-        late = self._lateness(arrived)
-        drops = is_too_old(late, self.max_staleness, self.dropped, self.counter)
-        self.dropped += arrived.batch.numel() if drops else 0
-        return drops
 
     def _stored(self, batch: Any) -> Any:
         """A batch to hand out, or ``None`` once it is in the buffer."""
@@ -124,10 +141,7 @@ class BatchStream:
     # What a source does in its own way.
 
     def _wait(self) -> Any:
-        """Wait for the next batch and change nothing; ``None`` at the end.
-
-        What it returns has a ``batch``, and in ``shown`` what is known for the progress bar.
-        """
+        """Wait for the next ``batch``, in a record, and change nothing; ``None`` at the end."""
         raise NotImplementedError
 
     def _count(self, arrived: Any) -> bool:
@@ -138,9 +152,9 @@ class BatchStream:
         """Let the source collect what will be needed next."""
         raise NotImplementedError
 
-    def _lateness(self, arrived: Any) -> int:
-        """How many versions the oldest turn of a batch is behind."""
-        raise NotImplementedError
+    def _facts(self, arrived: Any) -> BatchFacts:
+        """What is known of a batch before any postprocessing."""
+        return BatchFacts(self._collector, arrived.batch)
 
     def _finished(self, batch: Any) -> Any:
         """A batch after the postprocessing that is done in this process."""
@@ -160,8 +174,17 @@ class Background:
         self._error: BaseException | None = None
         self._stopping = False
 
-    def start(self, batches: Callable[[], Iterator[Any]]) -> None:
-        """Take what ``batches()`` yields, until the end or :meth:`stop`; one thread at a time."""
+    def start(self, batches: Callable[[], Iterator[Any]], buffer: Any) -> None:
+        """Take what ``batches()`` yields, until the end or :meth:`stop`; one thread at a time.
+
+        Raises:
+            RuntimeError: there is no replay buffer that gets the batches.
+        """
+        if buffer is None:
+            raise RuntimeError(
+                "replay_buffer: expected one for start(), got None; pass it when the collector is "
+                "made, or iterate"
+            )
         if not self.is_running():
             self._error = None
             self._thread = threading.Thread(

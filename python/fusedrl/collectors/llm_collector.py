@@ -22,6 +22,7 @@ from fusedrl.collectors.options import (
     DialogOptions,
     arguments_of,
     check_environment,
+    check_state,
     of_part,
 )
 from fusedrl.collectors.policy_version import tracked
@@ -112,11 +113,10 @@ class LLMCollector(LoopCollector):
     """
 
     @arguments_of(DialogOptions)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.closed = True
+    def __init__(self, options: DialogOptions) -> None:
+        self._options = options
         self._collecting = threading.RLock()  # held by the thread that runs turns
         renew_in_children(self, _collecting=threading.RLock)
-        options = self._options = DialogOptions(*args, **kwargs)
         env = options.env if isinstance(options.env, EnvBase) else options.env()
         self.yield_only_last_steps = bool(options.yield_only_last_steps)
         self.yield_completed_trajectories = options.completed
@@ -389,16 +389,26 @@ class LLMCollector(LoopCollector):
             kwargs: ``strict=False`` takes a state that lacks the policy or the environment.
 
         Raises:
-            Exception: as for torchrl's collectors, if entries are missing or do not fit.
+            KeyError, ValueError: entries are missing or do not fit. Nothing has changed then.
             RuntimeError: the collector is shut down.
         """
+        own, kwargs = self._own_part(state_dict, kwargs)
+        self._loop.restart(finished=True)
+        with self._versions.between_turns():
+            super().load_state_dict(own, **kwargs)
+
+    def check_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
+        """Raise what :meth:`load_state_dict` raises, and load nothing."""
+        self._own_part(state_dict, kwargs)
+
+    def _own_part(self, state_dict: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What there is to load of a state, which is checked, and torchrl's arguments for it."""
         self._require_open()
-        state, follower = OrderedDict(state_dict), self._versions.follower
+        own, follower = OrderedDict(state_dict), self._versions.follower
         # What has come through a channel lies in memory that is only read.
         brought = follower is not None and follower.version is not None
         if brought or policy_with_state(self) is None:
-            state.pop(POLICY_STATE, None)
-            kwargs["strict"] = False
-        self._loop.restart(finished=True)
-        with self._versions.between_turns():
-            super().load_state_dict(state, **kwargs)
+            own.pop(POLICY_STATE, None)
+            kwargs = {**kwargs, "strict": False}
+        check_state(super().state_dict(), own, **kwargs)
+        return own, kwargs

@@ -9,9 +9,7 @@ from typing import Any
 from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 
-from fusedrl.collectors.options import is_too_old
-from fusedrl.collectors.policy_version import versions_in
-from fusedrl.collectors.progress import progress_bar
+from fusedrl.collectors.progress import BatchFacts, progress_bar
 from fusedrl.collectors.turn_data import private_keys
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.torchrl import for_buffer
@@ -35,6 +33,7 @@ class LoopCollector(_LLMCollector):
 
     _versions: Versions
     _loop: Any = None
+    closed = True  # until the constructor has succeeded
     _ends = False
     max_staleness: Any
     stale_turns = 0
@@ -122,15 +121,6 @@ class LoopCollector(_LLMCollector):
     def _count(self, frames: int) -> None:
         self._increment_frames(frames)
 
-    def _drops(self, batch: TensorDictBase) -> bool:
-        """Whether a batch is too old to be handed out; its turns are counted then."""
-        if self.max_staleness is None:
-            return False
-        late = self.policy_version - min(versions_in(batch))
-        drops = is_too_old(late, self.max_staleness, self.stale_turns, "LLMCollector.stale_turns")
-        self.stale_turns += batch.numel() if drops else 0
-        return drops
-
 
 class Batches(Iterator[Any]):
     """The batches of a collector, until all of its turns have run; ``None`` if a buffer gets them.
@@ -177,8 +167,11 @@ class Batches(Iterator[Any]):
         batch: Any = collector.rollout()
         collector._watch.start()
         collector._count(batch.numel())
-        self._advance(batch)
-        if collector._drops(batch):
+        facts = BatchFacts(collector, batch)
+        self._advance(facts)
+        dropped = collector.stale_turns
+        if facts.are_too_old(collector.max_staleness, dropped, "LLMCollector.stale_turns"):
+            collector.stale_turns += batch.numel()
             return []
         batch = collector._postproc(batch)
         if collector.post_collect_hook is not None:

@@ -309,6 +309,7 @@ def test_it_is_torchrls_under_both_names(make):
         ({"prefetch": None}, TypeError, "prefetch: .* got None"),
         ({"prefetch": 1.5}, TypeError, "prefetch: .* got 1.5"),
         ({"timeout": -1}, ValueError, "timeout"),
+        ({"timeout": 0}, ValueError, "timeout: expected more than 0 seconds, got 0"),
         ({"timeout": "1"}, TypeError, "timeout: .* got str"),
         ({"timeout": float("nan")}, ValueError, "timeout: .* got nan"),
         (
