@@ -76,8 +76,15 @@ def test_a_state_that_does_not_fit_changes_nothing(collect, change, error, told)
         with pytest.raises(error, match=told):
             load(change({**state, "frames": 2, "policy_version": 5}))
     torch.testing.assert_close(collector.state_dict(), before, rtol=0, atol=0)
+    del state["traj_pool"]
     collector.load_state_dict({**state, "policy_version": 5})
     assert collector.policy_version == 5
+
+
+def test_numbers_of_trajectories_are_checked_whatever_may_be_left_out(collect):
+    collector = collect(policy=policy())
+    with pytest.raises(ValueError, match="traj_id, missing"):
+        collector.load_state_dict({**collector.state_dict(), "traj_pool": {}}, strict=False)
 
 
 def test_environments_may_share_one_state(collect):

@@ -297,11 +297,12 @@ def check_state(own: Any, state: Any, strict: bool = True) -> None:
         KeyError: a part is missing.
         ValueError: entries are missing, unexpected, or of other shapes.
     """
-    parts = [name for name in ("env_state_dict", "policy_state_dict", "traj_pool") if name in own]
-    for name in ("frames", "iter", *parts[: 2 * strict]):
-        if name in own and name not in state:
+    strictly = {"env_state_dict": strict, "policy_state_dict": strict, "traj_pool": True}
+    for name in ("frames", "iter", "env_state_dict", "policy_state_dict"):
+        if name in own and name not in state and strictly.get(name, True):
             raise KeyError(f"state_dict: expected {name!r} in it, got {list(state)}")
-    told = [d for part in parts for d in _unlike(own[part], state.get(part, {}), strict, part)]
+    parts = [part for part in strictly if part in own and part in state]
+    told = [d for part in parts for d in _unlike(own[part], state[part], strictly[part], part)]
     if isinstance(own.get("policy_version"), str) != isinstance(state.get("policy_version"), str):
         told += ["policy_version, of another kind"] if state.get("policy_version") else []
     if told:

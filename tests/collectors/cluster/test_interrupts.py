@@ -165,6 +165,13 @@ def test_the_version_is_asked_for_once_a_batch():
     assert len(list(collector)) == len(asked) == BATCHES
 
 
+def test_a_bound_on_staleness_that_cannot_be_counted_is_refused():
+    collector = Offline(True)
+    with pytest.raises(ValueError, match="max_staleness: expected integer versions"):
+        collector.max_staleness = 1
+    assert collector.max_staleness is None
+
+
 def test_a_second_ctrl_c_does_not_wait():
     reached = []
 

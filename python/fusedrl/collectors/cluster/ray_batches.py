@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase, lazy_stack
 
-from fusedrl.collectors.batch_stream import BatchStream
+from fusedrl.collectors.batch_stream import BatchStream, Rest
 from fusedrl.collectors.cluster.dialog_actor import BETWEEN, Collected
 from fusedrl.collectors.interrupts import uninterrupted
 from fusedrl.collectors.progress import BatchFacts
@@ -53,10 +52,19 @@ class RayBatches(BatchStream):
         """Turns that ``max_staleness`` dropped."""
         return sum(self._stale.values()) + self.dropped
 
-    def rest(self, bar: Any) -> Iterator[Any]:
-        """As for :class:`BatchStream`; an exception of an actor ends the actors."""
+    def rest(self, bar: Any) -> Rest:
+        """An iterator; an exception of an actor ends the actors."""
         self._over.clear()  # another state may have been loaded
-        return super().rest(bar)
+        return Rest(self, bar, self._end_actors)
+
+    def _end_actors(self) -> None:
+        if not self.background.is_current():
+            self._collector.shutdown(raise_on_error=False)
+
+    def check(self) -> None:
+        """As for :class:`BatchStream`, and that there are actors."""
+        self._collector.require_open()
+        super().check()
 
     @property
     def _waits_for_all(self) -> bool:
@@ -75,20 +83,14 @@ class RayBatches(BatchStream):
         """Wait for a batch of each actor, or only for the first that is ready."""
         import ray
 
-        self._collector.require_open()
-        try:
-            self.ask()
-            answers: dict[Any, Collected] = {}
-            waiting = list(self.under_way)
-            while waiting:
-                (reference,), waiting = ray.wait(waiting)
-                answers[reference] = ray.get(reference)
-                if not self._waits_for_all and not answers[reference].over:
-                    break
-        except Exception:
-            if not self.background.is_current():
-                self._collector.shutdown(raise_on_error=False)
-            raise
+        self.ask()
+        answers: dict[Any, Collected] = {}
+        waiting = list(self.under_way)
+        while waiting:
+            (reference,), waiting = ray.wait(waiting)
+            answers[reference] = ray.get(reference)
+            if not self._waits_for_all and not answers[reference].over:
+                break
         if not answers:
             return None
         in_order = sorted(answers, key=self.under_way.__getitem__)

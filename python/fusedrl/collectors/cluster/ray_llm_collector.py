@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from functools import partial
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,6 +187,12 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
     post_collect_hook = _in_actors("post_collect_hook", "Called with each batch, in the actors.")
     max_staleness = of_part("_batches", "max_staleness", "Versions that a batch may be behind.")
     stale_turns = of_part("_batches", "stale_turns", "Turns that ``max_staleness`` dropped.")
+    total_dialog_turns = property(
+        attrgetter("total_frames"), doc="Number of turns to run in all; infinite if they never end."
+    )
+    dialog_turns_per_batch = property(
+        attrgetter("requested_frames_per_batch"), doc="Number of turns in a batch, not rounded up."
+    )
     _frames = of_part("_batches", "frames", "torchrl's name of the turns that were collected.")
 
     @property
@@ -196,16 +202,6 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
     def is_initialized(self) -> bool:
         """Whether the collector is ready: made, and not shut down."""
         return not self.closed
-
-    @property
-    def total_dialog_turns(self) -> Any:
-        """Number of turns to run in all; infinite if they never end."""
-        return self.total_frames
-
-    @property
-    def dialog_turns_per_batch(self) -> int:
-        """Number of turns in a batch, before it is rounded up to whole steps."""
-        return self.requested_frames_per_batch
 
     # Calls of actors.
 
@@ -259,15 +255,15 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
 
     def iterator(self) -> Iterator[Any]:
         """As ``iter``."""
-        yield from self._batches.rest(progress_bar(self))
+        return self._batches.rest(lambda: progress_bar(self))
 
     def next(self) -> TensorDictBase | None:
         """The next batch; ``None`` at the end, and if a replay buffer gets it.
 
         An exception of an actor shuts the collector down.
         """
-        # Of a proxy: an iterator of the collector itself would keep it alive.
-        return self._batches.next(lambda: self._batches.rest(progress_bar(weakref.proxy(self))))
+        this: Any = weakref.proxy(self)  # the iterator stays, and would keep the collector alive
+        return self._batches.next(lambda: self._batches.rest(lambda: progress_bar(this)))
 
     def start(self) -> None:
         """Collect into the replay buffer in the background, in all actors at once.

@@ -19,6 +19,7 @@ from torchrl.collectors import AsyncCollector as _AsyncCollector
 from torchrl.collectors import BaseCollector, ProfileConfig
 
 from fusedrl.channel.forking import renew_in_children
+from fusedrl.collectors.batch_stream import Rest
 from fusedrl.collectors.options import arguments_of, check_state, of_part
 from fusedrl.collectors.policy_version import tracker_of
 from fusedrl.collectors.process.options import AsyncOptions
@@ -123,6 +124,8 @@ class AsyncCollector(_AsyncCollector):
     """
 
     max_staleness = of_part("_batches", "max_staleness", "Versions that a batch may be behind.")
+    stale_frames = of_part("_batches", "dropped", "Frames that ``max_staleness`` dropped.")
+    _frames = of_part("_batches", "frames", "torchrl's name of the frames that were collected.")
     closed = True  # until the constructor has succeeded
     num_workers = 1
     _ignore_rb = False  # torchrl's: whether whole trajectories go into the buffer elsewhere
@@ -213,7 +216,7 @@ class AsyncCollector(_AsyncCollector):
         if self.update_at_each_batch:
             self.update_policy_weights_()
         self._batches.buffer = None if self._ignore_rb else self.replay_buffer
-        yield from self._batches.rest(progress_bar(self))
+        yield from Rest(self._batches, lambda: progress_bar(self))
 
     def next(self) -> TensorDictBase | None:
         """The next batch, without a device; ``None`` at the end, and if a buffer gets it."""
@@ -254,15 +257,6 @@ class AsyncCollector(_AsyncCollector):
             )
         with self._batches.storing:
             yield
-
-    @property
-    def stale_frames(self) -> int:
-        """Frames that ``max_staleness`` dropped."""
-        return self._batches.dropped
-
-    @property
-    def _frames(self) -> int:
-        return self._batches.frames
 
     @property
     def _iter(self) -> int:

@@ -347,10 +347,11 @@ class WorkerBatches(BatchStream):
         self._worker = worker
         self.number = 0
 
-    def _prepare(self, advance: Advance) -> Ready | None:
+    def prepare(self, advance: Advance) -> Ready | None:
+        """As for :class:`BatchStream`, but for a batch that a call has made outdated."""
         if self.number <= self._worker.outdated:
-            self._ready = None
-        return super()._prepare(advance)
+            self.ready = None
+        return super().prepare(advance)
 
     def _wait(self) -> Arrived | None:
         if self.frames >= self._collector.total_frames:
