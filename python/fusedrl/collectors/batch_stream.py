@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 from fusedrl import _host
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.interrupts import uninterrupted
 from fusedrl.collectors.progress import BatchFacts
 from fusedrl.compat.torchrl import for_buffer
@@ -62,6 +63,7 @@ class BatchStream:
         self.ready: Ready | None = None
         self.taking: Any = threading.RLock()
         self.iterator: Iterator[Any] | None = None
+        renew_in_children(self, taking=threading.RLock, storing=threading.Lock)
 
     def next(self, begin: Callable[[], Iterator[Any]]) -> Any:
         """The next batch of an iterator that lasts from call to call; ``None`` at its end.
