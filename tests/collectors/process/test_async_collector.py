@@ -265,6 +265,7 @@ def test_state_goes_into_another_collector(make, monkeypatch):
 
     monkeypatch.setattr(scheme, "send", send_late)
     second.load_state_dict(state)
+    assert second.stats()["batches"] == first.stats()["batches"] == 1
     batches = list(second)
     assert second._frames == 12 and len(batches) == 2
     assert batches[0]["low"].unique().tolist() == [5.0]

@@ -349,11 +349,8 @@ class AsyncCollector(_AsyncCollector):
         Raises:
             KeyError, ValueError: the state does not fit. Nothing has changed then.
         """
-        worker, frames, batches = (
-            dict(state_dict["worker0"]),
-            state_dict["frames"],
-            state_dict["iter"],
-        )
+        worker, frames = dict(state_dict["worker0"]), state_dict["frames"]
+        batches = state_dict["iter"] + 1
         if "traj_pool" in state_dict:
             worker["traj_pool"] = state_dict["traj_pool"]
         strict = "policy" not in self._weights.schemes
