@@ -9,7 +9,7 @@ from counting_dialogs import Counting, policy
 from torchrl.envs import SerialEnv, TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
 
-from fusedrl import LLMCollector, PolicyVersion, WeightHandle
+from fusedrl import AsyncCollector, LLMCollector, PolicyVersion, RayLLMCollector, WeightHandle
 
 HANDLE = WeightHandle(0, 0, "")
 
@@ -98,6 +98,12 @@ def test_refused(options, error, message):
     with pytest.raises(error, match=message):
         LLMCollector(env, **(given | options))
     assert list(env.observation_spec.keys()) == before
+
+
+@pytest.mark.parametrize("cls", [LLMCollector, AsyncCollector, RayLLMCollector])
+def test_an_unknown_argument_is_one_of_the_class_that_was_called(cls):
+    with pytest.raises(TypeError, match=rf"^{cls.__name__}\.__init__\(\) .* argument 'unknown'"):
+        cls(Counting, unknown=1)
 
 
 @pytest.mark.parametrize("make", [lambda: Counting(None), lambda: SerialEnv(2, Counting)])

@@ -49,6 +49,18 @@ def test_a_child_counts_versions():
     assert succeeds_in_a_child(count, collector._versions._counting)
 
 
+def test_a_child_collects():
+    """Another thread of the parent was making a batch."""
+    collector = LLMCollector(Counting(), policy=policy_of(Says()), dialog_turns_per_batch=2)
+    collector.next()
+
+    def collect() -> bool:
+        free = collector._stream.taking.acquire(blocking=False)
+        return free and collector.next().numel() == 2
+
+    assert succeeds_in_a_child(collect, collector._stream.taking)
+
+
 @pytest.mark.usefixtures("forked")
 def test_a_child_shuts_down_what_is_not_its_own():
     with AsyncCollector(Loading, frames_per_batch=4, prefetch=0) as collector:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import inspect
 import queue
+import signal
 import threading
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -397,6 +399,42 @@ def test_torchrls_profiler_runs(collect, tmp_path):
     collector.enable_profile(save_path=tmp_path / "trace.json", num_rollouts=2, warmup_rollouts=1)
     list(collector)
     assert (tmp_path / "trace.json").stat().st_size > 0
+
+
+class InterruptingQueue(queue.Queue):
+    """Gets Ctrl-C while a batch is put into it."""
+
+    def put_nowait(self, item: Any) -> None:
+        interrupt_once(self)
+        super().put_nowait(item)
+
+
+def interrupt_once(batch: Any, done: Any = None) -> Any:
+    """Raise SIGINT, but not again for the same queue or list."""
+    done = batch if done is None else done
+    if not getattr(done, "interrupted", False):
+        done.interrupted = True
+        signal.raise_signal(signal.SIGINT)
+    return batch
+
+
+@pytest.mark.parametrize("where", ["postproc", "post_collect_hook", "queue"])
+@pytest.mark.usefixtures("default_signals")
+def test_a_batch_that_ctrl_c_meets_after_its_turns_comes_once(collect, where):
+    once = partial(interrupt_once, done=SimpleNamespace())
+    put_into = InterruptingQueue() if where == "queue" else None
+    collector = collect(postproc=once if where == "postproc" else None, queue=put_into)
+    if where == "post_collect_hook":
+        collector.post_collect_hook = once
+    iterator = iter(collector)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    batches = list(iterator)
+    assert len(batches) == 2 and collector._frames == 8 and collector._iter == 1
+    turns = put_into.queue if put_into is not None else [b for x in batches for b in x.reshape(-1)]
+    seen = [turn["seen"].item() for turn in turns]
+    whole = [turn["seen"].item() for batch in collect() for turn in batch.reshape(-1)]
+    assert sorted(seen) == sorted(whole) and len(seen) == 8
 
 
 def test_next_goes_on_after_an_interrupt(collect):

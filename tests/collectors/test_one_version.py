@@ -71,9 +71,20 @@ def test_the_scheme_in_the_trainers_process(tokenizer, of, mode):
     check_versions(collector, tokenizer, publish)
 
 
-@pytest.mark.parametrize("of", [LLMCollector, None], ids=["dialogs", "frames"])
-@pytest.mark.parametrize("mode", ["alias", "copy"])
-@pytest.mark.parametrize("way", ["scheme", "channel"])
+# Each pair of a worker's class, a mode and a way is in one of the first four.
+WORKERS = [
+    (LLMCollector, "alias", "scheme"),
+    (LLMCollector, "copy", "channel"),
+    (None, "copy", "scheme"),
+    (None, "alias", "channel"),
+    pytest.param(LLMCollector, "copy", "scheme", marks=pytest.mark.slow),
+    pytest.param(LLMCollector, "alias", "channel", marks=pytest.mark.slow),
+    pytest.param(None, "alias", "scheme", marks=pytest.mark.slow),
+    pytest.param(None, "copy", "channel", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("of", "mode", "way"), WORKERS)
 def test_a_process_of_its_own(tokenizer, channel, forked, of, mode, way):
     scheme = ChannelWeightSyncScheme(mode=mode)
     options: dict[str, Any] = (

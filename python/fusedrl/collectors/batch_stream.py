@@ -1,4 +1,4 @@
-"""Hands out the batches of other processes, one after the other, or puts them into a buffer.
+"""Hands out the batches of a collector, one after the other, or puts them into a buffer.
 
 It does that in the thread that iterates, or in one of its own.
 """
@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 from fusedrl import _host
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.interrupts import uninterrupted
-from fusedrl.collectors.options import is_too_old
+from fusedrl.collectors.progress import BatchFacts
 from fusedrl.compat.torchrl import for_buffer
 
 logger = logging.getLogger("fusedrl")
 
-Advance = Callable[..., None]
+Advance = Callable[[BatchFacts], None]
 
 
 class Ready(NamedTuple):
@@ -28,85 +30,82 @@ class Ready(NamedTuple):
 
 
 class BatchStream:
-    """The batches of a worker or of actors.
+    """The batches of turns that run here, of a worker, or of actors.
 
     Ctrl-C changes nothing while this waits for a batch. After that, the batch is counted, prepared
     and stored as a whole, and it is kept until it is handed out. Each batch is handed out once,
     to one of the threads that iterate.
 
     Args:
-        background: the thread that may take the batches.
+        collector: whose batches they are; it is not kept alive.
         buffer: the buffer that gets the batches here, if any.
         max_staleness: drop a batch that is more than this number of versions behind, if any.
 
     Attributes:
+        background: the thread that may take the batches.
         frames: frames so far, including those of a state that was loaded.
         batches: batches so far, including those of a state that was loaded.
         dropped: frames that were dropped here.
         storing: a lock that is held while a batch goes into the buffer.
+        taking: a lock that is held while a batch is made ready.
+        ready: a batch that was not handed out yet, if there is one.
+        iterator: that of :meth:`next`, which may refer to the collector.
     """
 
-    counter = ""  # the name of the attribute that counts what is dropped
+    counter = ""  # the class of the collector, and its attribute that counts what is dropped
 
-    def __init__(self, background: Background, buffer: Any, max_staleness: Any) -> None:
-        self.background = background
+    def __init__(self, collector: Any, buffer: Any, max_staleness: int | None) -> None:
+        self._collector = weakref.proxy(collector)
         self.buffer, self.max_staleness = buffer, max_staleness
+        self.background = Background(self.counter.partition(".")[0])
         self.frames = self.batches = self.dropped = 0
         self.storing = threading.Lock()
-        self._ready: Ready | None = None
-        self._taking: Any = threading.RLock()  # held while a batch is made ready
+        self.ready: Ready | None = None
+        self.taking: Any = threading.RLock()
+        self.iterator: Iterator[Any] | None = None
+        renew_in_children(self, taking=threading.RLock, storing=threading.Lock)
 
-    def rest(self, bar: AbstractContextManager[Advance]) -> Iterator[Any]:
-        """Batches until the last frame was collected; ``None`` each where a buffer gets them.
-
-        If Ctrl-C interrupts it, the next iterator goes on with the batch that was to come.
+    def next(self, begin: Callable[[], Iterator[Any]]) -> Any:
+        """The next batch of an iterator that lasts from call to call; ``None`` at its end.
 
         Args:
-            bar: shows the progress.
+            begin: begins the iterator, also another one after an exception has ended it.
         """
-        with bar as advance:
-            while True:
-                turn = _host.Acquired(self._taking, threading.TIMEOUT_MAX)
-                try:
-                    ready = self._prepare(advance)
-                finally:
-                    turn.release()
-                if ready is None:
-                    break
-                # Python handles signals, and lets other threads run, at calls and jumps, and so not
-                # between these lines.
-                if self._ready is not ready:
-                    continue  # another thread was handed it
-                batch, ready, self._ready = ready.batch, None, None
-                yield batch
-                del batch  # its memory goes back with the next request
+        if self.iterator is None:
+            self.iterator = begin()
+        try:
+            for batch in self.iterator:
+                return batch
+        except BaseException:
+            self.iterator = None
+            raise
+        self.iterator = None
 
-    def _prepare(self, advance: Advance) -> Ready | None:
-        """Make the next batch ready, unless one is, and return it; ``None`` at the end."""
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if no batch can be taken here; nothing has begun then."""
         self.background.refuse_others()
-        while self._ready is None:
+
+    def prepare(self, advance: Advance) -> Ready | None:
+        """Make the next batch ready, unless one is, and return it; ``None`` at the end."""
+        while self.ready is None:
             arrived = self._wait()
             if arrived is None:
                 break
             with uninterrupted():
                 if not self._count(arrived):
                     continue
-                drops = self._drops(arrived)
+                facts = self._facts(arrived)
+                turns = 0 if arrived.batch is None else arrived.batch.numel()
+                most = self.max_staleness if turns else None  # None: a buffer has it already
+                drops = facts.are_too_old(most, self.dropped, self.counter)
                 self._request()
-                advance(**arrived.shown)
-                if not drops:
-                    self._ready = Ready(self._stored(arrived.batch))
-            del arrived
-        return self._ready
-
-    def _drops(self, arrived: Any) -> bool:
-        """Whether a batch has become too old; its frames are counted then."""
-        if self.max_staleness is None or arrived.batch is None:
-            return False
-        late = self._lateness(arrived)
-        drops = is_too_old(late, self.max_staleness, self.dropped, self.counter)
-        self.dropped += arrived.batch.numel() if drops else 0
-        return drops
+                advance(facts)
+                if drops:
+                    self.dropped += turns
+                else:
+                    self.ready = Ready(self._stored(arrived.batch))
+            del arrived, facts
+        return self.ready
 
     def _stored(self, batch: Any) -> Any:
         """A batch to hand out, or ``None`` once it is in the buffer."""
@@ -119,15 +118,12 @@ class BatchStream:
 
     def forget(self) -> None:
         """Drop the batch that was not handed out yet, if there is one."""
-        self._ready = None
+        self.ready = None
 
     # What a source does in its own way.
 
     def _wait(self) -> Any:
-        """Wait for the next batch and change nothing; ``None`` at the end.
-
-        What it returns has a ``batch``, and in ``shown`` what is known for the progress bar.
-        """
+        """Wait for the next ``batch``, in a record, and change nothing; ``None`` at the end."""
         raise NotImplementedError
 
     def _count(self, arrived: Any) -> bool:
@@ -138,13 +134,73 @@ class BatchStream:
         """Let the source collect what will be needed next."""
         raise NotImplementedError
 
-    def _lateness(self, arrived: Any) -> int:
-        """How many versions the oldest turn of a batch is behind."""
-        raise NotImplementedError
+    def _facts(self, arrived: Any) -> BatchFacts:
+        """What is known of a batch before any postprocessing."""
+        return BatchFacts(self._collector, arrived.batch)
 
     def _finished(self, batch: Any) -> Any:
         """A batch after the postprocessing that is done in this process."""
         return batch
+
+
+class Rest(Iterator[Any]):
+    """The batches of a stream until the last frame; ``None`` each where a buffer gets them.
+
+    It goes on after Ctrl-C, where a generator would have ended.
+
+    Args:
+        stream: the batches, some of which other iterators may be handed.
+        bar: begins to show the progress.
+        failed: is called after an exception, which ends the bar.
+    """
+
+    def __init__(
+        self,
+        stream: BatchStream,
+        bar: Callable[[], AbstractContextManager[Advance]],
+        failed: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self._stream, self._begin, self._failed = stream, bar, failed
+        self._bar = ExitStack()
+        self._advance: Advance | None = None
+
+    def __next__(self) -> Any:
+        """The next batch that is not too old.
+
+        Raises:
+            RuntimeError: the collector is shut down, or another thread takes its batches.
+        """
+        stream = self._stream
+        stream.check()
+        while True:
+            turn = _host.Acquired(stream.taking, threading.TIMEOUT_MAX)
+            try:
+                ready = stream.prepare(self._shown())
+            except BaseException as error:
+                self._close()
+                if isinstance(error, Exception):
+                    self._failed()
+                raise
+            finally:
+                turn.release()
+            if ready is None:
+                self._close()
+                raise StopIteration
+            # Python handles signals, and lets other threads run, at calls and jumps, and so not
+            # between these lines.
+            if stream.ready is not ready:
+                continue  # another thread was handed it
+            batch, ready, stream.ready = ready.batch, None, None
+            return batch
+
+    def _shown(self) -> Advance:
+        if self._advance is None:
+            self._advance = self._bar.enter_context(self._begin())
+        return self._advance
+
+    def _close(self) -> None:
+        self._advance = None
+        self._bar.close()
 
 
 class Background:
@@ -160,8 +216,17 @@ class Background:
         self._error: BaseException | None = None
         self._stopping = False
 
-    def start(self, batches: Callable[[], Iterator[Any]]) -> None:
-        """Take what ``batches()`` yields, until the end or :meth:`stop`; one thread at a time."""
+    def start(self, batches: Callable[[], Iterator[Any]], buffer: Any) -> None:
+        """Take what ``batches()`` yields, until the end or :meth:`stop`; one thread at a time.
+
+        Raises:
+            RuntimeError: there is no replay buffer that gets the batches.
+        """
+        if buffer is None:
+            raise RuntimeError(
+                "replay_buffer: expected one for start(), got None; pass it when the collector is "
+                "made, or iterate"
+            )
         if not self.is_running():
             self._error = None
             self._thread = threading.Thread(

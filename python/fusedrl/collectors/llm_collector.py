@@ -16,17 +16,19 @@ from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel.following import Following
 from fusedrl.channel.forking import renew_in_children
+from fusedrl.collectors.batch_stream import Rest
 from fusedrl.collectors.batches import batches_of
-from fusedrl.collectors.loop_collector import Batches, LoopCollector
+from fusedrl.collectors.loop_collector import LoopCollector, RolloutBatches
 from fusedrl.collectors.options import (
     DialogOptions,
     arguments_of,
     check_environment,
+    check_state,
     of_part,
 )
 from fusedrl.collectors.policy_version import tracked
 from fusedrl.collectors.pool_turns import PoolLoop
-from fusedrl.collectors.progress import Profile
+from fusedrl.collectors.progress import Profile, progress_bar
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
@@ -112,11 +114,9 @@ class LLMCollector(LoopCollector):
     """
 
     @arguments_of(DialogOptions)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.closed = True
+    def __init__(self, options: DialogOptions) -> None:
         self._collecting = threading.RLock()  # held by the thread that runs turns
         renew_in_children(self, _collecting=threading.RLock)
-        options = self._options = DialogOptions(*args, **kwargs)
         env = options.env if isinstance(options.env, EnvBase) else options.env()
         self.yield_only_last_steps = bool(options.yield_only_last_steps)
         self.yield_completed_trajectories = options.completed
@@ -151,6 +151,7 @@ class LLMCollector(LoopCollector):
         flat = options.flatten_data
         self.flatten_data = self.replay_buffer is not None if flat is None else flat
         self.progress, self.verbose = options.progress, options.verbose
+        self._stream = RolloutBatches(self, self.replay_buffer, options.max_staleness)
         batches = batches_of(
             self.env,
             self.requested_frames_per_batch,
@@ -163,24 +164,23 @@ class LLMCollector(LoopCollector):
         for inner in getattr(env, "envs", ()) if self.async_envs else ():
             inner.register_collector(self)  # environments in processes cannot know the collector
 
-    max_staleness = of_part("_options", "max_staleness", "Versions that a batch may be behind.")
+    max_staleness = of_part("_stream", "max_staleness", "Versions that a batch may be behind.")
+    stale_turns = of_part("_stream", "dropped", "Turns that ``max_staleness`` dropped.")
 
     # Batches.
 
     def __iter__(self) -> Iterator[Any]:
         """As :meth:`iterator`; an error of the policy or of the environment shuts it down."""
         self._iteration_started = True  # torchrl's profiler asks
-        return Batches(self, shuts_down=True)
+        return Rest(self._stream, lambda: progress_bar(self), self.shutdown)
 
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_dialog_turns`` have run; ``None`` if a buffer gets them."""
-        return Batches(self, shuts_down=False)
+        return Rest(self._stream, lambda: progress_bar(self))
 
     def next(self) -> TensorDictBase | None:
         """The next batch, without a device, or ``None`` at the end."""
-        if self._iterator is None:
-            self._iterator = iter(self)
-        batch = next(self._iterator, None)
+        batch: Any = self._stream.next(lambda: iter(self))
         return batch if batch is None or batch.device is None else batch.clear_device_()
 
     @torch.no_grad()
@@ -339,7 +339,11 @@ class LLMCollector(LoopCollector):
             raise NotImplementedError(
                 "index: expected None, got a part of the environment; all dialogs start anew"
             )
+        self._restart()
+
+    def _restart(self) -> None:
         self._loop.restart(finished=True)
+        self._stream.forget()
 
     def shutdown(
         self,
@@ -389,16 +393,26 @@ class LLMCollector(LoopCollector):
             kwargs: ``strict=False`` takes a state that lacks the policy or the environment.
 
         Raises:
-            Exception: as for torchrl's collectors, if entries are missing or do not fit.
+            KeyError, ValueError: entries are missing or do not fit. Nothing has changed then.
             RuntimeError: the collector is shut down.
         """
+        own, kwargs = self._own_part(state_dict, kwargs)
+        self._restart()
+        with self._versions.between_turns():
+            super().load_state_dict(own, **kwargs)
+
+    def check_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
+        """Raise what :meth:`load_state_dict` raises, and load nothing."""
+        self._own_part(state_dict, kwargs)
+
+    def _own_part(self, state_dict: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What there is to load of a state, which is checked, and torchrl's arguments for it."""
         self._require_open()
-        state, follower = OrderedDict(state_dict), self._versions.follower
+        own, follower = OrderedDict(state_dict), self._versions.follower
         # What has come through a channel lies in memory that is only read.
         brought = follower is not None and follower.version is not None
         if brought or policy_with_state(self) is None:
-            state.pop(POLICY_STATE, None)
-            kwargs["strict"] = False
-        self._loop.restart(finished=True)
-        with self._versions.between_turns():
-            super().load_state_dict(state, **kwargs)
+            own.pop(POLICY_STATE, None)
+            kwargs = {**kwargs, "strict": False}
+        check_state(super().state_dict(), own, **kwargs)
+        return own, kwargs

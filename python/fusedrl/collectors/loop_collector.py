@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 
-from fusedrl.collectors.options import is_too_old
-from fusedrl.collectors.policy_version import versions_in
-from fusedrl.collectors.progress import progress_bar
+from fusedrl.collectors.batch_stream import BatchStream, Ready
 from fusedrl.collectors.turn_data import private_keys
 from fusedrl.collectors.versions import Versions
-from fusedrl.compat.torchrl import for_buffer
 from fusedrl.weights.copying import write_weights
 from fusedrl.weights.follow import refuse_another_policy
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
@@ -29,15 +24,12 @@ class LoopCollector(_LLMCollector):
         _versions: is there before torchrl's constructor runs.
         _loop: the :class:`TurnLoop` that runs the turns; it is made afterwards.
         _ends: whether collecting ends before the next turn.
-        max_staleness: as for :class:`fusedrl.LLMCollector`.
-        stale_turns: the turns of dropped batches.
     """
 
     _versions: Versions
     _loop: Any = None
+    closed = True  # until the constructor has succeeded
     _ends = False
-    max_staleness: Any
-    stale_turns = 0
 
     def __bool__(self) -> bool:
         """Always true: Ray asks its actors, and the length that torchrl gives may be infinite."""
@@ -122,70 +114,41 @@ class LoopCollector(_LLMCollector):
     def _count(self, frames: int) -> None:
         self._increment_frames(frames)
 
-    def _drops(self, batch: TensorDictBase) -> bool:
-        """Whether a batch is too old to be handed out; its turns are counted then."""
-        if self.max_staleness is None:
-            return False
-        late = self.policy_version - min(versions_in(batch))
-        drops = is_too_old(late, self.max_staleness, self.stale_turns, "LLMCollector.stale_turns")
-        self.stale_turns += batch.numel() if drops else 0
-        return drops
 
+class RolloutBatches(BatchStream):
+    """The batches of turns that run in the thread that iterates."""
 
-class Batches(Iterator[Any]):
-    """The batches of a collector, until all of its turns have run; ``None`` if a buffer gets them.
+    counter = "LLMCollector.stale_turns"
 
-    It goes on after an interrupt, where a generator would have ended.
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if the collector or its channel's reader is closed."""
+        self._collector._require_open()
+        self._collector._versions.check()
 
-    Args:
-        collector: makes the batches by its ``rollout()``.
-        shuts_down: whether an error of the policy or of the environment shuts it down.
-    """
-
-    def __init__(self, collector: LoopCollector, shuts_down: bool) -> None:
-        self._collector, self._shuts_down = collector, shuts_down
-        self._bar = ExitStack()
-        self._advance = self._bar.enter_context(progress_bar(collector))
-
-    def __next__(self) -> Any:
-        """The next batch that is not too old.
-
-        Raises:
-            RuntimeError: the collector is shut down, or its channel's reader is closed. No turn has
-                begun then.
-        """
-        collector = self._collector
-        collector._require_open()
-        collector._versions.check()
-        batches: list[Any] = []
-        try:
-            while not batches and collector._frames < collector.total_frames:
-                batches = self._collect(collector)
-        except Exception:
-            self._bar.close()
-            if self._shuts_down:
-                collector.shutdown()
-            raise
-        if not batches:
-            self._bar.close()
-            raise StopIteration
-        return batches.pop()  # only the caller keeps it alive while the next one is made
-
-    def _collect(self, collector: LoopCollector) -> list[Any]:
-        """What the next rollout yields: a batch, or nothing if it is too old."""
+    def _wait(self) -> Ready | None:
+        collector: Any = self._collector
+        if collector._frames >= collector.total_frames:
+            return None
         collector._iter += 1
-        batch: Any = collector.rollout()
+        self.buffer = collector.replay_buffer
+        arrived = Ready(collector.rollout())
         collector._watch.start()
-        collector._count(batch.numel())
-        self._advance(batch)
-        if collector._drops(batch):
-            return []
-        batch = collector._postproc(batch)
-        if collector.post_collect_hook is not None:
-            collector.post_collect_hook(batch)
-        buffer: Any = collector.replay_buffer
-        if buffer is not None:
-            buffer.extend(for_buffer(batch, buffer))
-            batch = None
-        collector._watch.lap("queueing")
-        return [batch]
+        return arrived
+
+    def _count(self, arrived: Ready) -> bool:
+        self._collector._count(arrived.batch.numel())
+        return True
+
+    def _request(self) -> None:
+        """Do nothing: the next turns run when they are asked for."""
+
+    def _finished(self, batch: Any) -> Any:
+        batch = self._collector._postproc(batch)
+        if self._collector.post_collect_hook is not None:
+            self._collector.post_collect_hook(batch)
+        return batch
+
+    def _stored(self, batch: Any) -> Any:
+        batch = super()._stored(batch)
+        self._collector._watch.lap("queueing")
+        return batch

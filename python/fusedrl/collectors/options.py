@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, SupportsIndex
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, SupportsIndex, TypeVar
 
 from tensordict import TensorDictBase
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torchrl.envs import AsyncEnvPool
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from fusedrl.channel import WeightHandle, WeightReader
+from fusedrl.channel.checks import seconds
 from fusedrl.collectors.batches import QueueBuffer
 from fusedrl.collectors.progress import check_progress
 
-logger = logging.getLogger("fusedrl")
-
 Policy = Callable[[TensorDictBase], TensorDictBase]
+Record = TypeVar("Record")
 P = ParamSpec("P")
-Constructor = Callable[Concatenate[Any, P], None]
 
 
-def arguments_of(record: Callable[P, Any]) -> Callable[[Callable[..., None]], Constructor[P]]:
-    """Give a constructor the arguments of a record, with their types and defaults."""
+def arguments_of(
+    record: Callable[P, Record],
+) -> Callable[[Callable[[Any, Record], None]], Callable[Concatenate[Any, P], None]]:
+    """Give a constructor that takes a record the arguments of the record in its place."""
 
-    def with_arguments(constructor: Any) -> Any:
+    def with_arguments(constructor: Callable[[Any, Record], None]) -> Any:
+        @functools.wraps(constructor)
+        def construct(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+            constructor(self, record(*args, **kwargs))
+
         signature = inspect.signature(record)
         this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        constructor.__signature__ = signature.replace(
-            parameters=[this, *signature.parameters.values()]
-        )
-        return constructor
+        parameters = [this, *signature.parameters.values()]
+        vars(construct)["__signature__"] = signature.replace(parameters=parameters)
+        # What Python calls the function in its error for an argument that there is not.
+        vars(record)["__init__"].__qualname__ = constructor.__qualname__
+        return construct
 
     return with_arguments
 
@@ -227,6 +235,12 @@ def check_whole(
         raise ValueError(f"{name}: expected {least} or more {unit}, got {value!r}; {remedy}")
 
 
+def check_patience(timeout: Any, remedy: str) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``timeout`` is a number of seconds to wait."""
+    if not seconds("timeout", timeout):
+        raise ValueError(f"timeout: expected more than 0 seconds, got {timeout!r}; {remedy}")
+
+
 def check_total(name: str, value: Any, unit: str) -> None:
     """As :func:`check_whole`, for a total, which may be a float such as 1e6, -1 or infinity."""
     if isinstance(value, float) and value.is_integer():
@@ -271,6 +285,49 @@ def check_staleness(value: Any, tracker: Any) -> None:
         )
 
 
+def check_state(own: Any, state: Any, strict: bool = True) -> None:
+    """Raise if a state does not fit a collector, in which nothing has changed then.
+
+    Args:
+        own: the state that the collector has.
+        state: the state that is to be loaded.
+        strict: whether it has to have environment and policy, with every entry.
+
+    Raises:
+        KeyError: a part is missing.
+        ValueError: entries are missing, unexpected, or of other shapes.
+    """
+    strictly = {"env_state_dict": strict, "policy_state_dict": strict, "traj_pool": True}
+    for name in ("frames", "iter", "env_state_dict", "policy_state_dict"):
+        if name in own and name not in state and strictly.get(name, True):
+            raise KeyError(f"state_dict: expected {name!r} in it, got {list(state)}")
+    parts = [part for part in strictly if part in own and part in state]
+    told = [d for part in parts for d in _unlike(own[part], state[part], strictly[part], part)]
+    if isinstance(own.get("policy_version"), str) != isinstance(state.get("policy_version"), str):
+        told += ["policy_version, of another kind"] if state.get("policy_version") else []
+    if told:
+        raise ValueError(
+            f"state_dict: expected the entries of this collector, got {len(told)} others: "
+            f"{'; '.join(told[:5])}; load what state_dict() of such a collector has returned"
+        )
+
+
+def _unlike(own: Any, state: Any, strict: bool, path: str) -> Iterator[str]:
+    """What differs between states of modules, which may be nested."""
+    if isinstance(own, Mapping) and isinstance(state, Mapping):
+        if "worker0" in own and "worker0" not in state:  # one state for all environments
+            state = dict.fromkeys(own, state)
+        for name in (own.keys() ^ state.keys()) if strict else ():
+            yield f"{path}.{name}, {'missing' if name in own else 'unexpected'}"
+        for name in own.keys() & state.keys():
+            if not name.endswith("_extra_state"):
+                yield from _unlike(own[name], state[name], strict, f"{path}.{name}")
+    elif isinstance(own, Tensor) and not is_lazy(own):
+        shape = getattr(state, "shape", None)
+        if shape != own.shape:
+            yield f"{path}, {shape} for {own.shape}"
+
+
 def of_part(part: str, name: str, doc: str) -> Any:
     """An attribute that reads and sets an attribute of a part of the collector.
 
@@ -289,23 +346,3 @@ def of_part(part: str, name: str, doc: str) -> Any:
         setattr(getattr(self, part), name, value)
 
     return property(read, write, doc=doc)
-
-
-def is_too_old(late: int, most: int, dropped: int, counter: str) -> bool:
-    """Whether to drop a batch; the first time is logged.
-
-    Args:
-        late: how many versions the oldest turn of the batch is behind.
-        most: how many versions it may be behind.
-        dropped: how many turns were dropped before.
-        counter: the class and attribute that count dropped turns, for the log.
-    """
-    if late > most and not dropped:
-        logger.warning(
-            "a batch was dropped, its oldest turn is %d versions old and max_staleness is %d; "
-            "%s counts (this is said once)",
-            late,
-            most,
-            counter,
-        )
-    return late > most

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,8 +34,65 @@ def check_progress(progress: bool) -> None:
             ) from error
 
 
+class BatchFacts:
+    """What a bar shows of a batch, and what says whether it is too old; each is read once.
+
+    Args:
+        collector: its ``policy_version`` is the newest one.
+        batch: the turns; ``None`` if they are elsewhere.
+        known: facts that need not be read.
+    """
+
+    def __init__(self, collector: Any, batch: TensorDictBase | None, **known: Any) -> None:
+        self._collector, self._batch = collector, batch
+        vars(self).update(known)
+
+    @cached_property
+    def tokens(self) -> int | None:
+        """The number of tokens in the responses, if there are any."""
+        return None if self._batch is None else response_tokens(self._batch)
+
+    @cached_property
+    def oldest(self) -> Any:
+        """The oldest version that a turn has; ``None`` if versions are not counted."""
+        if self._batch is None or not isinstance(self.newest, int):
+            return None
+        return min(versions_in(self._batch))
+
+    @cached_property
+    def newest(self) -> Any:
+        """The newest version of the policy; ``None`` if versions are not tracked."""
+        return self._collector.policy_version
+
+    @property
+    def staleness(self) -> int | None:
+        """How many versions the oldest turn is behind the newest; ``None`` if it is not known."""
+        newest, oldest = self.newest, self.oldest
+        return newest - oldest if isinstance(newest, int) and oldest is not None else None
+
+    def are_too_old(self, most: int | None, dropped: int, counter: str) -> bool:
+        """Whether to drop the batch; the first time is logged.
+
+        Args:
+            most: how many versions it may be behind; ``None`` keeps everything.
+            dropped: how many turns were dropped before.
+            counter: the class and attribute that count dropped turns, for the log.
+        """
+        if most is None or self.staleness is None or self.staleness <= most:
+            return False
+        if not dropped:
+            logger.warning(
+                "a batch was dropped, its oldest turn is %d versions old and max_staleness is %d; "
+                "%s counts (this is said once)",
+                self.staleness,
+                most,
+                counter,
+            )
+        return True
+
+
 @contextmanager
-def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
+def progress_bar(collector: Any) -> Iterator[Callable[[BatchFacts], None]]:
     """Show or log a collector's progress; yields a function to call for each batch.
 
     Args:
@@ -42,11 +100,11 @@ def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
             line in the log for each batch.
     """
     verbose = getattr(collector, "verbose", False)
-    meter = Meter(collector)
+    numbers_of = _meter(collector)
 
-    def log(batch: TensorDictBase | None = None, **known: Any) -> None:
+    def log(facts: BatchFacts) -> None:
         if verbose:
-            numbers = meter.read(batch, **known)
+            numbers = numbers_of(facts)
             line = " ".join(f"{key}={_short(value)}" for key, value in numbers.items())
             logger.info("%s: %s", collector.__class__.__name__, line, extra=numbers)
 
@@ -66,51 +124,29 @@ def progress_bar(collector: Any) -> Iterator[Callable[..., None]]:
     with Progress(*columns) as bar:
         task = bar.add_task("turns", total=None if endless else collector.total_frames, rates="")
 
-        def advance(batch: TensorDictBase | None = None, **known: Any) -> None:
-            numbers = meter.read(batch, **known)
+        def advance(facts: BatchFacts) -> None:
+            numbers = numbers_of(facts)
             bar.update(task, completed=numbers["turns"], rates=_rates(numbers))
 
         yield advance
 
 
-class Meter:
-    """Computes the numbers to show for a collector, which counts its turns."""
+def _meter(collector: Any) -> Callable[[BatchFacts], dict[str, Any]]:
+    """A function that gives the numbers to show for a batch, with the rates since its last call."""
+    last, turns = time.perf_counter(), frames_of(collector)
 
-    def __init__(self, collector: Any) -> None:
-        self._collector = collector
-        self._last = time.perf_counter()
-        self._turns = frames_of(collector)
+    def numbers_of(facts: BatchFacts) -> dict[str, Any]:
+        nonlocal last, turns
+        now, counted = time.perf_counter(), frames_of(collector)
+        seconds, collected = max(now - last, 1e-9), counted - turns
+        last, turns = now, counted
+        numbers: dict[str, Any] = {"turns": turns, "turns_per_s": collected / seconds}
+        if facts.tokens is not None:
+            numbers |= {"tokens": facts.tokens, "tokens_per_s": facts.tokens / seconds}
+        known = {"version": facts.newest, "staleness": facts.staleness}
+        return numbers | {name: value for name, value in known.items() if value is not None}
 
-    def read(
-        self,
-        batch: TensorDictBase | None = None,
-        tokens: int | None = None,
-        oldest: Any = None,
-    ) -> dict[str, Any]:
-        """The numbers that are known: turns, rates since the last call, version, staleness.
-
-        Args:
-            batch: the batch that was collected since the last call. Tokens are counted in its
-                responses, and staleness is how many versions its oldest turn is behind the newest.
-            tokens: the number of tokens, if the batch is in another process.
-            oldest: the version of the oldest turn, if the batch is in another process.
-        """
-        now, collector = time.perf_counter(), self._collector
-        seconds, self._last = max(now - self._last, 1e-9), now
-        before, self._turns = self._turns, frames_of(collector)
-        rate = (self._turns - before) / seconds
-        numbers: dict[str, Any] = {"turns": self._turns, "turns_per_s": rate}
-        tokens = tokens if batch is None else response_tokens(batch)
-        if tokens is not None:
-            numbers |= {"tokens": tokens, "tokens_per_s": tokens / seconds}
-        version = collector.policy_version
-        if version is not None:
-            numbers["version"] = version
-        if batch is not None and isinstance(version, int):
-            oldest = min(versions_in(batch))
-        if isinstance(version, int) and oldest is not None:
-            numbers["staleness"] = version - oldest
-        return numbers
+    return numbers_of
 
 
 def response_tokens(batch: TensorDictBase) -> int | None:

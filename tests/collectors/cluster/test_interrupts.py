@@ -152,6 +152,26 @@ def test_a_replay_buffer_gets_each_batch_once():
     assert line > 50
 
 
+def test_the_version_is_asked_for_once_a_batch():
+    """The actors are asked for it, by a bar and by a bound on staleness."""
+    asked = []
+
+    class Counted(Offline):
+        policy_version = property(lambda self: asked.append(None) or 0)
+
+    collector = Counted(True)
+    collector.verbose, collector.max_staleness = True, None
+    collector._batches.max_staleness = 1
+    assert len(list(collector)) == len(asked) == BATCHES
+
+
+def test_a_bound_on_staleness_that_cannot_be_counted_is_refused():
+    collector = Offline(True)
+    with pytest.raises(ValueError, match="max_staleness: expected integer versions"):
+        collector.max_staleness = 1
+    assert collector.max_staleness is None
+
+
 def test_a_second_ctrl_c_does_not_wait():
     reached = []
 

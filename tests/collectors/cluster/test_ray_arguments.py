@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import ray_dialogs
+import torch
+import torch.distributed as dist
 from counting_dialogs import Counting
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedrl import RayLLMCollector, patch_torchrl
 from fusedrl.collectors.cluster.options import RayOptions
@@ -40,6 +46,7 @@ def no_ray(monkeypatch):
         ({"channel_mode": "half"}, "channel_mode: expected 'alias' or 'copy'"),
         ({"max_staleness": 1, "track_policy_version": False}, "max_staleness: expected int"),
         ({"timeout": -1}, "timeout"),
+        ({"timeout": 0}, "timeout: expected more than 0 seconds"),
     ],
 )
 def test_what_is_refused_before_ray_is_touched(no_ray, options, told):
@@ -52,6 +59,27 @@ def test_what_is_refused_before_ray_is_touched(no_ray, options, told):
     defaults |= {"dialog_turns_per_batch": 4, "track_policy_version": True}
     with pytest.raises((TypeError, ValueError), match=told):
         RayLLMCollector(given.pop("env"), **(defaults | given))
+
+
+@pytest.fixture
+def sharded() -> Iterator[Any]:
+    """A policy that one of two ranks has a part of, where the other never comes."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        policy = ray_dialogs.says()
+        mesh, value = init_device_mesh("cpu", (2,)), policy.module.value
+        part = DTensor.from_local(value.data.reshape(1), mesh, [Shard(0)], run_check=False)
+        policy.module.value = torch.nn.Parameter(part)
+        yield policy
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_model_in_parts_on_several_ranks_is_refused_and_not_waited_for(no_ray, sharded):
+    told = "policy: expected whole .*value' in parts on 2 ranks"
+    for policy in (sharded, sharded.module):
+        with pytest.raises(ValueError, match=told):
+            RayLLMCollector(Counting, policy=policy, dialog_turns_per_batch=4)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ def cluster() -> None:
     nodes.start()
 
 
-@pytest.mark.parametrize("mode", ["alias", "copy"])
+# An actor's policy follows a channel as that of an LLMCollector does, which is tested with both.
+@pytest.mark.parametrize("mode", ["alias", pytest.param("copy", marks=pytest.mark.slow)])
 def test_turns_of_actors(tokenizer, mode):
     collector = RayLLMCollector(
         partial(scored_chats, tokenizer),

@@ -135,6 +135,11 @@ class TestTwoNodes:
         pair.load_state_dict(state)
         assert pair.stats()["frames"] == stats["frames"]
         assert of(pair.next()) == [version] * 4  # as the weights that were sent
+        pair.next()
+        frames, other = pair.stats()["frames"], {**state["worker1"], "traj_pool": {}}
+        with pytest.raises(ValueError, match="traj_id, missing"):
+            pair.load_state_dict({**state, "worker1": other})
+        assert pair.stats()["frames"] == pair.state_dict()["frames"] == frames
         with pytest.raises(ValueError, match="state_dict: expected worker0 to worker1"):
             pair.load_state_dict({"worker0": state["worker0"]})
 

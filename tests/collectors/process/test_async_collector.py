@@ -265,6 +265,7 @@ def test_state_goes_into_another_collector(make, monkeypatch):
 
     monkeypatch.setattr(scheme, "send", send_late)
     second.load_state_dict(state)
+    assert second.stats()["batches"] == first.stats()["batches"] == 1
     batches = list(second)
     assert second._frames == 12 and len(batches) == 2
     assert batches[0]["low"].unique().tolist() == [5.0]
@@ -309,6 +310,7 @@ def test_it_is_torchrls_under_both_names(make):
         ({"prefetch": None}, TypeError, "prefetch: .* got None"),
         ({"prefetch": 1.5}, TypeError, "prefetch: .* got 1.5"),
         ({"timeout": -1}, ValueError, "timeout"),
+        ({"timeout": 0}, ValueError, "timeout: expected more than 0 seconds, got 0"),
         ({"timeout": "1"}, TypeError, "timeout: .* got str"),
         ({"timeout": float("nan")}, ValueError, "timeout: .* got nan"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrl.collectors import ProfileConfig
 
 from fusedrl.channel import WeightChannel
+from fusedrl.channel.sources import places_of
 from fusedrl.collectors.cluster.options import RayOptions
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import versions_in
@@ -22,6 +23,8 @@ from fusedrl.transport import Serialized, serialize
 # The concurrency group of what runs between two batches. Weights and versions arrive outside of it,
 # at any time.
 BETWEEN = "between_batches"
+
+WEIGHTS = (nn.Module, Mapping, TensorDictBase)
 
 
 class Collected(NamedTuple):
@@ -212,5 +215,15 @@ def _source(policy: Any) -> nn.Module | None:
 
 def weights_in(policy: Any) -> Any:
     """The weights of a policy, or of its model if the policy is not a module."""
-    known = nn.Module | Mapping | TensorDictBase
-    return policy if isinstance(policy, known) else getattr(policy, "model", policy)
+    return policy if isinstance(policy, WEIGHTS) else getattr(policy, "model", policy)
+
+
+def refuse_sharded(argument: str, policy: Any) -> None:
+    """Raise ``ValueError`` for weights that this rank cannot make whole without the others."""
+    weights = weights_in(policy)
+    for place in places_of(weights).values() if isinstance(weights, WEIGHTS) else ():
+        if place.sharded and (ranks := cast(Any, place.tensor).device_mesh.size()) > 1:
+            raise ValueError(
+                f"{argument}: expected whole tensors, got {place.name!r} in parts on {ranks} ranks"
+                "; publish the model on every rank by a WeightChannel, and pass a lease's weights"
+            )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
-from fusedrl.channel.checks import seconds
-from fusedrl.collectors.options import CollectorOptions, Policy, check_whole
+from fusedrl.collectors.options import CollectorOptions, Policy, check_patience, check_whole
 from fusedrl.compat.torchrl import ray_buffer_client
 from fusedrl.weights.base import RemoteWeightUpdaterBase
 
@@ -31,7 +30,7 @@ class RayOptions(CollectorOptions):
         super().__post_init__()
         self.refuse_both(("policy_factory", "policy"))
         self.check_dialogs()
-        seconds("timeout", self.timeout)
+        check_patience(self.timeout, "actors take seconds to start")
         check_whole("num_collectors", self.num_collectors, 1, "actors", "1 is the least")
         for name in ("env", "remote_config"):
             values = getattr(self, name)

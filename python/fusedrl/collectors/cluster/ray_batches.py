@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase, lazy_stack
 
-from fusedrl.collectors.batch_stream import Advance, Background, BatchStream, Ready
+from fusedrl.collectors.batch_stream import BatchStream, Rest
 from fusedrl.collectors.cluster.dialog_actor import BETWEEN, Collected
 from fusedrl.collectors.interrupts import uninterrupted
+from fusedrl.collectors.progress import BatchFacts
 from fusedrl.transport import deserialize
 
 
@@ -22,15 +21,15 @@ class Shares(NamedTuple):
 
     answers: dict[Any, Collected]
     batch: TensorDictBase | None
+    tokens: int | None
     oldest: Any
-    shown: dict[str, Any]
 
 
 class RayBatches(BatchStream):
     """Requests batches from the actors: a share of each, or whichever is ready first.
 
     Args:
-        collector: has the actors, and says what is done with each batch; it is not kept alive.
+        collector: has the actors; the arguments are those of :class:`BatchStream`.
         buffer: the buffer that is extended here, if any.
         max_staleness: as for the collector.
 
@@ -42,8 +41,7 @@ class RayBatches(BatchStream):
     counter = "RayLLMCollector.stale_turns"
 
     def __init__(self, collector: Any, buffer: Any, max_staleness: int | None) -> None:
-        super().__init__(Background("RayLLMCollector"), buffer, max_staleness)
-        self._collector = weakref.proxy(collector)
+        super().__init__(collector, buffer, max_staleness)
         self.turns: dict[int, int] = {}
         self._stale: dict[int, int] = {}  # turns that each actor dropped
         self.under_way: dict[Any, int] = {}
@@ -54,20 +52,19 @@ class RayBatches(BatchStream):
         """Turns that ``max_staleness`` dropped."""
         return sum(self._stale.values()) + self.dropped
 
-    def rest(self, bar: Any) -> Iterator[Any]:
-        """As for :class:`BatchStream`; an exception of an actor ends the actors."""
+    def rest(self, bar: Any) -> Rest:
+        """An iterator; an exception of an actor ends the actors."""
         self._over.clear()  # another state may have been loaded
-        return super().rest(bar)
+        return Rest(self, bar, self._end_actors)
 
-    def _prepare(self, advance: Advance) -> Ready | None:
+    def _end_actors(self) -> None:
+        if not self.background.is_current():
+            self._collector.shutdown(raise_on_error=False)
+
+    def check(self) -> None:
+        """As for :class:`BatchStream`, and that there are actors."""
         self._collector.require_open()
-        self.background.refuse_others()
-        try:
-            return super()._prepare(advance)
-        except Exception:
-            if not self.background.is_current():
-                self._collector.shutdown(raise_on_error=False)
-            raise
+        super().check()
 
     @property
     def _waits_for_all(self) -> bool:
@@ -101,8 +98,11 @@ class RayBatches(BatchStream):
         batches = [deserialize(one.batch) for one in collected if one.batch is not None]
         tokens = [one.tokens for one in collected if one.tokens is not None]
         oldest = min((one.oldest for one in collected if one.oldest is not None), default=None)
-        shown = {"tokens": sum(tokens) if tokens else None, "oldest": oldest}
-        return Shares(answers, _joined(batches) if batches else None, oldest, shown)
+        batch = _joined(batches) if batches else None
+        return Shares(answers, batch, sum(tokens) if tokens else None, oldest)
+
+    def _facts(self, arrived: Shares) -> BatchFacts:
+        return BatchFacts(self._collector, None, tokens=arrived.tokens, oldest=arrived.oldest)
 
     def _count(self, arrived: Shares) -> bool:
         for reference, collected in arrived.answers.items():
@@ -119,9 +119,6 @@ class RayBatches(BatchStream):
     def _request(self) -> None:
         if not self._waits_for_all:
             self.ask()
-
-    def _lateness(self, arrived: Shares) -> int:
-        return self._collector.policy_version - arrived.oldest
 
     def forget(self) -> None:
         """Drop everything that was collected so far."""

@@ -9,18 +9,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from functools import partial
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from types import SimpleNamespace
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
-from torchrl.collectors import ProfileConfig
+from torchrl.collectors import BaseCollector, ProfileConfig
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
 from fusedrl.channel.layout import Layout
 from fusedrl.collectors.cluster.dialog_actor import (
     BETWEEN,
     DialogActor,
+    refuse_sharded,
     start_actors,
     start_ray,
     weights_in,
@@ -81,34 +82,27 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
         dialog_turns_per_batch: number of turns in a batch, rounded up to whole steps.
         total_dialog_turns: number of turns to run in all, shared out equally; -1, ``None`` or
             infinity never ends.
-        yield_only_last_steps: as for :class:`LLMCollector`.
-        yield_completed_trajectories: as for :class:`LLMCollector`.
         postproc: a function that gets each batch of an actor, in the actor.
-        async_envs: as for :class:`LLMCollector`.
         replay_buffer: a buffer that is extended with each batch; the iterator then yields ``None``.
             The actors extend a ``RayReplayBuffer``; any other buffer is extended in this process.
-        reset_at_each_iter: as for :class:`LLMCollector`.
-        flatten_data: as for :class:`LLMCollector`.
         weight_updater: an updater that sends to actors, such as :class:`RayRemoteWeightUpdater`,
             runs here. Any other, or a function that makes one, runs in each actor, instead of a
             channel.
         ray_init_config: arguments of ``ray.init``, which is called unless Ray runs.
         remote_config: Ray's options (``num_cpus``, ``resources``, ``scheduling_strategy``, ...) for
             all actors, or a list with one set of options for each.
-        track_policy_version: whether to tag turns, or the :class:`PolicyVersion` that tags them.
         sync_iter: with ``True`` the actors collect while you wait for a batch, each its share of
             it. With ``False`` each collects its next batch meanwhile, and you get the first that is
             ready.
-        progress: show a progress bar here, with rich: turns, tokens, version, staleness.
-        verbose: log the same figures for each batch here, unless there is a bar.
         num_cpus: number of CPUs of each actor, unless ``remote_config`` names it.
         num_gpus: number of GPUs of each actor, unless ``remote_config`` names it.
         num_collectors: number of actors; by default as many as a list has.
-        channel_mode: ``"alias"`` or ``"copy"``, as for :meth:`fusedrl.WeightReader.load_into`.
-        copy_turns: as for :class:`fusedrl.LLMCollector`.
         max_staleness: drop a batch if its oldest turn is more than this number of versions behind
             when it is handed out; ``stale_turns`` counts the dropped turns.
         timeout: seconds that Ray may take to place an actor, and an update to reach it.
+
+    Further arguments are those of :class:`fusedrl.LLMCollector`, in each actor. Bar and log are
+    here.
 
     Raises:
         TypeError: as for :class:`LLMCollector`, or a policy or environment cannot be pickled.
@@ -138,8 +132,8 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
     """
 
     @arguments_of(RayOptions)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        options = RayOptions(*args, **kwargs)
+    def __init__(self, options: RayOptions) -> None:
+        refuse_sharded("policy", options.policy)
         start_ray(options.ray_init_config)
         self.progress, self.verbose = options.progress, options.verbose
         self.requested_frames_per_batch = options.dialog_turns_per_batch or 1
@@ -163,7 +157,6 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
 
     closed = True  # until the actors have started
     _worker_idx = None  # torchrl's worker_idx raises without it, which Ray's errors of pickles read
-    _iterator: Iterator[Any] | None = None  # of next()
 
     def __del__(self) -> None:
         """Nothing: an actor ends with its last handle."""
@@ -177,7 +170,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
                 "replay_buffer: expected a RayReplayBuffer in a collector that is sent to another "
                 "process, got one of this process; make the collector with a RayReplayBuffer"
             )
-        own = ("_batches", "_updating", "_sent", "_iterator")
+        own = ("_batches", "_updating", "_sent")
         state = {name: value for name, value in vars(self).items() if name not in own}
         updater = None if self._sends_from_here else self._updater
         state |= {"_policy": None, "_updater": updater, "replay_buffer": buffer}
@@ -194,6 +187,12 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
     post_collect_hook = _in_actors("post_collect_hook", "Called with each batch, in the actors.")
     max_staleness = of_part("_batches", "max_staleness", "Versions that a batch may be behind.")
     stale_turns = of_part("_batches", "stale_turns", "Turns that ``max_staleness`` dropped.")
+    total_dialog_turns = property(
+        attrgetter("total_frames"), doc="Number of turns to run in all; infinite if they never end."
+    )
+    dialog_turns_per_batch = property(
+        attrgetter("requested_frames_per_batch"), doc="Number of turns in a batch, not rounded up."
+    )
     _frames = of_part("_batches", "frames", "torchrl's name of the turns that were collected.")
 
     @property
@@ -203,16 +202,6 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
     def is_initialized(self) -> bool:
         """Whether the collector is ready: made, and not shut down."""
         return not self.closed
-
-    @property
-    def total_dialog_turns(self) -> Any:
-        """Number of turns to run in all; infinite if they never end."""
-        return self.total_frames
-
-    @property
-    def dialog_turns_per_batch(self) -> int:
-        """Number of turns in a batch, before it is rounded up to whole steps."""
-        return self.requested_frames_per_batch
 
     # Calls of actors.
 
@@ -266,23 +255,15 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
 
     def iterator(self) -> Iterator[Any]:
         """As ``iter``."""
-        yield from self._batches.rest(progress_bar(self))
+        return self._batches.rest(lambda: progress_bar(self))
 
     def next(self) -> TensorDictBase | None:
         """The next batch; ``None`` at the end, and if a replay buffer gets it.
 
         An exception of an actor shuts the collector down.
         """
-        if self._iterator is None:
-            # Not of the collector itself, which would be a reference to itself, and stay.
-            self._iterator = self._batches.rest(progress_bar(weakref.proxy(self)))
-        try:
-            for batch in self._iterator:
-                return batch
-        except BaseException:
-            self._iterator = None  # this one has ended, and another one can go on
-            raise
-        self._iterator = None
+        this: Any = weakref.proxy(self)  # the iterator stays, and would keep the collector alive
+        return self._batches.next(lambda: self._batches.rest(lambda: progress_bar(this)))
 
     def start(self) -> None:
         """Collect into the replay buffer in the background, in all actors at once.
@@ -291,12 +272,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
             RuntimeError: there is no replay buffer.
         """
         self.require_open()
-        if self.replay_buffer is None:
-            raise RuntimeError(
-                "replay_buffer: expected one to collect into in the background, got None; pass it "
-                "when the collector is made"
-            )
-        self._batches.background.start(self.iterator)
+        self._batches.background.start(self.iterator, self.replay_buffer)
 
     def is_running(self) -> bool:
         """Whether it collects in the background."""
@@ -348,8 +324,8 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
 
         Raises:
             TypeError: the policy has no module, and there is no weight updater.
-            ValueError: the weights do not fit, and nothing has changed; or only some workers are
-                named.
+            ValueError: the weights do not fit, or several ranks have parts of them, and nothing has
+                changed; or only some workers are named.
             ray.exceptions.RayActorError: an actor is dead.
             TimeoutError: an actor does not answer.
         """
@@ -363,6 +339,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
             )
         weights = forms.pop() if forms else None
         self.require_open()
+        refuse_sharded("policy_or_weights", self._policy if weights is None else weights)
         with self._updating:
             if self._sends_from_here:
                 self._updater(weights, worker_ids)
@@ -542,8 +519,8 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
         If weights have been sent, the policies keep them and their version.
 
         Raises:
-            ValueError: the state has another number of actors, and nothing is loaded.
-            KeyError, RuntimeError: it does not fit an actor. Others may have loaded theirs.
+            KeyError, ValueError: the state has another number of actors, or does not fit one of
+                them. Nothing has changed then.
         """
         import ray
 
@@ -554,11 +531,12 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
                 f"state_dict: expected {names[0]} to {names[-1]}, got {workers}; load it into as "
                 "many actors as it is of"
             )
+        states, batches = [state_dict[name] for name in names], state_dict["iter"] + 1
+        for method in ("check_state_dict", "load_state_dict"):
+            calls = [methodcaller(method, state, **kwargs) for state in states]
+            ray.get([self._one(index, call) for index, call in enumerate(calls)])
         self._batches.forget()
-        states = [state_dict[name] for name in names]
-        loads = [methodcaller("load_state_dict", state, **kwargs) for state in states]
-        ray.get([self._one(index, load) for index, load in enumerate(loads)])
-        self._batches.count_on([state["frames"] for state in states], state_dict["iter"] + 1)
+        self._batches.count_on([state["frames"] for state in states], batches)
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
@@ -576,7 +554,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
         import ray
         from ray.exceptions import RayActorError
 
-        self.closed, self._iterator = True, None
+        self.closed, self._batches.iterator = True, None
         background, errors = self._batches.background, []
         background.stop()
         actors = self.actors if ray.is_initialized() else []
@@ -602,9 +580,7 @@ class RayLLMCollector(_RayLLMCollector, metaclass=_OwnArguments):
             for error in errors:
                 raise error
 
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """As :meth:`shutdown`."""
-        self.shutdown(timeout, close_env)
+    async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()
 
     def __enter__(self) -> Any:
         """The collector."""

@@ -19,14 +19,13 @@ from torchrl.collectors import AsyncCollector as _AsyncCollector
 from torchrl.collectors import BaseCollector, ProfileConfig
 
 from fusedrl.channel.forking import renew_in_children
-from fusedrl.collectors.batch_stream import Background
-from fusedrl.collectors.options import arguments_of, of_part
+from fusedrl.collectors.batch_stream import Rest
+from fusedrl.collectors.options import arguments_of, check_state, of_part
 from fusedrl.collectors.policy_version import tracker_of
 from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.weights import PublishedWeights
 from fusedrl.collectors.process.worker import Job, make_collector
-from fusedrl.collectors.process.worker_batches import WorkerBatches
-from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerHandle
+from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerBatches, WorkerHandle
 from fusedrl.collectors.progress import Profile, progress_bar
 from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import (
@@ -83,20 +82,10 @@ class AsyncCollector(_AsyncCollector):
         replay_buffer: a buffer of any kind, which is extended with each batch in this process; the
             iterator then yields ``None``.
         extend_buffer: without effect: a buffer gets whole batches.
-        trust_policy: as in torchrl's ``Collector``.
-        compile_policy: as in torchrl's ``Collector``.
-        cudagraph_policy: as in torchrl's ``Collector``.
-        no_cuda_sync: as in torchrl's ``Collector``.
-        compact_obs: as in torchrl's ``Collector``.
-        auto_register_policy_transforms: as in torchrl's ``Collector``.
-        trajs_per_batch: as in torchrl's ``Collector``.
-        trajs_per_write: as in torchrl's ``Collector``.
-        traj_format: as in torchrl's ``Collector``.
         weight_updater: an updater of torchrl's or of ours, or a function that makes one. After each
             of its updates the weights of ``policy`` are published.
         weight_sync_schemes: :class:`fusedrl.ChannelWeightSyncScheme` objects by the names of their
             models. By default there is one for ``policy``, if it has weights.
-        weight_recv_schemes: as in torchrl's class.
         collector_class: the collector in the worker: torchrl's ``Collector``, or
             :class:`fusedrl.LLMCollector` for dialogs. Each of them has arguments that the other one
             lacks, which are refused there.
@@ -114,6 +103,8 @@ class AsyncCollector(_AsyncCollector):
         progress: show a progress bar, with rich.
         verbose: log the same figures for each batch, unless there is a bar.
         timeout: seconds that a batch may take; ``None`` waits while the worker lives.
+
+    Further arguments are those of torchrl's class.
 
     Raises:
         TypeError: arguments exclude each other or are not numbers, or an environment or a policy
@@ -133,19 +124,22 @@ class AsyncCollector(_AsyncCollector):
     """
 
     max_staleness = of_part("_batches", "max_staleness", "Versions that a batch may be behind.")
+    stale_frames = of_part("_batches", "dropped", "Frames that ``max_staleness`` dropped.")
+    _frames = of_part("_batches", "frames", "torchrl's name of the frames that were collected.")
     closed = True  # until the constructor has succeeded
     num_workers = 1
     _ignore_rb = False  # torchrl's: whether whole trajectories go into the buffer elsewhere
 
     @arguments_of(AsyncOptions)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        options = AsyncOptions(*args, **kwargs)
+    def __init__(self, options: AsyncOptions) -> None:
         BaseCollector.__init__(
             self,
             pre_collect_hook=options.pre_collect_hook,
             post_collect_hook=options.post_collect_hook,
         )
-        vars(self).update(vars(options))  # each argument is an attribute, as torchrl's class has it
+        for name, value in vars(options).items():  # torchrl's class has attributes for arguments
+            if not isinstance(getattr(type(self), name, None), property):
+                setattr(self, name, value)
         self.requested_frames_per_batch: Any = options.frames_per_batch
         self.total_frames: Any = options.total
         self.policy_version_tracker = tracker_of(options.track_policy_version)
@@ -159,8 +153,6 @@ class AsyncCollector(_AsyncCollector):
         self.max_frames_per_traj = int(options.max_frames_per_traj or 0)
         self.init_random_frames = int(options.init_random_frames or 0)
         self._former_threads = torch.get_num_threads()
-        if options.preemptive_threshold is None:
-            self.preemptive_threshold = 1.0
         self._read_compile_kwargs(options.compile_policy, options.cudagraph_policy)
         devices: Any = {name: getattr(options, name) for name in DEVICES}
         lists = self._get_devices(device=options.device, **devices)
@@ -169,9 +161,9 @@ class AsyncCollector(_AsyncCollector):
         # Re-entrant: the handler of a signal may call shutdown() while it is running.
         self._ending = threading.RLock()
         renew_in_children(self, _ending=threading.RLock)
-        self._thread = Background("AsyncCollector")
         self._start_worker(make, options)
-        self._batches = WorkerBatches(self._worker, self, self._thread, options.max_staleness)
+        self._batches = WorkerBatches(self._worker, self, options.max_staleness)
+        self._thread = self._batches.background
         self.closed = False
         if options.weight_recv_schemes is not None:
             self.register_scheme_receiver(options.weight_recv_schemes)
@@ -224,21 +216,14 @@ class AsyncCollector(_AsyncCollector):
         if self.update_at_each_batch:
             self.update_policy_weights_()
         self._batches.buffer = None if self._ignore_rb else self.replay_buffer
-        yield from self._batches.rest(progress_bar(self))
+        yield from Rest(self._batches, lambda: progress_bar(self))
 
     def next(self) -> TensorDictBase | None:
         """The next batch, without a device; ``None`` at the end, and if a buffer gets it."""
-        if self._iterator is None:
-            self._iterator = iter(self)
-        try:
-            for batch in self._iterator:
-                if batch is None or batch.device is None:
-                    return batch
-                return batch.copy().clear_device_()
-        except BaseException:
-            self._iterator = None  # this one has ended, and another one can go on
-            raise
-        self._iterator = None
+        batch: Any = self._batches.next(lambda: iter(self))
+        if batch is None or batch.device is None:
+            return batch
+        return batch.copy().clear_device_()
 
     def start(self) -> None:
         """Fill the replay buffer from a thread, until the end or :meth:`async_shutdown`.
@@ -248,14 +233,11 @@ class AsyncCollector(_AsyncCollector):
         Raises:
             RuntimeError: there is no replay buffer.
         """
-        if self.replay_buffer is None:
-            raise RuntimeError(
-                "replay_buffer: expected one for start(), got None; pass it, or iterate"
-            )
         self._thread.check()
         self._worker.check()
         by_frames = self.trajs_per_batch is None
-        self._thread.start(self.iterator if by_frames else self._iter_by_trajectories)
+        iterate = self.iterator if by_frames else self._iter_by_trajectories
+        self._thread.start(iterate, self.replay_buffer)
 
     def is_running(self) -> bool:
         """Whether :meth:`start` was called and its thread still fills the buffer."""
@@ -275,15 +257,6 @@ class AsyncCollector(_AsyncCollector):
             )
         with self._batches.storing:
             yield
-
-    @property
-    def stale_frames(self) -> int:
-        """Frames that ``max_staleness`` dropped."""
-        return self._batches.dropped
-
-    @property
-    def _frames(self) -> int:
-        return self._batches.frames
 
     @property
     def _iter(self) -> int:
@@ -372,17 +345,24 @@ class AsyncCollector(_AsyncCollector):
         """Restore what :meth:`state_dict` returned.
 
         The policy's weights are published as one version, whose number is at least theirs.
+
+        Raises:
+            KeyError, ValueError: the state does not fit. Nothing has changed then.
         """
-        worker = dict(state_dict["worker0"])
+        worker, frames = dict(state_dict["worker0"]), state_dict["frames"]
+        batches = state_dict["iter"] + 1
         if "traj_pool" in state_dict:
             worker["traj_pool"] = state_dict["traj_pool"]
+        strict = "policy" not in self._weights.schemes
+        # Weights are published here, which refuses those that do not fit.
+        own = {k: v for k, v in worker.items() if strict or k != "policy_state_dict"}
+        self._call(_check_state, own, strict)
         # Before the call, because the worker makes the next batch as soon as it has its state.
         version = self._weights.restore(worker, state_dict.get("policy_version"))
-        strict = "policy" not in self._weights.schemes
         self._call(methodcaller("load_state_dict", worker, strict=strict), anew=True)
         if version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
-        self._batches.count_on(state_dict["frames"], state_dict["iter"] + 1)
+        self._batches.frames, self._batches.batches = frames, batches
 
     def profile(self) -> Profile:
         """Where the worker's time went: policy, env, stamping, queueing (packing is in this).
@@ -463,7 +443,7 @@ class AsyncCollector(_AsyncCollector):
     def _end(self, timeout: float) -> None:
         if self.closed:
             return
-        self._iterator = None
+        self._batches.iterator = None
         try:
             if not self._worker.is_inherited:  # the worker belongs to the trainer, not to its forks
                 with contextlib.ExitStack() as stack:
@@ -477,9 +457,7 @@ class AsyncCollector(_AsyncCollector):
             raise
         self.closed = True  # last, so that shutdown() can be called again after Ctrl-C
 
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """As :meth:`shutdown`."""
-        self.shutdown(timeout, close_env)
+    async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()
 
     def __enter__(self) -> AsyncCollector:
         """The collector, which is shut down at the end of the block."""
@@ -499,6 +477,10 @@ def _set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
     np.random.seed(seed)
     collector.reset()
     return last
+
+
+def _check_state(collector: Any, state: Any, strict: bool) -> None:
+    check_state(collector.state_dict(), state, strict)
 
 
 def _state_dict(collector: Any) -> Any:

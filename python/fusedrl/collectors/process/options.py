@@ -14,12 +14,12 @@ from torchrl.collectors.llm import LLMCollector as _LLMCollector
 from torchrl.envs.utils import ExplorationType
 
 from fusedrl.channel import WeightHandle
-from fusedrl.channel.checks import seconds
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.options import (
     ChannelOptions,
     Policy,
     TurnOptions,
+    check_patience,
     check_total,
     check_whole,
 )
@@ -100,7 +100,7 @@ class AsyncOptions(ChannelOptions, FrameOptions):
             check_whole(name, getattr(self, name), least, unit, remedy, optional)
         check_total("total_frames", self.total_frames, "frames")
         if self.timeout is not None:
-            seconds("timeout", self.timeout)
+            check_patience(self.timeout, "None waits while the worker lives")
         self._check_class()
         _only(self.create_env_fn, "create_env_fn")
         _only(self.create_env_kwargs, "create_env_kwargs")

@@ -1,9 +1,10 @@
-"""The trainer's end of a worker process: starts it, talks to it, and ends it."""
+"""The trainer's end of a worker process: starts it, talks to it, takes its batches, and ends it."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import pickle
@@ -18,7 +19,9 @@ from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 import cloudpickle
+from torchrl.collectors.utils import split_trajectories
 
+from fusedrl.collectors.batch_stream import Advance, BatchStream, Ready
 from fusedrl.collectors.process import messages, process_tree
 from fusedrl.collectors.process.shared_batches import Mappings
 from fusedrl.collectors.process.worker import POLL_S, Job, main
@@ -42,11 +45,6 @@ class Arrived(NamedTuple):
     number: int
     batch: Any = None
     frames: int = 0
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        """What a progress bar shows of it."""
-        return {"batch": self.batch}
 
 
 class Future:
@@ -328,6 +326,68 @@ class WorkerHandle:
             f"{self.process.exitcode}; its own output may say why (a script needs if __name__ == "
             "'__main__')"
         )
+
+
+class WorkerBatches(BatchStream):
+    """The batches of a worker, as its collector's attributes say at the time.
+
+    Args:
+        worker: the process.
+        collector: as for :class:`BatchStream`.
+        max_staleness: as for :class:`BatchStream`.
+
+    Attributes:
+        number: the number that the worker gave to the batch that was taken last.
+    """
+
+    counter = "AsyncCollector.stale_frames"
+
+    def __init__(self, worker: WorkerHandle, collector: Any, max_staleness: int | None) -> None:
+        super().__init__(collector, None, max_staleness)
+        self._worker = worker
+        self.number = 0
+
+    def prepare(self, advance: Advance) -> Ready | None:
+        """As for :class:`BatchStream`, but for a batch that a call has made outdated."""
+        if self.number <= self._worker.outdated:
+            self.ready = None
+        return super().prepare(advance)
+
+    def _wait(self) -> Arrived | None:
+        if self.frames >= self._collector.total_frames:
+            return None
+        arrived = self._worker.batch(self.number, self._collector.timeout)
+        if arrived.batch is None:
+            self.number = arrived.number
+            return None
+        return arrived
+
+    def _count(self, arrived: Arrived) -> bool:
+        if arrived.number <= self._worker.outdated:
+            return False
+        self.number = arrived.number
+        self.frames += arrived.frames
+        self.batches += 1
+        return True
+
+    def _request(self) -> None:
+        collector = self._collector
+        if collector.update_at_each_batch:
+            collector.update_policy_weights_()
+        left = (collector.total_frames - self.frames) / (collector.requested_frames_per_batch or 1)
+        self._worker.ask(self.number, math.ceil(min(collector.prefetch, left)))
+
+    def _finished(self, batch: Any) -> Any:
+        collector = self._collector
+        if collector.replay_buffer is None and collector.split_trajs:
+            batch = split_trajectories(batch, prefix="collector")
+        if collector.postproc is not None:
+            batch = collector.postproc(batch)
+            private = [key for key in list(batch.keys()) if key.startswith("_")]
+            batch = batch.exclude(*private) if private else batch
+        if self.buffer is not None:
+            batch.names = None
+        return batch
 
 
 def _same(error: Exception) -> Exception:
