@@ -193,25 +193,44 @@ def test_a_mask_stands_for_what_it_says(family, window):
     )
 
 
-class Gathers(TorchFunctionMode):
-    """Records how many places each gather takes."""
+class Calls(TorchFunctionMode):
+    """Records the shapes of keys that attention is called with."""
 
     def __init__(self):
         super().__init__()
-        self.sizes = []
+        self.keys = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.index_select:
-            self.sizes.append(len(args[2]))
+        if func is scaled_dot_product_attention:
+            self.keys.append(tuple(args[1].shape))
         return func(*args, **(kwargs or {}))
 
 
+def attended(lengths, shared):
+    """The shapes of keys in each call of attention along a tree, which must equal the whole's."""
+    tree = Tree(laid_out(lengths, shared), None, "cpu")
+    query, key, value = torch.randn(3, 1, 2, tree.length, 4)
+    with Calls() as calls:
+        ours = tree.attend(query, key, value)
+    whole = scaled_dot_product_attention(query, key, value, tree.dense(torch.device("cpu")))
+    torch.testing.assert_close(ours, whole)
+    return calls.keys
+
+
+def test_a_chain_is_one_call():
+    assert attended([40, 50, 50, 75], [0, 40, 50, 50]) == [(1, 2, 75, 4)]
+
+
+def test_answers_of_about_one_length_are_one_call():
+    assert attended([64, 74, 70, 79], [0, 64, 64, 64]) == [(1, 2, 74, 4), (2, 2, 79, 4)]
+    assert attended([64, 74, 90, 164], [0, 64, 64, 64])[1:] == [(1, 2, 90, 4), (1, 2, 164, 4)]
+
+
 def test_a_layer_has_few_gathered_keys_at_once():
-    rows = [torch.cat((torch.zeros(64).long(), torch.tensor([i]))) for i in range(50)]
-    tree = Tree(laid_out([65] * 50, shared_with_former(rows)), None, "cpu")
-    with Gathers() as gathers:
-        tree.attend(*torch.randn(3, 1, 2, tree.length, 4))
-    assert sum(gathers.sizes) == 2 * 49 * 65 and max(gathers.sizes) <= tree.length
+    keys = attended([65] * 50, [0] + [64] * 49)
+    tokens = [count * length for count, _, length, _ in keys]
+    assert sum(tokens) == 50 * 65 and max(tokens) <= 4 * (64 + 50)
+    assert len(keys) == 1 + 7
 
 
 def test_many_equal_sequences_are_cut_in_one_go():
