@@ -67,9 +67,8 @@ class Tree:
             for i in group:
                 found[i] = torch.arange(first, first + self.parts[i].own, device="cpu")
                 first += call.own
-        in_order = all(former[-1] + 1 == part[0] for former, part in pairwise(found))
-        padded = first > self.length
-        self._order = torch.cat(found).to(device) if padded or not in_order else None
+        dense = first == self.length and all(a[-1] < b[0] for a, b in pairwise(found))
+        self._order = None if dense else torch.cat(found).to(device)
 
     def dense(self, device: torch.device) -> Tensor:
         """Which tokens (the columns) each token (the row) attends to, bool ``[T, T]``."""
@@ -93,8 +92,13 @@ class Tree:
             causal: dict[str, Any] = {"is_causal": True}
             if call.own < call.length or self.window is not None:
                 causal = {"attn_mask": self._chosen(call.own, call.length, query.device)}
-            states = _rows(query, call.queries), *(_rows(x, call.keys) for x in (key, value))
-            out = scaled_dot_product_attention(*states, **options, **causal)
+            out = scaled_dot_product_attention(
+                _rows(query, call.queries),
+                _rows(key, call.keys),
+                _rows(value, call.keys),
+                **options,
+                **causal,
+            )
             attended.append(out.unflatten(0, (len(query), -1)).transpose(1, 2).flatten(2, 3))
         row = torch.cat(attended, 2)
         return row if self._order is None else row.index_select(2, self._order)
