@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fusedrl.models import WithoutAdapters, causal_log_probs, log_probs, prefix_tree
 from fusedrl.models.policy_terms import causal_policy_terms
@@ -344,6 +345,20 @@ def test_a_compiled_caller_leaves_the_decoder_uncompiled():
     close(scored() / 2, expected)
     targets = [node.target for graph in graphs for node in graph.graph.nodes]
     assert targets and scaled_dot_product_attention not in targets
+
+
+def test_a_compiled_function_of_somebody_elses_runs_uncompiled(monkeypatch, computed):
+    model = model_of("llama", "sdpa")
+    compiled = torch.compile(ALL_ATTENTION_FUNCTIONS["sdpa"], backend="eager")
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", compiled)
+    counts = computed(model)
+    for shared in (48, 64):  # two trees of as many tokens, which one graph would confuse
+        rows = [torch.cat((drawn(shared, 0), drawn(n, n))) for n in (80 - shared, 30)]
+        tokens, lengths = torch.cat(rows), list(map(len, rows))
+        alone = causal_log_probs(model, tokens, lengths, share_prefixes=False)
+        counts.clear()
+        close(causal_log_probs(model, tokens, lengths), alone)
+        assert sum(counts) == nodes_of(tokens, lengths) < sum(lengths) - 40
 
 
 @pytest.mark.parametrize("rates", [(torch.nn.Dropout(0.0), DropPath(0)), ()])

@@ -28,6 +28,7 @@ from fusedrl.models.checks import (
     check_vocabulary,
     context_checked,
 )
+from fusedrl.models.probes import UNCOMPILED
 from fusedrl.models.ranks import Step
 from fusedrl.models.sequences import Pass, Scored, nothing_of, passes_of, scored_sequences
 from fusedrl.models.split import Parts, autocast_as, device_of, unwrapped, vocabulary_of
@@ -185,9 +186,17 @@ def at_kept_states(
 
     It runs where the weight of the head is whole, in a block that ``opened`` began.
     """
-    # A compiled caller would compile the decoder once for each tree, and cannot guard its mask.
-    run: Any = torch.compiler.disable(_at_kept_states) if plan.shares else _at_kept_states
+    # Whatever is compiled around the decoder or called by it would be compiled once for each tree,
+    # and cannot guard the tree's mask.
+    run: Any = torch.compiler.disable(_uncompiled) if plan.shares else _at_kept_states
     return run(plan, parts, function)
+
+
+def _uncompiled(
+    plan: Plan, parts: Parts, function: Callable[[Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    with UNCOMPILED:
+        return _at_kept_states(plan, parts, function)
 
 
 def _at_kept_states(
