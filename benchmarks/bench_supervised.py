@@ -84,11 +84,9 @@ def conversations() -> Any:
     with set_list_to_stack(True):
         history = ChatHistory(full=History.from_chats(chats))
         data = TensorDict(history=history, batch_size=len(chats)).to_lazystack(0)
+    transform = RetrieveLogProb(wrapper(network(1)), assistant_only=True)
+    rows = transform(data.copy()).get(("log_probs", "full"), as_list=True)
+    column = torch.nested.as_nested_tensor(list(rows), layout=torch.strided)
     for key in ("ref_log_probs", "teacher_log_probs"):
-        transform = RetrieveLogProb(
-            wrapper(network(1)), log_probs_full_key=(key, "full"), assistant_only=True
-        )
-        rows = transform(data.copy()).get((key, "full"), as_list=True)
-        column = torch.nested.as_nested_tensor(rows, layout=torch.strided)
         data = data.set(("next", key, "full"), column)
     return data

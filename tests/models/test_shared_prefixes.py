@@ -391,6 +391,16 @@ def test_a_model_that_ignores_the_mask_shares_nothing(computed):
     close(causal_log_probs(model, tokens, lengths), definition(model, tokens, lengths, None))
 
 
+def test_flex_attention_shares_nothing(computed):
+    model = model_of("llama", "flex_attention")
+    tokens, lengths = forest()
+    expected = definition(model_of("llama", "sdpa"), tokens, lengths, None)
+    counts = computed(model)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        close(causal_log_probs(model, tokens, lengths), expected)
+    assert counts[-1] >= sum(length - 1 for length in lengths if length > 1)
+
+
 def test_little_in_common_is_not_shared():
     for common, shared in ((prefix_tree.LEAST - 1, 0), (prefix_tree.LEAST, prefix_tree.LEAST)):
         start = drawn(common, 0)
