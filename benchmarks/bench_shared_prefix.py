@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ SETTINGS = (
     (16, 1024, 64, None, None),
     (8, 0, 256, None, None),  # nothing is shared
 )
+# Of the plot, log-probs alone: answers of so many tokens, their numbers, and tokens of the prompt.
+GRID = f"{OP}, by answers and prompt"
+GRID_ANSWER, GRID_ANSWERS, GRID_PROMPTS = 64, (2, 4, 8), (64, 256, 1024)
 MEMORY = 0.5  # of the peak of a step without sharing
 
 
@@ -36,10 +40,9 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped
     settings = ((4, 256, 64, None, None),) if quick else SETTINGS
     for answers, prompt, answer, least, least_step in settings:
         data = Answers(answers, prompt, answer, device)
-        tokens = f"{answers} answers, {prompt} + {answer} tokens, hidden {HIDDEN} x {LAYERS}"
         yield Case(
             op=OP,
-            setting=f"log-probs: {tokens}",
+            setting=f"log-probs: {data}",
             make_input=lambda: None,
             contenders={"unshared": data.log_probs(False), "fusedrl": data.log_probs(True)},
             truth=data.truth,
@@ -47,10 +50,20 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped
         )
         yield Case(
             op=OP,
-            setting=f"GRPOLoss + backward: {tokens}",
+            setting=f"GRPOLoss + backward: {data}",
             make_input=lambda: None,
             contenders={"unshared": data.step(False), "fusedrl": data.step(True)},
             goals={"unshared": least_step} if least_step else {},
+        )
+    if quick:
+        return
+    for answers, prompt in product(GRID_ANSWERS, GRID_PROMPTS):
+        data = Answers(answers, prompt, GRID_ANSWER, device)
+        yield Case(
+            op=GRID,
+            setting=str(data),
+            make_input=lambda: None,
+            contenders={"unshared": data.log_probs(False), "fusedrl": data.log_probs(True)},
         )
 
 
@@ -83,6 +96,12 @@ class Answers:
         self.mask = torch.zeros_like(self.tokens, dtype=torch.bool)
         self.mask[:, prompt:] = True
         self.prompt, self.model = prompt, model(device)
+
+    def __str__(self) -> str:
+        """What the settings of benchmarks say of them."""
+        answers, length = self.tokens.shape
+        answer = length - self.prompt
+        return f"{answers} answers, {self.prompt} + {answer} tokens, hidden {HIDDEN} x {LAYERS}"
 
     def log_probs(self, share: bool) -> Run:
         """The log-probs of the answers, 0 for the prompts."""

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fusedrl.models import WithoutAdapters, causal_log_probs, log_probs, prefix_tree
 from fusedrl.models.policy_terms import causal_policy_terms
@@ -193,25 +194,44 @@ def test_a_mask_stands_for_what_it_says(family, window):
     )
 
 
-class Gathers(TorchFunctionMode):
-    """Records how many places each gather takes."""
+class Calls(TorchFunctionMode):
+    """Records the shapes of keys that attention is called with."""
 
     def __init__(self):
         super().__init__()
-        self.sizes = []
+        self.keys = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.index_select:
-            self.sizes.append(len(args[2]))
+        if func is scaled_dot_product_attention:
+            self.keys.append(tuple(args[1].shape))
         return func(*args, **(kwargs or {}))
 
 
+def attended(lengths, shared):
+    """The shapes of keys in each call of attention along a tree, which must equal the whole's."""
+    tree = Tree(laid_out(lengths, shared), None, "cpu")
+    query, key, value = torch.randn(3, 1, 2, tree.length, 4)
+    with Calls() as calls:
+        ours = tree.attend(query, key, value)
+    whole = scaled_dot_product_attention(query, key, value, tree.dense(torch.device("cpu")))
+    torch.testing.assert_close(ours, whole)
+    return calls.keys
+
+
+def test_a_chain_is_one_call():
+    assert attended([40, 50, 50, 75], [0, 40, 50, 50]) == [(1, 2, 75, 4)]
+
+
+def test_answers_of_about_one_length_are_one_call():
+    assert attended([64, 74, 70, 79], [0, 64, 64, 64]) == [(1, 2, 74, 4), (2, 2, 79, 4)]
+    assert attended([64, 74, 90, 164], [0, 64, 64, 64])[1:] == [(1, 2, 90, 4), (1, 2, 164, 4)]
+
+
 def test_a_layer_has_few_gathered_keys_at_once():
-    rows = [torch.cat((torch.zeros(64).long(), torch.tensor([i]))) for i in range(50)]
-    tree = Tree(laid_out([65] * 50, shared_with_former(rows)), None, "cpu")
-    with Gathers() as gathers:
-        tree.attend(*torch.randn(3, 1, 2, tree.length, 4))
-    assert sum(gathers.sizes) == 2 * 49 * 65 and max(gathers.sizes) <= tree.length
+    keys = attended([65] * 50, [0] + [64] * 49)
+    tokens = [count * length for count, _, length, _ in keys]
+    assert sum(tokens) == 50 * 65 and max(tokens) <= 4 * (64 + 50)
+    assert len(keys) == 1 + 7
 
 
 def test_many_equal_sequences_are_cut_in_one_go():
@@ -327,6 +347,20 @@ def test_a_compiled_caller_leaves_the_decoder_uncompiled():
     assert targets and scaled_dot_product_attention not in targets
 
 
+def test_a_compiled_function_of_somebody_elses_runs_uncompiled(monkeypatch, computed):
+    model = model_of("llama", "sdpa")
+    compiled = torch.compile(ALL_ATTENTION_FUNCTIONS["sdpa"], backend="eager")
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", compiled)
+    counts = computed(model)
+    for shared in (48, 64):  # two trees of as many tokens, which one graph would confuse
+        rows = [torch.cat((drawn(shared, 0), drawn(n, n))) for n in (80 - shared, 30)]
+        tokens, lengths = torch.cat(rows), list(map(len, rows))
+        alone = causal_log_probs(model, tokens, lengths, share_prefixes=False)
+        counts.clear()
+        close(causal_log_probs(model, tokens, lengths), alone)
+        assert sum(counts) == nodes_of(tokens, lengths) < sum(lengths) - 40
+
+
 @pytest.mark.parametrize("rates", [(torch.nn.Dropout(0.0), DropPath(0)), ()])
 def test_dropout_of_nothing_is_none(rates, computed):
     model = model_of("llama")
@@ -355,6 +389,16 @@ def test_a_model_that_ignores_the_mask_shares_nothing(computed):
     decoder.forward = lambda *args, attention_mask=None, **kwargs: theirs(*args, **kwargs)
     tokens, lengths = forest()
     close(causal_log_probs(model, tokens, lengths), definition(model, tokens, lengths, None))
+
+
+def test_flex_attention_shares_nothing(computed):
+    model = model_of("llama", "flex_attention")
+    tokens, lengths = forest()
+    expected = definition(model_of("llama", "sdpa"), tokens, lengths, None)
+    counts = computed(model)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        close(causal_log_probs(model, tokens, lengths), expected)
+    assert counts[-1] >= sum(length - 1 for length in lengths if length > 1)
 
 
 def test_little_in_common_is_not_shared():

@@ -46,6 +46,7 @@ OPS = (
         "channel",
         "collectors",
         "grpo_step",
+        "supervised",
         "async_collector",
         "vllm",
     ),

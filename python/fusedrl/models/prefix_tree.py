@@ -54,11 +54,6 @@ def shared_with_former(rows: Sequence[Tensor]) -> list[int]:
     return shared
 
 
-def shares_some(rows: Sequence[Tensor]) -> bool:
-    """Whether any of the sequences share a beginning that is worth it."""
-    return any(shared_with_former([rows[i] for i in in_order(rows)]))
-
-
 def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[range]:
     """Divide sorted sequences into groups of at most ``limit`` tokens, shared ones counted once.
 

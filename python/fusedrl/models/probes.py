@@ -327,7 +327,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices),
-            _UNCOMPILED,  # a graph would hide the head's product
+            UNCOMPILED,  # a graph would hide the head's product
             _NoDropout(),
         ):
             yield
@@ -362,7 +362,7 @@ class _Uncompiled:
                 self._stance.close()
 
 
-_UNCOMPILED = _Uncompiled()
+UNCOMPILED = _Uncompiled()
 
 
 class _NoDropout(TorchFunctionMode):

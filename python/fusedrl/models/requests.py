@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from fusedrl.models.checks import (
     check_vocabulary,
     context_checked,
 )
-from fusedrl.models.prefix_tree import shares_some
+from fusedrl.models.probes import UNCOMPILED
 from fusedrl.models.ranks import Step
 from fusedrl.models.sequences import Pass, Scored, nothing_of, passes_of, scored_sequences
 from fusedrl.models.split import Parts, autocast_as, device_of, unwrapped, vocabulary_of
@@ -95,7 +96,6 @@ class Request(NamedTuple):
             attention = attention_of(parts.config)
             limit = forwards.tokens_per_forward(device, attention)
             most = max(limit, forwards.SHARING.get(str(attention), 0))
-            capabilities = capabilities._replace(shares=self._shares(capabilities, parts, work))
         else:
             device = device_of(self.model)
             limit = forwards.tokens_per_forward(device, None)
@@ -103,19 +103,20 @@ class Request(NamedTuple):
                 limit = max(limit, len(self.tokens) * len(work))
             most = limit
         limits = self.limit or limit, self.limit or most
-        return passes_of(capabilities, work, device, *limits)
+        return passes_of(capabilities, work, device, *limits, self._may_share(capabilities))
 
-    def _shares(self, capabilities: Capabilities, parts: Parts, work: list[Scored]) -> bool:
-        """Whether there are common beginnings to share."""
-        if not (self.share and capabilities.shares and shares_some([row.tokens for row in work])):
-            return False
-        return may_share(self.model, parts)
+    def _may_share(self, capabilities: Capabilities) -> Callable[[], bool] | None:
+        """Says whether common beginnings may be shared; ``None`` if they need not be looked for."""
+        parts = capabilities.parts
+        if parts is None or not (self.share and capabilities.shares):
+            return None
+        return partial(may_share, self.model, parts)
 
     def _empty_pass(self, capabilities: Capabilities) -> Pass:
         """A pass over one token in which nothing is scored."""
         parts = capabilities.parts
         device = device_of(self.model) if parts is None else parts.embeddings.device
-        return passes_of(capabilities, [nothing_of(self.tokens)], device, 1, 1)[0]
+        return passes_of(capabilities, [nothing_of(self.tokens)], device, 1, 1, None)[0]
 
     def placed(self, values: Tensor, places: Tensor) -> Tensor:
         """A column ``[N, ...]`` with ``values`` at ``places`` and 0 elsewhere."""
@@ -185,9 +186,17 @@ def at_kept_states(
 
     It runs where the weight of the head is whole, in a block that ``opened`` began.
     """
-    # A compiled caller would compile the decoder once for each tree, and cannot guard its mask.
-    run: Any = torch.compiler.disable(_at_kept_states) if plan.shares else _at_kept_states
+    # Whatever is compiled around the decoder or called by it would be compiled once for each tree,
+    # and cannot guard the tree's mask.
+    run: Any = torch.compiler.disable(_uncompiled) if plan.shares else _at_kept_states
     return run(plan, parts, function)
+
+
+def _uncompiled(
+    plan: Plan, parts: Parts, function: Callable[[Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    with UNCOMPILED:
+        return _at_kept_states(plan, parts, function)
 
 
 def _at_kept_states(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -75,11 +75,17 @@ def nothing_of(tokens: Tensor) -> Scored:
 
 
 def passes_of(
-    capabilities: Capabilities, work: Sequence[Scored], device: torch.device, limit: int, most: int
+    capabilities: Capabilities,
+    work: Sequence[Scored],
+    device: torch.device,
+    limit: int,
+    most: int,
+    may_share: Callable[[], bool] | None,
 ) -> list[Pass]:
     """The forward passes over ``work``, of at most ``limit`` tokens where sequences share them.
 
-    If sequences share their beginnings, a pass has at most ``most`` tokens.
+    If sequences share their beginnings, a pass has at most ``most`` tokens. ``may_share`` says
+    whether they may, and is asked only if they have some in common; ``None`` says that they do not.
 
     Shorter sequences first: those that are computed alone leave a model that remembers the longest
     call (dynamic NTK) as a sequence of their own length would.
@@ -89,7 +95,7 @@ def passes_of(
         short = capabilities.below is None or len(row.tokens) < capabilities.below
         (together if short and (capabilities.packs or capabilities.pads) else alone).append(row)
     if capabilities.packs:
-        passes = _packed_passes(capabilities, together, device, limit, most)
+        passes = _packed_passes(capabilities, together, device, limit, most, may_share)
     else:
         grouped = forwards.padded([len(row.tokens) for row in together], limit)
         passes = [_padded([together[i] for i in group], device) for group in grouped]
@@ -100,7 +106,12 @@ def passes_of(
 
 
 def _packed_passes(
-    capabilities: Capabilities, work: list[Scored], device: torch.device, limit: int, most: int
+    capabilities: Capabilities,
+    work: list[Scored],
+    device: torch.device,
+    limit: int,
+    most: int,
+    may_share: Callable[[], bool] | None,
 ) -> list[Pass]:
     # Tokens before it predict a token, so the last kept one and all after it are not read.
     work = [
@@ -108,9 +119,11 @@ def _packed_passes(
         for row in work
     ]
     shared = [0] * len(work)
-    if capabilities.shares:
-        work = [work[i] for i in prefix_tree.in_order([row.tokens for row in work])]
-        shared = prefix_tree.shared_with_former([row.tokens for row in work])
+    if may_share is not None:
+        ordered = [work[i] for i in prefix_tree.in_order([row.tokens for row in work])]
+        common = prefix_tree.shared_with_former([row.tokens for row in ordered])
+        if any(common) and may_share():
+            work, shared = ordered, common
     groups = prefix_tree.cut([len(row.tokens) for row in work], shared, most)
     for group in groups:
         shared[group.start] = 0

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fusedrl.compat.transformers import attention_of
-from fusedrl.models.prefix_tree import Part
+from fusedrl.models.prefix_tree import BLOCK, Part
 
 # Types of decoders that have the window of their configuration in every layer, and those that have
 # it in some and take a mask for each kind of layer. Others ignore what their configuration says.
 _WINDOWED = frozenset(("mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2"))
 _MIXED = frozenset(("gemma2", "gemma3_text", "qwen2", "qwen2_moe", "qwen3", "smollm3"))
+# A layer has the keys of so many rows at once at most, because it would else have those of every
+# sequence in full.
+MOST_GATHERED = 4
 # What is asked of a mask without making it.
 _ASKED = {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")}
 _ASKED |= {Tensor.dim, Tensor.size, Tensor.__len__}
+
+
+class Call(NamedTuple):
+    """Sequences that continue as many shared tokens each, and are attended to in one call.
+
+    Args:
+        own: how many tokens of its own the longest of them has.
+        length: how many tokens it has.
+        queries: places of their own tokens, ``[n, own]``, a shorter one filled up with its last
+            place; or what cuts them out of the row, if they are those of one sequence.
+        keys: places of all their tokens, ``[n, length]``, in the same form.
+    """
+
+    own: int
+    length: int
+    queries: Tensor | slice
+    keys: Tensor | slice
 
 
 class Tree:
@@ -33,21 +54,21 @@ class Tree:
     def __init__(
         self, parts: Sequence[Part], window: int | None, device: str | torch.device
     ) -> None:
-        self.parts = [part for part in parts if part.own]
+        self.parts = _joined(parts)
         self.window = window
-        self.length = sum(part.own for part in parts)
+        self.length = sum(part.own for part in self.parts)
         self._masks: dict[tuple[int, int], Tensor] = {}
-        # Many are gathered at once, because the backward pass of each gather writes all keys; not
-        # all of them, because a layer would then have the keys of every sequence in full.
-        groups: list[list[Tensor]] = []
-        room = 0
-        for path in (part.path for part in self.parts if part.own < len(part.path)):
-            if len(path) > room:
-                groups.append([])
-                room = self.length
-            groups[-1].append(path)
-            room -= len(path)
-        self._gathers = [(torch.cat(paths).to(device), list(map(len, paths))) for paths in groups]
+        groups = _alike(self.parts, MOST_GATHERED * self.length)
+        self._calls = [_call_of([self.parts[i] for i in group], device) for group in groups]
+        # Where the calls' results have the tokens of each part, in the order of the parts.
+        found: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(self.parts)
+        first = 0
+        for group, call in zip(groups, self._calls, strict=True):
+            for i in group:
+                found[i] = torch.arange(first, first + self.parts[i].own, device="cpu")
+                first += call.own
+        dense = first == self.length and all(a[-1] < b[0] for a, b in pairwise(found))
+        self._order = None if dense else torch.cat(found).to(device)
 
     def dense(self, device: torch.device) -> Tensor:
         """Which tokens (the columns) each token (the row) attends to, bool ``[T, T]``."""
@@ -66,26 +87,21 @@ class Tree:
             value: as ``key``.
             options: further arguments of ``scaled_dot_product_attention``.
         """
-        branches = self._branches(key, value)
         attended = []
-        for part in self.parts:
-            own, length = slice(part.first, part.first + part.own), len(part.path)
-            is_branch = part.own < length
-            keys, values = next(branches) if is_branch else (key[:, :, own], value[:, :, own])
+        for call in self._calls:
             causal: dict[str, Any] = {"is_causal": True}
-            if is_branch or self.window is not None:
-                causal = {"attn_mask": self._chosen(part.own, length, query.device)}
-            attended.append(
-                scaled_dot_product_attention(query[:, :, own], keys, values, **options, **causal)
+            if call.own < call.length or self.window is not None:
+                causal = {"attn_mask": self._chosen(call.own, call.length, query.device)}
+            out = scaled_dot_product_attention(
+                _rows(query, call.queries),
+                _rows(key, call.keys),
+                _rows(value, call.keys),
+                **options,
+                **causal,
             )
-        return torch.cat(attended, 2)
-
-    def _branches(self, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of each sequence that begins with tokens of another."""
-        for places, sizes in self._gathers:
-            yield from zip(
-                *(x.index_select(2, places).split(sizes, 2) for x in (key, value)), strict=True
-            )
+            attended.append(out.unflatten(0, (len(query), -1)).transpose(1, 2).flatten(2, 3))
+        row = torch.cat(attended, 2)
+        return row if self._order is None else row.index_select(2, self._order)
 
     def _chosen(self, own: int, length: int, device: torch.device) -> Tensor:
         """Which of ``length`` tokens the last ``own`` of them attend to."""
@@ -95,6 +111,65 @@ class Tree:
             mask = mask if self.window is None else mask.triu(length - own - self.window + 1)
             self._masks[own, length] = mask
         return mask
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """The parts that have tokens of their own, those in one that only continue each other."""
+    joined: list[Part] = []
+    for part in parts:
+        if not part.own:
+            continue
+        if joined and len(part.path) - part.own == len(joined[-1].path):
+            former = joined.pop()
+            part = Part(part.path, former.first, former.own + part.own)
+        joined.append(part)
+    return joined
+
+
+def _alike(parts: Sequence[Part], room: int) -> list[list[int]]:
+    """Indices of parts that share a call: those with as many shared and about as many own tokens.
+
+    A call takes no more than ``room`` keys, unless it is of one part.
+    """
+
+    def shared(i: int) -> int:
+        return len(parts[i].path) - parts[i].own
+
+    groups: list[list[int]] = []
+    for i in sorted(range(len(parts)), key=lambda i: (shared(i), -parts[i].own, i)):
+        longest = parts[groups[-1][0]] if groups else None
+        if (
+            longest is None
+            or shared(i) != len(longest.path) - longest.own
+            or longest.own - parts[i].own > max(longest.own // 4, BLOCK)
+            or (len(groups[-1]) + 1) * len(longest.path) > room
+        ):
+            groups.append([])
+        groups[-1].append(i)
+    return sorted(groups, key=min)
+
+
+def _call_of(parts: Sequence[Part], device: str | torch.device) -> Call:
+    longest = parts[0]
+
+    def places(paths: Sequence[Tensor]) -> Tensor | slice:
+        first, size = int(paths[0][0]), len(paths[0])
+        if len(paths) == 1 and int(paths[0][-1]) - first == size - 1:
+            return slice(first, first + size)
+        rows = [torch.cat((path, path[-1:].expand(size - len(path)))) for path in paths]
+        return torch.stack(rows).to(device)
+
+    queries = places([part.path[-part.own :] for part in parts])
+    keys = places([part.path for part in parts])
+    return Call(longest.own, len(longest.path), queries, keys)
+
+
+def _rows(states: Tensor, places: Tensor | slice) -> Tensor:
+    """States ``[B, H, T, D]`` at places ``[n, t]``, as ``[B n, H, t, D]``."""
+    if isinstance(places, slice):
+        return states[:, :, places]
+    chosen = states.index_select(2, places.flatten())
+    return chosen.unflatten(2, places.shape).transpose(1, 2).flatten(0, 1)
 
 
 class TreeMask(Tensor):
