@@ -15,7 +15,7 @@ from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.loading import Target, own
-from fusedrl.channel.memory import Manifest, Memory, checksum, damaged
+from fusedrl.channel.memory import Manifest, Memory, checksum
 
 # Seconds within which a signal, or the end of the publisher, is noticed.
 SLICE_S = 0.05
@@ -103,7 +103,7 @@ class WeightReader:
         self.layout = manifest.layout
         self._timeout = manifest.timeout
         self._checksum = manifest.checksum
-        self._memory: Memory = _open_memory(manifest.memory, end, self.layout.nbytes)
+        self._memory: Memory = _open_memory(manifest, end)
         self._reports_writes = False
         self.device = self._memory.device
         self._slots: dict[int, _SlotViews] = {}
@@ -349,28 +349,10 @@ class WeightReader:
         )
 
 
-def _open_memory(manifest: dict[str, Any], end: _host.Reader, nbytes: int) -> Memory:
-    """The slots that a channel's manifest describes, in a reader's process.
+def _open_memory(manifest: Manifest, end: _host.Reader) -> Memory:
+    """The slots that a channel's manifest describes, in a reader's process."""
+    if manifest.memory["kind"] == "cuda":
+        from fusedrl.channel.cuda import CudaMemory
 
-    Raises:
-        RuntimeError: the memory is of an unknown kind, or its size does not fit the layout.
-    """
-    try:
-        if manifest["kind"] == "cuda":
-            from fusedrl.channel.cuda import CudaMemory
-
-            if manifest["nbytes"] != nbytes or len(manifest["slots"]) != end.slot_count():
-                raise ValueError(
-                    f"memory: expected {end.slot_count()} slots of {nbytes} bytes, got others; "
-                    "open the handle of a publisher that runs"
-                )
-            return CudaMemory.open(manifest)
-        if manifest["kind"] != "host" or end.slot_bytes() != nbytes:
-            raise ValueError(
-                f"memory: expected {nbytes} bytes a slot, of a GPU or not, got "
-                f"{manifest['kind']!r} of {end.slot_bytes()}; "
-                "open the handle of a publisher that runs"
-            )
-        return Memory(end, end.slot_count(), nbytes)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise damaged(error) from error
+        return CudaMemory.open(manifest.memory)
+    return Memory(end, end.slot_count(), manifest.layout.nbytes)
