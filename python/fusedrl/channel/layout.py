@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from fusedrl.channel.sources import Place, PrefixChange, checked_places, match_prefixes
+from fusedrl.channel.sources import Place, PrefixChange, match_prefixes, places_of
 from fusedrl.channel.tensors import (
     DTYPES,
     castable,
@@ -57,7 +57,7 @@ class Entry:
 
     def described(self) -> str:
         """Dtype and shape for messages."""
-        return described(self.dtype, self.shape)
+        return described(self)
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,12 @@ class Layout:
                 f"dtype: expected a float of 16 bits or more, got {dtype}; smaller ones need "
                 "scales: publish the quantised tensors as they are"
             )
-        places = checked_places(weights, adapters).values()
+        places = places_of(weights, adapters).values()
         entries: dict[str, Entry] = {}
         first_of: dict[tuple[Any, ...], str] = {}
         end = 0
         for place in (place for place in places if place.persistent):
+            check_supported(place.name, place.tensor)
             kept = place.tensor.dtype if dtype is None else _cast(place, dtype)
             same = place.identity()
             tied_to = None if same is None else entries.get(first_of.setdefault(same, place.name))
@@ -288,11 +289,11 @@ class Layout:
     def _collected(self, weights: Any) -> tuple[Mapping[str, Place], PrefixChange]:
         """The places of weights by this layout's names, and how their own names were changed."""
         try:
-            places = checked_places(weights, self.adapters if self.adapters == "merged" else None)
+            places = places_of(weights, self.adapters if self.adapters == "merged" else None)
         except ValueError:
             if self.adapters != "merged":
                 raise
-            places = checked_places(weights)  # the caller has merged them
+            places = places_of(weights)  # the caller has merged them
         reading = match_prefixes(places, {*self.view_of, *self.transient})
         if not reading:
             return places, reading
@@ -316,27 +317,28 @@ class Layout:
         differences = []
         for entry in self.entries:
             if (place := places.get(entry.name)) is not None:
-                tensor = place.tensor
-                check_supported(place.name, tensor, argument)
+                check_supported(place.name, place.tensor, argument)
                 copies[entry.tied_to or entry.name].append(place)
-                if tuple(tensor.shape) != entry.shape or not converts(tensor.dtype, entry.dtype):
-                    got = described(tensor.dtype, tensor.shape)
-                    differences.append(f"{entry.name}: expected {entry.described()}, got {got}")
+                got = place.tensor
+                if tuple(got.shape) != entry.shape or not converts(got.dtype, entry.dtype):
+                    differences.append(
+                        f"{entry.name}: expected {entry.described()}, got {described(got)}"
+                    )
         # A tied name may be missing, because one of them gives the value of all.
         differences += [
             f"{entry.name}: expected {entry.described()}, got no such entry"
             for entry in required
             if not copies[entry.name]
         ]
-        if not self.partial:
-            known = {*self.view_of, *self.transient}
+        known = {*self.view_of, *self.transient}
+        more = [p for n, p in places.items() if p.persistent and n not in known]
+        if more and not self.partial:  # a further name of a tensor that is stored is no difference
             stored = {place.identity() for same in copies.values() for place in same}
-            differences += [
-                f"{name}: expected no such entry, got {described(s.tensor.dtype, s.tensor.shape)}"
-                for name, s in places.items()
-                # A further name of a tensor that is stored is no difference.
-                if s.persistent and name not in known and (s.identity() or name) not in stored
-            ]
+            for place in more:
+                check_supported(place.name, place.tensor, argument)
+                if (place.identity() or place.name) not in stored:
+                    got = described(place.tensor)
+                    differences.append(f"{place.name}: expected no such entry, got {got}")
         return copies, differences
 
 
