@@ -155,7 +155,6 @@ void bind_channel(py::module_& m) {
       .def("manifest", [](const Reader& reader) { return py::bytes(reader.manifest()); })
       .def("require_open", &Reader::require_open)
       .def("slot_count", [](const Reader& reader) { return reader.geometry().slots; })
-      .def("slot_bytes", [](const Reader& reader) { return reader.geometry().slot_bytes; })
       .def("slot_tensor", &slot_tensor<Reader>, py::arg("slot"), py::arg("bytes"), py::arg("lease"))
       .def("leased", &Reader::leased, "The slots that are leased.")
       .def("end_leases", &Reader::end_leases, "No lease is held any more, but for holds of slots.")

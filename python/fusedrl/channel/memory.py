@@ -37,6 +37,7 @@ class Memory:
         self._tensor: Callable[[int, Any], Tensor] = lambda i, lease: torch.from_dlpack(
             end.slot_tensor(i, nbytes, lease)
         )
+        self.count = slots
         self._whole = [self._tensor(i, None) for i in range(slots)]
         self._addresses = [slot.data_ptr() for slot in self._whole]
 
