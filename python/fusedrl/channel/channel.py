@@ -27,8 +27,9 @@ from fusedrl.channel.limits import no_channel, reserve
 from fusedrl.channel.memory import FullError, Manifest, Memory, checksum
 from fusedrl.channel.rendezvous import (
     Rendezvous,
+    check_ends,
+    first_value,
     publish_together,
-    refuse_layouts,
     rendezvous_of,
 )
 from fusedrl.channel.sources import ModuleSnapshot, Place, module_places, ranks_of_shards
@@ -132,6 +133,8 @@ class WeightChannel:
 
         def __getattr__(self, name: str) -> Any:
             """Say which rank has what a rank without slots does not have."""
+            if name not in ("handle", "device", "_memory", "_end", "_views"):
+                return super().__getattribute__(name)  # the error that others get
             raise AttributeError(
                 f"channel: expected a rank with slots for {name!r}, got one without; publish on "
                 "every rank, and do the rest where holds=True, which is the first rank unless you "
@@ -218,7 +221,7 @@ class WeightChannel:
             )
             if rendezvous is not None:
                 name = f"channel {rendezvous.round} of {list(ranks)}"
-                rendezvous.agree(rank_timeout, [layout.hash, holds], _check_ends)
+                rendezvous.agree(rank_timeout, [layout.hash, holds], check_ends)
                 channel._rendezvous = Rendezvous(name, ranks)
         return channel
 
@@ -291,7 +294,7 @@ class WeightChannel:
         if self._rendezvous is None:
             return value
         patience = self._rendezvous.base.timeout.total_seconds()
-        agreed = self._rendezvous.agree(patience, value, _first_value)
+        agreed = self._rendezvous.agree(patience, value, first_value)
         return agreed if value is None else value
 
     def places_to_publish(self, weights: Any) -> list[Place]:
@@ -502,17 +505,4 @@ class WeightChannel:
         raise TypeError(
             "channel: expected a WeightHandle to send to another process, got a WeightChannel; "
             "send channel.handle and open it there"
-        )
-
-
-def _first_value(values: dict[int, int | None]) -> int | None:
-    return next((value for value in values.values() if value is not None), None)
-
-
-def _check_ends(states: dict[int, Any]) -> None:
-    refuse_layouts({rank: layout for rank, (layout, _) in states.items()})
-    if not any(holds for _, holds in states.values()):
-        raise ValueError(
-            f"holds: expected True on one of the ranks {list(states)}, got False on all; leave it "
-            "out for the first of them"
         )

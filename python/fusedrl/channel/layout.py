@@ -279,7 +279,7 @@ class Layout:
         copies, differences = self.compared(places, "weights", required)
         if not differences:
             differences = [
-                d for e in self.stored if copies[e.name] for d in _untied(e, copies[e.name])
+                d for e in self.stored if copies[e.name][1:] for d in _untied(e, copies[e.name])
             ]
         if reading:
             remedy = f"{remedy}; names are read {reading}"

@@ -196,8 +196,22 @@ def publish_together(
     return version
 
 
-def refuse_layouts(hashes: dict[int, str]) -> None:
-    """Raise ``ValueError`` where ranks have different layouts."""
+def check_ends(states: dict[int, Any]) -> None:
+    """Raise ``ValueError`` unless all channels have one layout, and one of the ranks has slots."""
+    _refuse_layouts({rank: layout for rank, (layout, _) in states.items()})
+    if not any(holds for _, holds in states.values()):
+        raise ValueError(
+            f"holds: expected True on one of the ranks {list(states)}, got False on all; leave it "
+            "out for the first of them"
+        )
+
+
+def first_value(values: dict[int, Any]) -> Any:
+    """The value of the first rank that has one."""
+    return next((value for value in values.values() if value is not None), None)
+
+
+def _refuse_layouts(hashes: dict[int, str]) -> None:
     remedy = "create all channels with the same names, shapes and dtypes"
     _refuse_others("channel: expected one layout", {r: h[:12] for r, h in hashes.items()}, remedy)
 
@@ -209,7 +223,7 @@ def _refuse_others(expected: str, states: dict[int, Any], remedy: str) -> None:
 
 
 def _next_version(states: dict[int, Any]) -> int:
-    refuse_layouts({rank: layout for rank, (layout, *_) in states.items()})
+    _refuse_layouts({rank: layout for rank, (layout, *_) in states.items()})
     last = max(last for _, last, _, _ in states.values())
     wanted = next(wanted for _, _, wanted, leads in states.values() if leads)
     if wanted is None:
