@@ -23,8 +23,6 @@ sources = load(ROOT / "docs" / "messages.py")
 OF_DESCRIPTIONS = {
     "layout.py",
     "lora_adapters.py",
-    "manifest.py",
-    "memory.py",
 }
 
 

@@ -54,12 +54,6 @@ std::shared_ptr<Publisher> make_publisher(uint64_t slots, uint64_t slot_bytes, u
   return std::make_shared<Publisher>(reserved(geometry.file_bytes()), geometry, session, manifest);
 }
 
-void report_writes(Reader& reader, const std::vector<std::pair<uint64_t, std::string>>& entries) {
-  std::vector<WriteReport::Entry> made;
-  for (const auto& [offset, name] : entries) made.push_back({offset, name});
-  reader.report_writes(std::move(made));
-}
-
 // Errors of the kernel become OSError with their number, as only the caller knows the remedy.
 void raise_os_error(std::exception_ptr error) {
   try {
@@ -161,9 +155,6 @@ void bind_channel(py::module_& m) {
       .def("manifest", [](const Reader& reader) { return py::bytes(reader.manifest()); })
       .def("require_open", &Reader::require_open)
       .def("slot_count", [](const Reader& reader) { return reader.geometry().slots; })
-      .def("slot_bytes", [](const Reader& reader) { return reader.geometry().slot_bytes; })
-      .def("report_writes", &report_writes, py::arg("entries"),
-           "Say to which of these (offset, name) a write went that ends this process.")
       .def("slot_tensor", &slot_tensor<Reader>, py::arg("slot"), py::arg("bytes"), py::arg("lease"))
       .def("leased", &Reader::leased, "The slots that are leased.")
       .def("end_leases", &Reader::end_leases, "No lease is held any more, but for holds of slots.")

@@ -21,7 +21,8 @@
 
 namespace fusedrl::channel {
 
-constexpr char magic[8] = {'f', 'u', 's', 'e', 'd', 'r', 'l', 2};
+// The number at its end changes with this page, and with what is written as the manifest.
+constexpr char magic[8] = {'f', 'u', 's', 'e', 'd', 'r', 'l', 3};
 constexpr uint64_t max_slots = 64;  // a reader's leases are the bits of one word
 constexpr uint64_t max_entries = 4096;
 constexpr uint32_t max_pid = 1 << 22;  // the kernel's own limit

@@ -99,7 +99,6 @@ Mapping::Mapping(const MemoryFile& file, uint64_t offset, size_t bytes, bool wri
 }
 
 Mapping::~Mapping() {
-  companion_.reset();
   std::lock_guard guard(OpenFiles::instance().mutex);
   OpenFiles::instance().writable.erase(this);
   munmap(data_, bytes_);

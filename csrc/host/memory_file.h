@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 
 namespace fusedrl::channel {
 
@@ -20,14 +19,11 @@ class Mapping {
   Mapping& operator=(const Mapping&) = delete;
   char* data() const { return static_cast<char*>(data_); }
   size_t bytes() const { return bytes_; }
-  // Keeps an object that has to be destroyed before the memory is unmapped.
-  void keep(std::shared_ptr<void> companion) { companion_ = std::move(companion); }
 
  private:
   friend class OpenFiles;
   void* data_;
   size_t bytes_;
-  std::shared_ptr<void> companion_;
 };
 
 // One open file description of a memory file, for locks. Locks end with the last reference to their

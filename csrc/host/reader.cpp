@@ -208,11 +208,6 @@ PublisherState Reader::publisher() const {
   return file_->locked_elsewhere(alive_lock) ? PublisherState::open : PublisherState::dead;
 }
 
-void Reader::report_writes(std::vector<WriteReport::Entry> entries) {
-  if (slots_ == nullptr) return;  // the slots lie on a GPU
-  slots_->keep(std::make_shared<WriteReport>(head_, *slots_, geometry(), std::move(entries)));
-}
-
 void Reader::close() {
   end_leases();
   if (!file_->is_open()) return;  // closed, or a forked child, as the entry is its parent's

@@ -10,7 +10,6 @@
 
 #include "host/channel_page.h"
 #include "host/memory_file.h"
-#include "host/write_report.h"
 
 namespace fusedrl::channel {
 
@@ -43,8 +42,6 @@ class Reader {
   const Geometry& geometry() const { return header_.geometry; }
   std::shared_ptr<Mapping> slots() const { return slots_; }
   char* slot(int index) const { return slots_->data() + index * geometry().slot_bytes; }
-  // If a write to a slot ends this process, the report names the entry among these.
-  void report_writes(std::vector<WriteReport::Entry> entries);
   // The slots that are leased.
   std::vector<int> leased();
   // From here on no lease is held, but for those that were taken by their slot.

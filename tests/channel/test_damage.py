@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 
@@ -14,6 +13,7 @@ from damage_workers import (
     ENTRIES,
     ENTRY,
     HEADER,
+    MANIFEST,
     PUBLISHED,
     SLOT,
     SLOTS,
@@ -148,65 +148,14 @@ def test_what_is_damaged_after_a_reader_checked_it_changes_nothing_for_that_read
         channel.handle.open()
 
 
-def described(channel: WeightChannel, **changes: object) -> bytes:
-    layout = json.loads(channel.layout.to_json())
-    fields = {"layout": layout, "timeout": 1.0, "checksum": False, "memory": {"kind": "host"}}
-    fields |= changes
-    if isinstance(fields["layout"], dict):
-        fields["layout"] = json.dumps(fields["layout"])
-    return json.dumps(fields).encode()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"\xff\xfe{}",
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"7",
-        b"[" * 100_000,
-        b'{"layout": ' + b"[" * 100_000,
-        {"layout": None},
-        {"layout": 5},
-        {"layout": "[" * 100_000},
-        {"layout": {"entries": 7}},
-        {"layout": {"entries": [7], "adapters": [], "transient": 5}},
-        {"timeout": "soon"},
-        {"timeout": float("nan")},
-        {"timeout": -1},
-        {"timeout": [1]},
-        {"checksum": "yes"},
-        {"memory": None},
-        {"memory": []},
-        {"memory": {"kind": "tape"}},
-        {"memory": {"kind": 5}},
-        {"memory": {"kind": "cuda"}},
-        {"memory": {"kind": "cuda", "nbytes": 65536, "slots": 7}},
-    ],
-    ids=range(24),
-)
-def test_a_damaged_description_is_one_clear_error(text):
-    with WeightChannel.create(workers.weights_of(0)) as right:
-        if isinstance(text, dict):
-            text = described(right, **text)
-        nbytes = right.layout.nbytes
-    end = _host.Publisher(3, nbytes, 8, "0" * 32, text)
-    handle = type(right.handle)(os.getpid(), end.fd(), "0" * 32)
-    for _ in range(9):  # a reader that failed has no entry: there are eight
-        with pytest.raises(RuntimeError, match="channel: expected its own description, got"):
-            handle.open()
-    end.close()
-
-
-def test_layouts_of_another_size_than_the_slots_are_refused():
-    with WeightChannel.create(workers.weights_of(0)) as right:
-        text = described(right)
-    end = _host.Publisher(3, 4096, 8, "0" * 32, text)
-    with pytest.raises(RuntimeError, match="expected 65536 bytes a slot"):
-        type(right.handle)(os.getpid(), end.fd(), "0" * 32).open()
-    end.close()
+@pytest.mark.parametrize("offset", [40, MANIFEST, MANIFEST + 300])
+def test_a_damaged_header_or_description_does_not_fit_its_digest(offset):
+    with WeightChannel.create(workers.weights_of(0), max_readers=4) as channel:
+        with memory(channel) as page:
+            page[offset] ^= 1
+        for _ in range(9):  # a reader that failed has no entry: there are four
+            with pytest.raises(_host.DamagedError, match=f"{DAMAGED} .*(digest|sizes)"):
+                channel.handle.open()
 
 
 def test_memory_that_somebody_may_shrink_is_not_opened(channel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import torch
 from channel_workers import publish
 from torch import nn
 
+from fusedrl.channel import WeightChannel
 from fusedrl.channel.following import Follower
 
 
@@ -184,3 +186,14 @@ def test_children_that_are_forked_all_the_time_find_nothing_locked(channel, read
         end.set()
         for thread in threads:
             thread.join()
+
+
+def test_no_python_code_runs_when_an_owner_of_locks_is_dropped():
+    """An interrupt in such code would be lost."""
+    channel = WeightChannel.create(workers.weights_of(0))
+    channel.close()
+    calls: list[str] = []
+    sys.settrace(lambda frame, *_: calls.append(frame.f_code.co_name))
+    del channel
+    sys.settrace(None)
+    assert calls == []

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -297,71 +295,12 @@ def test_json_makes_an_equal_layout():
     assert copy.deepcopy(layout) == layout
 
 
-def _entry(index: int, **changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda fields: fields["entries"][index].update(changes)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        _entry(0, dtype="load"),
-        _entry(0, dtype="qint8"),
-        _entry(0, dtype=["float32"]),
-        _entry(0, offset=8192),
-        _entry(1, offset=0),
-        _entry(1, offset=-64),
-        _entry(1, offset=64.0),
-        _entry(0, shape=[-2, 3]),
-        _entry(0, shape=[True, 3]),
-        _entry(0, shape=[2**40, 2**40]),
-        _entry(0, shape="23"),
-        _entry(2, tied_to="nothing"),
-        _entry(2, tied_to="bias"),
-        _entry(0, tied_to="weight"),
-        _entry(0, tied_to="again"),
-        _entry(1, name="weight"),
-        _entry(1, name="weight.x"),
-        _entry(1, name=3),
-        _entry(0, kind="function"),
-        _entry(0, more=1),
-        lambda fields: fields.update(nbytes=1),
-        lambda fields: fields.update(nbytes=4096.0),
-        lambda fields: fields.update(format=2),
-        lambda fields: fields.update(format=True),
-        lambda fields: fields.update(adapters="all"),
-        lambda fields: fields.update(transient=[1]),
-        lambda fields: fields.update(transient="ab"),
-        lambda fields: fields.update(entries=[]),
-        lambda fields: fields.update(entries=3),
-        lambda fields: fields.pop("nbytes"),
-    ],
-)
-def test_json_that_is_not_what_a_layout_writes_is_refused(damage):
-    model = nn.Linear(3, 2)
-    fields = json.loads(Layout.of({**model.state_dict(), "again": model.weight.data}).to_json())
-    damage(fields)
-    with pytest.raises(ValueError, match="text: expected the JSON of a layout"):
-        Layout.from_json(json.dumps(fields))
-
-
-@pytest.mark.parametrize("text", ["", "[]", "3", "{", "[" * 100000, "null"])
-def test_text_that_is_no_layout_is_refused(text):
-    with pytest.raises(ValueError, match="text: expected the JSON of a layout"):
-        Layout.from_json(text)
-
-
 def test_views_of_a_part_of_larger_memory_lie_in_that_part():
     layout = Layout.of(Tied())
     memory = torch.zeros(2 * layout.nbytes, dtype=torch.uint8)
     for view in layout.views(memory[layout.nbytes :]):
         view.fill_(1)
     assert not memory[: layout.nbytes].any() and memory[layout.nbytes :].any()
-
-
-@pytest.mark.parametrize("flat", [torch.zeros(8), torch.zeros(8, dtype=torch.uint8)])
-def test_memory_that_is_too_small_or_not_bytes_is_refused(flat):
-    with pytest.raises(ValueError, match="flat: expected a uint8 vector of 4096 bytes"):
-        Layout.of(nn.Linear(1, 1)).views(flat)
 
 
 def test_views_that_were_made_in_inference_mode_can_be_used_outside():

@@ -49,7 +49,6 @@ class Machine:
 
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
-V1 = "36 32 0:33 / /sys/fs/cgroup/memory rw shared:15 - cgroup cgroup rw,memory\n"
 
 
 @pytest.fixture
@@ -109,18 +108,6 @@ def test_a_group_that_is_over_its_limit_has_nothing_free(machine):
     machine.mount("0::/\n", V2)
     machine.group("", max=100 * MIB, current=120 * MIB, stat="anon 5")
     refused("memory.max", 0)
-
-
-def test_groups_of_version_1(machine):
-    machine.mount("9:name=systemd:/x\n4:cpu,memory:/docker/abc\n0::/\n", V1)
-    unlimited = 9223372036854771712
-    machine.group("memory", limit_in_bytes=60 * MIB, usage_in_bytes=20 * MIB)
-    machine.group("memory", stat=f"total_inactive_file {10 * MIB}")
-    for path in ("memory/docker", "memory/docker/abc"):
-        machine.group(path, limit_in_bytes=unlimited, usage_in_bytes=5)
-    refused("memory.limit_in_bytes", 50 * MIB)
-    machine.group("memory/docker/abc", limit_in_bytes=20 * MIB, usage_in_bytes=15 * MIB)
-    refused("docker/abc/memory.limit_in_bytes", 5 * MIB)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 import channel_workers as workers
 import pytest
-import torch
 from channel_workers import publish
 
 from fusedrl import _host
@@ -148,9 +147,3 @@ def test_address_space_that_is_used_up(channel):
             os._exit(0)  # Python itself came first
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_call_of_the_class_points_to_create():
-    for arguments, named in (((), {}), ((torch.nn.Linear(2, 1),), {"slots": 2})):
-        with pytest.raises(TypeError, match=r"expected WeightChannel\.create\(weights\)"):
-            WeightChannel(*arguments, **named)

@@ -13,10 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "native/threads.cpp"
-SOURCES = [
-    ROOT / f"csrc/host/{name}.cpp"
-    for name in ("memory_file", "publisher", "reader", "write_report")
-]
+SOURCES = [ROOT / f"csrc/host/{name}.cpp" for name in ("memory_file", "publisher", "reader")]
 OPTIONS = {
     "thread": ("-fsanitize=thread", "-Wl,--wrap=mmap,--wrap=munmap"),
     "memory": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),

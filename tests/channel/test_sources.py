@@ -15,13 +15,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.loading import Target
-from fusedrl.channel.sources import checked_places
+from fusedrl.channel.sources import places_of
 
 peft = pytest.importorskip("peft")
 
 
 def values(weights: Any, adapters: str | None = None) -> dict[str, torch.Tensor]:
-    places = checked_places(weights, adapters)
+    places = places_of(weights, adapters)
     return {name: place.value() for name, place in places.items() if place.persistent}
 
 
@@ -172,7 +172,7 @@ def test_state_that_is_no_tensor_is_refused():
 @pytest.mark.parametrize("weights", [3, [torch.ones(1)], {1: torch.ones(1)}])
 def test_weights_of_another_type_are_refused(weights):
     with pytest.raises(TypeError, match="weights: "):
-        checked_places(weights)
+        places_of(weights)
 
 
 def test_mapped_tensors_are_plain():
@@ -183,9 +183,9 @@ def test_mapped_tensors_are_plain():
 def test_adapters_without_an_adapted_model_are_refused():
     for weights in (nn.Linear(1, 1), {"w": torch.ones(1)}):
         with pytest.raises(ValueError, match="adapters: expected a"):
-            checked_places(weights, "only")
+            places_of(weights, "only")
     with pytest.raises(ValueError, match="adapters: expected one of"):
-        checked_places(adapted(model_of("qwen2")), "all")
+        places_of(adapted(model_of("qwen2")), "all")
 
 
 def test_a_peft_model_has_the_names_of_its_state_dict():
@@ -226,6 +226,23 @@ def test_readers_of_adapters_only_keep_their_base():
     assert equal(reader.state_dict(), trained.state_dict())
     with pytest.raises(ValueError, match="module: expected a peft model"):
         Target(model_of("qwen2"), layout)
+
+
+class Quantised(torch.Tensor):
+    """A type that keeps scales beside its bytes, as those of a quantised base model do."""
+
+
+def test_adapters_of_a_quantised_base_are_published():
+    trained = adapted(model_of("qwen2"))
+    for part in trained.modules():
+        if (base := getattr(part, "base_layer", None)) is not None:
+            quantised = base.weight.data.as_subclass(Quantised)
+            base.weight = nn.Parameter(quantised, requires_grad=False)
+    layout = Layout.of(trained, adapters="only")
+    for weights in (trained, trained.state_dict(), TensorDict.from_module(trained)):
+        assert layout.named(weights).keys() == layout.view_of.keys()
+    with pytest.raises(TypeError, match="got Quantised; publish the dequantised"):
+        Layout.of(trained)
 
 
 LORA = {
@@ -362,7 +379,7 @@ def test_prompt_learning_cannot_be_merged():
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     model = peft.get_peft_model(copy.deepcopy(model_of("qwen2")), config)
     with pytest.raises(TypeError, match="got prompt learning; use adapters='only'"):
-        checked_places(model, "merged")
+        places_of(model, "merged")
     assert "prompt_encoder.default.embedding.weight" in values(model, "only")
 
 
@@ -380,4 +397,4 @@ def test_weights_whose_memory_is_freed_are_refused():
     freed.untyped_storage().resize_(0)
     for tensor in (freed, torch._efficientzerotensor(4)):
         with pytest.raises(TypeError, match=r"weights: a: .* got one whose memory is freed"):
-            checked_places({"a": tensor})
+            Layout.of({"a": tensor})

@@ -65,12 +65,12 @@ def test_ray_collectors_act_by_one_put_an_update_until_one_is_dead(ray, monkeypa
         collector.update_policy_weights_(TensorDict({"other": torch.ones(1)}))
     busy = updater.remote_collectors[0].__ray_call__.remote(lambda _: time.sleep(1))
     updater.timeout = 0.2
-    with pytest.raises(TimeoutError, match=r"worker 0: no answer within 0\.2 s"):
+    with pytest.raises(TimeoutError):
         collector.update_policy_weights_()
     ray.get(busy)
     updater.timeout = 300
     ray.kill(updater.remote_collectors[1])
-    with pytest.raises(RuntimeError, match="got worker 1: ActorDied"):
+    with pytest.raises(ray.exceptions.ActorDiedError):
         collector.update_policy_weights_()
     collector.update_policy_weights_(make_policy(1.0), worker_ids=0)
     collector.shutdown(shutdown_ray=False)

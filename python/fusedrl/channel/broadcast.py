@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fusedrl.channel.channel import WeightChannel, Writing
-from fusedrl.channel.meetings import meetings_of, publish_together
+from fusedrl.channel.rendezvous import publish_together, rendezvous_of
 
 __all__ = ["broadcast"]
 
@@ -78,7 +78,7 @@ def broadcast(
 
     return publish_together(
         channel,
-        meetings_of(tuple(members)),
+        rendezvous_of(tuple(members)),
         version if is_source else None,
         channel.limit(timeout),
         lambda: channel.places_to_publish(source) if is_source else [],

@@ -7,9 +7,10 @@ import secrets
 import socket as sockets
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,14 @@ from fusedrl.channel.forking import is_mine, renew_in_children
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.limits import no_channel, reserve
-from fusedrl.channel.meetings import (
-    Meetings,
-    meetings_of,
-    publish_together,
-    refuse_layouts,
-)
 from fusedrl.channel.memory import FullError, Manifest, Memory, checksum
+from fusedrl.channel.rendezvous import (
+    Rendezvous,
+    check_ends,
+    first_value,
+    publish_together,
+    rendezvous_of,
+)
 from fusedrl.channel.sources import ModuleSnapshot, Place, module_places, ranks_of_shards
 
 # Seconds within which the death of a reader is noticed.
@@ -97,37 +99,47 @@ class WeightChannel:
         1 True
     """
 
-    holds = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError(
-            "WeightChannel: expected WeightChannel.create(weights), got a call of the class; call "
-            "create, with the same arguments"
-        )
-
-    def _open(self, template: Any, layout: Layout, timeout: float, rank_timeout: float) -> None:
-        self.layout = layout
+    def __init__(
+        self,
+        template: Any,
+        layout: Layout,
+        slots: tuple[Memory, _host.Publisher] | None,
+        *,
+        session: str,
+        checksum: bool,
+        timeout: float,
+        rank_timeout: float,
+    ) -> None:
         self.template = template
+        self.layout = layout
+        self.holds = slots is not None
         self.skipped = 0
         self.rank_timeout = rank_timeout
-        self._timeout = timeout
-        self._meetings: Meetings | None = None  # of the ranks that publish together
-        self._closed = False
-
-    def _reserve(self, where: torch.device, slots: int, max_readers: int, checksum: bool) -> None:
-        """Take the memory of the slots."""
-        layout, session = self.layout, secrets.token_hex(16)
-        manifest = Manifest(layout, self._timeout, checksum, Memory.MANIFEST)
-        memory, end = reserve(manifest, where, slots, max_readers, session)
-        self.handle = WeightHandle(os.getpid(), end.fd(), session)
-        self.device = memory.device
-        self._memory = memory
-        self._end = end
+        self._session = session
         self._checksum = checksum
-        self._views = [layout.views(memory.slot(i)) for i in range(slots)]
+        self._timeout = timeout
+        self._rendezvous: Rendezvous | None = None  # of the ranks that publish together
+        self._known: tuple[ModuleSnapshot, list[Place]] | None = None  # what the template has
         self._lock: Any = threading.RLock()  # an RLock knows which thread owns it
         renew_in_children(self, _lock=threading.RLock)
-        self._template_places: tuple[ModuleSnapshot, list[Place]] | None = None  # in the template
+        self._closed = False
+        if slots is not None:
+            self._memory, self._end = slots
+            self.handle = WeightHandle(os.getpid(), self._end.fd(), session)
+            self.device = self._memory.device
+            self._views = [layout.views(self._memory.slot(i)) for i in range(self._memory.count)]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Say which rank has what a rank without slots does not have."""
+            if name not in ("handle", "device", "_memory", "_end", "_views"):
+                return super().__getattribute__(name)  # the error that others get
+            raise AttributeError(
+                f"channel: expected a rank with slots for {name!r}, got one without; publish on "
+                "every rank, and do the rest where holds=True, which is the first rank unless you "
+                "say more"
+            )
 
     @classmethod
     def create(
@@ -192,22 +204,32 @@ class WeightChannel:
         places = layout.matched(weights)
         ranks = ranks_of_shards(places)
         where = torch.device(device or ("cpu" if ranks else places[0].tensor.device))
-        meetings = meetings_of(ranks) if len(ranks) > 1 else None
+        rendezvous = rendezvous_of(ranks) if len(ranks) > 1 else None
         if holds is None:
             holds = not ranks or dist.get_rank() == ranks[0]
-        channel = object.__new__(cls if holds else _Elsewhere)
-        channel._open(weights, layout, timeout, rank_timeout)
-        with nullcontext() if meetings is None else meetings.telling():
-            channel._reserve(where, slots, max_readers, checksum)
-            if meetings is not None:
-                name = f"channel {meetings.number} of {list(ranks)}"
-                meetings.meet(rank_timeout, [layout.hash, holds], _check_ends)
-                channel._meetings = Meetings(name, ranks)
+        session = secrets.token_hex(16)
+        manifest = Manifest(layout, timeout, checksum, Memory.MANIFEST)
+        with nullcontext() if rendezvous is None else rendezvous.collective():
+            channel = cls(
+                weights,
+                layout,
+                reserve(manifest, where, slots, max_readers, session) if holds else None,
+                session=session,
+                checksum=checksum,
+                timeout=timeout,
+                rank_timeout=rank_timeout,
+            )
+            if rendezvous is not None:
+                name = f"channel {rendezvous.round} of {list(ranks)}"
+                rendezvous.agree(rank_timeout, [layout.hash, holds], check_ends)
+                channel._rendezvous = Rendezvous(name, ranks)
         return channel
 
     @property
     def version(self) -> int | None:
         """The newest version that is published, ``None`` before the first."""
+        if not self.holds:
+            return None if self._rendezvous is None else self._rendezvous.version
         version = self._end.version()
         return None if version < 0 else version
 
@@ -251,8 +273,8 @@ class WeightChannel:
         limit = self.limit(0 if on_full == "skip" else timeout)
         find = partial(self.places_to_publish, self.template if weights is None else weights)
         try:
-            if self._meetings is not None:
-                return publish_together(self, self._meetings, version, limit, find)
+            if self._rendezvous is not None:
+                return publish_together(self, self._rendezvous, version, limit, find)
             places = find()
             with self.writing(version, timeout=limit) as writing:
                 self.layout.write(places, writing.views)
@@ -263,39 +285,31 @@ class WeightChannel:
             self.skipped += 1
             return None
 
-    def telling(self) -> AbstractContextManager[None]:
+    def collective(self) -> AbstractContextManager[None]:
         """A block whose error is one on all ranks of a sharded model, and which ends for all."""
-        return nullcontext() if self._meetings is None else self._meetings.telling()
+        return nullcontext() if self._rendezvous is None else self._rendezvous.collective()
 
-    def told(self, value: int | None) -> int | None:
-        """What the first rank that has a value has, for the others, which wait as in a collective.
-
-        Within a block of :meth:`telling`.
-        """
-        if self._meetings is None:
+    def agreed(self, value: int | None) -> int | None:
+        """The value of the first rank that has one, for all others; within :meth:`collective`."""
+        if self._rendezvous is None:
             return value
-        patience = self._meetings.base.timeout.total_seconds()
-        told = self._meetings.meet(patience, value, _first_value)
-        return told if value is None else value
+        patience = self._rendezvous.base.timeout.total_seconds()
+        agreed = self._rendezvous.agree(patience, value, first_value)
+        return agreed if value is None else value
 
     def places_to_publish(self, weights: Any) -> list[Place]:
-        """As :meth:`_matched`, of what nothing in this process follows."""
-        places = self._matched(weights)
-        refuse_followed(self.handle.session, places)
-        if weights is self.template:
-            PUBLISHERS[self.handle.session] = self
-        return places
-
-    def _matched(self, weights: Any) -> list[Place]:
-        """As :meth:`Layout.matched`; the template is matched again only after it has changed."""
-        if weights is not self.template:
-            return self.layout.matched(weights)
-        if self._template_places is None or not self._template_places[0].is_current():
+        """As :meth:`Layout.matched`, of what nothing in this process follows."""
+        is_template = weights is self.template
+        if is_template and self._known is not None and self._known[0].is_current():
+            places = self._known[1]
+        else:
             places = self.layout.matched(weights)
-            if not self._can_keep(weights, places):
-                return places
-            self._template_places = ModuleSnapshot(weights, places), places
-        return self._template_places[1]
+            if is_template and self._can_keep(weights, places):
+                self._known = ModuleSnapshot(weights, places), places
+        refuse_followed(self._session, places)
+        if is_template:
+            PUBLISHERS[self._session] = self
+        return places
 
     def _can_keep(self, weights: Any, places: list[Place]) -> bool:
         if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):
@@ -344,15 +358,21 @@ class WeightChannel:
                 "block of this channel that has not ended; publish from one thread, after the block"
             )
         version = self._next(version)
-        while True:
-            progress = self._end.progress()
+        for _ in self._looks(deadline):
             slot = self._end.try_begin()
             if slot is not None:
                 self._memory.before_write(slot)
                 return slot, version
+        raise self._full(limit)
+
+    def _looks(self, deadline: float) -> Iterator[None]:
+        """The times to look at the readers before a deadline: now, and whenever one has moved."""
+        while True:
+            progress = self._end.progress()
+            yield
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise self._full(limit)
+                return
             self._end.wait(progress, min(remaining, SLICE_S))
 
     def _sum(self, slot: int) -> int:
@@ -413,9 +433,8 @@ class WeightChannel:
         if wanted < 0:
             raise RuntimeError("version: expected a published version, got none; publish first")
         limit = self.limit(timeout)
-        deadline = time.monotonic() + limit
-        while True:
-            progress = self._end.progress()
+        late: list[ReaderInfo] = []
+        for _ in self._looks(time.monotonic() + limit):
             readers = self.readers()
             if dead := [reader.pid for reader in readers if not reader.alive]:
                 raise RuntimeError(
@@ -425,14 +444,11 @@ class WeightChannel:
             late = [r for r in readers if r.applied is None or r.applied < wanted]
             if not late:
                 return
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                applied = ", ".join(f"pid {r.pid} has {r.applied}" for r in late)
-                raise TimeoutError(
-                    f"version: expected {wanted} in every reader within {limit} s, got {applied}; "
-                    "raise timeout if they take longer between two leases"
-                )
-            self._end.wait(progress, min(remaining, SLICE_S))
+        applied = ", ".join(f"pid {r.pid} has {r.applied}" for r in late)
+        raise TimeoutError(
+            f"version: expected {wanted} in every reader within {limit} s, got {applied}; "
+            "raise timeout if they take longer between two leases"
+        )
 
     def send_to(self, socket: sockets.socket) -> None:
         """Pass the channel to a process that sees other pids, which calls ``handle.open(socket)``.
@@ -459,7 +475,7 @@ class WeightChannel:
             timeout: seconds to wait for readers of memory on a GPU. Memory that they still use
                 after that is not freed before this process ends.
         """
-        if self._closed:
+        if self._closed or not self.holds:
             return
         self._closed = True
         self._end.finish()
@@ -468,15 +484,13 @@ class WeightChannel:
         self._end.close()
 
     def _users(self, timeout: float) -> list[int]:
-        deadline = time.monotonic() + timeout
-        while True:
-            progress = self._end.progress()
+        pids: list[int] = []
+        for _ in self._looks(time.monotonic() + timeout):
             readers = self._end.readers(forget_dead=False)
             pids = [r.pid for r in readers if r.alive and r.pid != os.getpid()]
-            remaining = deadline - time.monotonic()
-            if not pids or remaining <= 0:
-                return pids
-            self._end.wait(progress, min(remaining, SLICE_S))
+            if not pids:
+                break
+        return pids
 
     def __enter__(self) -> WeightChannel:
         """The channel."""
@@ -491,42 +505,4 @@ class WeightChannel:
         raise TypeError(
             "channel: expected a WeightHandle to send to another process, got a WeightChannel; "
             "send channel.handle and open it there"
-        )
-
-
-class _Elsewhere(WeightChannel):
-    """The end of a rank without slots, which takes part in what all ranks do."""
-
-    holds = False
-
-    def _reserve(self, where: torch.device, slots: int, max_readers: int, checksum: bool) -> None:
-        pass
-
-    @property
-    def version(self) -> int | None:
-        return None if self._meetings is None else self._meetings.version
-
-    def places_to_publish(self, weights: Any) -> list[Place]:
-        return self.layout.matched(weights)
-
-    def close(self, timeout: float = 5.0) -> None:
-        self._closed = True
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"channel: expected a rank with slots for {name!r}, got one without; publish on every "
-            "rank, and do the rest where holds=True, which is the first rank unless you say more"
-        )
-
-
-def _first_value(values: dict[int, int | None]) -> int | None:
-    return next((value for value in values.values() if value is not None), None)
-
-
-def _check_ends(states: dict[int, Any]) -> None:
-    refuse_layouts({rank: layout for rank, (layout, _) in states.items()})
-    if not any(holds for _, holds in states.values()):
-        raise ValueError(
-            f"holds: expected True on one of the ranks {list(states)}, got False on all; leave it "
-            "out for the first of them"
         )

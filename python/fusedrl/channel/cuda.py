@@ -58,6 +58,7 @@ class CudaMemory(Memory):
     def __init__(self, driver: Any, ordinal: int, slots: Iterable[_Slot], nbytes: int) -> None:
         self._driver, self._ordinal, self._nbytes = driver, ordinal, nbytes
         self._slots = list(slots)
+        self.count = len(self._slots)
         self._closed = False
         self._releases = Releases()
         # As torch names it, with the index, so that it compares equal to the device of parameters.

@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-_OWNERS: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], Any]]] = weakref.WeakKeyDictionary()
+# A WeakKeyDictionary would run Python code when an owner is freed, and lose an interrupt in it.
+_OWNERS: dict[weakref.ref[Any], dict[str, Callable[[], Any]]] = {}
 
 
 def renew_in_children(owner: Any, **attributes: Callable[[], Any]) -> None:
@@ -21,7 +22,9 @@ def renew_in_children(owner: Any, **attributes: Callable[[], Any]) -> None:
         attributes: the names of the locks, each with what makes a new one, such as
             ``threading.Lock``.
     """
-    _OWNERS[owner] = attributes
+    for gone in [reference for reference in list(_OWNERS) if reference() is None]:
+        _OWNERS.pop(gone, None)
+    _OWNERS[weakref.ref(owner)] = attributes
 
 
 def is_mine(lock: Any) -> bool:
@@ -30,8 +33,9 @@ def is_mine(lock: Any) -> bool:
 
 
 def _renew() -> None:
-    for owner, attributes in list(_OWNERS.items()):
-        for name, make in attributes.items():
+    for reference, attributes in list(_OWNERS.items()):
+        owner = reference()
+        for name, make in attributes.items() if owner is not None else ():
             setattr(owner, name, make())
 
 

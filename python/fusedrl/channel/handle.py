@@ -60,16 +60,8 @@ class WeightHandle:
     def _reader(self, pid: int, fd: int) -> WeightReader:
         from fusedrl.channel.reader import WeightReader
 
-        end = self._end(pid, fd)
         try:
-            return WeightReader(end, self.session)
-        except BaseException:
-            end.close()  # the traceback of the error would keep it open
-            raise
-
-    def _end(self, pid: int, fd: int) -> _host.Reader:
-        try:
-            return _host.Reader(pid, fd, self.session)
+            end = _host.Reader(pid, fd, self.session)
         except OverflowError as error:
             raise RuntimeError(
                 f"max_readers: expected fewer than {error} open readers, got all; close some, or "
@@ -82,3 +74,8 @@ class WeightHandle:
                 f"handle: expected a running publisher with pid {self.pid}, of this session, got "
                 f"{error}; take a new handle from the publisher"
             ) from error
+        try:
+            return WeightReader(end, self.session)
+        except BaseException:
+            end.close()  # the traceback of the error would keep it open
+            raise

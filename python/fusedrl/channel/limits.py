@@ -20,20 +20,9 @@ from fusedrl.channel.memory import Manifest, Memory
 
 # Where /proc and /sys are.
 ROOT = Path("/")
-# Where control groups of version 2 and 1 are below /sys/fs/cgroup: the files of their limits, that
-# of what they use, and what of it the kernel gives up first, such as page cache.
-_CONTROL_GROUPS = {
-    "": (
-        ("memory.max", "memory.high"),
-        "memory.current",
-        ("inactive_file", "active_file", "slab_reclaimable"),
-    ),
-    "memory": (
-        ("memory.limit_in_bytes",),
-        "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
-}
+# Where control groups (version 2) are. Of what they use, the kernel gives up caches first.
+_GROUPS = "sys/fs/cgroup"
+_CACHES = ("inactive_file", "active_file", "slab_reclaimable")
 
 
 class Room(NamedTuple):
@@ -60,20 +49,19 @@ def rooms() -> Iterator[Room]:
         yield Room(available * 1024, "this machine's memory (MemAvailable in /proc/meminfo)")
     for line in _text(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            yield from _rooms_in_groups("memory" if controllers else "", path)
+        if controllers == "":
+            yield from _rooms_in_groups(path)
 
 
-def _rooms_in_groups(version: str, path: str) -> Iterator[Room]:
+def _rooms_in_groups(path: str) -> Iterator[Room]:
     """What the limits of a control group, and of those above it, leave."""
-    limits, used_file, reclaimable = _CONTROL_GROUPS[version]
     # A container that sees the machine's paths has no such folder, and its own at the top.
     group = PurePosixPath("" if ".." in path else path.lstrip("/"))
     for folder in (group, *group.parents):
-        where = ROOT / "sys/fs/cgroup" / version / folder
-        used, statistics = _text(where / used_file).strip(), _numbers(where / "memory.stat")
-        cache = sum(statistics.get(name, 0) for name in reclaimable)
-        for name in limits:
+        where = ROOT / _GROUPS / folder
+        used, statistics = _text(where / "memory.current").strip(), _numbers(where / "memory.stat")
+        cache = sum(statistics.get(name, 0) for name in _CACHES)
+        for name in ("memory.max", "memory.high"):
             limit = _text(where / name).strip()
             if limit.isdecimal() and used.isdecimal():
                 free = int(limit) - int(used) + min(cache, int(used))
@@ -137,9 +125,6 @@ def no_reader(error: OSError, pid: int) -> RuntimeError:
             "run both as one user and without a security profile between them, or pass the channel "
             "with WeightChannel.send_to and open(socket)"
         )
-    elif error.errno == errno.ENOENT and not Path("/proc/self").exists():
-        expected, got = "/proc", "none in this process"
-        remedy = "mount it, or pass the channel with WeightChannel.send_to and open(socket)"
     elif error.errno == errno.ENOENT and not Path(f"/proc/{pid}").exists():
         expected = f"a running publisher with pid {pid}, seen by this process"
         got = "no such process: it has ended, or this process sees other pids"
@@ -189,25 +174,23 @@ def reserve(
         RuntimeError: this machine, a control group or a limit of the process leaves too little.
     """
 
-    def publisher(slot_bytes: int, described: Manifest) -> _host.Publisher:
-        nbytes = slots * slot_bytes
-        remedy = (
-            f"create the channel with fewer slots than {slots}, or in half the width "
-            "(dtype=torch.bfloat16)"
-        )
-        refuse_beyond(nbytes, remedy)
-        try:
-            return _host.Publisher(slots, slot_bytes, max_readers, session, described.to_bytes())
-        except OSError as error:
-            raise no_channel(error, nbytes, remedy) from error
-
-    size = manifest.layout.nbytes
+    size, memory = manifest.layout.nbytes, None
     if where.type == "cuda":
         from fusedrl.channel.cuda import CudaMemory
 
         memory = CudaMemory.create(where, slots, size)
-        return memory, publisher(0, manifest._replace(memory=memory.manifest()))
-    if where.type == "cpu":
-        end = publisher(size, manifest)
-        return Memory(end, slots, size), end
-    raise ValueError(f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine")
+        size, manifest = 0, manifest._replace(memory=memory.manifest())
+    elif where.type != "cpu":
+        raise ValueError(
+            f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine"
+        )
+    remedy = (
+        f"create the channel with fewer slots than {slots}, or in half the width "
+        "(dtype=torch.bfloat16)"
+    )
+    refuse_beyond(slots * size, remedy)
+    try:
+        end = _host.Publisher(slots, size, max_readers, session, manifest.to_bytes())
+    except OSError as error:
+        raise no_channel(error, slots * size, remedy) from error
+    return memory or Memory(end, slots, size), end

@@ -164,7 +164,7 @@ class Target:
 
     def _refuse_alias(self, views: Sequence[Tensor]) -> None:
         def placed(tensor: Tensor) -> str:
-            return f"{described(tensor.dtype, tensor.shape)} on {tensor.device}"
+            return f"{described(tensor)} on {tensor.device}"
 
         differences = [
             f"{name}: expected {placed(views[i])}, got {placed(param)}"

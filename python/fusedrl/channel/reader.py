@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import threading
 import time
 import weakref
@@ -15,7 +16,7 @@ from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.loading import Target, own
-from fusedrl.channel.memory import Manifest, Memory, checksum, damaged
+from fusedrl.channel.memory import Manifest, Memory, checksum
 
 # Seconds within which a signal, or the end of the publisher, is noticed.
 SLICE_S = 0.05
@@ -48,7 +49,7 @@ class Lease(_host.Lease):
     @property
     def views(self) -> list[Tensor]:
         """As :attr:`weights`, a tensor for each stored entry of the layout, in its order."""
-        return self.reader._lent(self._lent_slot())
+        return self.reader._views(self._lent_slot())
 
     def _lent_slot(self) -> int:
         if not self.held:
@@ -78,7 +79,7 @@ class Lease(_host.Lease):
         elif keeps:
             self.reader._keep(self, target)
         else:
-            target.alias(self.reader._lent(self.slot))
+            target.alias(self.reader._views(self.slot))
 
 
 class _SlotViews(NamedTuple):
@@ -98,13 +99,14 @@ class WeightReader:
 
     def __init__(self, end: _host.Reader, session: str) -> None:
         manifest = Manifest.of(end.manifest())
+        if not faulthandler.is_enabled():  # shows what has written to memory that is read-only
+            faulthandler.enable(file=2)
         self._end = end
         self.session = session
         self.layout = manifest.layout
         self._timeout = manifest.timeout
         self._checksum = manifest.checksum
-        self._memory: Memory = _open_memory(manifest.memory, end, self.layout.nbytes)
-        self._reports_writes = False
+        self._memory: Memory = _open_memory(manifest, end)
         self.device = self._memory.device
         self._slots: dict[int, _SlotViews] = {}
         self._verified: dict[int, int] = {}
@@ -238,16 +240,9 @@ class WeightReader:
     def _views(self, slot: int) -> list[Tensor]:
         return self._of_slot(slot).views
 
-    def _lent(self, slot: int) -> list[Tensor]:
-        """As :meth:`_views`, for use outside: a write to them fails with a report that says why."""
-        if not self._reports_writes:
-            self._end.report_writes([(e.offset, e.name) for e in self.layout.stored])
-            self._reports_writes = True
-        return self._views(slot)
-
     def _keep(self, lease: Lease, target: Target) -> None:
         """Make a module's parameters lie in memory that owns a lease of its own."""
-        views, flat = self._lent(lease.slot), self._memory.slot(lease.slot, lease.share())
+        views, flat = self._views(lease.slot), self._memory.slot(lease.slot, lease.share())
         with torch.inference_mode(False):
             target.alias(views, flat)
         with self._lock:
@@ -256,11 +251,10 @@ class WeightReader:
             self._kept.append((weakref.ref(flat.untyped_storage()), parameters))
 
     def _weights(self, slot: int) -> TensorDict:
-        views = self._lent(slot)
-        made = self._of_slot(slot).weights
-        if not made:
-            made.append(self.layout.tensordict(views).lock_())
-        return made[0]
+        known = self._of_slot(slot)
+        if not known.weights:
+            known.weights.append(self.layout.tensordict(known.views).lock_())
+        return known.weights[0]
 
     def _release_later(self, slot: int) -> None:
         """Hold a slot until the work that the current stream has so far is done."""
@@ -279,8 +273,9 @@ class WeightReader:
         With ``"alias"`` the parameters point to the channel's memory, without a copy, and no longer
         require gradients. The version is held until the next one is loaded. On a GPU, load the next
         one on a stream that waits for those that compute with this one. On the CPU that memory
-        is read-only: a process that writes to a parameter ends with SIGSEGV, after a line on stderr
-        that names the parameter. Buffers are copied, because a forward pass may write to them.
+        is read-only: a process that writes to a parameter ends with SIGSEGV, and faulthandler,
+        which every reader enables, shows the line that wrote. Buffers are copied, because a
+        forward pass may write to them.
         With ``"copy"`` the version is copied into the module's own memory, which keeps its
         addresses (CUDA graphs), dtypes and gradients. Nothing is held afterwards.
 
@@ -349,28 +344,10 @@ class WeightReader:
         )
 
 
-def _open_memory(manifest: dict[str, Any], end: _host.Reader, nbytes: int) -> Memory:
-    """The slots that a channel's manifest describes, in a reader's process.
+def _open_memory(manifest: Manifest, end: _host.Reader) -> Memory:
+    """The slots that a channel's manifest describes, in a reader's process."""
+    if manifest.memory["kind"] == "cuda":
+        from fusedrl.channel.cuda import CudaMemory
 
-    Raises:
-        RuntimeError: the memory is of an unknown kind, or its size does not fit the layout.
-    """
-    try:
-        if manifest["kind"] == "cuda":
-            from fusedrl.channel.cuda import CudaMemory
-
-            if manifest["nbytes"] != nbytes or len(manifest["slots"]) != end.slot_count():
-                raise ValueError(
-                    f"memory: expected {end.slot_count()} slots of {nbytes} bytes, got others; "
-                    "open the handle of a publisher that runs"
-                )
-            return CudaMemory.open(manifest)
-        if manifest["kind"] != "host" or end.slot_bytes() != nbytes:
-            raise ValueError(
-                f"memory: expected {nbytes} bytes a slot, of a GPU or not, got "
-                f"{manifest['kind']!r} of {end.slot_bytes()}; "
-                "open the handle of a publisher that runs"
-            )
-        return Memory(end, end.slot_count(), nbytes)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise damaged(error) from error
+        return CudaMemory.open(manifest.memory)
+    return Memory(end, end.slot_count(), manifest.layout.nbytes)

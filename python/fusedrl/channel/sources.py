@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from fusedrl.channel import adapter_merging as peft
-from fusedrl.channel.tensors import check_supported, identity, is_dtensor, whole
+from fusedrl.channel.tensors import identity, is_dtensor, whole
 from fusedrl.compat.torch import (
     CHECKPOINTED_CHILD,
     COMPILED_CHILD,
@@ -103,19 +103,6 @@ class ModuleSnapshot:
                 for t, kind, shape, dtype in self._facts
             )
         )
-
-
-def checked_places(weights: Any, adapters: str | None = None) -> dict[str, Place]:
-    """As :func:`places_of`, after a check that all persistent entries are plain tensors.
-
-    Raises:
-        TypeError: an entry that is no plain tensor.
-    """
-    places = places_of(weights, adapters)
-    for place in places.values():
-        if place.persistent:
-            check_supported(place.name, place.tensor)
-    return places
 
 
 def places_of(weights: Any, adapters: str | None = None) -> dict[str, Place]:

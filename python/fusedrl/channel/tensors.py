@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,9 +32,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def described(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """Dtype and shape for messages."""
-    return f"{dtype_name(dtype)} {tuple(shape)}"
+def described(tensor: Any) -> str:
+    """The dtype and shape of a tensor, or of an entry of a layout, for messages."""
+    return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
 
 
 def castable(dtype: torch.dtype) -> bool:
@@ -131,43 +130,20 @@ def identity(tensor: Tensor) -> tuple[Any, ...] | None:
     )
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 2**26  # bytes that are compared at a time, which bounds what a comparison allocates
-
-
 @torch.no_grad()
 def same_values(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two tensors of one shape have the same bits in ``dtype``; any NaN equals any other.
+    """Whether two tensors of one shape have the same values in ``dtype``; any NaN equals any other.
 
     Reads both, and on a GPU waits for the current stream. The devices may differ.
     """
-    if a.numel() == 0:
+    a, b = a.to(dtype), b.to(a.device, dtype)
+    if all(map(torch.equal, _words(a), _words(b))):
         return True
-    if a.dim() == 0:
-        a, b = a[None], b[None]
-    rows = max(1, _PIECE * len(a) // (a.numel() * max(a.itemsize, b.itemsize)))
-    pieces = zip(a.split(rows), b.split(rows), strict=True)
-    return all(_same_piece(x, y.to(x.device), dtype) for x, y in pieces)
-
-
-def _same_piece(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    if a.dtype == b.dtype and _same_bits(a, b):
-        return True
-    if not (castable(a.dtype) and castable(b.dtype)):
-        return False
-    a, b = a.to(dtype), b.to(dtype)
-    if _same_bits(a, b):
-        return True
-    word = _WORDS[dtype.itemsize]
-    return bool(((a.view(word) == b.view(word)) | (a.isnan() & b.isnan())).all())
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return all(map(torch.equal, _words(a), _words(b)))
+    return castable(dtype) and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The memory as 64-bit words, which compare ten times faster than halves, and what is left."""
+    """The bits as 64-bit words, which compare much faster than halves, and the bytes left over."""
     packed = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if packed.storage_offset() % 8:
         packed = packed.clone()

@@ -162,7 +162,7 @@ class EngineWeights:
             self._updates.check_synchronous()
         with self._updating:
             published = self._published(weights, version)
-            with self.channel.telling():
+            with self.channel.collective():
                 loaded = None if self._updates is None else self._updates.load(published)
                 return self._told(loaded)
 
@@ -174,7 +174,7 @@ class EngineWeights:
         await self._turn()
         try:
             published = await to_its_end(asyncio.to_thread(self._published, weights, version))
-            with self.channel.telling():
+            with self.channel.collective():
                 updates = self._updates
                 loaded = None if updates is None else await updates.load_async(published)
                 return await to_its_end(asyncio.to_thread(self._told, loaded))
@@ -198,7 +198,7 @@ class EngineWeights:
         return published
 
     def _told(self, loaded: int | None) -> int:
-        loaded = self.channel.told(loaded)
+        loaded = self.channel.agreed(loaded)
         assert loaded is not None  # one rank has slots
         return loaded
 

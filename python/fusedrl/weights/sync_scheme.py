@@ -23,12 +23,12 @@ from fusedrl.channel.following import Follower, Following
 from fusedrl.vllm.engine_follower import EngineFollower
 from fusedrl.vllm.policy import wrappers_in
 from fusedrl.weights.follow import Attachment, call_if_alive, module_of
-from fusedrl.weights.policy_copies import replace_by_copy
 from fusedrl.weights.worker_end import (
     find_model,
     fitting_mode,
     is_policy,
     materialise,
+    replace_by_copy,
     unsaved_buffers,
 )
 

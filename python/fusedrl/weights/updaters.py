@@ -219,7 +219,8 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
     Raises:
         ValueError: a worker is unknown, or the weights have other names or shapes than
             ``policy_weights``.
-        RuntimeError: workers are dead or failed; the message names each.
+        ray.exceptions.RayError: a worker is dead or failed, which Ray describes. The others have
+            been sent the weights.
         TimeoutError: workers did not answer in time.
 
     Example:
@@ -293,10 +294,9 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         if not isinstance(mapped_weights, ray.ObjectRef):
             stored = isinstance(mapped_weights, TensorDictBase)
             mapped_weights = ray.put(StoredWeights(mapped_weights) if stored else mapped_weights)
-        answers = {
-            worker: self._sync_weights_with_worker(worker, mapped_weights) for worker in worker_ids
-        }
-        self._wait({ref: w for w, ref in answers.items() if isinstance(ref, ray.ObjectRef)})
+        sent = [self._sync_weights_with_worker(worker, mapped_weights) for worker in worker_ids]
+        answers = [answer for answer in sent if isinstance(answer, ray.ObjectRef)]
+        ray.get(answers, timeout=self.timeout)
 
     def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> Any:
         """Send a reference; returns what Ray will resolve once the worker has the weights."""
@@ -304,28 +304,6 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         answer = self.remote_collectors[worker_id].update_policy_weights_.remote(server_weights)
         self._skipped[worker_id] = 0
         return answer
-
-    def _wait(self, answers: dict[Any, int]) -> None:
-        import ray
-        from ray.exceptions import RayError
-
-        if not answers:
-            return
-        ready, missing = ray.wait(list(answers), num_returns=len(answers), timeout=self.timeout)
-        failures = {answers[ref]: f"no answer within {self.timeout} s" for ref in missing}
-        cause = None
-        for ref in ready:
-            try:
-                ray.get(ref)
-            except RayError as error:
-                cause = error
-                failures[answers[ref]] = type(error).__name__
-        if failures:
-            got = ", ".join(f"worker {worker}: {failures[worker]}" for worker in sorted(failures))
-            raise (RuntimeError if cause else TimeoutError)(
-                f"worker_ids: expected each to apply the weights, got {got}; replace dead workers "
-                "or leave them out, raise timeout if rollouts take longer"
-            ) from cause
 
 
 def _check_weights(name: str, weights: Any) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fusedrl.channel import WeightReader
+from fusedrl.channel.following import version_of
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import module_places
+from fusedrl.compat import torch as torch_names
 from fusedrl.compat import torchrl
-from fusedrl.weights.follow import is_compiled
-from fusedrl.weights.policy_copies import memory_like
+from fusedrl.weights.follow import FollowedCall, is_compiled, module_of, patch_attribute
+
+logger = logging.getLogger("fusedrl")
 
 
 def is_policy(model_id: str) -> bool:
@@ -88,5 +94,79 @@ def materialise(
             continue
         view = layout.view_of[place.name]
         if view not in made:
-            made[view] = memory_like(place.tensor, device)
+            made[view] = _memory_like(place.tensor, device)
         place.home[place.key] = made[view]
+
+
+def replace_by_copy(collector: Any, model_id: str, layout: Layout) -> Callable[[], None]:
+    """Replace the policy of a collector in the trainer's process by a copy.
+
+    The trainer goes on with the original, which its optimiser may write at any time. Weights that
+    no version brings, such as the frozen base of a model with adapters, stay shared.
+
+    Args:
+        collector: torchrl's ``Collector``, or ours of dialogs.
+        model_id: the attribute path of the policy, or of the part of it that is published.
+        layout: the layout of the channel that the copy will follow.
+
+    Returns:
+        A function that gives the original back to the collector.
+
+    Raises:
+        TypeError: something in the policy cannot be copied.
+        ValueError: the policy is a copy already, or the path is that of another model.
+    """
+    if model_id.split(".")[0] != "policy" or version_of(collector.policy) is not None:
+        raise ValueError(
+            "weight_sync_schemes: expected one for the policy alone in the trainer's process, got "
+            f"{model_id!r}; use 'policy' for all of it, and another process for other models"
+        )
+    names = ("policy", torchrl.UNCOMPILED_POLICY)
+    whole = tuple(getattr(collector, name) for name in names)
+    module = module_of(collector.get_model(model_id))
+    copies = _copied(whole, module, layout)
+    undo = ExitStack()
+    for name, copied in zip((*names, torchrl.COMPILED_POLICY), (*copies, None), strict=True):
+        undo.callback(patch_attribute(collector, name, copied))
+    return undo.close
+
+
+def _copied(whole: tuple[Any, ...], module: nn.Module, layout: Layout) -> tuple[Any, ...]:
+    """A deep copy, whose weights that the layout has are memory to load into; others are shared.
+
+    Args:
+        whole: the objects to copy, such as a policy.
+        module: the part of them that the layout describes.
+        layout: the layout of the weights that will be loaded.
+    """
+    memo: dict[int, Any] = {}
+    for place in module_places(module):
+        is_brought = place.kind == "parameter" and place.name in layout.view_of
+        if is_brought and id(place.tensor) not in memo:
+            memo[id(place.tensor)] = _memory_like(place.tensor, place.tensor.device)
+    for part in whole:
+        if isinstance(part, nn.Module):
+            for parameter in part.parameters():
+                memo.setdefault(id(parameter), parameter)
+            for child in part.modules():
+                compiled = getattr(child, torch_names.COMPILED_CALL)
+                if not isinstance(compiled, FollowedCall | None) and id(compiled) not in memo:
+                    memo[id(compiled)] = None  # a compiled call would compute with the original
+                    logger.warning(
+                        "policy: expected one that the collector compiles, got one whose compile() "
+                        "was called: the collector's copy is not compiled; pass compile_policy="
+                    )
+    try:
+        return copy.deepcopy(whole, memo)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(
+            "policy: expected one that copy.deepcopy takes, since a copy computes with the "
+            f"weights of the channel, got {error}; leave out what cannot be copied, or collect in "
+            "another process (AsyncCollector)"
+        ) from error
+
+
+def _memory_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of arbitrary content."""
+    memory = torch.empty_like(tensor, device=device, requires_grad=False)
+    return nn.Parameter(memory, requires_grad=False) if isinstance(tensor, nn.Parameter) else memory

@@ -138,7 +138,6 @@ int main(int count, char** arguments) {
   threads.emplace_back([&] {  // readers that come, and go with a lease
     for (bool open = true; open;) {
       const auto reader = std::make_shared<Reader>(getpid(), publisher.fd(), session);
-      reader->report_writes({{0, "weights"}});
       Lease leased(reader, false);
       if (leased.held()) wrong += !holds(reader->slot(leased.slot()), leased.version());
       open = reader->publisher() == PublisherState::open;

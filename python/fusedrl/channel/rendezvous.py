@@ -1,4 +1,4 @@
-"""Points at which all of some ranks come together, each with one outcome for all of them."""
+"""Decisions of some ranks that wait for each other, each with one outcome for all of them."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from fusedrl.channel.memory import FullError
 from fusedrl.compat.torch import store_of_ranks
 
 _PAUSE = 0.02  # seconds between two looks at the store, at most
+_KINDS = {kind.__name__: kind for kind in (ValueError, TimeoutError, FullError, RuntimeError)}
 
 
-class Meetings:
-    """Meetings of some ranks, one after the other, through the store of their process group.
+class Rendezvous:
+    """Rounds in which some ranks agree on something, through the store of their process group.
 
-    If a rank does not come to a meeting, or has an error before it, all others have an error, also
-    those that come later. As each meeting has one outcome, ranks stay in step.
+    If a rank does not come to a round, or has an error before it, all others have an error, also
+    those that come later. As each round has one outcome, ranks stay in step.
 
     Args:
-        name: tells them from other meetings of the same ranks.
+        name: tells it from others of the same ranks.
         ranks: the global ranks that take part, this one among them.
 
     Attributes:
-        number: of the next meeting, equal on all ranks.
+        round: the number of the next one, equal on all ranks.
         version: that the ranks published last; ``None`` before the first.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
-        self.number = 0
+        self.round = 0
         self.version: int | None = None
         self.base = store_of_ranks()
         self._store = distributed_c10d.PrefixStore(f"fusedrl {name}", self.base)
         self._rank = dist.get_rank()
         self._calls = threading.Lock()
-        self._known: BaseException | None = None  # an error that is the outcome of a meeting
+        self._known: BaseException | None = None  # an error that is the outcome of a round
 
-    def meet(
+    def agree(
         self,
         patience: float,
         state: Any = None,
@@ -67,98 +68,90 @@ class Meetings:
             FullError: that of another rank.
             RuntimeError: another rank had another error, which the message has.
         """
-        key, store = str(self.number), self._store
-        store.set(f"rank {self._rank}", json.dumps([self.number, state]))
+        key, store = str(self.round), self._store
+        store.set(f"rank {self._rank}", json.dumps([self.round, state]))
         if store.add(f"{key} came", 1) == len(self.ranks):
             try:
                 outcome = {"value": decide(self._states())}
             except ValueError as error:
-                outcome = {"error": "ValueError", "text": str(error), "rank": None}
+                outcome = {"error": "ValueError", "text": str(error)}
             self._settle(outcome)
-            for old in (str(self.number - 1), f"{self.number - 1} came"):
+            for old in (str(self.round - 1), f"{self.round - 1} came"):
                 store.delete_key(old)
         deadline, pause = time.monotonic() + patience, 1e-4
         while not store.check([key]):
             if time.monotonic() > deadline:
-                self._settle({"error": "TimeoutError", "text": self._late(patience), "rank": None})
+                self._settle({"error": "TimeoutError", "text": self._late(patience)})
                 break
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE)
         outcome = json.loads(store.get(key))
-        self.number += 1
+        self.round += 1
         if "error" in outcome:
-            self._known = _error(**outcome)
+            self._known = _KINDS[outcome["error"]](outcome["text"])
             raise self._known
         return outcome["value"]
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """A call that all ranks make; an error in it is one on every rank."""
         with self._calls:
             try:
                 yield
             except BaseException as error:
                 if error is not self._known:
-                    self._tell(error)
+                    self._fail(error)
                 raise
             finally:
                 self._known = None
 
-    def _tell(self, error: BaseException) -> None:
-        """Make an error the outcome of the first meeting that has none."""
-        text = f"{error} (on rank {self._rank})" if isinstance(error, FullError) else str(error)
-        outcome = {"error": type(error).__name__, "text": text, "rank": self._rank}
+    def _fail(self, error: BaseException) -> None:
+        """Make an error the outcome of the first round that has none."""
+        if isinstance(error, FullError):
+            outcome = {"error": "FullError", "text": f"{error} (on rank {self._rank})"}
+        else:
+            text = (
+                f"ranks: expected all of them to take part, got rank {self._rank}: "
+                f"{type(error).__name__}: {error}; nothing is published: call again on every rank "
+                "once that is repaired"
+            )
+            outcome = {"error": "RuntimeError", "text": text}
         while "error" not in self._settle(outcome):
-            self.number += 1
-        self.number += 1
+            self.round += 1
+        self.round += 1
 
     def _settle(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        """The outcome of the next meeting: this one, if it has none yet."""
-        return json.loads(self._store.compare_set(str(self.number), "", json.dumps(outcome)))
+        """The outcome of the next round: this one, if it has none yet."""
+        return json.loads(self._store.compare_set(str(self.round), "", json.dumps(outcome)))
 
     def _states(self) -> dict[int, Any]:
         return {rank: json.loads(self._store.get(f"rank {rank}"))[1] for rank in self.ranks}
 
     def _late(self, patience: float) -> str:
-        store, names = self._store, {rank: f"rank {rank}" for rank in self.ranks}
-        here = {r for r, n in names.items() if store.check([n])}
-        late = [
-            str(rank)
-            for rank, name in names.items()
-            if rank not in here or json.loads(store.get(name))[0] != self.number
-        ]
+        def came(name: str) -> bool:
+            return self._store.check([name]) and json.loads(self._store.get(name))[0] == self.round
+
+        late = [str(rank) for rank in self.ranks if not came(f"rank {rank}")]
         return (
             f"ranks: expected all of {list(self.ranks)} to make this call within {patience} s, got "
             f"none by rank {', '.join(late)}; make it on every rank, or raise rank_timeout"
         )
 
 
-def _error(error: str, text: str, rank: int | None) -> Exception:
-    kinds = {"ValueError": ValueError, "TimeoutError": TimeoutError}
-    if rank is None:
-        return kinds[error](text)
-    if error == "FullError":  # names the rank itself
-        return FullError(text)
-    return RuntimeError(
-        f"ranks: expected all of them to take part, got rank {rank}: {error}: {text}; nothing is "
-        "published: call again on every rank once that is repaired"
-    )
+_RENDEZVOUS: dict[tuple[int, ...], Rendezvous] = {}
 
 
-_MEETINGS: dict[tuple[int, ...], Meetings] = {}
-
-
-def meetings_of(ranks: tuple[int, ...]) -> Meetings:
-    """The meetings of ranks that have no others in common yet."""
-    known = _MEETINGS.get(ranks)
+def rendezvous_of(ranks: tuple[int, ...]) -> Rendezvous:
+    """The rendezvous of some ranks that is no channel's."""
+    known = _RENDEZVOUS.get(ranks)
     if known is None or known.base is not store_of_ranks():  # of a group that has ended
-        known = _MEETINGS[ranks] = Meetings(f"of {list(ranks)}", ranks)
+        known = _RENDEZVOUS[ranks] = Rendezvous(f"of {list(ranks)}", ranks)
     return known
 
 
 def publish_together(
     channel: Any,
-    meetings: Meetings,
+    rendezvous: Rendezvous,
     version: int | None,
     limit: float,
     find: Callable[[], list[Any]],
@@ -169,7 +162,7 @@ def publish_together(
 
     Args:
         channel: of this rank.
-        meetings: of all ranks, each of which calls this.
+        rendezvous: of all ranks, each of which calls this.
         version: its number, read on the first rank that leads; one more if ``None``.
         limit: seconds that a rank waits for a free slot.
         find: finds the places of the weights.
@@ -180,41 +173,57 @@ def publish_together(
         The version.
 
     Raises:
-        Exception: as :meth:`Meetings.meet`, or what this rank cannot do, which is told to all.
+        Exception: as :meth:`Rendezvous.agree`, or what this rank cannot do, which is told to all.
     """
     patience, holds = channel.rank_timeout, channel.holds
-    with meetings.telling():
+    with rendezvous.collective():
         if version is not None:
             count("version", version, 0, MAX_VERSION)
         last = -1 if channel.version is None else channel.version
         state = [channel.layout.hash, last, version, holds if leads is None else leads]
-        version = meetings.meet(patience, state, _next_version)
+        version = rendezvous.agree(patience, state, _next_version)
         places = find()
         with channel.writing(version, timeout=limit) if holds else nullcontext() as writing:
             sharded = 0 if leads is not None else sum(p.sharded for p in places)
-            meetings.meet(patience + limit, sharded, _same_shards)
+            rendezvous.agree(patience + limit, sharded, _same_shards)
             with _interrupted_later():
                 if places:
                     channel.layout.write(places, writing and writing.views)
                 spread(writing)
-            meetings.meet(patience + limit)
-        meetings.version = version
+            rendezvous.agree(patience + limit)
+        rendezvous.version = version
     assert version is not None
     return version
 
 
-def refuse_layouts(hashes: dict[int, str]) -> None:
-    """Raise ``ValueError`` where ranks have different layouts."""
-    if len(set(hashes.values())) > 1:
-        named = ", ".join(f"rank {rank}: {text[:12]}" for rank, text in hashes.items())
+def check_ends(states: dict[int, Any]) -> None:
+    """Raise ``ValueError`` unless all channels have one layout, and one of the ranks has slots."""
+    _refuse_layouts({rank: layout for rank, (layout, _) in states.items()})
+    if not any(holds for _, holds in states.values()):
         raise ValueError(
-            f"channel: expected one layout on all ranks, got {named}; create all channels with "
-            "the same names, shapes and dtypes"
+            f"holds: expected True on one of the ranks {list(states)}, got False on all; leave it "
+            "out for the first of them"
         )
 
 
+def first_value(values: dict[int, Any]) -> Any:
+    """The value of the first rank that has one."""
+    return next((value for value in values.values() if value is not None), None)
+
+
+def _refuse_layouts(hashes: dict[int, str]) -> None:
+    remedy = "create all channels with the same names, shapes and dtypes"
+    _refuse_others("channel: expected one layout", {r: h[:12] for r, h in hashes.items()}, remedy)
+
+
+def _refuse_others(expected: str, states: dict[int, Any], remedy: str) -> None:
+    if len(set(states.values())) > 1:
+        named = ", ".join(f"rank {rank}: {state}" for rank, state in states.items())
+        raise ValueError(f"{expected} on all ranks, got {named}; {remedy}")
+
+
 def _next_version(states: dict[int, Any]) -> int:
-    refuse_layouts({rank: layout for rank, (layout, *_) in states.items()})
+    _refuse_layouts({rank: layout for rank, (layout, *_) in states.items()})
     last = max(last for _, last, _, _ in states.values())
     wanted = next(wanted for _, _, wanted, leads in states.values() if leads)
     if wanted is None:
@@ -228,12 +237,7 @@ def _next_version(states: dict[int, Any]) -> int:
 
 
 def _same_shards(states: dict[int, int]) -> None:
-    if len(set(states.values())) > 1:
-        named = ", ".join(f"rank {rank}: {count}" for rank, count in states.items())
-        raise ValueError(
-            f"weights: expected as many sharded tensors on every rank, got {named}; publish the "
-            "same model everywhere"
-        )
+    _refuse_others("weights: expected one number of sharded tensors", states, "publish one model")
 
 
 @contextmanager
