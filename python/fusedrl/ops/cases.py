@@ -23,6 +23,12 @@ def tensors(result: Any) -> list[Tensor]:
     return [x for part in result if part is not None for x in tensors(part)]
 
 
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_moved(part, device) for part in value)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
 class Case(NamedTuple):
     """A call of an op.
 
@@ -49,7 +55,7 @@ class Case(NamedTuple):
         """The case with all its tensors on a device."""
 
         def moved(values: dict[str, Any]) -> dict[str, Any]:
-            return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()}
+            return {k: _moved(v, device) for k, v in values.items()}
 
         return self._replace(inputs=moved(self.inputs), others=moved(self.others))
 
@@ -94,6 +100,17 @@ class Problem:
     def tokens(self) -> Tensor:
         """A class for each token."""
         return torch.randint(self.classes, self.shape, generator=self._generator)
+
+    def support(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The classes that a sampler left of each token: its own, others, or all in an empty row.
+
+        Every third token is not truncated.
+        """
+        listed = torch.rand((*tokens.shape, self.classes), generator=self._generator) < 0.3
+        listed = listed.scatter(-1, tokens[..., None], True).flatten(0, -2)
+        listed[1::3] = False
+        counts = listed.sum(-1)
+        return listed.nonzero()[:, 1], torch.cat((counts.new_zeros(1), counts.cumsum(0)))
 
     def mask(self) -> Tensor:
         """Which tokens count: about two thirds of them, the first and the last included."""
