@@ -23,12 +23,6 @@ def tensors(result: Any) -> list[Tensor]:
     return [x for part in result if part is not None for x in tensors(part)]
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_moved(part, device) for part in value)
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
 class Case(NamedTuple):
     """A call of an op.
 
@@ -53,11 +47,21 @@ class Case(NamedTuple):
 
     def to(self, device: torch.device | str) -> Case:
         """The case with all its tensors on a device."""
+        return self.mapped(lambda x: x.to(device))
 
-        def moved(values: dict[str, Any]) -> dict[str, Any]:
-            return {k: _moved(v, device) for k, v in values.items()}
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Case:
+        """The case with what ``change`` makes of each of its tensors."""
 
-        return self._replace(inputs=moved(self.inputs), others=moved(self.others))
+        def changed(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(changed, value))
+            return change(value) if isinstance(value, Tensor) else value
+
+        inputs, others = (
+            {name: changed(value) for name, value in values.items()}
+            for values in (self.inputs, self.others)
+        )
+        return self._replace(inputs=inputs, others=others)
 
 
 class Problem:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _support
+from fusedrl.ops import _autograd, _support
 from fusedrl.ops.importance_weights import importance_weights
 from fusedrl.ops.linear_policy_loss import autograd
 from fusedrl.ops.linear_policy_loss.autograd import REINFORCE, Task, Terms
@@ -70,6 +70,8 @@ def from_log_probs(
     values = policy_terms(
         log_probs, entropy, task.batch, task.weights, task.surrogate, level, sequences
     )
+    if chosen != "reference":
+        values = _WithGradientsOf.apply(values.detach(), values)
     entropy = torch.zeros_like(log_probs) if entropy is None else entropy
     return Terms(values, log_probs.detach(), entropy.detach())
 
@@ -101,6 +103,7 @@ class _WithGradientsOf(torch.autograd.Function):
         return values.clone()
 
     @staticmethod
+    @_autograd.first_derivative_only("linear_policy_loss")
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         return None, grads[0]
 

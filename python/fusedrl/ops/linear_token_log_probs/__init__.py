@@ -188,7 +188,11 @@ def linear_token_log_probs(
             "VocabPart is of one rank's rows, got None; pass it, or leave out sequence_group"
         )
     chosen = _dispatch.choose(
-        impl, "linear_token_log_probs", head.hidden.device, head.hidden.dtype, triton=support is None
+        impl,
+        "linear_token_log_probs",
+        head.hidden.device,
+        head.hidden.dtype,
+        triton=support is None,
     )
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
     _dispatch.check_counted_on_host(mask, shift, head.hidden.device)
