@@ -32,6 +32,10 @@ class GRPOLoss(_GRPOLoss):
     own, log-probs come from :func:`fusedrl.models.causal_log_probs`, which needs one more product
     with the head.
 
+    Where the data has the classes that a truncated sampler left of each token, as
+    :class:`fusedrl.RetrieveLogProb` reads them, log-probs and entropies are those over them. They
+    then have to be computed from hidden states: what is not is refused.
+
     The following cannot be computed from hidden states. It runs as in torchrl's class, and is
     logged once: an actor that is not a ``TransformersWrapper``, a subclass that reads the
     distribution of all logits, and tokens that the actor does not read. There is no second

@@ -54,7 +54,7 @@ class Entries(NamedTuple):
         return unlisted.index_put((self.tokens, self.ids), unlisted.new_ones(()))
 
 
-def _checked(support: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def checked(support: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The support of ``count`` tokens as int64."""
     if not isinstance(support, (tuple, list)) or len(support) != 2:
         raise TypeError(f"support: expected two tensors, got {_dispatch.kind(support)}; {_FORM}")
@@ -108,7 +108,7 @@ def entries_of(
     """
     if support is None:
         return None
-    ids, starts = _checked(support, tokens.numel(), tokens.device)
+    ids, starts = checked(support, tokens.numel(), tokens.device)
     if len(ids) == 0:
         return None
     rows, keep = rows_of_tokens(tokens, offsets, shift)
@@ -177,6 +177,19 @@ def _refuse(
             f" at {place}, which is not; mask the token, or compute the support from the logits "
             "that it was sampled from"
         )
+
+
+def selected(support: tuple[Tensor, Tensor], places: Tensor) -> tuple[Tensor, Tensor]:
+    """The support of the tokens at ``places`` of all tokens, in this order."""
+    ids, starts = support
+    counts = starts.diff()[places]
+    ends = counts.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    skipped = torch.repeat_interleave(
+        starts[:-1][places] - ends + counts, counts, output_size=total
+    )
+    at = skipped + torch.arange(total, device=ids.device)
+    return ids[at], torch.cat((ends.new_zeros(1), ends))
 
 
 def joined(

@@ -179,8 +179,8 @@ def linear_token_log_probs(
     check_shard(vocab_offset, vocab_group)
     if support is not None and vocab_offset is not None:
         raise ValueError(
-            f"support: expected None with a shard of the vocabulary, got {_dispatch.kind(support)}; "
-            "pass the whole weight"
+            "support: expected None with vocab_offset, as its ids may be in other shards, got "
+            f"{_dispatch.kind(support)}; pass the whole weight"
         )
     if sequence_group is not None and vocab_offset is not None and vocab_group is None:
         raise ValueError(

@@ -65,7 +65,8 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Gather the log-probs from a ``log_softmax`` over the kept rows; they are 0 elsewhere.
 
-    With ``allowed``, bool ``[N, V]``, other classes of a token have no probability. Computes in float32 (float64 for float64 logits) and differentiates through torch's autograd.
+    With ``allowed``, bool ``[N, V]``, other classes of a token have no probability. Computes in
+    float32 (float64 for float64 logits) and differentiates through torch's autograd.
     """
     rows, keep = rows_of_tokens(tokens, offsets, shift)
     if mask is not None:
