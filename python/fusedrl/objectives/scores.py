@@ -17,6 +17,7 @@ from fusedrl.models.policy_terms import causal_policy_terms
 from fusedrl.models.ranks import Apart, Step
 from fusedrl.models.split import classes_of
 from fusedrl.objectives.loss_terms import LossTerms, loss_terms_of, overridden
+from fusedrl.objectives.staleness import without_stale
 from fusedrl.objectives.tokens import CannotFuse, LossBatch, check_readable, log_not_fused, read
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, TermWeights
 from fusedrl.ops.token_log_probs import TokenLogProbs
@@ -80,6 +81,11 @@ def scores_of(loss: Any, base: type, tensordict: TensorDictBase, step: Step) -> 
     except Apart:
         why = "torchrl computes that of another rank"
     refuse_support(tensordict, why)
+    if loss.max_token_staleness is not None:
+        raise ValueError(
+            "max_token_staleness: expected None where a loss is not computed from hidden states, "
+            f"got {loss.max_token_staleness}, and {why}; mask stale tokens in the data"
+        )
     log_not_fused(loss, why)
     return None
 
@@ -91,6 +97,7 @@ def _scores(loss: Any, base: type, tensordict: TensorDictBase, step: Step) -> Sc
         return None
     _check(loss, base, td)
     batch = read(loss.actor_network, loss.masking_strategy, keys.action, td)
+    batch = without_stale(loss, batch, td)
     old: Any = td.get(
         keys.sample_log_prob,
         None,
