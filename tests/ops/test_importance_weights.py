@@ -423,9 +423,11 @@ def test_what_has_no_age_is_refused():
         importance_weights(p, p, token_policy_version=versions, max_token_staleness=2)
     with pytest.raises(TypeError, match="policy_version: expected an integer, got '6a8d': UUIDs"):
         importance_weights(p, p, token_policy_version=versions, **age | {"policy_version": "6a8d"})
-    with pytest.raises(TypeError, match="token_policy_version: expected a tensor of .* UUIDs"):
+    with pytest.raises(TypeError, match=r"token_policy_version: expected a tensor of .* UUIDs"):
         importance_weights(p, p, token_policy_version=["6a8d", "6a8d"], **age)
-    with pytest.raises(TypeError, match="token_policy_version: expected torch.int64, got torch.f"):
+    with pytest.raises(
+        TypeError, match=r"token_policy_version: expected torch\.int64, got torch\.f"
+    ):
         importance_weights(p, p, token_policy_version=versions.float(), **age)
     with pytest.raises(ValueError, match="token_policy_version: expected shape"):
         importance_weights(p, p, token_policy_version=versions[:1], **age)
