@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedrl.ops import _autograd, _dispatch, _head, _rows, _support
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts, check_group
-from fusedrl.ops.linear_token_log_probs import autograd, reference
+from fusedrl.ops.linear_token_log_probs import autograd, reference, sampled
 from fusedrl.ops.linear_token_log_probs.shards import VocabPart
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
@@ -213,7 +213,7 @@ def linear_token_log_probs(
             options |= {"batch_invariant": batch_invariant}
             return linear_token_log_probs(hidden, weight, tokens, kept, entropy=entropy, **options)
 
-        values = _support.of_head(head, entries)
+        values = sampled.logits_of(head, entries, batch_invariant)
         log_probs, row_entropy = _support.joined(entries, values, divisor, entropy, of_whole)
         return log_probs if row_entropy is None else TokenLogProbs(log_probs, row_entropy)
     batch = (
