@@ -12,8 +12,8 @@ from torch import Tensor
 from fusedrl.objectives.tokens import LossBatch
 from fusedrl.ops.importance_weights.staleness import check_versions, oldest_allowed
 from fusedrl.transforms.columns import column_rows
-from fusedrl.vllm.token_versions import TOKENS_KEY
 
+TOKENS_KEY = "token_policy_version"  # as policies report it, and importance_weights takes it
 # A number, or what returns it.
 PolicyVersionSource = int | Callable[[], int]
 
