@@ -12,7 +12,7 @@ from fusedrl.ops._head import Head, scaled_and_capped
 from fusedrl.ops._support import Entries
 from fusedrl.ops.linear_top_k_kl import log_probs_of_ids
 
-# A product by itself takes as long as about this many of tiles: 18 in a forward pass, and 7 with the
+# A product by itself takes as long as about this many of tiles: 18 in a forward pass, 7 with the
 # backward pass (float32, 48 rows of width 512, a vocabulary of 151,936, by CPU time).
 CROSSOVER = 10
 _MOST_PADDING = 4  # times the entries, in the tiles' table of classes
