@@ -37,6 +37,12 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "bool of_hidden, bool of_weight, bool of_bias, bool weight_in_float, *, "
       "Tensor? rounds_grads=None) "
       "-> (Tensor rows, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
+  // Entry s is the product of hidden[rows[s]] and weight[ids[s]], or 0 where rows[s] < 0. One side
+  // of its gradient: row r is the sum of grads[s] matrix[index[s]] over s in [begins[r], ends[r]).
+  m.def("sampled_products(Tensor hidden, Tensor weight, Tensor rows, Tensor ids) -> Tensor");
+  m.def(
+      "sampled_products_backward(Tensor grads, Tensor index, Tensor begins, Tensor ends, "
+      "Tensor matrix) -> Tensor");
   m.def(
       "token_kl(Tensor log_probs, Tensor ref_log_probs, Tensor? mask, Tensor? reward, "
       "Tensor coeff, int estimator, bool nan_missing) -> (Tensor kl, Tensor reward)");

@@ -28,6 +28,7 @@ _HOME = {
     "linear_policy_loss": "fusedrl.ops",
     "PolicyLoss": "fusedrl.ops",
     "importance_weights": "fusedrl.ops",
+    "sampling_support": "fusedrl.ops",
     "ImportanceWeights": "fusedrl.ops",
     "Mismatch": "fusedrl.ops",
     "KLComputation": "fusedrl.transforms",
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
     from fusedrl.ops import linear_policy_loss as linear_policy_loss
     from fusedrl.ops import linear_token_log_probs as linear_token_log_probs
     from fusedrl.ops import linear_top_k_kl as linear_top_k_kl
+    from fusedrl.ops import sampling_support as sampling_support
     from fusedrl.ops import token_kl as token_kl
     from fusedrl.ops import token_log_probs as token_log_probs
     from fusedrl.ops import top_k_kl as top_k_kl

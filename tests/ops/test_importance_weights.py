@@ -230,7 +230,7 @@ def test_empty_batches(impl):
     empty = torch.zeros(0)
     packed = importance_weights(empty, empty, offsets=torch.tensor([0]), impl=impl)
     assert packed.weights.shape == packed.mismatch.k1.shape == (0,)
-    assert packed.mismatch.total() == Mismatch(*[0] * 7)
+    assert packed.mismatch.total() == Mismatch(*[0] * 8)
     for shape in ((0, 3), (3, 0)):
         weights, mismatch = importance_weights(torch.zeros(shape), torch.zeros(shape), impl=impl)
         assert weights.shape == shape and mismatch.tokens.tolist() == [0] * shape[0]
@@ -387,3 +387,47 @@ def test_random_ragged_batches_equal_the_reference(
 def test_the_result_unpacks_by_name():
     result = importance_weights(torch.zeros(2, 3), torch.zeros(2, 3))
     assert isinstance(result, ImportanceWeights) and isinstance(result.mismatch, Mismatch)
+
+
+def test_stale_tokens_are_dropped_as_by_the_mask_and_counted():
+    policy, rollout = torch.randn(2, 3, 5).unbind()
+    versions = torch.tensor([[3, 4, 5, 6, 7], [7, 7, 7, 7, 7], [-1, -1, 2, 9, 9]])
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    mask[2, :2] = mask[0, 0] = False
+    fresh = mask & (versions >= 5)
+    age = {"policy_version": 7, "max_token_staleness": 2}
+    for level in ("token", "geometric"):
+        expected = importance_weights(policy, rollout, fresh, level=level)
+        found = importance_weights(
+            policy, rollout, mask, level=level, token_policy_version=versions, **age
+        )
+        assert torch.equal(found.weights, expected.weights)
+        assert found.mismatch.stale_tokens.tolist() == [1, 0, 1]
+        assert found.mismatch.total().stale_tokens == 2
+        for mine, other in zip(found.mismatch[:-1], expected.mismatch[:-1], strict=True):
+            assert torch.equal(mine, other)
+        rows = [list(x) for x in (policy, rollout, mask)]
+        listed = importance_weights(*rows, level=level, token_policy_version=list(versions), **age)
+        assert torch.equal(torch.stack(listed.weights), expected.weights)
+    # Weights that have just been published may be newer than what trains; no version is too old.
+    newer = importance_weights(policy, rollout, token_policy_version=versions, **age)
+    assert newer.mismatch.stale_tokens.tolist() == [2, 0, 3]
+
+
+def test_what_has_no_age_is_refused():
+    p, versions = torch.zeros(2), torch.tensor([1, 2])
+    age = {"policy_version": 7, "max_token_staleness": 2}
+    with pytest.raises(ValueError, match="token_policy_version: expected the version of each"):
+        importance_weights(p, p, **age)
+    with pytest.raises(ValueError, match="policy_version: expected an integer >= 0 with max"):
+        importance_weights(p, p, token_policy_version=versions, max_token_staleness=2)
+    with pytest.raises(TypeError, match="policy_version: expected an integer, got '6a8d': UUIDs"):
+        importance_weights(p, p, token_policy_version=versions, **age | {"policy_version": "6a8d"})
+    with pytest.raises(TypeError, match=r"token_policy_version: expected a tensor of .* UUIDs"):
+        importance_weights(p, p, token_policy_version=["6a8d", "6a8d"], **age)
+    with pytest.raises(
+        TypeError, match=r"token_policy_version: expected torch\.int64, got torch\.f"
+    ):
+        importance_weights(p, p, token_policy_version=versions.float(), **age)
+    with pytest.raises(ValueError, match="token_policy_version: expected shape"):
+        importance_weights(p, p, token_policy_version=versions[:1], **age)

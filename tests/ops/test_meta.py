@@ -36,11 +36,7 @@ def test_fake_in_fake_out(name, dtype, requires_grad):
     leaves, fake = leaves_of(case, dtype, "cpu", requires_grad), FakeTensorMode()
     with fake:
         inputs = {name: fake.from_tensor(x) for name, x in leaves.items()}
-        others = {
-            name: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x
-            for name, x in case.others.items()
-        }
-        results = case.call(inputs, **others)
+        results = case.mapped(fake.from_tensor).call(inputs)
         assert described(results) == expected
         if requires_grad and name not in CONSTANT:
             torch.autograd.backward([x.sum() for x in results])

@@ -12,7 +12,7 @@ from fusedrl.models.checks import check_all_classes, check_vocabulary, logits_of
 from fusedrl.models.ranks import together
 from fusedrl.models.requests import Plan, Request, at_kept_states, request_of
 from fusedrl.models.split import Parts, device_of, vocabulary_of
-from fusedrl.ops import linear_token_log_probs, token_log_probs
+from fusedrl.ops import _support, linear_token_log_probs, token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
 
@@ -26,6 +26,7 @@ def causal_log_probs(
     share_prefixes: bool = True,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
+    support: tuple[Tensor, Tensor] | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor | TokenLogProbs:
     """Log-prob of every kept token of packed sequences under a transformers causal LM.
@@ -54,6 +55,8 @@ def causal_log_probs(
             compiled. Results differ by rounding.
         temperature: positive divisor of the logits.
         entropy: also return the entropy of each kept token's distribution.
+        support: ids and offsets of the classes that each of the ``N`` tokens was sampled from, on
+            any device, as :func:`fusedrl.token_log_probs` takes them.
         model_kwargs: more arguments of the model's forward where its logits are needed.
 
     Returns:
@@ -84,23 +87,32 @@ def causal_log_probs(
         if step.alone and not request.keeps_some:
             return _nothing(request.model, len(tokens), entropy)
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
+        if support is not None:
+            support = _support.checked(support, len(tokens), support[0].device)
+            support = _on(request.tokens.device, support)
         with request.opened(step) as plan:
             parts = plan.capabilities.parts
             if parts is None:
-                scored = _from_logits(request, plan, options)
+                scored = _from_logits(request, plan, support, options)
             else:
-                scored = _from_states(request, plan, parts, options)
+                scored = _from_states(request, plan, parts, support, options)
     columns = [request.placed(values, plan.places) for values in scored]
     return TokenLogProbs(*columns) if entropy else columns[0]
 
 
 def _from_states(
-    request: Request, plan: Plan, parts: Parts, options: dict[str, Any]
+    request: Request,
+    plan: Plan,
+    parts: Parts,
+    support: tuple[Tensor, Tensor] | None,
+    options: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     """Log-probs of the kept tokens, and entropies if asked for, from the hidden states."""
     tokens = request.tokens[plan.places]
     which = None
-    if plan.shares:  # a token that sequences share is multiplied with the head once
+    of_kept = None if support is None else _support.selected(support, plan.places)
+    # A token that sequences share is multiplied with the head once; its supports may differ.
+    if plan.shares and of_kept is None:
         first, which = plan.distinct(tokens)
         tokens = tokens[first]
 
@@ -112,6 +124,7 @@ def _from_states(
             bias=parts.bias,
             softcap=parts.softcap,
             scale=parts.scale,
+            support=_on(hidden.device, of_kept),
             **parts.shard,
             **options,
         )
@@ -121,7 +134,18 @@ def _from_states(
     return at_kept_states(plan, parts, score)
 
 
-def _from_logits(request: Request, plan: Plan, options: dict[str, Any]) -> tuple[Tensor, ...]:
+def _on(
+    device: torch.device, support: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor] | None:
+    return None if support is None else (support[0].to(device), support[1].to(device))
+
+
+def _from_logits(
+    request: Request,
+    plan: Plan,
+    support: tuple[Tensor, Tensor] | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, ...]:
     """Log-probs of the kept tokens, and entropies if asked for, from the model's own logits."""
     model = request.model
     device = device_of(model)
@@ -135,7 +159,14 @@ def _from_logits(request: Request, plan: Plan, options: dict[str, Any]) -> tuple
         logits = logits_of(model, model(ids, **inputs, **request.kwargs), ids)
         check_all_classes(logits.shape[-1], vocabulary_of(model))
         check_vocabulary(request.tokens, logits.shape[-1], step.places)
-        result = token_log_probs(logits, ids, mask, shift=True, **options)
+        of_pass = None
+        if support is not None:
+            classes, starts = _support.selected(support, step.places)
+            counts = starts.new_zeros(ids.numel()).index_copy(0, step.read, starts.diff())
+            of_pass = classes, torch.cat((starts[:1], counts.cumsum(0)))
+        result = token_log_probs(
+            logits, ids, mask, shift=True, support=_on(logits.device, of_pass), **options
+        )
         scored.append([column[mask] for column in _columns(result)])
     return tuple(torch.cat(column) for column in zip(*scored, strict=True))
 

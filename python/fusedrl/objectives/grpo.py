@@ -14,6 +14,7 @@ from torchrl.objectives.llm import GRPOLoss as _GRPOLoss
 from fusedrl.models.ranks import Step, together
 from fusedrl.objectives.over_ranks import check_data, misshapen_advantage, shares_of, weighed
 from fusedrl.objectives.scores import Scores, scores_of
+from fusedrl.objectives.staleness import PolicyVersionSource
 
 _not_compiled: Any = torch.compiler.disable  # its types hide methods
 
@@ -31,6 +32,10 @@ class GRPOLoss(_GRPOLoss):
     With ``kl_mask_threshold``, without aggregation, and in subclasses with an objective of their
     own, log-probs come from :func:`fusedrl.models.causal_log_probs`, which needs one more product
     with the head.
+
+    Where the data has the classes that a truncated sampler left of each token, as
+    :class:`fusedrl.RetrieveLogProb` reads them, log-probs and entropies are those over them. They
+    then have to be computed from hidden states: what is not is refused.
 
     The following cannot be computed from hidden states. It runs as in torchrl's class, and is
     logged once: an actor that is not a ``TransformersWrapper``, a subclass that reads the
@@ -51,6 +56,13 @@ class GRPOLoss(_GRPOLoss):
             Ranks whose gradients are averaged then count by their tokens: the loss of a rank is
             multiplied by its part of all tokens and by the number of ranks. ``False``, as in
             torchrl's class, takes the mean over each rank's own.
+        max_token_staleness: leave out tokens whose version is more than this number behind
+            ``policy_version``. The data has each response's versions under
+            ``"token_policy_version"``, as vLLM's policies report them; they are those of its last
+            tokens. A batch without any other token is refused.
+        policy_version: the version of the weights in training, an integer, or a function that
+            returns it.
+        stale_tokens: how many tokens ``max_token_staleness`` has left out so far.
 
     Example:
         >>> import torch
@@ -80,6 +92,9 @@ class GRPOLoss(_GRPOLoss):
     max_tokens_per_forward: int | None = None
     share_prefixes: bool = True
     average_tokens_across_devices: bool = False
+    max_token_staleness: int | None = None
+    policy_version: PolicyVersionSource | None = None
+    stale_tokens: int = 0
 
     @_not_compiled  # compiling around the kernels gains nothing; the model itself may be compiled
     def forward(self, tensordict: TensorDictBase) -> Any:

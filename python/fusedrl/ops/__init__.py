@@ -6,6 +6,7 @@ from fusedrl.ops.linear_exact_kl import linear_exact_kl
 from fusedrl.ops.linear_policy_loss import PolicyLoss, RatioStatistics, linear_policy_loss
 from fusedrl.ops.linear_token_log_probs import VocabPart, linear_token_log_probs
 from fusedrl.ops.linear_top_k_kl import linear_top_k_kl
+from fusedrl.ops.sampling_support import sampling_support
 from fusedrl.ops.token_kl import TokenKL, token_kl
 from fusedrl.ops.token_log_probs import TokenLogProbs, token_log_probs
 from fusedrl.ops.top_k_kl import top_k_kl
@@ -37,6 +38,7 @@ __all__ = [
     "linear_policy_loss",
     "linear_token_log_probs",
     "linear_top_k_kl",
+    "sampling_support",
     "token_kl",
     "token_log_probs",
     "top_k_kl",

@@ -17,6 +17,12 @@ class RowOptions(TypedDict, total=False):
     impl: str
 
 
+class LogProbOptions(RowOptions, total=False):
+    """Options of log-probs from rows of logits."""
+
+    support: tuple[Tensor, Tensor] | None
+
+
 class LinearOptions(RowOptions, total=False):
     """Options of an op over hidden states and their head."""
 
@@ -24,6 +30,10 @@ class LinearOptions(RowOptions, total=False):
     softcap: float | None
     scale: float | None
     batch_invariant: bool
+
+
+class LinearLogProbOptions(LinearOptions, LogProbOptions, total=False):
+    """Options of log-probs from hidden states and their head."""
 
 
 class DivergenceOptions(RowOptions, total=False):

@@ -57,6 +57,11 @@ def accepts_parts(
         def on_a_part(*args: P.args, **kwargs: P.kwargs) -> R:
             given = signature.bind(*args, **kwargs).arguments
             name = next(iter(given))
+            if given.get("support") is not None:
+                raise ValueError(
+                    "sequence_group: expected None with support, whose rows a shift does not move "
+                    "to other ranks, got a group; leave out one of the two"
+                )
             shift = given.get("shift", False)
             rows, offsets = given[name], given.get("offsets")
             _check_rows(name, rows, offsets, shift)

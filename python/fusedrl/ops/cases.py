@@ -47,11 +47,21 @@ class Case(NamedTuple):
 
     def to(self, device: torch.device | str) -> Case:
         """The case with all its tensors on a device."""
+        return self.mapped(lambda x: x.to(device))
 
-        def moved(values: dict[str, Any]) -> dict[str, Any]:
-            return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()}
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Case:
+        """The case with what ``change`` makes of each of its tensors."""
 
-        return self._replace(inputs=moved(self.inputs), others=moved(self.others))
+        def changed(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(changed, value))
+            return change(value) if isinstance(value, Tensor) else value
+
+        inputs, others = (
+            {name: changed(value) for name, value in values.items()}
+            for values in (self.inputs, self.others)
+        )
+        return self._replace(inputs=inputs, others=others)
 
 
 class Problem:
@@ -94,6 +104,17 @@ class Problem:
     def tokens(self) -> Tensor:
         """A class for each token."""
         return torch.randint(self.classes, self.shape, generator=self._generator)
+
+    def support(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The classes that a sampler left of each token: its own, others, or all in an empty row.
+
+        Every third token is not truncated.
+        """
+        listed = torch.rand((*tokens.shape, self.classes), generator=self._generator) < 0.3
+        listed = listed.scatter(-1, tokens[..., None], True).flatten(0, -2)
+        listed[1::3] = False
+        counts = listed.sum(-1)
+        return listed.nonzero()[:, 1], torch.cat((counts.new_zeros(1), counts.cumsum(0)))
 
     def mask(self) -> Tensor:
         """Which tokens count: about two thirds of them, the first and the last included."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from fusedrl.ops import _dispatch, _rows
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._samples import check_lists, pack_columns
 from fusedrl.ops.importance_weights import reference
+from fusedrl.ops.importance_weights.staleness import check_versions, oldest_allowed
 
 __all__ = ["LEVELS", "MODES", "ImportanceWeights", "Mismatch", "importance_weights"]
 
@@ -34,6 +35,7 @@ class Mismatch(NamedTuple):
         weight_sum: of the weights.
         squared_weight_sum: of their squares.
         max_ratio: the largest ratio, before the bounds.
+        stale_tokens: how many tokens ``max_token_staleness`` left out, int64 ``[B]``.
     """
 
     tokens: Tensor
@@ -43,6 +45,7 @@ class Mismatch(NamedTuple):
     weight_sum: Tensor
     squared_weight_sum: Tensor
     max_ratio: Tensor
+    stale_tokens: Tensor
 
     @property
     def k1(self) -> Tensor:
@@ -80,7 +83,12 @@ class ImportanceWeights(NamedTuple):
     mismatch: Mismatch
 
 
-@accepts_nested("rollout_log_probs", form="[B, j]", fields=("weights",))
+@accepts_nested(
+    "rollout_log_probs",
+    optional=("mask", "token_policy_version"),
+    form="[B, j]",
+    fields=("weights",),
+)
 def importance_weights(
     log_probs: Tensor | Sequence[Tensor],
     rollout_log_probs: Tensor | Sequence[Tensor],
@@ -92,6 +100,9 @@ def importance_weights(
     low: float | Tensor | None = None,
     high: float | Tensor | None = 2.0,
     nan: str = "propagate",
+    token_policy_version: Tensor | Sequence[Tensor] | None = None,
+    policy_version: int | None = None,
+    max_token_staleness: int | None = None,
     impl: str = "auto",
 ) -> ImportanceWeights:
     r"""Importance weights of tokens that came from another policy than the one in training.
@@ -121,6 +132,11 @@ def importance_weights(
         nan: ``"propagate"`` a NaN, or take it as ``"missing"``: a token whose log ratio is NaN then
             has ratio 1 at the level of tokens, adds nothing to the ratio of its sequence, and does
             not count in the mismatch.
+        token_policy_version: the version that generated each token, int64 in the same form, as
+            vLLM's policies report them. UUIDs have no age.
+        policy_version: the version that trains.
+        max_token_staleness: drop tokens whose version is more than this number behind
+            ``policy_version``, as the mask does. ``None`` drops none.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
             ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
@@ -130,7 +146,8 @@ def importance_weights(
 
     Raises:
         TypeError: a mask that is not bool, values that are not floating point, arguments of
-            different forms, a sparse tensor, a bound that is no real number.
+            different forms, a sparse tensor, a bound that is no real number, versions that are no
+            integers.
         ValueError: an unknown option, shapes, devices and offsets that do not fit, packed values
             without offsets where a sequence has one ratio, or bounds out of range or order. Bounds
             are not checked in a compiled graph, nor where they are tensors on the GPU.
@@ -156,11 +173,21 @@ def importance_weights(
     options: dict[str, Any] = {"level": level, "mode": mode, "nan": nan, "impl": impl}
     options |= {"low": low, "high": high}
     _check_options(level, mode, nan)
+    if max_token_staleness is None:
+        token_policy_version = None
+    elif token_policy_version is None:
+        raise ValueError(
+            "token_policy_version: expected the version of each token with max_token_staleness, "
+            "got None; pass what the policy reported"
+        )
+    else:
+        options["oldest"] = oldest_allowed(policy_version, max_token_staleness)
+    optional: Any = {"mask": mask, "token_policy_version": token_policy_version}
     if isinstance(log_probs, (list, tuple)):
-        return _list(log_probs, rollout_log_probs, mask, offsets, options)
+        return _list(log_probs, rollout_log_probs, optional, offsets, options)
     _dispatch.check_tensor("log_probs", log_probs, _dispatch.DENSE, _dispatch.NESTED)
     assert isinstance(log_probs, Tensor)
-    return _dense(log_probs, rollout_log_probs, mask, offsets, options)  # pyright: ignore[reportArgumentType]
+    return _dense(log_probs, rollout_log_probs, optional, offsets, options)  # pyright: ignore[reportArgumentType]
 
 
 def _check_options(level: str, mode: str, nan: str) -> None:
@@ -172,7 +199,7 @@ def _check_options(level: str, mode: str, nan: str) -> None:
 def _list(
     log_probs: Sequence[Tensor],
     rollout_log_probs: Any,
-    mask: Any,
+    optional: dict[str, Any],
     offsets: Tensor | None,
     options: dict[str, Any],
 ) -> ImportanceWeights:
@@ -182,27 +209,37 @@ def _list(
             f"{_dispatch.kind(offsets)}; leave it out"
         )
     companions = {"rollout_log_probs": rollout_log_probs}
-    companions |= {} if mask is None else {"mask": mask}
+    companions |= {name: rows for name, rows in optional.items() if rows is not None}
     check_lists(**companions)
     if not any(map(len, (log_probs, *companions.values()))):
-        counts = torch.zeros((2, 0), dtype=torch.int64, device="cpu")
+        counts = torch.zeros((3, 0), dtype=torch.int64, device="cpu")
         sums = torch.zeros((5, 0), dtype=torch.float32, device="cpu")
-        return ImportanceWeights([], Mismatch(*counts.unbind(), *sums.unbind()))
+        return ImportanceWeights([], Mismatch(*counts[:2], *sums, stale_tokens=counts[2]))
     packed = pack_columns(log_probs, companions)
-    policy, rollout, *kept = packed.columns
+    policy, *others = packed.columns
+    columns = dict(zip(companions, others, strict=True))
     of_samples = ragged.offsets_of(packed.lengths, policy.device)
-    weighed = _dense(policy, rollout, kept[0] if kept else None, of_samples, options)
+    rollout = columns.pop("rollout_log_probs")
+    weighed = _dense(policy, rollout, columns, of_samples, options)
     return weighed._replace(weights=list(weighed.weights.split(packed.lengths)))
 
 
 def _dense(
     log_probs: Tensor,
     rollout_log_probs: Tensor,
-    mask: Tensor | None,
+    optional: Mapping[str, Tensor | None],
     offsets: Tensor | None,
     options: dict[str, Any],
 ) -> ImportanceWeights:
+    mask, versions = optional.get("mask"), optional.get("token_policy_version")
     _check(log_probs, rollout_log_probs, mask, offsets, options["level"])
+    stale = None
+    if versions is not None:
+        check_versions(versions)
+        like = log_probs.shape, log_probs.device, " like log_probs"
+        _dispatch.check_same("token_policy_version", versions, *like)
+        stale = versions < options["oldest"]
+        stale, mask = (stale, ~stale) if mask is None else (stale & mask, ~stale & mask)
     dtype = torch.promote_types(log_probs.dtype, rollout_log_probs.dtype)
     device = log_probs.device
     chosen = _dispatch.choose(options["impl"], "importance_weights", device, dtype)
@@ -230,7 +267,13 @@ def _dense(
             mode == "mask",
             missing,
         )
-    return ImportanceWeights(weights, Mismatch(*counts.unbind(1), *sums.unbind(1)))
+    of_sequences = counts.new_zeros(len(counts))
+    if stale is not None:
+        sequences, _ = _rows.sequence_of_tokens(log_probs, offsets)
+        of_sequences = of_sequences.index_add(0, sequences, stale.flatten().to(torch.int64))
+    return ImportanceWeights(
+        weights, Mismatch(*counts.unbind(1), *sums.unbind(1), stale_tokens=of_sequences)
+    )
 
 
 def _check(

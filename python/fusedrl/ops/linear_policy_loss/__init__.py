@@ -109,6 +109,7 @@ def linear_policy_loss(
     temperature: float | Tensor = 1.0,
     vocab_offset: int | None = None,
     vocab_group: ProcessGroup | None = None,
+    support: tuple[Tensor, Tensor] | None = None,
     main_grad: Tensor | None = None,
     impl: str = "auto",
 ) -> PolicyLoss:
@@ -197,8 +198,13 @@ def linear_policy_loss(
         temperature: divisor of the logits, from 1e-30 to 1e30. No gradient flows to it.
         vocab_offset: the first class of ``weight``, where that is a shard of a larger vocabulary.
         vocab_group: the process group whose ranks hold the other shards.
+        support: the classes that the sampler left of each token's distribution, as
+            :func:`token_log_probs` takes it. All log-probs have to be over them, those in
+            ``old_log_probs``, ``ref_log_probs`` and ``rollout_log_probs`` too. Where it has few
+            classes only their rows of the weight are multiplied. Not with a shard of a vocabulary.
         main_grad: float32 ``[V, H]``; a backward pass that is asked for the weight's gradient adds
-            it there, not rounded, in place of ``weight.grad``. Not with ``vocab_group``.
+            it there, not rounded, in place of ``weight.grad``. Not with ``vocab_group`` or
+            ``support``.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
             ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
@@ -210,7 +216,8 @@ def linear_policy_loss(
             floating point, an unknown option in ``importance``.
         ValueError: an unknown loss, shapes, dtypes, devices or offsets that do not fit, a
             coefficient without what it weighs, a constant that requires grad.
-        RuntimeError: a kept token outside ``[0, V)``; a second derivative.
+        RuntimeError: a kept token outside ``[0, V)`` or its support, ids of a kept token that do
+            not ascend; a second derivative.
 
     Example:
         >>> import torch
@@ -244,7 +251,7 @@ def linear_policy_loss(
     kl_coeff = _coefficient("kl_coeff", kl_coeff)
     entropy_coeff = _coefficient("entropy_coeff", entropy_coeff)
     _check_terms(kl_coeff, ref_log_probs, aggregation, normalizer)
-    _check_main_grad(main_grad, head.weight, vocab_group)
+    _check_main_grad(main_grad, head.weight, {"vocab_group": vocab_group, "support": support})
     _check_importance(importance, rollout_log_probs, sequence_group)
     chosen = _dispatch.choose(impl, "linear_policy_loss", head.hidden.device, head.hidden.dtype)
     _dispatch.check_counted_on_host(mask, shift, head.hidden.device)
@@ -277,15 +284,15 @@ def linear_policy_loss(
         kl=share * kl_coeff if kl_coeff else None,
         entropy=share * -entropy_coeff if entropy_coeff else None,
     )
-    task = Task(head, rows, batch, weights, surrogate, entropy or bool(entropy_coeff))
+    task = Task(head, rows, batch, weights, surrogate, entropy or bool(entropy_coeff), support)
     rollout = _constant("rollout_log_probs", rollout_log_probs, tokens, dtype)
     if rollout is not None:
         kept = sequences.kept
         task = corrected(
             task, rollout, importance or {}, sequences.offsets, kept, vocab_offset, vocab_group
         )
-    if chosen == "reference" or vocab_group is not None:
-        terms = from_log_probs(task, level, sequences, vocab_offset, vocab_group, main_grad)
+    if chosen == "reference" or vocab_group is not None or support is not None:
+        terms = from_log_probs(task, level, sequences, chosen, vocab_offset, vocab_group, main_grad)
     elif level == "token":
         terms = autograd.run(task, main_grad)
     else:
@@ -369,12 +376,15 @@ def _check_importance(
         )
 
 
-def _check_main_grad(main_grad: Tensor | None, weight: Tensor, vocab_group: object) -> None:
+def _check_main_grad(
+    main_grad: Tensor | None, weight: Tensor, excluded: Mapping[str, object]
+) -> None:
     if main_grad is None:
         return
     _dispatch.check_tensor("main_grad", main_grad)
-    if vocab_group is not None:
-        raise ValueError("main_grad: expected None with vocab_group, got a tensor; use weight.grad")
+    for name, value in excluded.items():
+        if value is not None:
+            raise ValueError(f"main_grad: expected None with {name}, got a tensor; use weight.grad")
     if main_grad.dtype != torch.float32:
         raise ValueError(f"main_grad: expected torch.float32, got {main_grad.dtype}; {MAIN_GRAD}")
     like = (weight.shape, weight.device, " like weight", None)

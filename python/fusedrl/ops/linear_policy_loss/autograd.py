@@ -52,6 +52,7 @@ class Task(NamedTuple):
     weights: TermWeights
     surrogate: Surrogate
     entropy: bool
+    support: tuple[Tensor, Tensor] | None = None
 
     @property
     def needs_grad(self) -> bool:
@@ -92,7 +93,7 @@ def run(task: Task, main_grad: Tensor | None = None, separate: bool = False) -> 
     where they are ``separate``. The host cannot see whether they do without waiting for a device,
     so there the gradients are made in the backward pass: four products.
     """
-    head, rows, batch, weights, surrogate, entropy = task
+    head, rows, batch, weights, surrogate, entropy, _ = task
     code, low, high, most, estimator = surrogate.codes
     call = OpArguments(
         *head[:3],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fusedrl.ops import _autograd, _support
 from fusedrl.ops.importance_weights import importance_weights
 from fusedrl.ops.linear_policy_loss import autograd
 from fusedrl.ops.linear_policy_loss.autograd import REINFORCE, Task, Terms
@@ -46,25 +47,31 @@ def from_log_probs(
     task: Task,
     level: str,
     sequences: Sequences,
+    chosen: str,
     vocab_offset: int | None = None,
     group: ProcessGroup | None = None,
     main_grad: Tensor | None = None,
 ) -> Terms:
-    """The definition over differentiable log-probs: the reference's, or those of all ranks."""
-    if group is None:
+    """The definition over log-probs that differentiate: of the ``chosen`` implementation."""
+    if chosen == "reference":
         head, rows = task.head, task.rows
+        classes = len(head.weight)
+        entries = _support.entries_of(task.support, *rows[:-1], classes)
         if main_grad is not None:
             of_weight = autograd.into_main_grad(head.weight, main_grad)
             head = head._replace(weight=head.weight.detach() + of_weight)
         log_probs, entropy = reference.linear_token_log_probs(
             *(head, rows.tokens, rows.mask, rows.offsets, rows.shift, rows.temperature),
             task.entropy,
+            None if entries is None else entries.allowed(classes),
         )
     else:
         log_probs, entropy = _log_probs(task, vocab_offset, group)
     values = policy_terms(
         log_probs, entropy, task.batch, task.weights, task.surrogate, level, sequences
     )
+    if chosen != "reference":
+        values = _WithGradientsOf.apply(values.detach(), values)
     entropy = torch.zeros_like(log_probs) if entropy is None else entropy
     return Terms(values, log_probs.detach(), entropy.detach())
 
@@ -96,6 +103,7 @@ class _WithGradientsOf(torch.autograd.Function):
         return values.clone()
 
     @staticmethod
+    @_autograd.first_derivative_only("linear_policy_loss")
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         return None, grads[0]
 
@@ -118,6 +126,7 @@ def _log_probs(
         entropy=task.entropy,
         vocab_offset=vocab_offset,
         vocab_group=group,
+        support=task.support,
     )
     if isinstance(result, TokenLogProbs):
         return result.log_probs, result.entropy

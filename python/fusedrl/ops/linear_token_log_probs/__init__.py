@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _head, _rows
+from fusedrl.ops import _autograd, _dispatch, _head, _rows, _support
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts, check_group
-from fusedrl.ops.linear_token_log_probs import autograd, reference
+from fusedrl.ops.linear_token_log_probs import autograd, reference, sampled
 from fusedrl.ops.linear_token_log_probs.shards import VocabPart
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-    from fusedrl.ops._options import LinearOptions
+    from fusedrl.ops._options import LinearLogProbOptions
 
 __all__ = ["VocabPart", "linear_token_log_probs"]
 
@@ -33,7 +33,7 @@ def linear_token_log_probs(
     vocab_offset: int,
     vocab_group: None = None,
     entropy: bool = False,
-    **options: Unpack[LinearOptions],
+    **options: Unpack[LinearLogProbOptions],
 ) -> VocabPart: ...
 @overload
 def linear_token_log_probs(
@@ -45,7 +45,7 @@ def linear_token_log_probs(
     vocab_offset: int | None = None,
     vocab_group: ProcessGroup | None = None,
     entropy: Literal[False] = False,
-    **options: Unpack[LinearOptions],
+    **options: Unpack[LinearLogProbOptions],
 ) -> Tensor: ...
 @overload
 def linear_token_log_probs(
@@ -57,7 +57,7 @@ def linear_token_log_probs(
     vocab_offset: int | None = None,
     vocab_group: ProcessGroup | None = None,
     entropy: Literal[True],
-    **options: Unpack[LinearOptions],
+    **options: Unpack[LinearLogProbOptions],
 ) -> TokenLogProbs: ...
 @overload
 def linear_token_log_probs(
@@ -69,7 +69,7 @@ def linear_token_log_probs(
     vocab_offset: int | None = None,
     vocab_group: ProcessGroup | None = None,
     entropy: bool,
-    **options: Unpack[LinearOptions],
+    **options: Unpack[LinearLogProbOptions],
 ) -> Tensor | TokenLogProbs: ...
 @accepts_parts("tokens", "mask")
 @accepts_nested("tokens", over="tokens", fields=("log_probs", "entropy"))
@@ -89,6 +89,7 @@ def linear_token_log_probs(
     entropy: bool = False,
     vocab_offset: int | None = None,
     vocab_group: ProcessGroup | None = None,
+    support: tuple[Tensor, Tensor] | None = None,
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> Tensor | TokenLogProbs | VocabPart:
@@ -140,6 +141,9 @@ def linear_token_log_probs(
             same hidden states, and gets the log-probs over all classes and the whole gradient of
             the hidden states. Without a group, ``vocab_offset`` makes the op return a
             :class:`VocabPart`, which does not differentiate.
+        support: the classes that the sampler left of each token's distribution, as
+            :func:`token_log_probs` takes it. Where it has few of them, only their rows of the
+            weight are multiplied. Not with a shard of a vocabulary.
         batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
             depend on the batch around it; slower where blocks are not full.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
@@ -154,7 +158,8 @@ def linear_token_log_probs(
         TypeError: a mask that is not bool, hidden states that are not floating point.
         ValueError: shapes, dtypes, devices, offsets or an ``impl`` that do not fit; a scale, a
             softcap or a temperature out of range.
-        RuntimeError: a kept token outside ``[0, V)``; on CUDA, a device-side assert.
+        RuntimeError: a kept token outside ``[0, V)`` or its support, ids of a kept token that do
+            not ascend; on CUDA, a device-side assert.
 
     Example:
         >>> import torch
@@ -173,22 +178,44 @@ def linear_token_log_probs(
     _rows.check_tokens(tokens, "hidden", head.hidden)
     _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
     check_shard(vocab_offset, vocab_group)
+    if support is not None and vocab_offset is not None:
+        raise ValueError(
+            "support: expected None with vocab_offset, as its ids may be in other shards, got "
+            f"{_dispatch.kind(support)}; pass the whole weight"
+        )
     if sequence_group is not None and vocab_offset is not None and vocab_group is None:
         raise ValueError(
             "vocab_group: expected the process group of the shards beside a sequence_group, as a "
             "VocabPart is of one rank's rows, got None; pass it, or leave out sequence_group"
         )
     chosen = _dispatch.choose(
-        impl, "linear_token_log_probs", head.hidden.device, head.hidden.dtype, triton=True
+        impl,
+        "linear_token_log_probs",
+        head.hidden.device,
+        head.hidden.dtype,
+        triton=support is None,
     )
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
     _dispatch.check_counted_on_host(mask, shift, head.hidden.device)
+    entries = _support.entries_of(support, tokens, mask, offsets, shift, len(head.weight))
     if chosen == "reference":
         _dispatch.check_without_kernel("vocab_offset", vocab_offset, None)
         _dispatch.check_without_kernel("batch_invariant", batch_invariant, False)
         log_probs, row_entropy = reference.linear_token_log_probs(
-            head, tokens, mask, offsets, shift, divisor, entropy
+            *(head, tokens, mask, offsets, shift, divisor, entropy),
+            None if entries is None else entries.allowed(len(head.weight)),
         )
+        return log_probs if row_entropy is None else TokenLogProbs(log_probs, row_entropy)
+    if entries is not None:
+
+        def of_whole(kept: Tensor) -> Any:
+            options = {"offsets": offsets, "shift": shift, "temperature": temperature}
+            options |= {"bias": bias, "softcap": softcap, "scale": scale}
+            options |= {"batch_invariant": batch_invariant}
+            return linear_token_log_probs(hidden, weight, tokens, kept, entropy=entropy, **options)
+
+        values = sampled.logits_of(head, entries, batch_invariant)
+        log_probs, row_entropy = _support.joined(entries, values, divisor, entropy, of_whole)
         return log_probs if row_entropy is None else TokenLogProbs(log_probs, row_entropy)
     batch = (
         tokens.to(torch.int64).contiguous(),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _rows, _saved_tensors
+from fusedrl.ops import _autograd, _dispatch, _rows, _saved_tensors, _support
 from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.token_log_probs import reference
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-    from fusedrl.ops._options import RowOptions
+    from fusedrl.ops._options import LogProbOptions
 
 __all__ = ["TokenLogProbs", "token_log_probs"]
 
@@ -35,7 +35,7 @@ def token_log_probs(
     mask: Tensor | None = None,
     *,
     entropy: Literal[False] = False,
-    **options: Unpack[RowOptions],
+    **options: Unpack[LogProbOptions],
 ) -> Tensor: ...
 @overload
 def token_log_probs(
@@ -44,7 +44,7 @@ def token_log_probs(
     mask: Tensor | None = None,
     *,
     entropy: Literal[True],
-    **options: Unpack[RowOptions],
+    **options: Unpack[LogProbOptions],
 ) -> TokenLogProbs: ...
 @overload
 def token_log_probs(
@@ -53,7 +53,7 @@ def token_log_probs(
     mask: Tensor | None = None,
     *,
     entropy: bool,
-    **options: Unpack[RowOptions],
+    **options: Unpack[LogProbOptions],
 ) -> Tensor | TokenLogProbs: ...
 @accepts_parts("tokens", "mask")
 @accepts_nested("tokens", over="tokens", fields=("log_probs", "entropy"))
@@ -67,6 +67,7 @@ def token_log_probs(
     sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
+    support: tuple[Tensor, Tensor] | None = None,
     impl: str = "auto",
 ) -> Tensor | TokenLogProbs:
     r"""Log-probability of each token under a softmax over its logits.
@@ -98,6 +99,12 @@ def token_log_probs(
             it.
         entropy: also return the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
             gradient.
+        support: the classes that the sampler left of each token's distribution, ``(ids, offsets)``
+            with integer ids ``[S]`` and int64 offsets ``[N + 1]`` over all tokens in order, padding
+            and dropped ones included: token *n* was sampled from
+            ``ids[offsets[n] : offsets[n + 1]]``, which ascend and contain it. An empty row stands
+            for all classes. Log-probs and entropies are those of the softmax over the support
+            alone, and so are gradients. See :func:`sampling_support`.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
             ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
@@ -109,8 +116,9 @@ def token_log_probs(
         TypeError: a mask that is not bool, logits that are not floating point, a sparse tensor, a
             temperature that is no real number.
         ValueError: shapes, devices or offsets that do not fit; a temperature out of range.
-        RuntimeError: a kept token outside ``[0, V)``; in a compiled graph, or where it is a tensor
-            on the GPU, also a temperature that is not finite and positive. On CUDA both are
+        RuntimeError: a kept token outside ``[0, V)`` or its support, ids of a kept token that do
+            not ascend; in a compiled graph, or where it is a tensor
+            on the GPU, also a temperature that is not finite and positive. On CUDA all are
             device-side asserts.
         NotImplementedError: logits with a forward-mode tangent, or inside a transform of
             ``torch.func`` that records a gradient; ``impl="reference"`` takes both.
@@ -134,9 +142,20 @@ def token_log_probs(
         impl, "token_log_probs", logits.device, logits.dtype, _dispatch.KERNEL_DTYPES
     )
     scale = _dispatch.temperature_tensor(temperature, logits.device, chosen)
+    entries = _support.entries_of(support, tokens, mask, offsets, shift, logits.shape[-1])
     if chosen == "reference":
         log_probs, row_entropy = reference.token_log_probs(
-            logits, tokens, mask, offsets, shift, scale, entropy
+            *(logits, tokens, mask, offsets, shift, scale, entropy),
+            None if entries is None else entries.allowed(logits.shape[-1]),
+        )
+    elif entries is not None:
+
+        def of_whole(kept: Tensor) -> Any:
+            options = {"offsets": offsets, "shift": shift, "temperature": temperature}
+            return token_log_probs(logits, tokens, kept, entropy=entropy, **options)
+
+        log_probs, row_entropy = _support.joined(
+            *(entries, _support.of_logits(logits, entries), scale, entropy, of_whole)
         )
     else:
         logits = _rows.with_unit_stride(logits)

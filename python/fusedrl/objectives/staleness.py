@@ -1,0 +1,69 @@
+"""Which tokens of a batch are too old to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from fusedrl.objectives.tokens import LossBatch
+from fusedrl.ops.importance_weights.staleness import check_versions, oldest_allowed
+from fusedrl.transforms.columns import column_rows
+
+TOKENS_KEY = "token_policy_version"  # as policies report it, and importance_weights takes it
+# A number, or what returns it.
+PolicyVersionSource = int | Callable[[], int]
+
+
+def without_stale(loss: Any, batch: LossBatch, td: TensorDictBase) -> LossBatch:
+    """The batch without the tokens that ``loss.max_token_staleness`` leaves out, which it counts.
+
+    Raises ``ValueError`` for data without a version for each counted token, and for a batch of
+    which nothing is left.
+    """
+    if loss.max_token_staleness is None:
+        return batch
+    source = loss.policy_version
+    newest = source() if callable(source) else source
+    oldest = oldest_allowed(newest, loss.max_token_staleness)
+    versions = _versions(batch, td)
+    unknown = batch.counted & (versions < 0)
+    if bool(unknown.any()):
+        raise ValueError(
+            f"{TOKENS_KEY}: expected a version for every counted token, got none for "
+            f"{int(unknown.sum())} of {int(batch.counted.sum())}; count those of the last response "
+            "alone (masking_strategy='sft'), or give one for each token of the conversation"
+        )
+    stale = batch.counted & (versions < oldest)
+    if bool(batch.counted.any()) and torch.equal(stale, batch.counted):
+        raise ValueError(
+            f"max_token_staleness: expected some token of at most {loss.max_token_staleness} "
+            f"versions before {newest}, got none; skip the batch, or raise the bound"
+        )
+    loss.stale_tokens += int(stale.sum())
+    return batch._replace(counted=batch.counted & ~stale)
+
+
+def _versions(batch: LossBatch, td: TensorDictBase) -> Tensor:
+    """The version of each place, ``[B, T]``, -1 for none; a row has those of its last tokens."""
+    column: Any = td.get(TOKENS_KEY, None, as_list=True)  # pyright: ignore[reportCallIssue]
+    if column is None:
+        raise ValueError(
+            f"{TOKENS_KEY}: expected the versions of the tokens with max_token_staleness, got "
+            "none; collect with a policy that reports them, such as a vLLM engine with a channel"
+        )
+    versions = torch.full(batch.ids.shape, -1, dtype=torch.int64, device=batch.ids.device)
+    for row, attended, found in zip(versions, batch.attended, column_rows(column), strict=True):
+        check_versions(found)
+        own = found[found >= 0].to(row)
+        places = attended.nonzero().squeeze(-1)
+        if len(own) > len(places):
+            raise ValueError(
+                f"{TOKENS_KEY}: expected at most {len(places)} versions for as many tokens, got "
+                f"{len(own)}; give those of the same conversation"
+            )
+        row[places[len(places) - len(own) :]] = own
+    return versions
