@@ -1,4 +1,4 @@
-"""importance_weights with CUDA threads by turns."""
+"""importance_weights by its compiled kernels."""
 
 from __future__ import annotations
 

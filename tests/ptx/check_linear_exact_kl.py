@@ -1,4 +1,4 @@
-"""linear_exact_kl with CUDA threads by turns, in tiles of a few rows and classes."""
+"""linear_exact_kl by its compiled kernels, in tiles of a few rows and classes."""
 
 from __future__ import annotations
 

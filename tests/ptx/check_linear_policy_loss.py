@@ -1,4 +1,4 @@
-"""linear_policy_loss with CUDA threads by turns, in blocks of a few rows."""
+"""linear_policy_loss by its compiled kernels, in blocks of a few rows."""
 
 from __future__ import annotations
 

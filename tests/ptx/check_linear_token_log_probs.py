@@ -1,4 +1,4 @@
-"""linear_token_log_probs with CUDA threads by turns, in tiles of a few rows and classes."""
+"""linear_token_log_probs by its compiled kernels, in tiles of a few rows and classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""token_kl with CUDA threads by turns."""
+"""token_kl by its compiled kernels."""
 
 from __future__ import annotations
 

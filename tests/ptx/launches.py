@@ -38,20 +38,21 @@ def kernels_of(ptx: str) -> dict[str, Kernel]:
 
 
 class Interpreter:
-    """Runs every launch of a library of host code; ``programs`` has what was launched."""
+    """Runs every launch of a library of host code; ``launched`` has their kernels."""
 
     def __init__(self, host: Path, kernels: dict[str, Kernel]) -> None:
-        self.kernels, self.programs = kernels, dict[str, Program]()
+        self.kernels, self.programs, self.launched = kernels, dict[str, Program](), set[str]()
         self._host = ctypes.CDLL(str(host))
         self._find = self._host.find_allocation
         self._find.argtypes = ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)
         self._find.restype = ctypes.c_size_t
         listed = subprocess.run(["nm", host], check=True, capture_output=True, text=True).stdout
-        places = dict(reversed(line.split()[::2]) for line in listed.splitlines() if line[0] != " ")
-        find = ctypes.cast(self._find, ctypes.c_void_p).value or 0
-        start = find - int(places["find_allocation"], 16)
+        names = {int(at, 16): name for at, _, name in re.findall(r"(\w+) (\w) (\w+)", listed)}
+        (offset,) = [at for at, name in names.items() if name == "find_allocation"]
+        start = (ctypes.cast(self._find, ctypes.c_void_p).value or 0) - offset
+        # g++ marks static functions by an L, nvcc does not.
         self._names = {
-            start + int(at, 16): name for name, at in places.items() if name in kernels
+            start + at: re.sub("^_ZN7fusedrlL", "_ZN7fusedrl", name) for at, name in names.items()
         }
         self._message = b""
         self._launcher = _LAUNCHER(self._launched)
@@ -76,6 +77,7 @@ class Interpreter:
         return None
 
     def run(self, name: str, blocks: int, threads: int, arguments: list[bytes]) -> None:
+        self.launched.add(name)
         program = self.programs.get(name) or self.programs.setdefault(
             name, Program(self.kernels[name])
         )

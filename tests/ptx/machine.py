@@ -17,6 +17,7 @@ from memory import Access, Fault, Memory
 from program import Instruction, Kernel
 
 WARP = 32
+_MOST_STEPS = 50_000  # basic blocks
 Step = Callable[["Lanes"], None]
 Operand = Callable[["Lanes"], Array]
 
@@ -25,7 +26,7 @@ class Stopped(Exception):
     """A kernel's own check has failed; its message."""
 
 
-class Block(list[Step]):
+class Block(list[tuple[Instruction, Step]]):
     """Instructions that run one after the other, and where they lead."""
 
     waits_for: int | None = None  # 0 for the whole block, WARP for a warp
@@ -40,7 +41,7 @@ class Lanes:
             raise Fault(f"{threads} threads to a block: no whole warps")
         self.count, self.blocks, self.threads = blocks * threads, blocks, threads
         self.program, self.memory = program, memory
-        self.registers = [np.zeros(1, kind) for kind in program.kinds]
+        self.registers = list(program.zeros)
         self.arguments: dict[str, Array] = {}  # of the function that is called next
         self.at = np.zeros(self.count, np.int32)
         self.barriers = np.zeros(self.count, np.int32)
@@ -73,12 +74,18 @@ class Lanes:
     def run(self) -> None:
         blocks = self.program.blocks
         with np.errstate(all="ignore"):
-            while (place := self.next_place()) is not None:
+            for _ in range(_MOST_STEPS):
+                if (place := self.next_place()) is None:
+                    return
                 block = blocks[place]
                 self.program.visited.add(place)
                 self.at[self.indices] = block.then
-                for step in block:
-                    step(self)
+                try:
+                    for instruction, step in block:
+                        step(self)
+                except Fault as fault:
+                    raise Fault(f"{self.program.kernel.name}: {instruction}: {fault}") from None
+        raise Fault(f"{self.program.kernel.name}: no end")
 
     def next_place(self) -> int | None:
         """Chooses the lanes that are behind all others, but for those that wait."""
@@ -113,9 +120,9 @@ class Program:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        names = {name: kind for name, kind in kernel.registers.items()}
-        self.index = {name: i for i, name in enumerate(names)}
-        self.kinds = [TYPES["b" + k[1:] if k != "pred" else k] for k in names.values()]
+        self.index = {name: i for i, name in enumerate(kernel.registers)}
+        self.kinds = [TYPES[re.sub("^[suf]", "b", kind)] for kind in kernel.registers.values()]
+        self.zeros = [np.zeros(1, kind) for kind in self.kinds]
         self.visited: set[int] = set()
         self.blocks = self._blocks()
 
@@ -138,7 +145,7 @@ class Program:
                 name = instruction.opcode.split(".")[0]
                 if name in ("bar", "shfl"):
                     block.waits_for = 0 if name == "bar" else WARP
-                block.append(self._step(instruction))
+                block.append((instruction, self._step(instruction)))
             blocks.append(block)
         return blocks
 
@@ -149,15 +156,8 @@ class Program:
         if instruction.guard and name != "bra":
             if name in ("bar", "shfl"):
                 raise NotImplementedError(f"{instruction}: only some threads of a warp")
-            step = self._guarded(step, self.guard(instruction.guard))
-
-        def located(lanes: Lanes) -> None:
-            try:
-                step(lanes)
-            except Fault as fault:
-                raise Fault(f"{self.kernel.name}: {instruction}: {fault}") from None
-
-        return located
+            return self._guarded(step, self.guard(instruction.guard))
+        return step
 
     # Operands.
 

@@ -46,7 +46,7 @@ class Kernel:
 
 _VARIABLE = re.compile(
     r"\.(param|shared|global|const)\s+(?:\.attribute\(.*?\)\s+)?(?:\.align\s+(\d+)\s+)?"
-    r"\.[a-z]+(\d+)\s+(?:\.ptr\s+(?:\.\w+\s+)*(?:\.align\s+\d+\s+)?)?"
+    r"\.[a-z]+(\d+)\s+(?:\.ptr\s+(?:\.(?!align)\w+\s+)*(?:\.align\s+\d+\s+)?)?"
     r"([\w$]+)(?:\[(\d*)\])?(?:\s*=\s*\{([^}]*)\})?"
 )
 _GUARD = re.compile(r"@(!?%\w+)\s+")

@@ -1,26 +1,31 @@
 """Run the compiled CUDA kernels of all ops, interpreted, against the float64 reference.
 
-``run.py HOST PTX [OP...]`` loads the ops' host code in the place of ``_C``, so that the public
-functions launch kernels on CPU tensors. Each ``check_OP.py`` runs in a process of its own, and
-prints a line for every comparison that passes, up to the first that fails, and then how much of
-each kernel was executed.
+``run.py HOST PTX`` loads the ops' host code in the place of ``_C``, so that the public functions
+launch kernels on CPU tensors. Each ``check_OP.py`` runs in a process of its own, and prints a line
+of JSON for every check that passes, up to the first that fails.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which a backward pass imports, and takes seconds to
 from launches import Interpreter, kernels_of
 
 from fusedrl import native
 
+OPS = sorted(path.stem.removeprefix("check_") for path in Path(__file__).parent.glob("check_*.py"))
+
 
 def load(host: str, ptx: str) -> Interpreter:
+    torch.set_num_threads(1)
     interpreter = Interpreter(Path(host), kernels_of(Path(ptx).read_text()))
     native.find = lambda name: Path(host)
     native.require("_C")
@@ -30,24 +35,30 @@ def load(host: str, ptx: str) -> Interpreter:
     return interpreter
 
 
-def run(op: str, interpreter: Interpreter) -> None:
+def checks_of(op: str) -> Iterator[tuple[str, Callable[[], None]]]:
     for name, check in vars(importlib.import_module(f"check_{op}")).items():
         if name.startswith("check_"):
-            started = time.perf_counter()
-            torch.manual_seed(0)
-            check()
-            print(f"{op}: {name} passed {time.perf_counter() - started:.1f} s", flush=True)
+            yield name, check
+
+
+def run(op: str, interpreter: Interpreter) -> None:
+    for name, check in checks_of(op):
+        interpreter.launched.clear()
+        started = time.process_time()
+        torch.manual_seed(0)
+        check()
+        seconds = round(time.process_time() - started, 2)
+        kernels = sorted(interpreter.launched)
+        print(json.dumps({"op": op, "check": name, "seconds": seconds, "kernels": kernels}))
     for name, program in interpreter.programs.items():
-        print(f"executed {name} {len(program.visited)} of {len(program.blocks)}", flush=True)
+        print(f"{name}: executed {len(program.visited)} of {len(program.blocks)} basic blocks")
 
 
-def main(host: str, ptx: str, *ops: str) -> None:
+def main(host: str, ptx: str) -> None:
     interpreter = load(host, ptx)
     forking = multiprocessing.get_context("fork")
-    for path in sorted(Path(__file__).parent.glob("check_*.py")):
-        if ops and path.stem.removeprefix("check_") not in ops:
-            continue
-        process = forking.Process(target=run, args=(path.stem.removeprefix("check_"), interpreter))
+    for op in OPS:
+        process = forking.Process(target=run, args=(op, interpreter))
         process.start()
         process.join()
 
