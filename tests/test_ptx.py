@@ -1,19 +1,25 @@
-"""The CUDA kernels without a GPU: its threads by turns on the host, under AddressSanitizer."""
+"""The CUDA kernels without a GPU: their PTX, as compiled, is interpreted against float64."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from ptx.launches import kernels_of
+from test_cuda_binary import library, run  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).parents[1]
-CHECKS = ROOT / "tests/cuda_emulation"
+CHECKS = ROOT / "tests/ptx"
 OPS = sorted(path.parent.name for path in (ROOT / "csrc").glob("*/cuda.cu"))
 COMPILER = shutil.which("g++")
 
@@ -22,44 +28,94 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+class Built(NamedTuple):
+    """What the interpreter loads: the ops' host code for CPU tensors, and the kernels."""
+
+    host: Path
+    ptx: Path
+
+    def call(self, module: str, *args: object, given: str = "") -> str:
+        command = [sys.executable, "-m", f"ptx.{module}", self.host, self.ptx, *map(str, args)]
+        done = subprocess.run(
+            command,
+            cwd=ROOT / "tests",
+            input=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        return done.stdout
+
+
 @pytest.fixture(scope="module")
-def output(tmp_path_factory) -> str:
-    """What the checks of all ops say, in one process that loads the sanitizer and torch."""
+def built(library, tmp_path_factory) -> Built:  # noqa: F811
+    folder = tmp_path_factory.mktemp("ptx")
+    (folder / "kernels.ptx").write_text(run("cuobjdump", "--dump-ptx", library))
     torch_dir = Path(torch.__file__).parent
-    library = tmp_path_factory.mktemp("emulation") / "emulated.so"
-    subprocess.run(
-        [
-            *(COMPILER, "-std=c++20", "-Og", "-g1", "-fPIC", "-shared", "-fsanitize=address"),
-            *("-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020a000000000000"),
-            *(f"-I{CHECKS}", f"-I{ROOT}/csrc", "-isystem", torch_dir / "include"),
-            *(ROOT / "csrc/ops.cpp", "-x", "c++"),
-            *(ROOT / f"csrc/{op}/cuda.cu" for op in OPS),
-            *("-x", "none", f"-L{torch_dir}/lib", "-Wl,--no-as-needed", "-ltorch_cpu"),
-            *("-o", library),
-        ],
-        check=True,
-    )
-    # The sanitizer has to be the process's first library, with the C++ runtime whose exceptions it
-    # watches; what Python itself leaks is not ours.
-    preload = " ".join(_path_of(name) for name in ("libasan.so", "libstdc++.so.6"))
-    done = subprocess.run(
-        [sys.executable, CHECKS / "run.py", library],
-        env={**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    return done.stdout
+    options = [
+        *(COMPILER, "-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-x", "c++"),
+        *(f"-I{CHECKS}", f"-I{ROOT}/csrc", "-isystem", torch_dir / "include"),
+    ]
+    stable = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+    sources = [ROOT / "csrc/ops.cpp", *(ROOT / f"csrc/{op}/cuda.cu" for op in OPS)]
+
+    def compile_(source: Path) -> Path:
+        made = folder / f"{source.parent.name}-{source.stem}.o"
+        stable_or_not = [] if source.name == "host.cpp" else [stable]
+        subprocess.run([*options, *stable_or_not, "-c", source, "-o", made], check=True)
+        return made
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_, [*sources, CHECKS / "host.cpp"]))
+    libraries = [f"-L{torch_dir}/lib", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
+    command = [COMPILER, "-shared", *objects, *libraries, "-o", folder / "host.so"]
+    subprocess.run(command, check=True)
+    return Built(folder / "host.so", folder / "kernels.ptx")
+
+
+@pytest.fixture(scope="module")
+def output(built) -> str:
+    """What the checks of all ops say, in one process that loads the host code."""
+    return built.call("run")
+
+
+def passed(output: str) -> list[dict]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_cuda_kernels_on_the_host(output, op):
+def test_compiled_kernels_agree_with_float64(output, op):
     written = (CHECKS / f"check_{op}.py").read_text().count("\ndef check_")
-    passed = re.findall(rf"^{op}: check_\w+ passed$", output, re.MULTILINE)
-    assert len(passed) == written > 0, output
+    assert len([one for one in passed(output) if one["op"] == op]) == written > 0, output
 
 
-def _path_of(library: str) -> str:
-    command = [COMPILER, f"-print-file-name={library}"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+def test_every_kernel_of_the_library_is_executed(built, output):
+    kernels = kernels_of(built.ptx.read_text()).keys()
+    assert kernels == {kernel for one in passed(output) for kernel in one["kernels"]}
+    blocks = re.findall(r"executed (\d+) of (\d+) basic blocks", output)
+    assert len(blocks) >= len(kernels)
+
+
+def killed(built: Built, output: str, count: int, seed: int) -> dict[str, tuple[int, int]]:
+    """Of each kind of change, how many the checks see, and how many there were."""
+    lines = passed(built.call("mutate", count, seed, given=output))
+    assert len(lines) == count
+    made = Counter(line["what"] for line in lines)
+    seen = Counter(line["what"] for line in lines if not line["survived"])
+    for line in lines:
+        if line["survived"]:
+            print(line)
+    return {what: (seen[what], made[what]) for what in made}
+
+
+def test_broken_kernels_fail_their_checks(built, output):
+    """Two of each of the nine kinds of change, always the same ones."""
+    counts = killed(built, output, 18, seed=1)
+    assert sum(seen for seen, _ in counts.values()) >= 16, counts
+
+
+@pytest.mark.slow
+def test_nine_of_ten_broken_kernels_fail_their_checks(built, output):
+    counts = killed(built, output, 180, seed=0)
+    assert sum(seen for seen, _ in counts.values()) >= 162, counts

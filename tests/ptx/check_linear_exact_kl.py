@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from values import DTYPES, OFFSETS, TOLERANCE
+from ptx.values import DTYPES, OFFSETS, TOLERANCE
 
 from fusedrl import linear_exact_kl
 from fusedrl.ops.exact_kl import DIRECTIONS

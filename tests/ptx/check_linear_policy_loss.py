@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from values import DTYPES, OFFSETS, TOLERANCE
+from ptx.values import DTYPES, OFFSETS, TOLERANCE
 
 from fusedrl import linear_policy_loss, linear_token_log_probs
 

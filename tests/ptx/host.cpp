@@ -1,4 +1,5 @@
-// What the interpreter is told: each launch, which memory tensors have, and what nobody has written.
+// What the interpreter is told: each launch, which memory tensors have, and what nobody has
+// written.
 #include <c10/core/CPUAllocator.h>
 
 #include <cstdint>
@@ -17,7 +18,8 @@ constexpr size_t kAlignment = 64;
 class Memory final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    void* begin = std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+    void* begin =
+        std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
     if (bytes <= kMostFilled) std::memset(begin, kUnwritten, bytes);
     const std::lock_guard lock(mutex_);
     sizes_[reinterpret_cast<uintptr_t>(begin)] = bytes;

@@ -59,7 +59,7 @@ def operation(opcode: str) -> Operation:
         return Operation(kind, (kind, "u32", "u32"), function)
     if key.endswith("wide"):
         wide = kind[0] + str(2 * int(kind[1:]))
-        takes = (kind, kind, wide)[: sources]
+        takes = (kind, kind, wide)[:sources]
         return Operation(wide, takes, function)
     if key.endswith(".f"):
         function = _rounded(name, function, flags)
@@ -240,7 +240,12 @@ _FUNCTIONS: dict[str, tuple[int, Function]] = {
     "or": (2, lambda a, b: a | b),
     "xor": (2, lambda a, b: a ^ b),
     "shl": (2, _shift(np.left_shift, lambda a: 0)),
-    "shr": (2, _shift(np.right_shift, lambda a: a >> (8 * a.dtype.itemsize - 1) if a.dtype.kind == "i" else 0)),
+    "shr": (
+        2,
+        _shift(
+            np.right_shift, lambda a: a >> (8 * a.dtype.itemsize - 1) if a.dtype.kind == "i" else 0
+        ),
+    ),
     "bfe": (3, _field),
     "prmt": (3, _permuted),
     "lop3": (4, _table),

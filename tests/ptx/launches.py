@@ -7,9 +7,9 @@ import re
 import subprocess
 from pathlib import Path
 
-from machine import Lanes, Program, Stopped
-from memory import Fault, Memory
-from program import Kernel, kernels
+from ptx.machine import Lanes, Program, Stopped
+from ptx.memory import Memory
+from ptx.program import Kernel, kernels
 
 
 class _Argument(ctypes.Structure):

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
-from instructions import BITS, TYPES, Array, constant, operation
-from memory import Access, Fault, Memory
-from program import Instruction, Kernel
+from ptx.instructions import BITS, TYPES, Array, constant, operation
+from ptx.memory import Access, Fault, Memory
+from ptx.program import Instruction, Kernel
 
 WARP = 32
 _MOST_STEPS = 50_000  # basic blocks
@@ -188,7 +188,9 @@ class Program:
         distance = np.uint64(int(offset or "0") & (2**64 - 1))
         if base in self.index and self.kinds[self.index[base]] is np.uint32:
             narrow = self.operand(base, "u32")  # wraps around as it does
-            return lambda lanes: (narrow(lanes) + np.uint32(distance & 0xFFFFFFFF)).astype(np.uint64)
+            return lambda lanes: (narrow(lanes) + np.uint32(distance & 0xFFFFFFFF)).astype(
+                np.uint64
+            )
         start = self.operand(base, "u64")
         return lambda lanes: start(lanes) + distance
 
@@ -247,11 +249,18 @@ class Program:
         def step(lanes: Lanes) -> None:
             at = address(lanes)
             if space == "param" and len(at) == 1:
-                taken = lanes.memory.load(space, at, len(registers), size, lanes.access(), constant=True)
+                taken = lanes.memory.load(
+                    space, at, len(registers), size, lanes.access(), constant=True
+                )
             else:
                 taken = np.zeros((lanes.count, len(registers)), BITS[size])
                 taken[lanes.indices] = lanes.memory.load(
-                    space, lanes.of_active(at), len(registers), size, lanes.access(), constant=constant
+                    space,
+                    lanes.of_active(at),
+                    len(registers),
+                    size,
+                    lanes.access(),
+                    constant=constant,
                 )
             for register, column in zip(registers, taken.T, strict=True):
                 if register is not None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-from instructions import BITS, Array
-from program import Variable
+from ptx.instructions import BITS, Array
+from ptx.program import Variable
 
 UNWRITTEN = 0xFE  # fills what nobody has written, as host.cpp does
 

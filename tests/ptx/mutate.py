@@ -1,6 +1,6 @@
 """Break kernels at random places, and count which of them the checks let pass.
 
-``mutate.py HOST PTX COUNT [SEED]`` prints a line of JSON for each: what was changed, and whether a
+``python -m ptx.mutate HOST PTX COUNT [SEED]`` reads what ``ptx.run`` prints, and prints a line of JSON for each: what was changed, and whether a
 check failed. The checks that launch a kernel are tried one after the other, the quickest first.
 """
 
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 
 import torch
-from launches import Interpreter
-from program import Instruction
-from run import OPS, checks_of, load, run
+from ptx.launches import Interpreter
+from ptx.program import Instruction
+from ptx.run import checks_of, load
 
 _SIZE = re.compile(r"\.(?:v(\d)\.)?[busf](\d+)$")
 _REVERSED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
@@ -120,7 +120,11 @@ def mutants(interpreter: Interpreter, seed: int) -> Iterator[tuple[str, str, int
             while True:
                 kernel = draw.choice(list(interpreter.kernels.values()))
                 at = draw.randrange(len(kernel.code))
-                new = None if kernel.code[at].opcode.startswith("st.param") else change(kernel.code[at])
+                new = (
+                    None
+                    if kernel.code[at].opcode.startswith("st.param")
+                    else change(kernel.code[at])
+                )
                 if new is not None:
                     yield what, kernel.name, at, new
                     break
@@ -130,7 +134,9 @@ def main(host: str, ptx: str, count: str, seed: str = "0") -> None:
     interpreter = load(host, ptx)
     known = [json.loads(line) for line in sys.stdin if line.startswith("{")]
     known.sort(key=lambda one: one["seconds"])
-    for _, (what, kernel, at, new) in zip(range(int(count)), mutants(interpreter, int(seed)), strict=False):
+    for _, (what, kernel, at, new) in zip(
+        range(int(count)), mutants(interpreter, int(seed)), strict=False
+    ):
         names = [(one["op"], one["check"]) for one in known if kernel in one["kernels"]]
         survived = survives(interpreter, kernel, at, new, names)
         place = f"{at}: {interpreter.kernels[kernel].code[at]}"

@@ -1,6 +1,6 @@
 """Run the compiled CUDA kernels of all ops, interpreted, against the float64 reference.
 
-``run.py HOST PTX`` loads the ops' host code in the place of ``_C``, so that the public functions
+``python -m ptx.run HOST PTX`` loads the ops' host code in the place of ``_C``, so that the public functions
 launch kernels on CPU tensors. Each ``check_OP.py`` runs in a process of its own, and prints a line
 of JSON for every check that passes, up to the first that fails.
 """
@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import torch._dynamo  # which a backward pass imports, and takes seconds to
-from launches import Interpreter, kernels_of
+from ptx.launches import Interpreter, kernels_of
 
 from fusedrl import native
 
@@ -36,7 +35,7 @@ def load(host: str, ptx: str) -> Interpreter:
 
 
 def checks_of(op: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    for name, check in vars(importlib.import_module(f"check_{op}")).items():
+    for name, check in vars(importlib.import_module(f"ptx.check_{op}")).items():
         if name.startswith("check_"):
             yield name, check
 

@@ -68,10 +68,9 @@ class OnDeviceOf {
     std::apply(
         [&](const auto&... each) {
           const ptx::Argument arguments[] = {{&each, sizeof each}...};
-          const char* stopped = ptx::launcher(
-              reinterpret_cast<const void*>(kernel),
-              static_cast<unsigned>(std::min(blocks, kMaxBlocks)), threads, arguments,
-              sizeof...(Params));
+          const char* stopped = ptx::launcher(reinterpret_cast<const void*>(kernel),
+                                              static_cast<unsigned>(std::min(blocks, kMaxBlocks)),
+                                              threads, arguments, sizeof...(Params));
           check(stopped == nullptr, stopped);
         },
         values);
