@@ -154,7 +154,7 @@ _TOWARDS = {"rm": -math.inf, "rp": math.inf, "rz": 0.0}
 
 
 def _rounded(name: str, function: Function, flags: list[str]) -> Function:
-    """A function with the rounding, flushing and saturation that the flags of its opcode ask for."""
+    """With the rounding, flushing and saturation that the flags of an opcode ask for."""
     mode = next((flag for flag in flags if flag in _DIRECTED), None)
     if mode is not None and flags[-1] != "f32":
         raise NotImplementedError(f"{name} rounded by {mode} in {flags[-1]}")
@@ -266,25 +266,33 @@ _FUNCTIONS: dict[str, tuple[int, Function]] = {
 _APPROXIMATE = {"div.approx.f32": _approximate_quotient, "rcp.approx.ftz.f64": _gross_reciprocal}
 
 _ORDER: dict[str, Function] = {
-    "eq": np.equal, "ne": lambda a, b: (a < b) | (a > b), "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "eq": np.equal,
+    "ne": lambda a, b: (a < b) | (a > b),
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
     "ge": np.greater_equal,
-}  # fmt: skip
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
+}
+
+
+_COMBINED = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
 def _comparison(flags: list[str]) -> Operation:
     """Comparisons are false where one of the numbers is NaN, unless their name ends with u."""
     compare, kind = flags[0], flags[-1]
-    if compare in ("num", "nan"):
-        function: Function = lambda a, b: (np.isnan(a) | np.isnan(b)) == (compare == "nan")
-    elif compare in _ORDER:
-        function = _ORDER[compare]
-    else:
-        ordered = _ORDER[compare.removesuffix("u")]
-        function = lambda a, b: ordered(a, b) | np.isnan(a) | np.isnan(b)
-    if len(flags) == 2:
-        return Operation("pred", (kind, kind), function)
-    combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[flags[1]]
-    return Operation("pred", (kind, kind, "pred"), lambda a, b, p: combine(function(a, b), p))
+    ordered = _ORDER[compare if compare in _ORDER else compare.removesuffix("u")]
+
+    def function(a: Array, b: Array, *other: Array) -> Array:
+        result = ordered(a, b)
+        if compare not in _ORDER:
+            result = result | np.isnan(a) | np.isnan(b)
+        return _COMBINED[flags[1]](result, *other) if other else result
+
+    sources = (kind, kind) if len(flags) == 2 else (kind, kind, "pred")
+    return Operation("pred", sources, function)
 
 
 def from_bfloat16(bits: Array) -> Array:

@@ -80,11 +80,12 @@ class Lanes:
                 block = blocks[place]
                 self.program.visited.add(place)
                 self.at[self.indices] = block.then
-                try:
-                    for instruction, step in block:
+                for instruction, step in block:
+                    try:
                         step(self)
-                except Fault as fault:
-                    raise Fault(f"{self.program.kernel.name}: {instruction}: {fault}") from None
+                    except Fault as fault:
+                        name = self.program.kernel.name
+                        raise Fault(f"{name}: {instruction}: {fault}") from None
         raise Fault(f"{self.program.kernel.name}: no end")
 
     def next_place(self) -> int | None:

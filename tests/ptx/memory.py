@@ -1,4 +1,4 @@
-"""Memory as a kernel may use it: within allocations, aligned, written before read, without races."""
+"""Memory as a kernel may use it: inside tensors, aligned, written before read, without races."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _statements(body: str) -> Iterator[str]:
-    """Labels with their colon, and what ends with a semicolon; the braces of scopes are left out."""
+    """Labels with their colon, and what ends with a semicolon, without the braces of scopes."""
     pattern = re.compile(r"\s*(?:[{}]|([\w$]+:)|([^;]*);)", re.DOTALL)
     for match in pattern.finditer(body.rstrip()):
         if match[1] or match[2]:

@@ -1,8 +1,8 @@
 """Run the compiled CUDA kernels of all ops, interpreted, against the float64 reference.
 
-``python -m ptx.run HOST PTX`` loads the ops' host code in the place of ``_C``, so that the public functions
-launch kernels on CPU tensors. Each ``check_OP.py`` runs in a process of its own, and prints a line
-of JSON for every check that passes, up to the first that fails.
+``python -m ptx.run HOST PTX`` loads the ops' host code in the place of ``_C``, so that the public
+functions launch kernels on CPU tensors. Each ``check_OP.py`` runs in a process of its own, and
+prints a line of JSON for every check that passes, up to the first that fails.
 """
 
 from __future__ import annotations
