@@ -47,6 +47,8 @@ def operation(opcode: str) -> Operation:
         return Operation(kind, (kind, kind, "pred"), lambda a, b, p: np.where(p, a, b))
     if name in ("mov", "cvta"):
         return Operation(kind, (kind,), lambda a: a)
+    if kind in ("bf16", "bf16x2", "f16x2") or (name == "bfe" and kind[0] == "s"):
+        raise NotImplementedError(opcode)
     key = name if kind in TYPES and np.dtype(TYPES[kind]).kind in "uib" else f"{name}.f"
     if name in ("mul", "mad") and key == name:
         key, flags = f"{name}.{flags[0]}", flags[1:]
@@ -55,8 +57,8 @@ def operation(opcode: str) -> Operation:
         return Operation(kind, (kind,) * sources, _APPROXIMATE[opcode])
     if name in ("shl", "shr"):
         return Operation(kind, (kind, "u32"), function)
-    if name == "bfe":
-        return Operation(kind, (kind, "u32", "u32"), function)
+    if name in ("bfe", "bfi"):
+        return Operation(kind, (*(kind,) * (sources - 2), "u32", "u32"), function)
     if key.endswith("wide"):
         wide = kind[0] + str(2 * int(kind[1:]))
         takes = (kind, kind, wide)[:sources]
@@ -85,10 +87,20 @@ def _shift(by: Function, emptied: Callable[[Array], Array | int]) -> Function:
     return shifted
 
 
-def _field(a: Array, start: Array, length: Array) -> Array:
+def _bits_of(start: Array, length: Array) -> tuple[Array, Array]:
+    """Where a field of bits begins, and ones for its bits; both operands are bytes."""
     start, length = (x.astype(np.uint64) & np.uint64(0xFF) for x in (start, length))
-    mask = (np.uint64(1) << np.minimum(length, 63)) - np.uint64(1)
-    return ((a.astype(np.uint64) >> start) & mask).astype(a.dtype)
+    return start, (np.uint64(1) << np.minimum(length, 63)) - np.uint64(1)
+
+
+def _extracted(a: Array, start: Array, length: Array) -> Array:
+    at, ones = _bits_of(start, length)
+    return (a.astype(np.uint64) >> at & ones).astype(a.dtype)
+
+
+def _inserted(a: Array, into: Array, start: Array, length: Array) -> Array:
+    at, ones = _bits_of(start, length)
+    return (into & ~(ones << at) | (a & ones) << at).astype(a.dtype)
 
 
 def _permuted(a: Array, b: Array, selector: Array) -> Array:
@@ -246,7 +258,8 @@ _FUNCTIONS: dict[str, tuple[int, Function]] = {
             np.right_shift, lambda a: a >> (8 * a.dtype.itemsize - 1) if a.dtype.kind == "i" else 0
         ),
     ),
-    "bfe": (3, _field),
+    "bfe": (3, _extracted),
+    "bfi": (4, _inserted),
     "prmt": (3, _permuted),
     "lop3": (4, _table),
     "add.f": (2, lambda a, b: a + b),

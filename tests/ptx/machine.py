@@ -337,12 +337,13 @@ class Program:
     def _shfl(self, instruction: Instruction) -> Step:
         _, _, mode, kind = instruction.opcode.split(".")
         to, source, by, limits, members = instruction.operands
-        if members != "-1" or mode not in ("down", "up", "bfly", "idx"):
-            raise NotImplementedError(str(instruction))
+        taking_part = self.operand(members, "s32")
         (register, *in_range), value = self.destinations(to), self.operand(source, kind)
         distance, limit = self.operand(by, "s32"), self.operand(limits, "s32")
 
         def step(lanes: Lanes) -> None:
+            if (lanes.of_active(taking_part(lanes)) != -1).any():
+                raise NotImplementedError(f"{instruction}: some threads of a warp")
             lane, b, c = lanes.lanes % WARP, distance(lanes), limit(lanes)
             segment, clamp = c >> 8 & 31, c & 31
             last = (lane & segment) | (clamp & ~segment)

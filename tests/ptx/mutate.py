@@ -1,8 +1,8 @@
 """Break kernels at random places, and count which of them the checks let pass.
 
-``python -m ptx.mutate HOST PTX COUNT SEED`` reads what ``ptx.run`` prints, and prints a line of JSON
-for each change: what it was, and whether all checks passed. Those that launch the kernel are tried
-one after the other, the quickest first.
+``python -m ptx.mutate HOST PTX COUNT SEED`` reads what ``ptx.run`` prints, and prints a line of
+JSON for each change: what it was, and whether all checks passed. Those that launch the kernel are
+tried one after the other, the quickest first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 
 import torch
-
 from ptx.launches import Interpreter
 from ptx.program import Instruction, Kernel
 from ptx.run import checks_of, load
