@@ -104,3 +104,5 @@ def check_bits_of_few_and_many_rows():
 
         for few, many in zip(results(3), results(8), strict=True):
             assert torch.equal(few, many[:3])
+        without_entropy = token_log_probs(logits[:3], tokens[:3])
+        assert torch.equal(without_entropy, results(3)[0])

@@ -35,7 +35,7 @@ def load(host: str, ptx: str) -> Interpreter:
 
 
 def checks_of(op: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    for name, check in vars(importlib.import_module(f"ptx.check_{op}")).items():
+    for name, check in list(vars(importlib.import_module(f"ptx.check_{op}")).items()):
         if name.startswith("check_"):
             yield name, check
 
