@@ -39,7 +39,7 @@ class Lanes:
     def __init__(self, program: Program, blocks: int, threads: int, memory: Memory) -> None:
         if threads % WARP:
             raise Fault(f"{threads} threads to a block: no whole warps")
-        self.count, self.blocks, self.threads = blocks * threads, blocks, threads
+        self.count, self.threads = blocks * threads, threads
         self.program, self.memory = program, memory
         self.registers = list(program.zeros)
         self.arguments: dict[str, Array] = {}  # of the function that is called next
@@ -66,6 +66,12 @@ class Lanes:
 
     def of_active(self, bits: Array) -> Array:
         return np.broadcast_to(bits, self.count)[self.indices]
+
+    def spread(self, values: Array) -> Array:
+        """The reverse of ``of_active``."""
+        result = np.zeros((self.count, *values.shape[1:]), values.dtype)
+        result[self.indices] = values
+        return result
 
     def access(self) -> Access:
         block = self.indices // self.threads
@@ -176,7 +182,7 @@ class Program:
             if np.dtype(self.kinds[register]).itemsize == size:
                 return lambda lanes: lanes.registers[register].view(dtype)
             return lambda lanes: lanes.registers[register].astype(BITS[size]).view(dtype)
-        if text.startswith("%") and text not in self.index:
+        if text.startswith("%"):
             return lambda lanes: lanes.special[text].astype(dtype)
         for variables in (self.kernel.params, self.kernel.shared, self.kernel.constants):
             if text in variables:
@@ -188,10 +194,8 @@ class Program:
         base, _, offset = text.strip("[]").partition("+")
         distance = np.uint64(int(offset or "0") & (2**64 - 1))
         if base in self.index and self.kinds[self.index[base]] is np.uint32:
-            narrow = self.operand(base, "u32")  # wraps around as it does
-            return lambda lanes: (narrow(lanes) + np.uint32(distance & 0xFFFFFFFF)).astype(
-                np.uint64
-            )
+            narrow, part = self.operand(base, "u32"), distance.astype(np.uint32)
+            return lambda lanes: (narrow(lanes) + part).astype(np.uint64)
         start = self.operand(base, "u64")
         return lambda lanes: start(lanes) + distance
 
@@ -245,24 +249,17 @@ class Program:
         _, space, *flags = instruction.opcode.split(".")
         to, place = instruction.operands
         kind, registers, address = flags[-1], self.destinations(to), self.address(place)
-        size, constant = np.dtype(TYPES[kind]).itemsize, "nc" in flags
+        size, cached = np.dtype(TYPES[kind]).itemsize, "nc" in flags
 
         def step(lanes: Lanes) -> None:
             at = address(lanes)
-            if space == "param" and len(at) == 1:
-                taken = lanes.memory.load(
-                    space, at, len(registers), size, lanes.access(), constant=True
-                )
+            same = space == "param" and len(at) == 1  # in every lane, as its value is
+            what = (len(registers), size, lanes.access())
+            if same:
+                taken = lanes.memory.load(space, at, *what, cached=cached)
             else:
-                taken = np.zeros((lanes.count, len(registers)), BITS[size])
-                taken[lanes.indices] = lanes.memory.load(
-                    space,
-                    lanes.of_active(at),
-                    len(registers),
-                    size,
-                    lanes.access(),
-                    constant=constant,
-                )
+                taken = lanes.memory.load(space, lanes.of_active(at), *what, cached=cached)
+                taken = lanes.spread(taken)
             for register, column in zip(registers, taken.T, strict=True):
                 if register is not None:
                     lanes.put(register, column.view(TYPES[kind]) if kind[0] == "s" else column)
@@ -293,14 +290,12 @@ class Program:
             raise NotImplementedError(str(instruction))
         to, place, source = instruction.operands
         register, address = self.index[to], self.address(place)
-        value, size = self.operand(source, kind), np.dtype(TYPES[kind]).itemsize
+        value = self.operand(source, kind)
 
         def step(lanes: Lanes) -> None:
             at, given = lanes.of_active(address(lanes)), lanes.of_active(value(lanes))
-            old = lanes.memory.swap(space, at, given, np.bitwise_or, lanes.access())
-            result = np.zeros(lanes.count, BITS[size])
-            result[lanes.indices] = old
-            lanes.put(register, result)
+            found = lanes.memory.swap(space, at, given, np.bitwise_or, lanes.access())
+            lanes.put(register, lanes.spread(found))
 
         return step
 

@@ -112,7 +112,7 @@ class Memory:
         self._shared = Region(0, np.full(blocks * self._stride, UNWRITTEN, np.uint8))
 
     def load(
-        self, space: str, address: Array, count: int, size: int, by: Access, *, constant: bool
+        self, space: str, address: Array, count: int, size: int, by: Access, *, cached: bool
     ) -> Array:
         """``count`` elements of ``size`` bytes for each lane, as bits."""
         result = np.empty((len(address), count), BITS[size])
@@ -123,9 +123,9 @@ class Memory:
                 continue
             if (result[who] == int.from_bytes(bytes([UNWRITTEN] * size), "little")).any():
                 raise Fault("a read of what nobody has written")
-            if constant and region.is_written():
+            if cached and region.is_written():
                 raise Fault("a read past what the kernel has written")
-            region.constant |= constant
+            region.constant |= cached
             if not region.constant:
                 region.note(offsets, count * size, by.of(who), write=False)
         return result
