@@ -55,13 +55,6 @@ def shifted(instruction: Instruction) -> Instruction | None:
     return instruction._replace(operands=tuple(operands))
 
 
-def shuffled(instruction: Instruction) -> Instruction | None:
-    if not instruction.opcode.startswith("shfl"):
-        return None
-    to, source, distance, *rest = instruction.operands
-    return instruction._replace(operands=(to, source, "1" if distance == "2" else "2", *rest))
-
-
 REVERSED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
 CHANGES: dict[str, Change] = {
     "a barrier removed": dropped("bar"),
@@ -69,7 +62,7 @@ CHANGES: dict[str, Change] = {
     "a store removed": dropped("st.global", "st.shared"),
     "a branch always taken": lambda x: x._replace(guard="") if x.guard else None,
     "a branch never taken": lambda x: dropped("bra")(x) if x.guard else None,
-    "a shuffle of another lane": shuffled,
+    "a shuffle of another lane": renamed(r"shfl\.sync\.(\w+)", {"down": "up"}),
     "a comparison reversed": renamed(r"setp\.(\w+)", REVERSED),
     "an order with or without its equal": renamed(
         r"setp\.(\w+)", {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
