@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -54,16 +53,16 @@ def built(library, tmp_path_factory) -> Built:  # noqa: F811
     (folder / "kernels.ptx").write_text(run("cuobjdump", "--dump-ptx", library))
     torch_dir = Path(torch.__file__).parent
     options = [
-        *(COMPILER, "-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-x", "c++"),
+        *(COMPILER, "-std=c++20", "-O0", "-fPIC", "-x", "c++"),
         *(f"-I{CHECKS}", f"-I{ROOT}/csrc", "-isystem", torch_dir / "include"),
     ]
-    stable = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+    stable = ["-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
     sources = [ROOT / "csrc/ops.cpp", *(ROOT / f"csrc/{op}/cuda.cu" for op in OPS)]
 
     def compile_(source: Path) -> Path:
         made = folder / f"{source.parent.name}-{source.stem}.o"
-        stable_or_not = [] if source.name == "host.cpp" else [stable]
-        subprocess.run([*options, *stable_or_not, "-c", source, "-o", made], check=True)
+        of_ops = [] if source.name == "host.cpp" else stable
+        subprocess.run([*options, *of_ops, "-c", source, "-o", made], check=True)
         return made
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -97,25 +96,9 @@ def test_every_kernel_of_the_library_is_executed(built, output):
     assert len(blocks) >= len(kernels)
 
 
-def killed(built: Built, output: str, count: int, seed: int) -> dict[str, tuple[int, int]]:
-    """Of each kind of change, how many the checks see, and how many there were."""
-    lines = passed(built.call("mutate", count, seed, given=output))
-    assert len(lines) == count
-    made = Counter(line["what"] for line in lines)
-    seen = Counter(line["what"] for line in lines if not line["survived"])
-    for line in lines:
-        if line["survived"]:
-            print(line)
-    return {what: (seen[what], made[what]) for what in made}
-
-
-def test_broken_kernels_fail_their_checks(built, output):
-    """Two of each of the nine kinds of change, always the same ones."""
-    counts = killed(built, output, 18, seed=1)
-    assert sum(seen for seen, _ in counts.values()) >= 16, counts
-
-
 @pytest.mark.slow
 def test_nine_of_ten_broken_kernels_fail_their_checks(built, output):
-    counts = killed(built, output, 180, seed=0)
-    assert sum(seen for seen, _ in counts.values()) >= 162, counts
+    lines = passed(built.call("mutate", 180, 0, given=output))
+    assert len(lines) == 180
+    survived = [line for line in lines if line["survived"]]
+    assert len(survived) <= 18, "\n".join(map(str, survived))
