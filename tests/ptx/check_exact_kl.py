@@ -42,8 +42,8 @@ def check_sizes_and_dtypes():
 def check_betas_and_entropies():
     """Mixtures of any share, and the policy's entropy beside every divergence."""
     for dtype, classes, beta in itertools.product(DTYPES, [1, 1000], [0, 1e-3, 0.2, 0.999, 1]):
-        p = (torch.randn(3, classes) * 4).to(dtype)
-        q = (p + torch.randn(3, classes)).to(dtype)
+        p = (torch.randn(4, classes) * 4).to(dtype)
+        q = (p + torch.randn(4, classes)).to(dtype)
         options = {"direction": "jensen_shannon", "beta": beta, "temperature": 0.7}
         compare_exact_kl(p, q, **options)
         compare_exact_kl(p, q, **options, entropy=True)
