@@ -31,7 +31,7 @@ for _number, _default in HANDLERS.items():
 # Those that take longest begin first, so that no process is left alone with one at the end.
 LONGEST = (
     "ray",
-    "test_cuda_emulation.py",
+    "test_ptx.py",
     "test_one_version.py",
     "test_async_lifecycle.py",
     "test_docs.py",

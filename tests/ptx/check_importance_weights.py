@@ -1,4 +1,4 @@
-"""importance_weights with CUDA threads by turns."""
+"""importance_weights by its compiled kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from values import DTYPES
+from ptx.values import DTYPES
 
 from fusedrl import importance_weights
 from fusedrl.ops.importance_weights import LEVELS, MODES

@@ -1,4 +1,4 @@
-"""linear_token_log_probs with CUDA threads by turns, in tiles of a few rows and classes."""
+"""linear_token_log_probs by its compiled kernels, in tiles of a few rows and classes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from values import DTYPES, OFFSETS, TOLERANCE
+from ptx.values import DTYPES, OFFSETS, TOLERANCE
 
 from fusedrl import VocabPart, linear_token_log_probs
 

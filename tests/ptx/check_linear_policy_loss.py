@@ -1,4 +1,4 @@
-"""linear_policy_loss with CUDA threads by turns, in blocks of a few rows."""
+"""linear_policy_loss by its compiled kernels, in blocks of a few rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from values import DTYPES, OFFSETS, TOLERANCE
+from ptx.values import DTYPES, OFFSETS, TOLERANCE
 
 from fusedrl import linear_policy_loss, linear_token_log_probs
 
@@ -59,7 +59,8 @@ def check_losses():
 def check_sizes_and_dtypes():
     """Blocks of a row and of several, most not full; a class, a pack and an odd number."""
     for dtype, classes in itertools.product(DTYPES, [1, 16, 35, 70]):
-        compare(*head(7, classes, 3, dtype), temperature=0.7, softcap=5.0, scale=1.5)
+        options = {"entropy_coeff": 0.1 if classes == 35 else 0.0, "softcap": 5.0, "scale": 1.5}
+        compare(*head(7, classes, 3, dtype), temperature=0.7, **options)
 
 
 def check_shifts_and_masks():

@@ -1,4 +1,4 @@
-"""The products of truncated sampling with CUDA threads by turns."""
+"""The products of truncated sampling by the compiled CUDA kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""token_log_probs with CUDA threads by turns."""
+"""token_log_probs by its compiled kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from values import DTYPES, OFFSETS, TOLERANCE
+from ptx.values import DTYPES, OFFSETS, TOLERANCE
 
 from fusedrl import token_log_probs
 
@@ -30,7 +30,8 @@ def compare_log_probs(logits, tokens, **options):
 
 def check_sizes_and_dtypes():
     """Around packs, warps and batches of packs; odd sizes leave every other row misaligned."""
-    for dtype, classes in itertools.product(DTYPES, [1, 7, 8, 17, 129, 1001, 4097]):
+    sizes = [1, 2, 7, 8, 17, 129, 1001, 4095, 4096, 4097, 4099]
+    for dtype, classes in itertools.product(DTYPES, sizes):
         logits, tokens = (torch.randn(3, classes) * 4).to(dtype), torch.randint(0, classes, (3,))
         compare_log_probs(logits, tokens, temperature=0.7)
 
@@ -48,13 +49,14 @@ def check_shifts_and_masks():
 
 
 def check_infinities():
-    """A tile of -inf, a row of it, NaN and +inf."""
+    """A tile of -inf, logits far below 0, a row of -inf, NaN and +inf."""
     logits, tokens = torch.randn(5, 9001), torch.randint(8000, 8900, (5,))
     logits[0, :4000] = -torch.inf
     logits[1, :8900] = -torch.inf
     logits[1, 8950] = 1.0
     tokens[1] = 8950
     compare_log_probs(logits[:2], tokens[:2])
+    compare_log_probs(-logits[2:].abs() - 300, tokens[2:])
     logits[2], logits[3, 17], logits[4, 8999] = -torch.inf, torch.nan, torch.inf
     mine = token_log_probs(logits, tokens, impl="cpu")
     assert mine.isnan().tolist() == [False, False, True, True, True]
@@ -90,7 +92,7 @@ def check_wrong_tokens_stop_the_kernel():
 
 def check_bits_of_few_and_many_rows():
     """Rows that several blocks share have the bits of rows with a block each."""
-    for dtype, classes in itertools.product(DTYPES, [4100, 20_001]):
+    for dtype, classes in itertools.product(DTYPES, [4100, 40_001]):
         logits = (torch.randn(8, classes) * 4).to(dtype)
         tokens, upstream = torch.randint(0, classes, (8,)), torch.randn(8)
 
@@ -102,3 +104,5 @@ def check_bits_of_few_and_many_rows():
 
         for few, many in zip(results(3), results(8), strict=True):
             assert torch.equal(few, many[:3])
+        without_entropy = token_log_probs(logits[:3], tokens[:3])
+        assert torch.equal(without_entropy, results(3)[0])

@@ -1,11 +1,11 @@
-"""linear_exact_kl with CUDA threads by turns, in tiles of a few rows and classes."""
+"""linear_exact_kl by its compiled kernels, in tiles of a few rows and classes."""
 
 from __future__ import annotations
 
 import itertools
 
 import torch
-from values import DTYPES, OFFSETS, TOLERANCE
+from ptx.values import DTYPES, OFFSETS, TOLERANCE
 
 from fusedrl import linear_exact_kl
 from fusedrl.ops.exact_kl import DIRECTIONS
@@ -49,10 +49,10 @@ def compare_linear_exact_kl(heads, mask=None, batch_invariant=False, **options):
 
 def check_sizes_and_dtypes():
     """Tiles of four rows and sixteen classes: one, several, the last of either not full."""
-    sizes, directions = [(1, 1), (3, 7), (6, 16), (9, 50)], ("reverse", "jensen_shannon")
-    for (rows, classes), dtype, direction in itertools.product(sizes, DTYPES[:2], directions):
-        heads = head_pair((rows,), classes, dtype)
-        compare_linear_exact_kl(heads, direction=direction, temperature=0.7)
+    sizes, directions = [(1, 1), (3, 7), (9, 50)], ("reverse", "jensen_shannon")
+    for (rows, classes), dtype, direction in itertools.product(sizes, DTYPES, directions):
+        options = {"direction": direction, "temperature": 0.7, "entropy": classes == 7}
+        compare_linear_exact_kl(head_pair((rows,), classes, dtype), **options)
 
 
 def check_shapes_of_logits():
@@ -71,7 +71,7 @@ def check_shapes_of_logits():
 
 def check_betas_and_entropies():
     """Mixtures of any share over several tiles, with the policy's entropy and without."""
-    for beta, entropy in itertools.product([0, 1e-3, 0.2, 0.999, 1], [False, True]):
+    for beta, entropy in itertools.product([0, 1e-3, 0.999, 1], [False, True]):
         options = {"direction": "jensen_shannon", "beta": beta, "entropy": entropy}
         compare_linear_exact_kl(head_pair((6,), 50, torch.float32), softcap=3.0, **options)
 

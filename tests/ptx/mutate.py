@@ -1,0 +1,120 @@
+"""Break kernels at random places, and count which of them the checks let pass.
+
+``python -m ptx.mutate HOST PTX COUNT SEED`` reads what ``ptx.run`` prints, and prints a line of
+JSON for each change: what it was, and whether all checks passed. Those that launch the kernel are
+tried one after the other, the quickest first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from ptx.launches import Interpreter
+from ptx.program import Instruction, Kernel
+from ptx.run import checks_of, load
+
+Change = Callable[[Instruction], Instruction | None]  # None where it does not apply
+
+NOTHING = Instruction("mov.pred", ("%nothing", "0"))
+
+
+def dropped(*opcodes: str) -> Change:
+    return lambda x: NOTHING if x.opcode.startswith(opcodes) else None
+
+
+def renamed(pattern: str, names: dict[str, str]) -> Change:
+    """Another word in the opcode: the one that the pattern finds."""
+
+    def change(instruction: Instruction) -> Instruction | None:
+        found = re.match(pattern, instruction.opcode)
+        if found is None or found[1] not in names:
+            return None
+        start, end = found.span(1)
+        opcode = instruction.opcode
+        return instruction._replace(opcode=opcode[:start] + names[found[1]] + opcode[end:])
+
+    return change
+
+
+def shifted(instruction: Instruction) -> Instruction | None:
+    access = re.match(r"(ld|st)\.(global|shared)\.(?:.*v(\d))?.*?(\d+)$", instruction.opcode)
+    if access is None:
+        return None
+    size = int(access[4]) // 8 * int(access[3] or 1)
+    operands = list(instruction.operands)
+    at = 1 if access[1] == "ld" else 0
+    base, _, offset = operands[at].strip("[]").partition("+")
+    operands[at] = f"[{base}+{int(offset or 0) + size}]"
+    return instruction._replace(operands=tuple(operands))
+
+
+REVERSED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
+CHANGES: dict[str, Change] = {
+    "a barrier removed": dropped("bar"),
+    "an access one element further": shifted,
+    "a store removed": dropped("st.global", "st.shared"),
+    "a branch always taken": lambda x: x._replace(guard="") if x.guard else None,
+    "a branch never taken": lambda x: dropped("bra")(x) if x.guard else None,
+    "a shuffle of another lane": renamed(r"shfl\.sync\.(\w+)", {"down": "up"}),
+    "a comparison reversed": renamed(r"setp\.(\w+)", REVERSED),
+    "an order with or without its equal": renamed(
+        r"setp\.(\w+)", {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
+    ),
+    "another operation": renamed(
+        r"(\w+)", {"add": "sub", "sub": "add", "min": "max", "max": "min", "and": "or", "or": "and"}
+    ),
+}
+
+
+def mutants(interpreter: Interpreter, seed: int) -> Iterator[tuple[str, Kernel, int, Instruction]]:
+    """Each kind of change as often as the others: the kernel, the place, the new instruction."""
+    draw, kernels = random.Random(seed), list(interpreter.kernels.values())
+    for what, change in itertools.cycle(CHANGES.items()):
+        new = None
+        while new is None:
+            kernel = draw.choice(kernels)
+            at = draw.randrange(len(kernel.code))
+            new = change(kernel.code[at])
+        yield what, kernel, at, new
+
+
+def survives(kernel: Kernel, at: int, new: Instruction, checks: list[dict]) -> bool:
+    """Whether all checks pass, in a process of its own."""
+
+    def tried() -> None:
+        kernel.code[at] = new
+        kernel.registers["%nothing"] = "pred"
+        try:
+            for one in checks:
+                torch.manual_seed(0)
+                dict(checks_of(one["op"]))[one["check"]]()
+        except Exception:
+            sys.exit(1)
+
+    process = multiprocessing.get_context("fork").Process(target=tried)
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def main(host: str, ptx: str, count: str, seed: str) -> None:
+    interpreter = load(host, ptx)
+    known = [json.loads(line) for line in sys.stdin if line.startswith("{")]
+    known.sort(key=lambda one: one["seconds"])
+    made = itertools.islice(mutants(interpreter, int(seed)), int(count))
+    for what, kernel, at, new in made:
+        checks = [one for one in known if kernel.name in one["kernels"]]
+        line = {"what": what, "survived": survives(kernel, at, new, checks)}
+        line |= {"kernel": kernel.name, "at": at, "was": str(kernel.code[at]), "now": str(new)}
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

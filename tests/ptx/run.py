@@ -1,0 +1,66 @@
+"""Run the compiled CUDA kernels of all ops, interpreted, against the float64 reference.
+
+``python -m ptx.run HOST PTX`` loads the ops' host code in the place of ``_C``, so that the public
+functions launch kernels on CPU tensors. Each ``check_OP.py`` runs in a process of its own, and
+prints a line of JSON for every check that passes, up to the first that fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from ptx.launches import Interpreter, kernels_of
+
+from fusedrl import native
+
+OPS = sorted(path.stem.removeprefix("check_") for path in Path(__file__).parent.glob("check_*.py"))
+
+
+def load(host: str, ptx: str) -> Interpreter:
+    torch.set_num_threads(1)
+    interpreter = Interpreter(Path(host), kernels_of(Path(ptx).read_text()))
+    native.find = lambda name: Path(host)
+    native.require("_C")
+    from fusedrl.ops.token_kl import columns  # whose import loads the library
+
+    columns._kernels = lambda: None  # tensors' memory is for the CPU's own kernels
+    return interpreter
+
+
+def checks_of(op: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    for name, check in list(vars(importlib.import_module(f"ptx.check_{op}")).items()):
+        if name.startswith("check_"):
+            yield name, check
+
+
+def run(op: str, interpreter: Interpreter) -> None:
+    for name, check in checks_of(op):
+        interpreter.launched.clear()
+        started = time.process_time()
+        torch.manual_seed(0)
+        check()
+        seconds = round(time.process_time() - started, 2)
+        kernels = sorted(interpreter.launched)
+        print(json.dumps({"op": op, "check": name, "seconds": seconds, "kernels": kernels}))
+    for name, program in interpreter.programs.items():
+        print(f"{name}: executed {len(program.visited)} of {len(program.blocks)} basic blocks")
+
+
+def main(host: str, ptx: str) -> None:
+    interpreter = load(host, ptx)
+    forking = multiprocessing.get_context("fork")
+    for op in OPS:
+        process = forking.Process(target=run, args=(op, interpreter))
+        process.start()
+        process.join()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
