@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class EngineWeights:
     """Keeps a vLLM engine at the versions of a weight channel.
 
-    An update is complete or does not happen: all workers of the engine lease the same version
-    before any of them touches its model. The number of the version is the channel's everywhere: in
-    the engine, in ``CompletionOutput.weight_versions`` of each request, and here.
+    An update is complete or does not happen: if it fails in its middle, the engine loads the
+    version before again, and goes on under its number. The number of the version is the channel's
+    everywhere: in the engine, in ``CompletionOutput.weight_versions`` of each request, and here.
 
     Args:
         channel: a channel with the weights of the engine's model, under the names of its
@@ -45,6 +45,11 @@ class EngineWeights:
         socket: path of a Unix socket, for an engine that sees other process ids than this process,
             such as containers on one machine that share the folder of the path.
         timeout: seconds that the engine's workers wait for a version.
+        keep_previous: whether the engine holds the version that it has, one more of the channel's
+            slots, so that an update that fails in its middle can load it again. Otherwise such an
+            engine has parts of two versions, and generates nothing until an update succeeds.
+        verify: whether each update compares every layer with what an engine that starts with the
+            published weights has, the layers that vLLM packs included. It takes a second load.
 
     Raises:
         TypeError: another kind of engine, or a server for adapters alone.
@@ -69,6 +74,8 @@ class EngineWeights:
         in_flight: InFlight = "recompute",
         socket: str | None = None,
         timeout: float = 60.0,
+        keep_previous: bool = True,
+        verify: bool = False,
     ) -> None:
         if in_flight not in ("recompute", "wait"):
             raise ValueError(
@@ -103,6 +110,8 @@ class EngineWeights:
             in_flight=in_flight,
             socket=socket,
             timeout=timeout,
+            keep_previous=keep_previous,
+            verify=verify,
             adapters=self._adapters,
         )
 
@@ -153,9 +162,10 @@ class EngineWeights:
         Raises:
             ValueError: the weights do not fit the channel, or the channel does not fit the engine's
                 model. The engine goes on with the version that it has.
-            RuntimeError: the engine refused, with its own message. It goes on with the version that
-                it has, unless a note of the error says that it may have parts of two versions. Then
-                it stays paused, or a ``vllm.LLM`` refuses to run, until an update succeeds.
+            RuntimeError: the engine refused, with its own message. It goes on with the version
+                before, unless a note of the error says why it could not: the weights that it
+                started with are in no channel, for example. Then it stays paused, or a
+                ``vllm.LLM`` refuses to run, until an update succeeds.
             TypeError: the engine is an ``AsyncLLM``.
         """
         if self._updates is not None:
