@@ -80,13 +80,26 @@ def test_a_version_that_never_comes(llm, model, weights):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_fails_in_the_middle(llm, model, weights, faults, rank):
+    before = expected(model)
     train(model)
     with (
         faults.failing(rank),
         pytest.raises(Exception, match=rf"worker {rank}: MemoryError: out of memory") as told,
     ):
         weights.update()
-    assert "a part of it" in told.value.__notes__[0]
+    assert told.value.__notes__ == ["engine: it goes on with the version before, '100'"]
+    assert answer_of(llm) == (before, "100")
+    assert in_step(llm)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_fails_again(llm, model, weights, faults, rank):
+    with (
+        faults.failing(rank, always=True),
+        pytest.raises(Exception, match="out of memory") as told,
+    ):
+        weights.update()
+    assert f"worker {rank}: MemoryError" in told.value.__notes__[0]
     assert llm.get_weight_version() == "unknown"
     assert in_step(llm)
 
