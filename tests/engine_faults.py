@@ -21,7 +21,7 @@ class Faults:
         folder: that the workers see.
     """
 
-    KINDS = ("fails", "allocates", "spoils", "dies", "stops")
+    KINDS = ("fails", "allocates", "spoils", "dies", "stops", "halts")
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -34,7 +34,7 @@ class Faults:
 
         Args:
             kind: the worker ``"fails"``, ``"allocates"`` more memory than there is, ``"spoils"`` a
-                weight, ``"dies"``, or ``"stops"`` until the block ends.
+                weight, ``"dies"``, ``"stops"`` until the block ends, or ``"halts"``, and fails then.
             rank: of the worker.
             before: how many weights it has loaded then.
             always: whether each load has it, and not only the next one.
@@ -83,11 +83,11 @@ class Faults:
         reached = self._folder / "fault-reached"
         reached.with_suffix(".new").write_text(str(os.getpid()))
         reached.with_suffix(".new").rename(reached)
-        while kind == "stops" and file.exists():
+        while kind in ("stops", "halts") and file.exists():
             time.sleep(0.01)
         if not always:
             file.unlink(missing_ok=True)
-        if kind == "fails":
+        if kind in ("fails", "halts"):
             raise MemoryError("out of memory in the middle")
         if kind == "allocates":
             torch.empty(1 << 60)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine_log_probs import Answer
 from tiny_engines import OPTIONS, PROMPT
 
 _OPTIONS = [
@@ -106,6 +107,16 @@ def generated(
     fields = {"model": "tiny", "token_ids": prompt, "sampling_params": settings}
     [choice] = post(address, "inference/v1/generate", fields)["choices"]
     return choice
+
+
+def answer_of(prompt: list[int], choice: dict[str, Any]) -> Answer:
+    """What a request of :func:`generated` was answered with."""
+    return Answer(
+        prompt,
+        choice["token_ids"],
+        [entry["logprob"] for entry in choice["logprobs"]["content"]],
+        [(int(s["version"]), s["start"], s["end"]) for s in choice["weight_versions"]],
+    )
 
 
 def completed(address: str) -> dict[str, Any]:

@@ -153,6 +153,7 @@ def test_caches_that_are_not_dropped_are_of_the_version_before(engine, model, ru
         await weights.update_async()
         tokens = expected(model)
         train(model)
+
         async def fail():
             raise RuntimeError("no answer")
 
