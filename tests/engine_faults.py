@@ -34,7 +34,8 @@ class Faults:
 
         Args:
             kind: the worker ``"fails"``, ``"allocates"`` more memory than there is, ``"spoils"`` a
-                weight, ``"dies"``, ``"stops"`` until the block ends, or ``"halts"``, and fails then.
+                weight, ``"dies"``, or ``"stops"`` until the block ends; ``"halts"`` is to stop and
+                then to fail.
             rank: of the worker.
             before: how many weights it has loaded then.
             always: whether each load has it, and not only the next one.

@@ -185,5 +185,5 @@ def test_a_worker_that_is_killed_ends_the_engine(folder, model, faults, workers,
             pytest.raises(Exception, match=r"start a new one|EngineCore|died"),
         ):
             weights.update()
-        with pytest.raises(Exception, match="dead|died|Engine"):
+        with pytest.raises(Exception, match=r"dead|died|Engine"):
             completion(llm)

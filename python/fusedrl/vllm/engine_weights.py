@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fusedrl.channel import WeightChannel
@@ -168,12 +170,22 @@ class EngineWeights:
                 ``vllm.LLM`` refuses to run, until an update succeeds.
             TypeError: the engine is an ``AsyncLLM``.
         """
+        return self._load(partial(self._published, weights, version))
+
+    def load(self) -> int:
+        """Let the engine load what is published last, such as by the update of another engine.
+
+        Returns, Raises: as :meth:`update`; ``RuntimeError`` also if nothing is published.
+        """
+        return self._load(self._newest)
+
+    def _load(self, published: Callable[[], int]) -> int:
         if self._updates is not None:
             self._updates.check_synchronous()
         with self._updating:
-            published = self._published(weights, version)
+            version = published()
             with self.channel.telling():
-                loaded = None if self._updates is None else self._updates.load(published)
+                loaded = None if self._updates is None else self._updates.load(version)
                 return self._told(loaded)
 
     async def update_async(self, weights: Any = None, version: int | None = None) -> int:
@@ -181,9 +193,16 @@ class EngineWeights:
 
         A cancellation takes effect after the update that is running.
         """
+        return await self._load_async(partial(self._published, weights, version))
+
+    async def load_async(self) -> int:
+        """As :meth:`load`, in the event loop of an ``AsyncLLM``."""
+        return await self._load_async(self._newest)
+
+    async def _load_async(self, publish: Callable[[], int]) -> int:
         await self._turn()
         try:
-            published = await to_its_end(asyncio.to_thread(self._published, weights, version))
+            published = await to_its_end(asyncio.to_thread(publish))
             with self.channel.telling():
                 updates = self._updates
                 loaded = None if updates is None else await updates.load_async(published)
@@ -206,6 +225,14 @@ class EngineWeights:
         published = self.channel.publish(weights, version)
         assert published is not None  # on_full="block"
         return published
+
+    def _newest(self) -> int:
+        if (newest := self.channel.version) is None:
+            raise RuntimeError(
+                "version: expected a published one, got none; call update(), or publish() of the "
+                "channel, first"
+            )
+        return newest
 
     def _told(self, loaded: int | None) -> int:
         loaded = self.channel.told(loaded)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedrl.channel.layout import Entry, Layout, listed
-from fusedrl.compat import vllm
+from fusedrl.compat import transformers, vllm
 from fusedrl.compat.torch import DispatchMode, storage_of, writes
+
+# What a checkpoint has of a weight of the trainer's model, under which names.
+InCheckpoint = Callable[[str, Tensor], list[tuple[str, Tensor]]]
 
 logger = logging.getLogger("fusedrl")
 
@@ -34,7 +39,7 @@ class ModelWeights:
         self._model = model
         self._config = vllm_config
         self._layout = layout
-        self._names = names_for(vllm_config, layout)
+        self._names, self._in_checkpoint = _names_for(vllm_config, layout)
         # A load that failed may have left layers which the next one treats in another way.
         self._is_known_to_load = False
 
@@ -58,7 +63,7 @@ class ModelWeights:
                 do not, and it can be loaded again.
         """
         index = self._layout.view_of
-        weights = [(name, views[index[name]]) for name in self._names]
+        weights = _Pairs([(name, views[index[name]]) for name in self._names], self._in_checkpoint)
         known, self._is_known_to_load = self._is_known_to_load, False
         vllm.load_again(self._model, self._config, weights)
         wrong = [] if known and not verify else self._wrong_after(weights, verify)
@@ -93,8 +98,20 @@ class ModelWeights:
         return wrong
 
 
-def names_for(vllm_config: Any, layout: Layout) -> list[str]:
-    """The names of a layout under which a model of this configuration gets its weights.
+class _Pairs:
+    """The weights of a checkpoint, of which each is made only when it is loaded."""
+
+    def __init__(self, stored: Sequence[tuple[str, Tensor]], in_checkpoint: InCheckpoint) -> None:
+        self._stored = stored
+        self._in_checkpoint = in_checkpoint
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._stored:
+            yield from self._in_checkpoint(name, tensor)
+
+
+def _names_for(vllm_config: Any, layout: Layout) -> tuple[list[str], InCheckpoint]:
+    """The names of a layout that a model of this configuration needs, and what it calls them.
 
     Tied names are among them if the model takes them, as it may have packed a copy for each.
 
@@ -104,18 +121,38 @@ def names_for(vllm_config: Any, layout: Layout) -> list[str]:
     stored, every = [e.name for e in layout.stored], [e.name for e in layout.entries]
     if vllm_config.model_config.quantization is not None:
         logger.info("weights: names and shapes of a quantised model are not checked beforehand")
-        return stored
+        return stored, _as_it_is
     entries = {entry.name: entry for entry in layout.entries}
     differences: list[str] = []
-    for names in [every, stored] if len(every) > len(stored) else [stored]:
+    choices = [every, stored] if len(every) > len(stored) else [stored]
+    for names in choices:
         differences = _differences(vllm_config, [entries[name] for name in names])
         if not differences:
-            return names
+            return names, _as_it_is
+    # Where the model has not those names either, its own differences are reported.
+    with contextlib.suppress(Exception):
+        in_checkpoint = transformers.in_checkpoint(vllm_config.model_config.hf_config)
+        for names in choices:
+            converted = _converted([entries[name] for name in names], in_checkpoint)
+            if not _differences(vllm_config, converted):
+                return names, in_checkpoint
     raise ValueError(
         f"channel: expected the weights of {vllm_config.model_config.architecture} as its "
         "checkpoint has them, got others; create the channel from the model that the engine "
         "runs, or from a dict with the names of its checkpoint" + listed(differences)
     )
+
+
+def _as_it_is(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    return [(name, tensor)]
+
+
+def _converted(entries: Sequence[Entry], in_checkpoint: InCheckpoint) -> list[Entry]:
+    return [
+        replace(entry, name=name, shape=tuple(tensor.shape))
+        for entry in entries
+        for name, tensor in in_checkpoint(entry.name, torch.empty(entry.shape, device="meta"))
+    ]
 
 
 def _differences(vllm_config: Any, entries: Sequence[Entry]) -> list[str]:

@@ -29,8 +29,8 @@ _AGAIN, _PATIENCE = 0.5, 60.0
 # A later version may be published before the engine takes its lease, which is one of the newest.
 _TRIES = 20
 _UNSETTLED = (
-    "engine: expected to go back to the version before, got: {}; it may have parts of two versions, "
-    "and answers under no version's number until an update succeeds"
+    "engine: expected to go back to the version before, got: {}; it may have parts of two "
+    "versions, and answers under no version's number until an update succeeds"
 )
 # The object that last gave each engine weights, by the key of the engine.
 _LAST: weakref.WeakValueDictionary[int | str, Updates] = weakref.WeakValueDictionary()
