@@ -53,7 +53,7 @@ def parts(worker: Any) -> dict[str, float]:
         kind.process_weights_after_loading = timed("pack", method)
     layerwise._copy_and_restore_kernel_tensors = timed("place", place)
     try:
-        reader = transfer._source.reader
+        reader = transfer._reader
         with reader.lease() as lease:
             views = lease.views
             weights = [(name, views[i]) for name, i in reader.layout.view_of.items()]

@@ -81,10 +81,15 @@ class LoraWeights:
         vllm_config: the configuration that the model was made with.
         layout: the layout of the adapters' weights, under peft's names.
 
+    Attributes:
+        unused: none; each adapter has to fit the model.
+
     Raises:
         ValueError: the engine takes no adapters, or these do not fit; the message lists all names
             and shapes that differ. Nothing is changed.
     """
+
+    unused = ()
 
     def __init__(self, model: nn.Module, vllm_config: Any, layout: Layout) -> None:
         config = vllm_config.lora_config

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ class ModelWeights:
         vllm_config: the configuration that the model was made with.
         layout: the layout of the weights.
 
+    Attributes:
+        unused: a message for each weight that this stage of a pipeline does not use; some stage
+            has to.
+
     Raises:
         ValueError: the weights are not those of the model; the message lists what does not fit.
     """
@@ -39,7 +43,8 @@ class ModelWeights:
         self._model = model
         self._config = vllm_config
         self._layout = layout
-        self._names, self._in_checkpoint = _names_for(vllm_config, layout)
+        self._way = _way_in(vllm_config, layout)
+        self.unused = self._way.unused
         # A load that failed may have left layers which the next one treats in another way.
         self._is_known_to_load = False
 
@@ -63,7 +68,9 @@ class ModelWeights:
                 do not, and it can be loaded again.
         """
         index = self._layout.view_of
-        weights = _Pairs([(name, views[index[name]]) for name in self._names], self._in_checkpoint)
+        weights = _Pairs(
+            [(name, views[index[name]]) for name in self._way.names], self._way.in_checkpoint
+        )
         known, self._is_known_to_load = self._is_known_to_load, False
         vllm.load_again(self._model, self._config, weights)
         wrong = [] if known and not verify else self._wrong_after(weights, verify)
@@ -98,6 +105,24 @@ class ModelWeights:
         return wrong
 
 
+def _as_it_is(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    return [(name, tensor)]
+
+
+class WayIn(NamedTuple):
+    """How weights come into a model.
+
+    Attributes:
+        names: the names of the layout that the model needs.
+        in_checkpoint: what the checkpoint that it would start with has of a weight.
+        unused: a message for each weight that this stage of a pipeline does not use.
+    """
+
+    names: list[str]
+    in_checkpoint: InCheckpoint = _as_it_is
+    unused: Sequence[str] = ()
+
+
 class _Pairs:
     """The weights of a checkpoint, of which each is made only when it is loaded."""
 
@@ -110,8 +135,8 @@ class _Pairs:
             yield from self._in_checkpoint(name, tensor)
 
 
-def _names_for(vllm_config: Any, layout: Layout) -> tuple[list[str], InCheckpoint]:
-    """The names of a layout that a model of this configuration needs, and what it calls them.
+def _way_in(vllm_config: Any, layout: Layout) -> WayIn:
+    """How weights of a layout come into a model of this configuration.
 
     Tied names are among them if the model takes them, as it may have packed a copy for each.
 
@@ -121,30 +146,29 @@ def _names_for(vllm_config: Any, layout: Layout) -> tuple[list[str], InCheckpoin
     stored, every = [e.name for e in layout.stored], [e.name for e in layout.entries]
     if vllm_config.model_config.quantization is not None:
         logger.info("weights: names and shapes of a quantised model are not checked beforehand")
-        return stored, _as_it_is
+        return WayIn(stored)
     entries = {entry.name: entry for entry in layout.entries}
-    differences: list[str] = []
     choices = [every, stored] if len(every) > len(stored) else [stored]
+    # Each stage of a pipeline uses a part.
+    in_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    fit = Fit([], [])
     for names in choices:
-        differences = _differences(vllm_config, [entries[name] for name in names])
-        if not differences:
-            return names, _as_it_is
+        fit = _fit(vllm_config, [entries[name] for name in names])
+        if not fit.wrong and (in_stages or not fit.unused):
+            return WayIn(names, unused=fit.unused)
     # Where the model has not those names either, its own differences are reported.
     with contextlib.suppress(Exception):
         in_checkpoint = transformers.in_checkpoint(vllm_config.model_config.hf_config)
         for names in choices:
             converted = _converted([entries[name] for name in names], in_checkpoint)
-            if not _differences(vllm_config, converted):
-                return names, in_checkpoint
+            other = _fit(vllm_config, converted)
+            if not other.wrong and (in_stages or not other.unused):
+                return WayIn(names, in_checkpoint, other.unused)
     raise ValueError(
         f"channel: expected the weights of {vllm_config.model_config.architecture} as its "
         "checkpoint has them, got others; create the channel from the model that the engine "
-        "runs, or from a dict with the names of its checkpoint" + listed(differences)
+        "runs, or from a dict with the names of its checkpoint" + listed(fit.unused + fit.wrong)
     )
-
-
-def _as_it_is(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    return [(name, tensor)]
 
 
 def _converted(entries: Sequence[Entry], in_checkpoint: InCheckpoint) -> list[Entry]:
@@ -155,8 +179,20 @@ def _converted(entries: Sequence[Entry], in_checkpoint: InCheckpoint) -> list[En
     ]
 
 
-def _differences(vllm_config: Any, entries: Sequence[Entry]) -> list[str]:
-    """Try the weights on a copy of the model without memory, and return what does not fit.
+class Fit(NamedTuple):
+    """The differences of weights from those of a model, a message each.
+
+    Attributes:
+        unused: of weights that the model does not use.
+        wrong: of those that it refuses or lacks.
+    """
+
+    unused: list[str]
+    wrong: list[str]
+
+
+def _fit(vllm_config: Any, entries: Sequence[Entry]) -> Fit:
+    """Try the weights on a copy of the model without memory.
 
     The copy takes the weights, which have no memory either, as the engine's own model would.
     """
@@ -168,7 +204,7 @@ def _differences(vllm_config: Any, entries: Sequence[Entry]) -> list[str]:
         with copies, vllm.configured(vllm_config), torch.no_grad():
             model.load_weights(list(weights.items()))
     except Exception:
-        return _refused(vllm_config, weights)
+        return Fit([], _refused(vllm_config, weights))
     unused = [
         f"{entry.name}: expected no such entry, got {entry.described()}"
         for entry in entries
@@ -180,7 +216,7 @@ def _differences(vllm_config: Any, entries: Sequence[Entry]) -> list[str]:
         for name, parameter in model.named_parameters()
         if (count := copies.filled[storage_of(parameter)]) < parameter.numel()
     ]
-    return unused + missing
+    return Fit(unused, missing)
 
 
 def _refused(vllm_config: Any, weights: dict[str, Tensor]) -> list[str]:

@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from fusedrl.channel import WeightHandle, WeightReader
+from fusedrl.channel.layout import listed
 from fusedrl.channel.reader import Lease
 from fusedrl.compat.vllm import connectors_that_keep, drop_adapters, key_value_caches
 from fusedrl.vllm.agreement import Ranks
@@ -78,20 +79,10 @@ class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
     over: str | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A channel that a worker reads, and how its model takes the weights."""
-
-    session: str
-    reader: WeightReader
-    weights: ModelWeights | LoraWeights
-
-
 @dataclass(frozen=True)
 class Held:
-    """A version that a model has or had, leased as long as it may be loaded again."""
+    """A version that a model has, leased so that it can be loaded again."""
 
-    source: Source
     lease: Lease
     load: Callable[[], None]
 
@@ -132,7 +123,9 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._source: Source | None = None
+        self._reader: WeightReader | None = None
+        self._weights: ModelWeights | LoraWeights | None = None
+        self._is_in_parts = False  # the model has parts of two versions
         self._held: Held | None = None  # what the model has after the last update that is over
         self._change: Change | None = None  # of an update that is not over
         self._guard: PauseGuard | None = None
@@ -175,47 +168,46 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
 
     def shutdown(self) -> None:
         """Close the channels; the model keeps its weights."""
-        source, held, change = self._source, self._held, self._change
-        self._source = self._held = self._change = None
-        for one in (source, held and held.source, change and change.held and change.held.source):
-            self._close_unused(one)
+        readers = self._readers()
+        self._reader = self._weights = self._held = self._change = None
+        for reader in readers:
+            reader.close()
 
     def _update(self, address: ChannelMessage, update: VersionUpdate) -> None:
         """Open the channel, lease a version, and load it; each on all ranks or none."""
         if self._change is not None and self._change.attempt != update.attempt:
             self._end(self._change.attempt)  # the message of its end was lost
-        source, ranks = self._open(address), Ranks.of_this_process()
-        if source is None:
+        if not self._open(address):
             return
+        reader, weights, ranks = self._reader, self._weights, Ranks.of_this_process()
+        assert reader is not None and weights is not None
         with contextlib.ExitStack() as leased:
 
             def stage() -> tuple[Lease, Callable[[], None]]:
-                lease = leased.enter_context(source.reader.lease(update.version, update.timeout))
+                lease = leased.enter_context(reader.lease(update.version, update.timeout))
                 if lease.version != update.version:
                     raise RuntimeError(
                         f"version: expected {update.version}, got a channel that has published "
                         f"{lease.version} since; ask for that one"
                     )
-                return lease, source.weights.staged(lease.views, update.adapters, update.verify)
+                return lease, weights.staged(lease.views, update.adapters, update.verify)
 
             if (staged := ranks.all_or_none(stage)) is None:
                 return
             lease, load = staged
             if (change := self._change) is None:
-                change = self._change = self._changing(source.weights, update)
+                of_adapters = isinstance(weights, LoraWeights)
+                former = self._held and self._held.load
+                undo = weights.undo(update.adapters) if of_adapters else former
+                change = self._change = Change(update.attempt, undo, of_adapters)
             if not self._loaded(load, change):
                 return
             change.version = update.version
             if not change.is_of_adapters:
                 drop_adapters(self.model)
                 if update.keep:
-                    change.held = Held(source, lease, load)
+                    change.held = Held(lease, load)
                     leased.pop_all()
-
-    def _changing(self, weights: ModelWeights | LoraWeights, update: VersionUpdate) -> Change:
-        if isinstance(weights, LoraWeights):
-            return Change(update.attempt, weights.undo(update.adapters), True)
-        return Change(update.attempt, self._held and self._held.load, False)
 
     def _undo(self, attempt: str) -> None:
         """Load what the model had before an attempt, if that has touched the model."""
@@ -238,10 +230,10 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
 
     def _loaded(self, load: Callable[[], None], change: Change) -> bool:
         """Load weights on all ranks; whether that failed on none of them."""
-        change.version = None
-        self._release(change.held)
-        change.held = None
+        held, change.held, change.version = change.held, None, None
+        self._release(held)
         _refuse_to_run(self.model)
+        self._is_in_parts = self._is_in_parts or not change.is_of_adapters
 
         def attempt() -> bool:
             load()
@@ -250,10 +242,12 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
                 torch.accelerator.synchronize(self.device)
             return True
 
-        whole = Ranks.of_this_process().all_or_none(attempt) is not None
-        if whole:
+        if Ranks.of_this_process().all_or_none(attempt) is None:
+            return False
+        self._is_in_parts = self._is_in_parts and change.is_of_adapters
+        if not self._is_in_parts:
             _let_run(self.model)
-        return whole
+        return True
 
     def _end(self, attempt: str) -> None:
         """Hold the version that an attempt has loaded in the place of the one before."""
@@ -270,34 +264,40 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
     def _release(self, held: Held | None) -> None:
         if held is not None:
             held.lease.release()
-            self._close_unused(held.source)
+            self._close_unused(held.lease.reader)
 
-    def _close_unused(self, source: Source | None) -> None:
-        """Close a channel that is not read any more, and of which no version is held."""
+    def _readers(self) -> set[WeightReader]:
+        """Those of the channel that is read, and of versions that are held."""
         held = (self._held, self._change and self._change.held)
-        if source is not None and source not in [self._source, *(h.source for h in held if h)]:
-            source.reader.close()
+        return {self._reader, *(one.lease.reader for one in held if one)} - {None}
 
-    def _open(self, address: ChannelMessage) -> Source | None:
-        """Read a channel; ``None``, on all but the last rank, if some worker cannot."""
-        if self._source is not None and address.session == self._source.session:
-            return self._source
+    def _close_unused(self, reader: WeightReader | None) -> None:
+        if reader is not None and reader not in self._readers():
+            reader.close()
+
+    def _open(self, address: ChannelMessage) -> bool:
+        """Read a channel; ``False``, on all but the last rank, if some worker cannot."""
+        if self._reader is not None and address.session == self._reader.session:
+            return True
         ranks = Ranks.of_this_process()
         with contextlib.ExitStack() as opened:
 
-            def check() -> Source:
+            def check() -> tuple[WeightReader, ModelWeights | LoraWeights]:
                 reader = opened.enter_context(_opened(address))
                 check_connectors(self.vllm_config)
                 kind = LoraWeights if reader.layout.adapters == "only" else ModelWeights
-                weights = kind(self.model, self.vllm_config, reader.layout)
-                return Source(address.session, reader, weights)
+                return reader, kind(self.model, self.vllm_config, reader.layout)
 
-            source = ranks.all_or_none(check)
-            if source is not None:
-                opened.pop_all()
-                former, self._source = self._source, source
-                self._close_unused(former)
-            return source
+            if (fitting := ranks.all_or_none(check)) is None:
+                return False
+            reader, weights = fitting
+            unused = set.intersection(*map(set, ranks.gathered(weights.unused)))
+            if ranks.all_or_none(lambda: check_used(unused)) is None:
+                return False
+            opened.pop_all()
+            former, self._reader, self._weights = self._reader, reader, weights
+            self._close_unused(former)
+            return True
 
     def _hold(self, address: ChannelMessage, attempt: Attempt) -> None:
         """Watch the trainer of a channel until its update is over; only one of them at a time."""
@@ -314,11 +314,10 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
             return
         if guard is not None:
             guard.end()
-        source = self._open(address)
-        if source is not None and ranks.rank == 0:
-            self._guard = PauseGuard(
-                attempt, address, source.reader.is_publisher_dead, self._version_of
-            )
+        if self._open(address) and ranks.rank == 0:
+            assert self._reader is not None
+            is_dead = self._reader.is_publisher_dead
+            self._guard = PauseGuard(attempt, address, is_dead, self._version_of)
 
     def _version_of(self, attempt: str) -> int | None:
         """The version that the whole model has by an attempt, if it has."""
@@ -339,6 +338,16 @@ def _opened(address: ChannelMessage) -> WeightReader:
                 f"{error.strerror or error}; mount its folder into the engine's container"
             ) from error
         return handle.open(socket)
+
+
+def check_used(unused: set[str]) -> bool:
+    """Raise ``ValueError`` for weights that no stage of a pipeline uses."""
+    if unused:
+        raise ValueError(
+            "channel: expected weights that the engine's model has, got others; create the channel "
+            "from the model that the engine runs" + listed(sorted(unused))
+        )
+    return True
 
 
 def check_connectors(vllm_config: Any) -> None:
