@@ -191,7 +191,7 @@ def as_vllm_does(model, vllm_config, weights):
     """Its reload, which copies experts that are not packed over packed ones."""
     with set_current_vllm_config(vllm_config):
         initialize_layerwise_reload(model)
-        model.load_weights(iter(weights))
+        model.load_weights(weights())
         finalize_layerwise_reload(model, vllm_config.model_config)
 
 

@@ -8,7 +8,7 @@ Nothing of vLLM is imported here before a word is used: a trainer of a server ne
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,8 @@ _LOADER = "vllm.model_executor.model_loader"
 _RELOAD = f"{_LOADER}.reload.layerwise"
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
 
-Weights = Iterable[tuple[str, Tensor]]
+# All of a model's, by the names of its checkpoint; each call begins again.
+Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 @VLLM.needs(f"{_CLIENT}:MPClient.resources")
@@ -265,7 +266,7 @@ def started_layer(
         model: of :func:`model_without_memory`.
         layer: the layer of it that has this memory until the block ends.
         vllm_config: the configuration of the model.
-        weights: all of the model's, by the names of its checkpoint.
+        weights: all of the model's.
         device: where the layer's memory is.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -279,7 +280,7 @@ def started_layer(
                 record_metadata_for_reloading(layer)
                 for name, parameter in bare.items():
                     layer.register_parameter(name, materialize_meta_tensor(parameter))
-            model.load_weights(iter(weights))
+            model.load_weights(weights())
             method: Any = getattr(layer, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
                 with device:
@@ -320,7 +321,7 @@ def load_again(model: Any, vllm_config: Any, weights: Weights) -> None:
             if kernel is not None and get_layerwise_info(layer).restore_device.type == "cpu":
                 layer.quant_method.moe_kernel = None
         try:
-            model.load_weights(iter(weights))
+            model.load_weights(weights())
             finalize_layerwise_reload(model, vllm_config.model_config)
         except BaseException:
             # Give the layers that have begun to load their former memory again.

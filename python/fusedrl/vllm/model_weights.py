@@ -68,16 +68,19 @@ class ModelWeights:
                 do not, and it can be loaded again.
         """
         index = self._layout.view_of
-        weights = _Pairs(
-            [(name, views[index[name]]) for name in self._way.names], self._way.in_checkpoint
-        )
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for name in self._way.names:
+                yield from self._way.in_checkpoint(name, views[index[name]])
+
         known, self._is_known_to_load = self._is_known_to_load, False
         vllm.load_again(self._model, self._config, weights)
         wrong = [] if known and not verify else self._wrong_after(weights, verify)
         if wrong:
             raise RuntimeError(
                 "engine: expected the weights that it would start with, got others after vLLM had "
-                "loaded them again; start a new engine for each version" + listed(wrong)
+                "loaded them again; update it again, and if that fails too, start a new engine for "
+                "each version" + listed(wrong)
             )
         self._is_known_to_load = True
 
@@ -121,18 +124,6 @@ class WayIn(NamedTuple):
     names: list[str]
     in_checkpoint: InCheckpoint = _as_it_is
     unused: Sequence[str] = ()
-
-
-class _Pairs:
-    """The weights of a checkpoint, of which each is made only when it is loaded."""
-
-    def __init__(self, stored: Sequence[tuple[str, Tensor]], in_checkpoint: InCheckpoint) -> None:
-        self._stored = stored
-        self._in_checkpoint = in_checkpoint
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._stored:
-            yield from self._in_checkpoint(name, tensor)
 
 
 def _way_in(vllm_config: Any, layout: Layout) -> WayIn:
