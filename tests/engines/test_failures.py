@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -168,6 +169,26 @@ class TestInTheMiddle:
             assert answer_of(llm) == (tokens, "1")
             assert weights.update() == 2
             assert answer_of(llm) == (expected(model), "2")
+
+    @pytest.mark.parametrize("kind", ["stops", "halts"])
+    def test_a_trainer_that_is_killed_while_the_load_goes_on_or_fails(self, llm, faults, kind):
+        with publisher() as trainer:
+            updates = updates_of(trainer.handle, llm)
+            answers = []
+            for _ in range(2):
+                version, tokens = trainer.publish()
+                answers.append((tokens, f"{version}"))
+            updates.load(2)
+            version, tokens = trainer.publish()
+            answers.append((tokens, f"{version}"))
+            killing = threading.Thread(
+                target=lambda: (faults.wait(), trainer.kill(), faults.lift())
+            )
+            with faults.told(kind), suppress(Exception):
+                killing.start()
+                updates.load(3)
+            killing.join()
+        assert answer_of(llm) == answers[2 if kind == "stops" else 1]
 
     def test_what_fails_again_is_told_and_the_next_update_repairs_it(
         self, llm, model, weights, faults
