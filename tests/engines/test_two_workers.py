@@ -62,9 +62,11 @@ def test_greedy_tokens_are_those_of_transformers(llm, model, weights):
 
 def test_weights_that_no_worker_has(llm, model, weights, tmp_path):
     before = expected(model)
-    with WeightChannel.create(tiny_model(tmp_path, num_hidden_layers=3)) as channel:
-        with pytest.raises(Exception, match=r"worker 0: ValueError[\s\S]*model\.layers\.2"):
-            EngineWeights(channel, llm).update()
+    with (
+        WeightChannel.create(tiny_model(tmp_path, num_hidden_layers=3)) as channel,
+        pytest.raises(Exception, match=r"worker 0: ValueError[\s\S]*model\.layers\.2"),
+    ):
+        EngineWeights(channel, llm).update()
     assert answer_of(llm) == (before, "100")
     assert in_step(llm)
 
