@@ -46,7 +46,7 @@ class Attempt:
         server: the address of a server, which outlives its trainer; ``None`` for another engine.
         former: the label of the engine's weights when the update began; ``None`` until it is known.
         was_paused: whether the engine was paused then, and shall stay so.
-        may_run: whether the engine may generate with the new version already.
+        may_run: whether the engine may have the new version's name, and generate with it.
         name: one that no other update has.
     """
 
@@ -153,9 +153,8 @@ class Updates:
         _LAST[engine.key] = self
         try:
             await self._hold(attempt)
-            former = await engine.ask(engine.label)
             attempt.was_paused = await engine.ask(engine.is_paused)
-            attempt.former = former
+            attempt.former = await engine.ask(engine.label)
             await self._hold(attempt)
             await engine.ask(engine.pause, "keep" if self._in_flight == "recompute" else "wait")
         except BaseException as error:
@@ -172,7 +171,7 @@ class Updates:
             await engine.ask(engine.name, UNKNOWN)
             await engine.forget()
             version = await self._send(version, attempt)
-            attempt.may_run = not stays
+            attempt.may_run = True
             await go_on(engine, str(version), stays)
         except BaseException as error:
             await self._go_back(attempt, error)
@@ -230,12 +229,12 @@ class Updates:
             try:
                 if attempt.may_run:
                     await engine.ask(engine.pause, "keep")
-                await engine.ask(engine.name, UNKNOWN)
-                if attempt.may_run:
+                    await engine.ask(engine.name, UNKNOWN)
                     await engine.forget()
                 await self._tell(undo=attempt.name)
                 await go_on(engine, attempt.former, attempt.was_paused)
-                _note(error, f"engine: it goes on with the version before, {attempt.former!r}")
+                if attempt.former != UNKNOWN:
+                    _note(error, f"engine: it goes on with the version before, {attempt.former!r}")
             except BaseException as failure:
                 self._left_paused = self._left_paused or not attempt.was_paused
                 _note(error, _UNSETTLED.format(failure))
