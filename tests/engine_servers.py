@@ -38,7 +38,8 @@ def server(folder: Path, port: int, log: Path, seconds: float = 500) -> Iterator
     """The address of a server that answers, until the block ends."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), *_OPTIONS]
-    environ = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    path = os.pathsep.join(filter(None, sys.path))  # where its workers find the faults of a test
+    environ = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
     address = f"http://127.0.0.1:{port}"
     with (
         log.open("a") as written,
