@@ -53,9 +53,10 @@ def parts(worker: Any) -> dict[str, float]:
         kind.process_weights_after_loading = timed("pack", method)
     layerwise._copy_and_restore_kernel_tensors = timed("place", place)
     try:
-        with transfer._reader.lease() as lease:
+        reader = transfer._reader
+        with reader.lease() as lease:
             views = lease.views
-            weights = [(name, views[i]) for name, i in transfer._reader.layout.view_of.items()]
+            weights = [(name, views[i]) for name, i in reader.layout.view_of.items()]
             copies = [torch.empty_like(view) for view in views]
             timed("initialize", layerwise.initialize_layerwise_reload)(model)
             timed("load", model.load_weights)(weights)

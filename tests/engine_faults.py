@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 
 class Faults:
@@ -19,20 +21,40 @@ class Faults:
         folder: that the workers see.
     """
 
+    KINDS = ("fails", "allocates", "spoils", "dies", "stops", "halts")
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @contextmanager
-    def failing(self, rank: int = 0) -> Iterator[None]:
-        """One worker fails with half of the weights."""
-        with self._told("fails", rank):
-            yield
+    def told(
+        self, kind: str, rank: int = 0, before: int = 10, always: bool = False
+    ) -> Iterator[None]:
+        """One worker has a fault.
 
-    @contextmanager
-    def stopping(self, rank: int = 0) -> Iterator[None]:
-        """One worker stops with half of the weights, until the block ends."""
-        with self._told("stops", rank):
+        Args:
+            kind: the worker ``"fails"``, ``"allocates"`` more memory than there is, ``"spoils"`` a
+                weight, ``"dies"``, or ``"stops"`` until the block ends; ``"halts"`` is to stop and
+                then to fail.
+            rank: of the worker.
+            before: how many weights it has loaded then.
+            always: whether each load has it, and not only the next one.
+        """
+        assert kind in self.KINDS
+        self.lift()
+        (self._folder / f"fault-{kind}-{rank}").write_text(f"{before} {int(always)}")
+        try:
             yield
+        finally:
+            self.lift()
+
+    def failing(self, rank: int = 0, **options: Any) -> AbstractContextManager[None]:
+        """One worker fails."""
+        return self.told("fails", rank, **options)
+
+    def stopping(self, rank: int = 0) -> AbstractContextManager[None]:
+        """One worker stops, until the block ends."""
+        return self.told("stops", rank)
 
     def lift(self) -> None:
         """End them."""
@@ -40,36 +62,42 @@ class Faults:
             file.unlink(missing_ok=True)
 
     def wait(self, seconds: float = 60) -> int:
-        """Until a worker has stopped; its pid."""
+        """Until a worker has come to its fault; its pid."""
         deadline = time.monotonic() + seconds
         while not (self._folder / "fault-reached").exists():
             assert time.monotonic() < deadline, "no worker came to the fault"
             time.sleep(0.01)
         return int((self._folder / "fault-reached").read_text())
 
-    @contextmanager
-    def _told(self, kind: str, rank: int) -> Iterator[None]:
-        self.lift()
-        (self._folder / f"fault-{kind}-{rank}").touch()
-        try:
-            yield
-        finally:
-            self.lift()
-
     def within(self, weights: list[Any], rank: int) -> Iterator[Any]:
         """The weights as a worker gets them."""
-        half = len(weights) // 2
-        yield from weights[:half]
-        if (self._folder / f"fault-fails-{rank}").exists():
-            raise MemoryError("out of memory in the middle")
-        stops = self._folder / f"fault-stops-{rank}"
-        if stops.exists():
-            reached = self._folder / "fault-reached"
-            reached.with_suffix(".new").write_text(str(os.getpid()))
-            reached.with_suffix(".new").rename(reached)
-        while stops.exists():
+        for number, (name, tensor) in enumerate(weights):
+            for kind in self.KINDS:
+                file = self._folder / f"fault-{kind}-{rank}"
+                if file.exists():
+                    before, always = map(int, file.read_text().split())
+                    if before == number:
+                        tensor = self._befall(kind, file, always, tensor)
+            yield name, tensor
+
+    def _befall(self, kind: str, file: Path, always: int, tensor: torch.Tensor) -> torch.Tensor:
+        reached = self._folder / "fault-reached"
+        reached.with_suffix(".new").write_text(str(os.getpid()))
+        reached.with_suffix(".new").rename(reached)
+        while kind in ("stops", "halts") and file.exists():
             time.sleep(0.01)
-        yield from weights[half:]
+        if not always:
+            file.unlink(missing_ok=True)
+        if kind in ("fails", "halts"):
+            raise MemoryError("out of memory in the middle")
+        if kind == "allocates":
+            torch.empty(1 << 60)
+        if kind == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "spoils":
+            tensor = tensor.clone()
+            tensor.view(-1)[-1] += 1
+        return tensor
 
 
 def inject(folder: Path, patch: pytest.MonkeyPatch) -> Faults:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine_log_probs import Answer
 from tiny_engines import OPTIONS, PROMPT
 
 _OPTIONS = [
@@ -37,7 +38,8 @@ def server(folder: Path, port: int, log: Path, seconds: float = 500) -> Iterator
     """The address of a server that answers, until the block ends."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), *_OPTIONS]
-    environ = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    path = os.pathsep.join(filter(None, sys.path))  # where its workers find the faults of a test
+    environ = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
     address = f"http://127.0.0.1:{port}"
     with (
         log.open("a") as written,
@@ -106,6 +108,16 @@ def generated(
     fields = {"model": "tiny", "token_ids": prompt, "sampling_params": settings}
     [choice] = post(address, "inference/v1/generate", fields)["choices"]
     return choice
+
+
+def answer_of(prompt: list[int], choice: dict[str, Any]) -> Answer:
+    """What a request of :func:`generated` was answered with."""
+    return Answer(
+        prompt,
+        choice["token_ids"],
+        [entry["logprob"] for entry in choice["logprobs"]["content"]],
+        [(int(s["version"]), s["start"], s["end"]) for s in choice["weight_versions"]],
+    )
 
 
 def completed(address: str) -> dict[str, Any]:

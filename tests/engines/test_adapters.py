@@ -69,6 +69,41 @@ def fed(llm):
         yield make
 
 
+def test_a_failed_update_leaves_the_adapters_before_or_none(llm, adapted, fed, monkeypatch):
+    model = adapted()
+    with model.disable_adapter():
+        base = expected(model)
+    weights = fed(model)
+    engine = weights._updates._engine
+    name = engine.name
+
+    def failing(label):
+        if label == str(weights.channel.version):
+            raise RuntimeError("no answer")
+        return name(label)
+
+    def fails():
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "name", failing)
+            with pytest.raises(RuntimeError, match="no answer") as told:
+                weights.update()
+        assert "goes on with the version before" in told.value.__notes__[0]
+
+    fails()
+    assert weights.version is None
+    assert llm.llm_engine.list_loras() == set()
+    assert tokens_of(llm) == base
+    version, tokens = weights.update(), expected(model)
+    for _ in range(2):
+        train_adapters(model)
+        fails()
+        assert weights.version == version
+        assert tokens_of(llm, lora_request=weights.lora_request) == tokens
+        assert versions_of(llm, lora_request=weights.lora_request) == [(str(version), 0, 12)]
+    weights.update()
+    assert tokens_of(llm, lora_request=weights.lora_request) == expected(model) != tokens
+
+
 def test_requests_that_name_them_have_the_adapters_of_each_version(llm, adapted, fed):
     model = adapted()
     with model.disable_adapter():

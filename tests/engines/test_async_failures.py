@@ -15,11 +15,11 @@ def engine(folder, model, faults, loop):
         yield engine
 
 
-async def answer_of(engine, name):
+async def answer_of(engine, name, tokens=12):
     """The greedy tokens, and the versions that they are of."""
     from vllm import SamplingParams
 
-    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     outputs = [o async for o in engine.generate({"prompt_token_ids": PROMPT}, greedy, name)]
     completion = outputs[-1].outputs[0]
     spans = spans_of(completion, await engine.get_weight_version())
@@ -95,11 +95,32 @@ def test_a_cancelled_wait_for_a_pause_changes_nothing(engine, model, run):
     run(test)
 
 
-def test_a_failure_in_the_middle_lets_requests_wait_for_the_next_update(engine, model, faults, run):
+def test_a_failure_in_the_middle_lets_requests_go_on(engine, model, faults, run):
     async def test(weights):
+        await weights.update_async()
+        tokens = expected(model)
+        running = asyncio.create_task(answer_of(engine, "runs", 200))
+        await asyncio.sleep(0.1)
+        train(model)
         with faults.failing(), pytest.raises(Exception, match="out of memory") as told:
             await weights.update_async()
-        assert "a part of it" in told.value.__notes__[0]
+        assert told.value.__notes__ == ["engine: it goes on with the version before, '101'"]
+        answered, versions = await running
+        assert answered[:12] == tokens
+        assert versions == ["101"]
+        assert await answer_of(engine, "goes on") == (tokens, ["101"])
+
+    run(test)
+
+
+def test_one_that_cannot_go_back_lets_them_wait_for_the_next_update(engine, model, faults, run):
+    async def test(weights):
+        with (
+            faults.failing(always=True),
+            pytest.raises(Exception, match="out of memory") as told,
+        ):
+            await weights.update_async()
+        assert "expected to go back" in told.value.__notes__[0]
         assert await engine.is_paused()
         request = asyncio.create_task(answer_of(engine, "waits"))
         # Nor does an update repair it that fails before it touches the model.
@@ -127,8 +148,12 @@ def test_what_fails_before_it_lets_them_go_on(engine, model, run, tmp_path):
     run(test)
 
 
-def test_caches_that_are_not_dropped_let_requests_wait(engine, model, run, monkeypatch):
+def test_caches_that_are_not_dropped_are_of_the_version_before(engine, model, run, monkeypatch):
     async def test(weights):
+        await weights.update_async()
+        tokens = expected(model)
+        train(model)
+
         async def fail():
             raise RuntimeError("no answer")
 
@@ -136,7 +161,6 @@ def test_caches_that_are_not_dropped_let_requests_wait(engine, model, run, monke
             patch.setattr(engine, "reset_encoder_cache", fail)
             with pytest.raises(RuntimeError, match="no answer"):
                 await weights.update_async()
-        assert await engine.is_paused()
-        await weights.update_async()
+        assert await answer_of(engine, "goes on") == (tokens, ["101"])
 
     run(test)

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,8 @@ from fusedrl import WeightChannel, WeightHandle
 from fusedrl.vllm import EngineWeights
 from fusedrl.vllm.engines import engine_of
 from fusedrl.vllm.updates import Updates
+
+TENSORS = 27  # of the tiny model's checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +110,15 @@ class TestATrainerInAnotherProcess:
 
 
 class TestInTheMiddle:
-    """Of loading, where a model has parts of two versions."""
+    """Of loading, where a model has parts of two versions, it loads the one before again."""
 
     @pytest.fixture
     def weights(self, llm, model):
-        with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+        with (
+            WeightChannel.create(model) as channel,
+            EngineWeights(channel, llm, verify=True) as weights,
+        ):
             weights.update()
-            train(model)
             yield weights
 
     def repaired(self, llm, model, weights):
@@ -121,46 +126,122 @@ class TestInTheMiddle:
         assert weights.update() > before
         return answer_of(llm) == (expected(model), str(weights.version))
 
-    def test_a_failure_is_told_and_the_next_update_repairs_it(self, llm, model, weights, faults):
-        with faults.failing(), pytest.raises(Exception, match="out of memory") as told:
+    @pytest.mark.parametrize(
+        ("kind", "said"),
+        [
+            ("fails", "out of memory"),
+            ("allocates", "allocate|memory"),
+            ("spoils", "expected the weights that it would start with, got others"),
+        ],
+    )
+    @pytest.mark.parametrize("before", [0, 10, TENSORS - 1])
+    def test_a_fault(self, llm, model, weights, faults, kind, said, before):
+        answer = answer_of(llm)
+        assert answer == (expected(model), "1")
+        train(model)
+        with (
+            faults.told(kind, before=before),
+            pytest.raises(Exception, match=said) as told,
+        ):
             weights.update()
-        assert "a part of it" in told.value.__notes__[0]
+        assert told.value.__notes__ == ["engine: it goes on with the version before, '1'"]
         assert weights.version == 1
-        assert llm.get_weight_version() == "unknown"
+        assert answer_of(llm) == answer
         assert self.repaired(llm, model, weights)
 
-    def test_one_that_fails_after_it_in_time_repairs_nothing(self, llm, model, weights, faults):
-        with faults.failing(), pytest.raises(Exception, match="out of memory"):
+    def test_of_several_that_fail(self, llm, model, weights, faults):
+        answer = answer_of(llm)
+        train(model)
+        for _ in range(5):  # more than the channel has slots
+            with faults.failing(), pytest.raises(Exception, match="out of memory"):
+                weights.update()
+            assert answer_of(llm) == answer
+        assert self.repaired(llm, model, weights)
+
+    def test_the_version_before_may_be_of_another_trainer_that_has_ended(self, llm, model, faults):
+        with publisher() as trainer:
+            version, tokens = trainer.publish()
+            updates_of(trainer.handle, llm).load(version)
+        with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+            with faults.failing(), pytest.raises(Exception, match="out of memory"):
+                weights.update()
+            assert weights.version is None
+            assert answer_of(llm) == (tokens, "1")
+            assert weights.update() == 2
+            assert answer_of(llm) == (expected(model), "2")
+
+    @pytest.mark.parametrize("kind", ["stops", "halts"])
+    def test_a_trainer_that_is_killed_while_the_load_goes_on_or_fails(self, llm, faults, kind):
+        with publisher() as trainer:
+            updates = updates_of(trainer.handle, llm)
+            answers = []
+            for _ in range(2):
+                version, tokens = trainer.publish()
+                answers.append((tokens, f"{version}"))
+            updates.load(2)
+            version, tokens = trainer.publish()
+            answers.append((tokens, f"{version}"))
+            killing = threading.Thread(
+                target=lambda: (faults.wait(), trainer.kill(), faults.lift())
+            )
+            with faults.told(kind), suppress(Exception):
+                killing.start()
+                updates.load(3)
+            killing.join()
+        assert answer_of(llm) == answers[2 if kind == "stops" else 1]
+
+    def test_what_fails_again_is_told_and_the_next_update_repairs_it(
+        self, llm, model, weights, faults
+    ):
+        train(model)
+        with (
+            faults.failing(always=True),
+            pytest.raises(Exception, match="out of memory") as told,
+        ):
             weights.update()
+        assert "expected to go back" in told.value.__notes__[0]
+        assert llm.get_weight_version() == "unknown"
         with pytest.raises(Exception, match="within"):
             updates_of(weights.channel.handle, llm, 0.1).load(99)
         assert llm.get_weight_version() == "unknown"
         assert self.repaired(llm, model, weights)
 
+    def test_without_a_version_before_an_error_says_what_to_do(self, llm, model, faults):
+        with WeightChannel.create(model) as channel:
+            weights = EngineWeights(channel, llm, keep_previous=False)
+            weights.update()
+            assert [reader.leased for reader in channel.readers()] == [()]
+            with faults.failing(), pytest.raises(Exception, match="out of memory") as told:
+                weights.update()
+            assert "keep_previous=False; update it again" in told.value.__notes__[0]
+            assert llm.get_weight_version() == "unknown"
+            assert self.repaired(llm, model, weights)
+
     def test_ctrl_c(self, llm, model, weights, faults, monkeypatch, default_signals):
-        give_up = weights._updates._give_up
+        go_back = weights._updates._go_back
+        answer = answer_of(llm)
+        train(model)
 
         async def lifted(*args):
             faults.lift()
-            await give_up(*args)
+            await go_back(*args)
 
         def interrupt():
             faults.wait()
             os.kill(os.getpid(), signal.SIGINT)
 
-        monkeypatch.setattr(weights._updates, "_give_up", lifted)
+        monkeypatch.setattr(weights._updates, "_go_back", lifted)
         with faults.stopping():
             thread = threading.Thread(target=interrupt)
             thread.start()
             with pytest.raises(KeyboardInterrupt):
                 weights.update()
             thread.join()
-        # The engine has ended what it was told, after nobody waited for it.
-        assert answer_of(llm) == (expected(model), "unknown")
-        train(model)
+        assert answer_of(llm) == answer
         assert self.repaired(llm, model, weights)
 
     def test_a_channel_that_is_closed(self, llm, model, weights, faults):
+        train(model)
         closing = threading.Thread(
             target=lambda: (faults.wait(), weights.channel.close(), faults.lift())
         )

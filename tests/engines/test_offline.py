@@ -68,6 +68,18 @@ def test_the_number_is_that_of_a_version_published_in_between(llm, model, monkey
         assert tokens_of(llm) == expected(model)
 
 
+def test_an_engine_loads_what_is_published_already(llm, model):
+    """As each of several engines of one trainer does."""
+    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+        with pytest.raises(RuntimeError, match="expected a published one, got none"):
+            weights.load()
+        train(model)
+        channel.publish(version=7)
+        assert weights.load() == weights.version == channel.version == 7
+        assert versions_of(llm) == [("7", 0, 12)]
+        assert tokens_of(llm) == expected(model)
+
+
 def test_updates_of_two_threads_come_one_after_the_other(llm, model):
     with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
         given = []

@@ -10,9 +10,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engine_log_probs import Answer, vary, worst_difference
+from engine_log_probs import vary, worst_difference
 from engine_publishers import updater
 from engine_servers import (
+    answer_of,
     completed,
     engine_processes,
     free_port,
@@ -21,7 +22,7 @@ from engine_servers import (
     post,
     server,
 )
-from tiny_engines import expected, tiny_model, train
+from tiny_engines import PROMPT, expected, tiny_model, train
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
@@ -36,18 +37,9 @@ def log(tmp_path_factory):
 
 
 @pytest.fixture(scope="class")
-def address(folder, model, log):
+def address(folder, model, faults, log):
     with server(folder, free_port(), log) as address:
         yield address
-
-
-def answer_of(prompt, choice):
-    return Answer(
-        prompt,
-        choice["token_ids"],
-        [entry["logprob"] for entry in choice["logprobs"]["content"]],
-        [(int(s["version"]), s["start"], s["end"]) for s in choice["weight_versions"]],
-    )
 
 
 class TestRunning:
@@ -144,6 +136,36 @@ class TestRunning:
         with WeightChannel.create(model) as channel, EngineWeights(channel, address) as weights:
             weights.update(version=100)
             assert self.answer_of(address) == (expected(model), [("100", 0, 12)])
+
+    def test_a_fault_leaves_the_version_before(self, address, model, faults):
+        with WeightChannel.create(model) as channel, EngineWeights(channel, address) as weights:
+            weights.update(version=100)
+            answer = self.answer_of(address)
+            assert answer == (expected(model), [("100", 0, 12)])
+            train(model)
+            with ThreadPoolExecutor(1) as thread:
+                running = thread.submit(generated, address, PROMPT, 200)
+                with faults.failing(), pytest.raises(RuntimeError, match="out of memory") as told:
+                    weights.update()
+                assert running.result()["token_ids"][:12] == answer[0]
+            assert told.value.__notes__ == ["engine: it goes on with the version before, '100'"]
+            assert self.answer_of(address) == answer
+            weights.update()
+            assert self.answer_of(address) == (expected(model), [("102", 0, 12)])
+
+    @pytest.mark.parametrize("kind", ["stops", "halts"])
+    def test_a_trainer_that_is_killed_while_the_engine_loads(self, address, faults, kind):
+        """The engine has loaded the new version then, or the one before again."""
+        with updater(address, 0) as trainer:
+            with faults.told(kind):
+                faults.wait()
+                trainer.kill_after(0)
+            deadline = time.monotonic() + 60
+            while is_paused(address):
+                assert time.monotonic() < deadline, "the server stays paused"
+                time.sleep(0.2)
+            tokens, [(label, _, _)] = self.answer_of(address)
+            assert tokens == trainer.expected(int(label))
 
     def test_a_channel_that_a_socket_passes(self, address, model, tmp_path):
         path = str(tmp_path / "weights.sock")

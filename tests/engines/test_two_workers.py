@@ -2,7 +2,7 @@
 
 import pytest
 from engine_faults import inject
-from tiny_engines import completion, expected, offline, spans_of, train
+from tiny_engines import completion, expected, offline, spans_of, tiny_model, train
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
@@ -15,9 +15,15 @@ def faults(tmp_path_factory):
         yield inject(tmp_path_factory.mktemp("faults"), patch)
 
 
-@pytest.fixture(scope="module")
-def llm(folder, model, faults):
-    with offline(folder, tensor_parallel_size=2) as llm:
+@pytest.fixture(
+    scope="module",
+    params=[
+        "tensor_parallel_size",
+        pytest.param("pipeline_parallel_size", marks=pytest.mark.slow),
+    ],
+)
+def llm(request, folder, model, faults):
+    with offline(folder, **{request.param: 2}) as llm:
         yield llm
 
 
@@ -54,6 +60,17 @@ def test_greedy_tokens_are_those_of_transformers(llm, model, weights):
         assert answer_of(llm) == (expected(model), str(version))
 
 
+def test_weights_that_no_worker_has(llm, model, weights, tmp_path):
+    before = expected(model)
+    with (
+        WeightChannel.create(tiny_model(tmp_path, num_hidden_layers=3)) as channel,
+        pytest.raises(Exception, match=r"worker 0: ValueError[\s\S]*model\.layers\.2"),
+    ):
+        EngineWeights(channel, llm).update()
+    assert answer_of(llm) == (before, "100")
+    assert in_step(llm)
+
+
 def test_a_channel_that_one_worker_cannot_open(llm, model, weights):
     before = expected(model)
     with (
@@ -80,13 +97,26 @@ def test_a_version_that_never_comes(llm, model, weights):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_fails_in_the_middle(llm, model, weights, faults, rank):
+    before = expected(model)
     train(model)
     with (
         faults.failing(rank),
         pytest.raises(Exception, match=rf"worker {rank}: MemoryError: out of memory") as told,
     ):
         weights.update()
-    assert "a part of it" in told.value.__notes__[0]
+    assert told.value.__notes__ == ["engine: it goes on with the version before, '100'"]
+    assert answer_of(llm) == (before, "100")
+    assert in_step(llm)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_fails_again(llm, model, weights, faults, rank):
+    with (
+        faults.failing(rank, always=True),
+        pytest.raises(Exception, match="out of memory") as told,
+    ):
+        weights.update()
+    assert f"worker {rank}: MemoryError" in told.value.__notes__[0]
     assert llm.get_weight_version() == "unknown"
     assert in_step(llm)
 

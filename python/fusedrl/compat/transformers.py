@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from fusedrl.compat.library import Library
 
@@ -13,3 +17,19 @@ TRANSFORMERS = Library("transformers", tried="5.23.0")
 def attention_of(config: Any) -> str | None:
     """The implementation of attention that a configuration names, if it does."""
     return getattr(config, "_attn_implementation", None)
+
+
+@TRANSFORMERS.needs("transformers.core_model_loading:revert_weight_conversion")
+def in_checkpoint(config: Any) -> Callable[[str, Tensor], list[tuple[str, Tensor]]]:
+    """What a checkpoint has of a weight of the configuration's model, such as one for each expert.
+
+    Raises:
+        ImportError, ValueError: before transformers 5 it has the weight itself, and a model that is
+            none of transformers' has no known checkpoint.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return lambda name, tensor: list(revert_weight_conversion(model, {name: tensor}).items())

@@ -23,7 +23,8 @@ _LOADER = "vllm.model_executor.model_loader"
 _RELOAD = f"{_LOADER}.reload.layerwise"
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
 
-Weights = Iterable[tuple[str, Tensor]]
+# All of a model's, by the names of its checkpoint; each call begins again.
+Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 @VLLM.needs(f"{_CLIENT}:MPClient.resources")
@@ -136,9 +137,9 @@ class AdapterRoom:
         """How many adapters there is room for."""
         return self._manager.capacity
 
-    def numbers(self) -> list[int]:
-        """The numbers of the adapters that are there."""
-        return list(self._manager.list_adapters())
+    def adapters(self) -> dict[int, Any]:
+        """The adapters that are there, by their numbers."""
+        return self._manager.list_adapters()
 
     def names_of(self, layers: Iterable[str]) -> dict[str, str]:
         """The names that layers of a peft model have in vLLM."""
@@ -182,9 +183,15 @@ class AdapterRoom:
             name: LoRALayerWeights(name, a.shape[0], 0, a, b, scaling=scaling)
             for name, (a, b, scaling) in matrices.items()
         }
+        self.replace(number, LoRAModel(number, max(o.rank for o in layers.values()), layers))
+
+    def replace(self, number: int, adapters: Any) -> None:
+        """As :meth:`put`, with what :meth:`adapters` returned, or with none of this number."""
         manager = self._manager
         manager.remove_adapter(number)
-        manager.add_adapter(LoRAModel(number, max(one.rank for one in layers.values()), layers))
+        if adapters is None:
+            return
+        manager.add_adapter(adapters)
         manager.activate_adapter(number)
         # Requests for other adapters may move these out of the GPU's slots, and they come back from
         # the CPU's cache. There they are pinned, because no file has them. The public pin_adapter()
@@ -231,8 +238,8 @@ def model_without_memory(vllm_config: Any) -> Any:
 
 
 @VLLM.needs("vllm.model_executor.layers.attention:is_deferred_attention_layer")
-def kinds_of_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The first of all layers that vLLM's loader treats alike, as far as it treats them at all."""
+def layers_that_load(model: nn.Module, every: bool) -> list[tuple[str, nn.Module]]:
+    """The layers that vLLM's loader treats: all, or the first of those that it treats alike."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     first = {}
@@ -240,7 +247,8 @@ def kinds_of_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         own = [(n, p.shape, p.dtype) for n, p in layer.named_parameters(recurse=False)]
         if own and not is_deferred_attention_layer(layer):
             method = getattr(layer, "quant_method", None)
-            first.setdefault((type(layer), type(method), *own), (name, layer))
+            kind = name if every else (type(layer), type(method), *own)
+            first.setdefault(kind, (name, layer))
     return list(first.values())
 
 
@@ -258,7 +266,7 @@ def started_layer(
         model: of :func:`model_without_memory`.
         layer: the layer of it that has this memory until the block ends.
         vllm_config: the configuration of the model.
-        weights: all of the model's, by the names of its checkpoint.
+        weights: all of the model's.
         device: where the layer's memory is.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -272,7 +280,7 @@ def started_layer(
                 record_metadata_for_reloading(layer)
                 for name, parameter in bare.items():
                     layer.register_parameter(name, materialize_meta_tensor(parameter))
-            model.load_weights(iter(weights))
+            model.load_weights(weights())
             method: Any = getattr(layer, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
                 with device:
@@ -291,16 +299,11 @@ def started_layer(
     f"{_RELOAD}:get_layerwise_info",
     f"{_RELOAD}:_place_kernel_tensors",
 )
-def load_again(layers: Any, vllm_config: Any, load: Callable[[], Any]) -> None:
-    """Load weights into layers that have some already.
-
-    Args:
-        layers: a model of vLLM, or some of its layers.
-        vllm_config: the configuration that the model was made with.
-        load: calls ``load_weights`` of the model.
+def load_again(model: Any, vllm_config: Any, weights: Weights) -> None:
+    """Load weights into a model that has some already.
 
     Raises:
-        Exception: that of ``load``. The layers can be loaded again.
+        Exception: that of ``model.load_weights``. The model can be loaded again.
     """
     from vllm.model_executor.model_loader.reload.layerwise import (
         _place_kernel_tensors,
@@ -310,20 +313,20 @@ def load_again(layers: Any, vllm_config: Any, load: Callable[[], Any]) -> None:
     )
 
     with configured(vllm_config):
-        initialize_layerwise_reload(layers)
-        for layer in layers.modules():
+        initialize_layerwise_reload(model)
+        for layer in model.modules():
             # On CPUs, vLLM packs experts only while a layer has no kernel yet. CUDA graphs have the
             # addresses of a GPU's kernels, which stay.
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             if kernel is not None and get_layerwise_info(layer).restore_device.type == "cpu":
                 layer.quant_method.moe_kernel = None
         try:
-            load()
-            finalize_layerwise_reload(layers, vllm_config.model_config)
+            model.load_weights(weights())
+            finalize_layerwise_reload(model, vllm_config.model_config)
         except BaseException:
             # Give the layers that have begun to load their former memory again.
-            layers._do_torchao_reload = layers._original_do_torchao_reload
-            for layer in layers.modules():
+            model._do_torchao_reload = model._original_do_torchao_reload
+            for layer in model.modules():
                 info = get_layerwise_info(layer)
                 if info.can_load():
                     if info.kernel_tensors is not None:

@@ -36,6 +36,8 @@ class Ranks:
 
     def gathered(self, value: Value) -> list[Value]:
         """The values of all workers, which have to call this together."""
+        if self.size == 1:
+            return [value]
         values: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(values, value, group=self._group)
         return values

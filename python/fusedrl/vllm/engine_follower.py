@@ -21,8 +21,9 @@ _FOLLOWERS: weakref.WeakSet[EngineFollower] = weakref.WeakSet()
 class EngineFollower(Following):
     """Keep a policy's ``vllm.LLM`` at the newest version, between calls and never during one.
 
-    Nothing is leased between loads, because the engine has a copy of its own. As long as the engine
-    is followed, torchrl's wrappers report the version of each token, if vLLM does (from 0.32 on).
+    The engine holds the version that it has, to go back to it if the next does not load. As long as
+    it is followed, torchrl's wrappers report the version of each token, if vLLM does (from 0.32
+    on).
 
     Args:
         handle: the handle of the channel, which the engine opens itself.
@@ -45,6 +46,11 @@ class EngineFollower(Following):
             raise ValueError(
                 "policy: expected an engine that nothing else gives weights to, got one that "
                 "follows a channel already; shut down the other collector first"
+            )
+        if reader.layout.adapters == "only":
+            raise ValueError(
+                "channel: expected all weights of a model, got those of its adapters alone; update "
+                "with EngineWeights, or create the channel with adapters='merged'"
             )
         self._updates = Updates(handle, lambda: reader.version, engine, timeout=TIMEOUT_S)
         try:

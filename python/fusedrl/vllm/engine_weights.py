@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fusedrl.channel import WeightChannel
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
 class EngineWeights:
     """Keeps a vLLM engine at the versions of a weight channel.
 
-    An update is complete or does not happen: all workers of the engine lease the same version
-    before any of them touches its model. The number of the version is the channel's everywhere: in
-    the engine, in ``CompletionOutput.weight_versions`` of each request, and here.
+    An update is complete or does not happen: if it fails in its middle, the engine loads the
+    version before again, and goes on under its number. The number of the version is the channel's
+    everywhere: in the engine, in ``CompletionOutput.weight_versions`` of each request, and here.
 
     Args:
         channel: a channel with the weights of the engine's model, under the names of its
@@ -45,6 +47,11 @@ class EngineWeights:
         socket: path of a Unix socket, for an engine that sees other process ids than this process,
             such as containers on one machine that share the folder of the path.
         timeout: seconds that the engine's workers wait for a version.
+        keep_previous: whether the engine holds the version that it has, one more of the channel's
+            slots, so that an update that fails in its middle can load it again. Otherwise such an
+            engine has parts of two versions, and generates nothing until an update succeeds.
+        verify: whether each update compares every layer with what an engine that starts with the
+            published weights has, the layers that vLLM packs included. It takes a second load.
 
     Raises:
         TypeError: another kind of engine, or a server for adapters alone.
@@ -69,6 +76,8 @@ class EngineWeights:
         in_flight: InFlight = "recompute",
         socket: str | None = None,
         timeout: float = 60.0,
+        keep_previous: bool = True,
+        verify: bool = False,
     ) -> None:
         if in_flight not in ("recompute", "wait"):
             raise ValueError(
@@ -103,6 +112,8 @@ class EngineWeights:
             in_flight=in_flight,
             socket=socket,
             timeout=timeout,
+            keep_previous=keep_previous,
+            verify=verify,
             adapters=self._adapters,
         )
 
@@ -153,17 +164,28 @@ class EngineWeights:
         Raises:
             ValueError: the weights do not fit the channel, or the channel does not fit the engine's
                 model. The engine goes on with the version that it has.
-            RuntimeError: the engine refused, with its own message. It goes on with the version that
-                it has, unless a note of the error says that it may have parts of two versions. Then
-                it stays paused, or a ``vllm.LLM`` refuses to run, until an update succeeds.
+            RuntimeError: the engine refused, with its own message. It goes on with the version
+                before, unless a note of the error says why it could not: the weights that it
+                started with are in no channel, for example. Then it stays paused, or a
+                ``vllm.LLM`` refuses to run, until an update succeeds.
             TypeError: the engine is an ``AsyncLLM``.
         """
+        return self._load(partial(self._published, weights, version))
+
+    def load(self) -> int:
+        """Let the engine load what is published last, such as by the update of another engine.
+
+        Returns, Raises: as :meth:`update`; ``RuntimeError`` also if nothing is published.
+        """
+        return self._load(self._newest)
+
+    def _load(self, published: Callable[[], int]) -> int:
         if self._updates is not None:
             self._updates.check_synchronous()
         with self._updating:
-            published = self._published(weights, version)
+            version = published()
             with self.channel.collective():
-                loaded = None if self._updates is None else self._updates.load(published)
+                loaded = None if self._updates is None else self._updates.load(version)
                 return self._told(loaded)
 
     async def update_async(self, weights: Any = None, version: int | None = None) -> int:
@@ -171,9 +193,16 @@ class EngineWeights:
 
         A cancellation takes effect after the update that is running.
         """
+        return await self._load_async(partial(self._published, weights, version))
+
+    async def load_async(self) -> int:
+        """As :meth:`load`, in the event loop of an ``AsyncLLM``."""
+        return await self._load_async(self._newest)
+
+    async def _load_async(self, publish: Callable[[], int]) -> int:
         await self._turn()
         try:
-            published = await to_its_end(asyncio.to_thread(self._published, weights, version))
+            published = await to_its_end(asyncio.to_thread(publish))
             with self.channel.collective():
                 updates = self._updates
                 loaded = None if updates is None else await updates.load_async(published)
@@ -196,6 +225,14 @@ class EngineWeights:
         published = self.channel.publish(weights, version)
         assert published is not None  # on_full="block"
         return published
+
+    def _newest(self) -> int:
+        if (newest := self.channel.version) is None:
+            raise RuntimeError(
+                "version: expected a published one, got none; call update(), or publish() of the "
+                "channel, first"
+            )
+        return newest
 
     def _told(self, loaded: int | None) -> int:
         loaded = self.channel.agreed(loaded)

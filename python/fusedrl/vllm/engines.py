@@ -25,7 +25,10 @@ _LOADING = 60.0
 _ALIVE = 0.5
 # Seconds in which a server says whether its engine runs.
 _HEALTH = 5.0
-_ENDED = "engine: expected one that runs, got one that has ended during the call; its log says why"
+_ENDED = (
+    "engine: expected one that runs, got one that has ended during the call; its log says why: "
+    "start a new one"
+)
 
 
 class Engine:

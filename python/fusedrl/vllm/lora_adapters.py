@@ -81,17 +81,17 @@ class LoraWeights:
         vllm_config: the configuration that the model was made with.
         layout: the layout of the adapters' weights, under peft's names.
 
+    Attributes:
+        unused: none; each adapter has to fit the model.
+
     Raises:
         ValueError: the engine takes no adapters, or these do not fit; the message lists all names
             and shapes that differ. Nothing is changed.
     """
 
+    unused = ()
+
     def __init__(self, model: nn.Module, vllm_config: Any, layout: Layout) -> None:
-        if layout.adapters != "only":
-            raise ValueError(
-                "channel: expected adapters alone, got all weights of a model; create the channel "
-                "with adapters='only'"
-            )
         config = vllm_config.lora_config
         rank = max(e.shape[0] for e in layout.entries if layer_of(e.name)[1] == "lora_A")
         if config is None:
@@ -131,7 +131,7 @@ class LoraWeights:
             )
 
     @torch.no_grad()
-    def staged(self, views: Sequence[Tensor], adapters: Any) -> Callable[[], None]:
+    def staged(self, views: Sequence[Tensor], adapters: Any, _: bool) -> Callable[[], None]:
         """What puts a copy of one version in the place of the one before.
 
         Args:
@@ -142,7 +142,7 @@ class LoraWeights:
             ValueError: there are scalings of other layers, or no room for more adapters.
         """
         update = AdapterUpdate(**adapters)
-        others = self._room.numbers()
+        others = self._room.adapters()
         if update.number not in others and len(others) >= self._room.capacity:
             raise ValueError(
                 f"engine: expected room for these adapters, got {len(others)} others, numbers "
@@ -164,6 +164,11 @@ class LoraWeights:
             for layer, name in self._names.items()
         }
         return partial(self._room.put, update.number, matrices)
+
+    def undo(self, adapters: Any) -> Callable[[], None]:
+        """What puts those that the model has now, if any, in their place again."""
+        number = AdapterUpdate(**adapters).number
+        return partial(self._room.replace, number, self._room.adapters().get(number))
 
 
 def layer_of(name: str) -> tuple[str, str, str]:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusedrl.channel.layout import Entry, Layout, listed
-from fusedrl.compat import vllm
+from fusedrl.compat import transformers, vllm
 from fusedrl.compat.torch import DispatchMode, storage_of, writes
 
-logger = logging.getLogger("fusedrl")
+# What a checkpoint has of a weight of the trainer's model, under which names.
+InCheckpoint = Callable[[str, Tensor], list[tuple[str, Tensor]]]
 
-_CPU = torch.device("cpu")
+logger = logging.getLogger("fusedrl")
 
 
 class ModelWeights:
@@ -29,63 +31,36 @@ class ModelWeights:
         vllm_config: the configuration that the model was made with.
         layout: the layout of the weights.
 
+    Attributes:
+        unused: a message for each weight that this stage of a pipeline does not use; some stage
+            has to.
+
     Raises:
-        ValueError: the weights are not those of the model, or vLLM would load them wrongly; the
-            message lists what does not fit. The model is not changed.
+        ValueError: the weights are not those of the model; the message lists what does not fit.
     """
 
     def __init__(self, model: Any, vllm_config: Any, layout: Layout) -> None:
-        if layout.adapters == "only":
-            raise ValueError(
-                "channel: expected all weights of a model, got those of its adapters alone; update "
-                "with EngineWeights, or create the channel with adapters='merged'"
-            )
         self._model = model
         self._config = vllm_config
         self._layout = layout
-        self._names = names_for(vllm_config, layout)
-        self.check_loads_again()
+        self._way = _way_in(vllm_config, layout)
+        self.unused = self._way.unused
         # A load that failed may have left layers which the next one treats in another way.
         self._is_known_to_load = False
 
-    def check_loads_again(self) -> None:
-        """Raise ``ValueError`` for a model on a CPU that a load would leave with wrong weights.
-
-        On a GPU, whose memory may be full, this is found out by the first load.
-        """
-        if any(parameter.device != _CPU for parameter in self._model.parameters()):
-            return
-        entries = {entry.name: entry for entry in self._layout.entries}
-        former, new = (_numbers([entries[name] for name in self._names], seed) for seed in (0, 1))
-        twin = vllm.model_without_memory(self._config)
-
-        @contextmanager
-        def rehearsed(name: str) -> Iterator[nn.Module]:
-            """A layer that has other weights first, and then these."""
-            layer = twin.get_submodule(name)
-            with vllm.started_layer(twin, layer, self._config, former, _CPU):
-                load = nn.ModuleList([layer])
-                vllm.load_again(load, self._config, lambda: twin.load_weights(iter(new)))
-                yield layer
-
-        if wrong := _wrong_layers(rehearsed, self._config, new, _CPU):
-            raise ValueError(
-                "engine: expected weights that vLLM can load again, got some that would be others "
-                "than after a start; run this model on a GPU, or start a new engine for each "
-                "version" + listed(wrong)
-            )
-
-    def staged(self, views: Sequence[Tensor], adapters: Any) -> Callable[[], None]:
-        """What loads one version, whose views may be freed afterwards."""
-        return lambda: self.load(views)
+    def staged(self, views: Sequence[Tensor], _: Any, verify: bool) -> Callable[[], None]:
+        """What loads one version, as :meth:`load`."""
+        return lambda: self.load(views, verify)
 
     @torch.no_grad()
-    def load(self, views: Sequence[Tensor]) -> None:
+    def load(self, views: Sequence[Tensor], verify: bool = False) -> None:
         """Load one version.
 
         Args:
             views: one for each stored entry, as :meth:`Layout.views` makes them. They may be freed
                 afterwards.
+            verify: compare all layers with what a start of the engine would make of this version,
+                and not only one of each kind at the first load.
 
         Raises:
             RuntimeError: the model has other weights than an engine that starts with this version.
@@ -93,19 +68,23 @@ class ModelWeights:
                 do not, and it can be loaded again.
         """
         index = self._layout.view_of
-        weights = [(name, views[index[name]]) for name in self._names]
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for name in self._way.names:
+                yield from self._way.in_checkpoint(name, views[index[name]])
+
         known, self._is_known_to_load = self._is_known_to_load, False
-        vllm.load_again(self._model, self._config, lambda: self._model.load_weights(iter(weights)))
-        vllm.drop_adapters(self._model)
-        wrong = [] if known else self._wrong_after(weights)
+        vllm.load_again(self._model, self._config, weights)
+        wrong = [] if known and not verify else self._wrong_after(weights, verify)
         if wrong:
             raise RuntimeError(
                 "engine: expected the weights that it would start with, got others after vLLM had "
-                "loaded them again; start a new engine for each version" + listed(wrong)
+                "loaded them again; update it again, and if that fails too, start a new engine for "
+                "each version" + listed(wrong)
             )
         self._is_known_to_load = True
 
-    def _wrong_after(self, weights: vllm.Weights) -> list[str]:
+    def _wrong_after(self, weights: vllm.Weights, every: bool) -> list[str]:
         """What in the model differs from what a start with these weights would make."""
         # Layers with adapters are within others of vLLM's.
         layers = {
@@ -113,17 +92,42 @@ class ModelWeights:
             for name, layer in self._model.named_modules()
             if next(layer.parameters(recurse=False), None) is not None
         }
-
-        @contextmanager
-        def loaded(name: str) -> Iterator[nn.Module]:
-            yield layers[name]
-
         device = next(self._model.parameters()).device
-        return _wrong_layers(loaded, self._config, weights, device)
+        twin, wrong = vllm.model_without_memory(self._config), []
+        for name, right in vllm.layers_that_load(twin, every):
+            with vllm.started_layer(twin, right, self._config, weights, device):
+                actual: dict[str, Any] = dict(layers[name].named_parameters(recurse=False))
+                actual["cpu_linear"] = vllm.packed_product(layers[name], right)
+                expected: dict[str, Any] = dict(right.named_parameters(recurse=False))
+                expected["cpu_linear"] = vllm.packed_product(right, right)
+                wrong += [
+                    f"{name}.{what}"
+                    for what, value in expected.items()
+                    if value is not None and not _same_bits(actual.get(what), value)
+                ]
+        return wrong
 
 
-def names_for(vllm_config: Any, layout: Layout) -> list[str]:
-    """The names of a layout under which a model of this configuration gets its weights.
+def _as_it_is(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    return [(name, tensor)]
+
+
+class WayIn(NamedTuple):
+    """How weights come into a model.
+
+    Attributes:
+        names: the names of the layout that the model needs.
+        in_checkpoint: what the checkpoint that it would start with has of a weight.
+        unused: a message for each weight that this stage of a pipeline does not use.
+    """
+
+    names: list[str]
+    in_checkpoint: InCheckpoint = _as_it_is
+    unused: Sequence[str] = ()
+
+
+def _way_in(vllm_config: Any, layout: Layout) -> WayIn:
+    """How weights of a layout come into a model of this configuration.
 
     Tied names are among them if the model takes them, as it may have packed a copy for each.
 
@@ -133,22 +137,53 @@ def names_for(vllm_config: Any, layout: Layout) -> list[str]:
     stored, every = [e.name for e in layout.stored], [e.name for e in layout.entries]
     if vllm_config.model_config.quantization is not None:
         logger.info("weights: names and shapes of a quantised model are not checked beforehand")
-        return stored
+        return WayIn(stored)
     entries = {entry.name: entry for entry in layout.entries}
-    differences: list[str] = []
-    for names in [every, stored] if len(every) > len(stored) else [stored]:
-        differences = _differences(vllm_config, [entries[name] for name in names])
-        if not differences:
-            return names
+    choices = [every, stored] if len(every) > len(stored) else [stored]
+    # Each stage of a pipeline uses a part.
+    in_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    fit = Fit([], [])
+    for names in choices:
+        fit = _fit(vllm_config, [entries[name] for name in names])
+        if not fit.wrong and (in_stages or not fit.unused):
+            return WayIn(names, unused=fit.unused)
+    # Where the model has not those names either, its own differences are reported.
+    with contextlib.suppress(Exception):
+        in_checkpoint = transformers.in_checkpoint(vllm_config.model_config.hf_config)
+        for names in choices:
+            converted = _converted([entries[name] for name in names], in_checkpoint)
+            other = _fit(vllm_config, converted)
+            if not other.wrong and (in_stages or not other.unused):
+                return WayIn(names, in_checkpoint, other.unused)
     raise ValueError(
         f"channel: expected the weights of {vllm_config.model_config.architecture} as its "
         "checkpoint has them, got others; create the channel from the model that the engine "
-        "runs, or from a dict with the names of its checkpoint" + listed(differences)
+        "runs, or from a dict with the names of its checkpoint" + listed(fit.unused + fit.wrong)
     )
 
 
-def _differences(vllm_config: Any, entries: Sequence[Entry]) -> list[str]:
-    """Try the weights on a copy of the model without memory, and return what does not fit.
+def _converted(entries: Sequence[Entry], in_checkpoint: InCheckpoint) -> list[Entry]:
+    return [
+        replace(entry, name=name, shape=tuple(tensor.shape))
+        for entry in entries
+        for name, tensor in in_checkpoint(entry.name, torch.empty(entry.shape, device="meta"))
+    ]
+
+
+class Fit(NamedTuple):
+    """The differences of weights from those of a model, a message each.
+
+    Attributes:
+        unused: of weights that the model does not use.
+        wrong: of those that it refuses or lacks.
+    """
+
+    unused: list[str]
+    wrong: list[str]
+
+
+def _fit(vllm_config: Any, entries: Sequence[Entry]) -> Fit:
+    """Try the weights on a copy of the model without memory.
 
     The copy takes the weights, which have no memory either, as the engine's own model would.
     """
@@ -160,7 +195,7 @@ def _differences(vllm_config: Any, entries: Sequence[Entry]) -> list[str]:
         with copies, vllm.configured(vllm_config), torch.no_grad():
             model.load_weights(list(weights.items()))
     except Exception:
-        return _refused(vllm_config, weights)
+        return Fit([], _refused(vllm_config, weights))
     unused = [
         f"{entry.name}: expected no such entry, got {entry.described()}"
         for entry in entries
@@ -172,7 +207,7 @@ def _differences(vllm_config: Any, entries: Sequence[Entry]) -> list[str]:
         for name, parameter in model.named_parameters()
         if (count := copies.filled[storage_of(parameter)]) < parameter.numel()
     ]
-    return unused + missing
+    return Fit(unused, missing)
 
 
 def _refused(vllm_config: Any, weights: dict[str, Tensor]) -> list[str]:
@@ -210,52 +245,8 @@ class _Copies(DispatchMode):
         return result
 
 
-def _wrong_layers(
-    loaded: Callable[[str], AbstractContextManager[nn.Module]],
-    vllm_config: Any,
-    weights: vllm.Weights,
-    device: torch.device,
-) -> list[str]:
-    """The parameters that a load left with other bits than a start of the engine would.
-
-    Args:
-        loaded: a layer that was loaded again, by its name; called for one layer of each kind.
-        vllm_config: the configuration of the model.
-        weights: all that were loaded, by the names of the model's checkpoint.
-        device: where the layers are.
-    """
-    model, wrong = vllm.model_without_memory(vllm_config), []
-    for name, right in vllm.kinds_of_layers(model):
-        with (
-            torch.no_grad(),
-            vllm.started_layer(model, right, vllm_config, weights, device),
-            loaded(name) as layer,
-        ):
-            actual: dict[str, Any] = dict(layer.named_parameters(recurse=False))
-            actual["cpu_linear"] = vllm.packed_product(layer, right)
-            expected: dict[str, Any] = dict(right.named_parameters(recurse=False))
-            expected["cpu_linear"] = vllm.packed_product(right, right)
-            wrong += [
-                f"{name}.{what}"
-                for what, value in expected.items()
-                if value is not None and not _same_bits(actual.get(what), value)
-            ]
-    return wrong
-
-
 def _same_bits(one: Tensor | None, other: Tensor) -> bool:
     """Also where they are NaN."""
     if one is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
-def _numbers(entries: Sequence[Entry], seed: int) -> list[tuple[str, Tensor]]:
-    """A tensor without regularities for each entry, all in the same little memory."""
-    steps = {e.name: [7**k for k in reversed(range(len(e.shape)))] for e in entries}
-    size = 1 + max(
-        sum((n - 1) * step for n, step in zip(e.shape, steps[e.name], strict=True)) for e in entries
-    )
-    numbers = torch.randn(size, generator=torch.Generator().manual_seed(seed))
-    stored = {dtype: numbers.to(dtype) for dtype in {e.dtype for e in entries}}
-    return [(e.name, stored[e.dtype].as_strided(e.shape, steps[e.name])) for e in entries]

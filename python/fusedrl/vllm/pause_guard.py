@@ -7,10 +7,11 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
+from typing import Any
 
 from fusedrl.vllm.engines import Server
-from fusedrl.vllm.updates import run_calls
+from fusedrl.vllm.updates import Attempt, go_on, run_calls
 
 # Seconds between two looks at whether the trainer lives.
 _LOOK = 0.5
@@ -23,41 +24,28 @@ _REACHED = 5.0
 logger = logging.getLogger("fusedrl")
 
 
-@dataclass
-class Hold:
-    """What an engine has to know to go on without the trainer that paused it.
-
-    Attributes:
-        server: the address of the engine's own server.
-        attempt: the update's, a name that no other one has.
-        label: that of the weights when the update began; ``None`` as long as nothing is paused.
-        was_paused: whether the engine was paused then, and shall stay so.
-        over: the update has ended, and nothing is to be watched any more.
-    """
-
-    server: str
-    attempt: str
-    label: str | None = None
-    was_paused: bool = False
-    over: bool = False
-
-
 class PauseGuard:
     """Watches a trainer from a worker of the engine that it updates.
 
     Args:
-        hold: what the trainer said last, for which there is a guard of its own.
+        attempt: what the trainer said last, for which there is a guard of its own.
+        message: the trainer's, with the address of its channel.
         is_dead: whether the trainer has ended without saying so.
-        label_after: returns the label of the weights that the model has after a trainer that said
-            this last; ``None`` if they are parts of two versions.
+        version_of: returns the version that an attempt has loaded as a whole, or ``None``.
     """
 
     def __init__(
-        self, hold: Hold, is_dead: Callable[[], bool], label_after: Callable[[Hold], str | None]
+        self,
+        attempt: Attempt,
+        message: Any,
+        is_dead: Callable[[], bool],
+        version_of: Callable[[str], int | None],
     ) -> None:
-        self._hold = hold
+        self.attempt = attempt
+        self.session: str = message.session
+        self._message = {**asdict(message), "hold": None}
         self._is_dead = is_dead
-        self._label_after = label_after
+        self._version_of = version_of
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="fusedrl-pause-guard", daemon=True).start()
 
@@ -86,21 +74,16 @@ class PauseGuard:
             time.sleep(_LOOK)
 
     async def _let_go(self) -> None:
-        """Let the engine go on with the whole version that it has, if it has one."""
-        server = Server(self._hold.server, timeout=60.0)
-        if self._hold.label is None or not await server.ask(server.is_paused):
+        """Let the engine go on with the new version if it is there, else with the one before."""
+        server = Server(self.attempt.server, timeout=60.0)
+        if self.attempt.former is None or not await server.ask(server.is_paused):
             return
-        label = self._label_after(self._hold)
-        if label is None:
-            logger.error(
-                "update: its trainer has ended while the engine loaded a part of a version, and it "
-                "stays paused until an update succeeds"
-            )
-            return
-        await server.forget()
-        await server.ask(server.name, label)
-        if not self._hold.was_paused:
-            await server.ask(server.resume)
+        label, version = self.attempt.former, self._version_of(self.attempt.name)
+        if version is None:
+            await server.ask(server.tell, {**self._message, "undo": self.attempt.name})
+        else:
+            label = str(version)
+        await go_on(server, label, self.attempt.was_paused)
         logger.warning("update: its trainer has ended, and the engine goes on with %s", label)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import socket as sockets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -18,12 +19,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.compat.vllm import connectors_that_keep, key_value_caches
+from fusedrl.channel.layout import listed
+from fusedrl.channel.reader import Lease
+from fusedrl.compat.vllm import connectors_that_keep, drop_adapters, key_value_caches
 from fusedrl.vllm.agreement import Ranks
 from fusedrl.vllm.lora_adapters import LoraWeights
 from fusedrl.vllm.model_weights import ModelWeights
-from fusedrl.vllm.pause_guard import Hold, PauseGuard, check_reachable
-from fusedrl.vllm.updates import BUSY
+from fusedrl.vllm.pause_guard import PauseGuard, check_reachable
+from fusedrl.vllm.updates import BUSY, Attempt
 
 # CUDA graphs replay `forward` without calling it, so `compute_logits` is replaced too. Models that
 # generate no tokens do not have the latter.
@@ -37,13 +40,17 @@ class VersionUpdate:
     Attributes:
         version: the version to load; another one would get a wrong number in the engine.
         timeout: seconds to wait for it; the channel's own if ``None``.
-        attempt: a name that no other update has.
+        attempt: the name of the :class:`Attempt`.
+        keep: whether to hold the version afterwards, so that a later update can go back to it.
+        verify: whether to compare every layer with what the channel has.
         adapters: the fields of an ``AdapterUpdate``, for a channel with ``adapters="only"``.
     """
 
     version: int
     timeout: float | None = None
     attempt: str = ""
+    keep: bool = True
+    verify: bool = False
     adapters: dict[str, Any] | None = None
 
 
@@ -56,18 +63,47 @@ class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
         fd: the channel's file descriptor in the publisher's process.
         session: the channel's secret.
         socket: path of a Unix socket that passes the channel, where the engine sees other pids.
-        update: the fields of :class:`VersionUpdate`, to load a version.
-        untouched_by: an attempt; it is an error if it has touched the model.
-        hold: the fields of :class:`Hold`, for the engine of a server that a trainer is to pause.
+        hold: the fields of an :class:`Attempt`, for a server that a trainer is to pause.
+        update: the fields of a :class:`VersionUpdate`, to load a version.
+        undo: the name of an attempt; load what the model had before it.
+        over: the name of an attempt; it has ended, and is not undone any more.
     """
 
     pid: int
     fd: int
     session: str = field(repr=False)
     socket: str | None = None
-    update: dict[str, Any] | None = None
-    untouched_by: str | None = None
     hold: dict[str, Any] | None = None
+    update: dict[str, Any] | None = None
+    undo: str | None = None
+    over: str | None = None
+
+
+@dataclass(frozen=True)
+class Held:
+    """A version that a model has, leased so that it can be loaded again."""
+
+    lease: Lease
+    load: Callable[[], None]
+
+
+@dataclass
+class Change:
+    """What an attempt has done to a model.
+
+    Attributes:
+        attempt: its name.
+        undo: loads what the model had before; ``None`` if nothing holds that.
+        version: that the whole model has got; ``None`` while it may have parts of two.
+        is_of_adapters: whether the model's own weights are as they were.
+        held: the version of these, if it is to be held.
+    """
+
+    attempt: str
+    undo: Callable[[], None] | None
+    is_of_adapters: bool
+    version: int | None = None
+    held: Held | None = None
 
 
 class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMessage]):
@@ -75,10 +111,10 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
 
     vLLM makes one for ``WeightTransferConfig(backend="fusedrl")``. A trainer's messages come to
     :meth:`init_transfer_engine`, since vLLM's own calls for an update have to be begun and ended,
-    which a trainer that is killed in between does not do. All workers lease the same version before
-    any of them changes its model. An update that fails until then leaves the engine with the
-    version that it has. One that fails later leaves models that refuse to run until an update
-    succeeds.
+    which a trainer that is killed in between does not do. All workers take each step or none does.
+    The version before stays leased until the trainer says that an update is over, and is loaded
+    again if the trainer says that it failed. Between the two a model that may have parts of two
+    versions refuses to run.
     """
 
     init_info_cls = update_info_cls = ChannelMessage
@@ -89,9 +125,9 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         super().__init__(config, vllm_config, device, model)
         self._reader: WeightReader | None = None
         self._weights: ModelWeights | LoraWeights | None = None
-        self._session: str | None = None
-        self._touched_by: str | None = None
-        self._loaded: int | None = None  # None: none so far, or a part of one
+        self._is_in_parts = False  # the model has parts of two versions
+        self._held: Held | None = None  # what the model has after the last update that is over
+        self._change: Change | None = None  # of an update that is not over
         self._guard: PauseGuard | None = None
 
     def init_transfer_engine(self, init_info: ChannelMessage) -> None:
@@ -99,19 +135,21 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
 
         Raises:
             RuntimeError, TimeoutError: the channel cannot be opened, the version cannot be leased,
-                the attempt has touched the model, or another trainer updates the engine.
+                nothing holds the version to go back to, or another trainer updates the engine.
             ValueError: the channel's weights are not those of the engine's model; the message lists
                 all differences.
             Exception: an error of vLLM's model while it is loaded, which then refuses to run.
         """
-        if init_info.untouched_by is not None:
-            self._check_untouched(init_info.untouched_by)
-        elif init_info.hold is not None:
-            self._hold(init_info, Hold(**init_info.hold))
+        if init_info.hold is not None:
+            self._hold(init_info, Attempt(**init_info.hold))
         elif init_info.update is not None:
             self._update(init_info, VersionUpdate(**init_info.update))
+        elif init_info.undo is not None:
+            self._undo(init_info.undo)
+        elif init_info.over is not None:
+            self._end(init_info.over)
         else:
-            self._open(init_info, ModelWeights)
+            self._open(init_info)
 
     def start_weight_update(self) -> None:
         """Change nothing: a version is loaded in one call."""
@@ -129,96 +167,162 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         """Change nothing: a version is loaded in one call."""
 
     def shutdown(self) -> None:
-        """Close the channel; the model keeps its weights."""
-        if self._reader is not None:
-            self._reader.close()
-        self._reader = self._weights = self._session = None
-
-    def _check_untouched(self, attempt: str) -> None:
-        def check() -> None:
-            if self._touched_by == attempt:
-                raise RuntimeError(
-                    "update: expected one that has not touched the model, got one that has; update "
-                    "the weights again"
-                )
-
-        Ranks.of_this_process().all_or_none(check)
+        """Close the channels; the model keeps its weights."""
+        readers = self._readers()
+        self._reader = self._weights = self._held = self._change = None
+        for reader in readers:
+            reader.close()
 
     def _update(self, address: ChannelMessage, update: VersionUpdate) -> None:
-        """Open the channel, lease a version, load it, and release it; each on all ranks or none."""
-        kind = ModelWeights if update.adapters is None else LoraWeights
-        if not self._open(address, kind):
+        """Open the channel, lease a version, and load it; each on all ranks or none."""
+        if self._change is not None and self._change.attempt != update.attempt:
+            self._end(self._change.attempt)  # the message of its end was lost
+        if not self._open(address):
             return
-        ranks = Ranks.of_this_process()
-        with contextlib.ExitStack() as held:
+        reader, weights, ranks = self._reader, self._weights, Ranks.of_this_process()
+        assert reader is not None and weights is not None
+        with contextlib.ExitStack() as leased:
 
-            def stage() -> Any:
-                assert self._reader is not None and self._weights is not None
-                lease = held.enter_context(self._reader.lease(update.version, update.timeout))
+            def stage() -> tuple[Lease, Callable[[], None]]:
+                lease = leased.enter_context(reader.lease(update.version, update.timeout))
                 if lease.version != update.version:
                     raise RuntimeError(
                         f"version: expected {update.version}, got a channel that has published "
                         f"{lease.version} since; ask for that one"
                     )
-                return self._weights.staged(lease.views, update.adapters)
+                return lease, weights.staged(lease.views, update.adapters, update.verify)
 
-            if (load := ranks.all_or_none(stage)) is None:
+            if (staged := ranks.all_or_none(stage)) is None:
                 return
-            self._touched_by, self._loaded = update.attempt, None
-            _refuse_to_run(self.model, update.version)
-            if ranks.all_or_none(lambda: self._load(load)):
-                _let_run(self.model)
-                self._loaded = update.version
+            lease, load = staged
+            if (change := self._change) is None:
+                of_adapters = isinstance(weights, LoraWeights)
+                former = self._held and self._held.load
+                undo = weights.undo(update.adapters) if of_adapters else former
+                change = self._change = Change(update.attempt, undo, of_adapters)
+            if not self._loaded(load, change):
+                return
+            change.version = update.version
+            if not change.is_of_adapters:
+                drop_adapters(self.model)
+                if update.keep:
+                    change.held = Held(lease, load)
+                    leased.pop_all()
 
-    def _load(self, load: Any) -> bool:
-        load()
-        _clear(self.vllm_config)
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+    def _undo(self, attempt: str) -> None:
+        """Load what the model had before an attempt, if that has touched the model."""
+        change, ranks = self._change, Ranks.of_this_process()
+        if change is None or change.attempt != attempt:
+            return
+
+        def former() -> Callable[[], None]:
+            if change.undo is None:
+                raise RuntimeError(
+                    "engine: expected to hold the version before, got none, as with the weights "
+                    "that it started with, and with keep_previous=False; update it again, or start "
+                    "a new one"
+                )
+            return change.undo
+
+        load = ranks.all_or_none(former)
+        if load is not None and self._loaded(load, change):
+            self._change = None
+
+    def _loaded(self, load: Callable[[], None], change: Change) -> bool:
+        """Load weights on all ranks; whether that failed on none of them."""
+        held, change.held, change.version = change.held, None, None
+        self._release(held)
+        _refuse_to_run(self.model)
+        self._is_in_parts = self._is_in_parts or not change.is_of_adapters
+
+        def attempt() -> bool:
+            load()
+            _clear(self.vllm_config)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
+            return True
+
+        if Ranks.of_this_process().all_or_none(attempt) is None:
+            return False
+        self._is_in_parts = self._is_in_parts and change.is_of_adapters
+        if not self._is_in_parts:
+            _let_run(self.model)
         return True
 
-    def _open(self, address: ChannelMessage, kind: type[ModelWeights] | type[LoraWeights]) -> bool:
+    def _end(self, attempt: str) -> None:
+        """Hold the version that an attempt has loaded in the place of the one before."""
+        if self._guard is not None and self._guard.attempt.name == attempt:
+            self._guard.end()
+        change = self._change
+        if change is None or change.attempt != attempt:
+            return
+        self._change = None
+        if change.version is not None and not change.is_of_adapters:
+            former, self._held = self._held, change.held
+            self._release(former)
+
+    def _release(self, held: Held | None) -> None:
+        if held is not None:
+            held.lease.release()
+            self._close_unused(held.lease.reader)
+
+    def _readers(self) -> set[WeightReader]:
+        """Those of the channel that is read, and of versions that are held."""
+        held = (self._held, self._change and self._change.held)
+        return {self._reader, *(one.lease.reader for one in held if one)} - {None}
+
+    def _close_unused(self, reader: WeightReader | None) -> None:
+        if reader is not None and reader not in self._readers():
+            reader.close()
+
+    def _open(self, address: ChannelMessage) -> bool:
         """Read a channel; ``False``, on all but the last rank, if some worker cannot."""
-        if address.session == self._session and isinstance(self._weights, kind):
+        if self._reader is not None and address.session == self._reader.session:
             return True
+        ranks = Ranks.of_this_process()
         with contextlib.ExitStack() as opened:
 
             def check() -> tuple[WeightReader, ModelWeights | LoraWeights]:
                 reader = opened.enter_context(_opened(address))
                 check_connectors(self.vllm_config)
+                kind = LoraWeights if reader.layout.adapters == "only" else ModelWeights
                 return reader, kind(self.model, self.vllm_config, reader.layout)
 
-            if (fitting := Ranks.of_this_process().all_or_none(check)) is None:
+            if (fitting := ranks.all_or_none(check)) is None:
                 return False
-            self.shutdown()
-            (self._reader, self._weights), self._session = fitting, address.session
+            reader, weights = fitting
+            unused = set.intersection(*map(set, ranks.gathered(weights.unused)))
+            if ranks.all_or_none(lambda: check_used(unused)) is None:
+                return False
             opened.pop_all()
+            former, self._reader, self._weights = self._reader, reader, weights
+            self._close_unused(former)
             return True
 
-    def _hold(self, address: ChannelMessage, hold: Hold) -> None:
+    def _hold(self, address: ChannelMessage, attempt: Attempt) -> None:
         """Watch the trainer of a channel until its update is over; only one of them at a time."""
         ranks, guard = Ranks.of_this_process(), self._guard
 
         def check() -> bool:
-            if guard is not None and guard.is_watching and address.session != self._session:
+            if guard is not None and guard.is_watching and guard.session != address.session:
                 raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
-            if ranks.rank == 0 and not hold.over:
-                check_reachable(hold.server)
+            if ranks.rank == 0:
+                check_reachable(attempt.server)
             return True
 
         if not ranks.all_or_none(check):
             return
         if guard is not None:
             guard.end()
-        if not hold.over and self._open(address, ModelWeights) and ranks.rank == 0:
+        if self._open(address) and ranks.rank == 0:
             assert self._reader is not None
-            self._guard = PauseGuard(hold, self._reader.is_publisher_dead, self._label_after)
+            is_dead = self._reader.is_publisher_dead
+            self._guard = PauseGuard(attempt, address, is_dead, self._version_of)
 
-    def _label_after(self, hold: Hold) -> str | None:
-        """The label of the whole version that the model has; ``None`` if it has parts of two."""
-        if self._touched_by != hold.attempt:
-            return hold.label
-        return None if self._loaded is None else str(self._loaded)
+    def _version_of(self, attempt: str) -> int | None:
+        """The version that the whole model has by an attempt, if it has."""
+        change = self._change
+        return change.version if change is not None and change.attempt == attempt else None
 
 
 def _opened(address: ChannelMessage) -> WeightReader:
@@ -234,6 +338,16 @@ def _opened(address: ChannelMessage) -> WeightReader:
                 f"{error.strerror or error}; mount its folder into the engine's container"
             ) from error
         return handle.open(socket)
+
+
+def check_used(unused: set[str]) -> bool:
+    """Raise ``ValueError`` for weights that no stage of a pipeline uses."""
+    if unused:
+        raise ValueError(
+            "channel: expected weights that the engine's model has, got others; create the channel "
+            "from the model that the engine runs" + listed(sorted(unused))
+        )
+    return True
 
 
 def check_connectors(vllm_config: Any) -> None:
@@ -260,14 +374,13 @@ def _clear(vllm_config: Any) -> None:
             cache.zero_()
 
 
-def _refuse_to_run(model: nn.Module, version: int) -> None:
+def _refuse_to_run(model: nn.Module) -> None:
     """Make every run of a model fail, whereupon vLLM ends the engine."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"model: expected the weights of one version, got a part of version {version} and a "
-            "part of another, as loading it failed; update the weights again before the engine "
-            "generates"
+            "model: expected the weights of one version, got parts of two, as loading failed; "
+            "update the weights again before the engine generates"
         )
 
     for method in _RUNS:

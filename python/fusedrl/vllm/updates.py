@@ -29,8 +29,8 @@ _AGAIN, _PATIENCE = 0.5, 60.0
 # A later version may be published before the engine takes its lease, which is one of the newest.
 _TRIES = 20
 _UNSETTLED = (
-    "engine: it may have this version, a part of it, or the former one; it answers under no "
-    "version's number until an update succeeds"
+    "engine: expected to go back to the version before, got: {}; it may have parts of two "
+    "versions, and answers under no version's number until an update succeeds"
 )
 # The object that last gave each engine weights, by the key of the engine.
 _LAST: weakref.WeakValueDictionary[int | str, Updates] = weakref.WeakValueDictionary()
@@ -43,13 +43,17 @@ class Attempt:
     """One update of an engine.
 
     Attributes:
+        server: the address of a server, which outlives its trainer; ``None`` for another engine.
         former: the label of the engine's weights when the update began; ``None`` until it is known.
-        was_paused: whether the engine was paused then; ``None`` until it is known.
-        name: the name by which the workers know the update.
+        was_paused: whether the engine was paused then, and shall stay so.
+        may_run: whether the engine may have the new version's name, and generate with it.
+        name: one that no other update has.
     """
 
+    server: Any = None
     former: str | None = None
-    was_paused: bool | None = None
+    was_paused: bool = False
+    may_run: bool = False
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -57,8 +61,9 @@ class Updates:
     """The updates of one engine from one channel.
 
     An update takes the engine for itself, notes its label and whether it is paused, pauses it,
-    names its weights unknown, lets the workers load the version, drops what was computed with the
-    former weights, names the weights by the version, lets requests go on, and leaves the engine.
+    names its weights unknown, drops what was computed with them, lets the workers load the version,
+    names the weights by it, lets requests go on, and leaves the engine. Whichever of these fails,
+    the workers load what they had before, which gets its name again.
 
     Args:
         handle: the handle of the channel.
@@ -67,7 +72,9 @@ class Updates:
         in_flight: as for :class:`~fusedrl.vllm.EngineWeights`.
         socket: path of the Unix socket that passes the channel, if the engine sees other pids.
         timeout: seconds that the engine's workers wait for a version.
-        adapters: those of a channel with adapters alone, which a server does not take.
+        keep_previous: as for :class:`~fusedrl.vllm.EngineWeights`.
+        verify: as for :class:`~fusedrl.vllm.EngineWeights`.
+        adapters: those of a channel with adapters alone.
 
     Attributes:
         version: the version that the engine was given last; ``None`` before the first.
@@ -82,6 +89,8 @@ class Updates:
         in_flight: InFlight = "recompute",
         socket: str | None = None,
         timeout: float = 60.0,
+        keep_previous: bool = True,
+        verify: bool = False,
         adapters: PeftAdapters | None = None,
     ) -> None:
         self.version: int | None = None
@@ -90,6 +99,7 @@ class Updates:
         self._engine = engine
         self._in_flight: InFlight = in_flight
         self._timeout = timeout
+        self._options = {"timeout": timeout, "keep": keep_previous, "verify": verify}
         self._adapters = adapters
         self._left_paused = False  # by an update that failed, perhaps under a version's label
 
@@ -125,7 +135,7 @@ class Updates:
 
         Raises:
             ValueError, RuntimeError: the engine or its workers refused. The engine goes on with the
-                version that it has, unless a note of the error says otherwise.
+                version before, unless a note of the error says otherwise.
             TypeError: the engine is called in an event loop.
         """
         self.check_synchronous()
@@ -138,39 +148,41 @@ class Updates:
         return await to_its_end(asyncio.to_thread(run_calls, self._load(version)))
 
     async def _load(self, version: int) -> int:
-        engine, attempt = self._engine, Attempt()
+        engine = self._engine
+        attempt = Attempt(engine.address)
         _LAST[engine.key] = self
         try:
             await self._hold(attempt)
-            attempt.former = await engine.ask(engine.label)
             attempt.was_paused = await engine.ask(engine.is_paused)
-            await self._hold(attempt, label=attempt.former, was_paused=attempt.was_paused)
+            attempt.former = await engine.ask(engine.label)
+            await self._hold(attempt)
             await engine.ask(engine.pause, "keep" if self._in_flight == "recompute" else "wait")
-            await engine.ask(engine.name, UNKNOWN)
         except BaseException as error:
-            await self._give_up(attempt, error)
+            await self._go_back(attempt, error)
             raise
         loading = self._load_paused(version, attempt)
         return await (to_its_end(loading) if engine.in_loop else loading)
 
     async def _load_paused(self, version: int, attempt: Attempt) -> int:
+        engine = self._engine
+        # A user's pause stays. The label tells it from one that an update left behind.
+        stays = attempt.was_paused and attempt.former != UNKNOWN and not self._left_paused
         try:
+            await engine.ask(engine.name, UNKNOWN)
+            await engine.forget()
             version = await self._send(version, attempt)
-            await self._engine.forget()
-            await self._engine.ask(self._engine.name, str(version))
-            # A user's pause stays. The label tells it from one that an update left behind.
-            if not attempt.was_paused or attempt.former == UNKNOWN or self._left_paused:
-                await self._engine.ask(self._engine.resume)
+            attempt.may_run = True
+            await go_on(engine, str(version), stays)
         except BaseException as error:
-            await self._give_up(attempt, error)
+            await self._go_back(attempt, error)
             raise
         self.version, self._left_paused = version, False
-        await self._release(attempt)
+        await self._end(attempt)
         return version
 
     async def _send(self, version: int, attempt: Attempt) -> int:
         """Let the workers load a version, or a later one; its number."""
-        update: dict[str, Any] = {"timeout": self._timeout, "attempt": attempt.name}
+        update: dict[str, Any] = {**self._options, "attempt": attempt.name}
         if self._adapters is not None:
             update["adapters"] = asdict(self._adapters.update)
         for _ in range(_TRIES):
@@ -192,47 +204,54 @@ class Updates:
         # The address is sent each time, as the engine may have been restarted, or read another one.
         await self._engine.ask(self._engine.tell, {**self._address, **message})
 
-    async def _hold(self, attempt: Attempt, **state: Any) -> None:
+    async def _hold(self, attempt: Attempt) -> None:
         """Take a server for this update, and have it recover by itself if this process ends."""
+        if attempt.server is None:  # other engines end with this process
+            return
         deadline = time.monotonic() + self._timeout + _PATIENCE
         while True:
             try:
-                return await self._tell_server(attempt, **state)
+                return await self._tell(hold=asdict(attempt))
             except RuntimeError as error:
                 if BUSY not in str(error) or time.monotonic() > deadline:
                     raise
             time.sleep(_AGAIN)
 
-    async def _tell_server(self, attempt: Attempt, **state: Any) -> None:
-        if (server := self._engine.address) is not None:  # other engines end with this process
-            await self._tell(hold={"server": server, "attempt": attempt.name, **state})
-
-    async def _release(self, attempt: Attempt) -> None:
-        """End :meth:`_hold`; where that fails, nothing is paused that would be let go on."""
+    async def _end(self, attempt: Attempt) -> None:
+        """Leave the engine; if it does not learn of it, it does so from the next update."""
         with contextlib.suppress(Exception):
-            await self._tell_server(attempt, over=True)
+            await self._tell(over=attempt.name)
 
-    async def _give_up(self, attempt: Attempt, error: BaseException) -> None:
-        """Let the engine go on, if its weights are unchanged."""
+    async def _go_back(self, attempt: Attempt, error: BaseException) -> None:
+        """Let the engine go on with the version before, and say so."""
         engine = self._engine
-        try:
-            if attempt.was_paused is not None:
-                await self._tell(untouched_by=attempt.name)
-                await engine.ask(engine.name, attempt.former)
-            # An engine that was paused may have been left with parts of two versions.
-            if attempt.was_paused is False:
-                await engine.ask(engine.resume)
-        except BaseException:
-            self._left_paused = self._left_paused or not attempt.was_paused
-            _note(error, _UNSETTLED)
-            with contextlib.suppress(BaseException):  # the first error is raised
-                await engine.ask(engine.name, UNKNOWN)
-                if not engine.requests_wait:
-                    # A model with parts of two versions answers none of them.
+        if attempt.former is not None:
+            try:
+                if attempt.may_run:
+                    await engine.ask(engine.pause, "keep")
+                    await engine.ask(engine.name, UNKNOWN)
                     await engine.forget()
-                    await engine.ask(engine.resume)
+                await self._tell(undo=attempt.name)
+                await go_on(engine, attempt.former, attempt.was_paused)
+                if attempt.former != UNKNOWN:
+                    _note(error, f"engine: it goes on with the version before, {attempt.former!r}")
+            except BaseException as failure:
+                self._left_paused = self._left_paused or not attempt.was_paused
+                _note(error, _UNSETTLED.format(failure))
+                with contextlib.suppress(BaseException):  # the first error is raised
+                    await engine.ask(engine.name, UNKNOWN)
+                    if not engine.requests_wait:
+                        # A model with parts of two versions answers none of them.
+                        await engine.ask(engine.resume)
         with contextlib.suppress(BaseException):
-            await self._release(attempt)
+            await self._end(attempt)
+
+
+async def go_on(engine: Engine, label: str, stays_paused: bool) -> None:
+    """Name the weights of a paused engine, and let requests go on."""
+    await engine.ask(engine.name, label)
+    if not stays_paused:
+        await engine.ask(engine.resume)
 
 
 async def to_its_end(work: Coroutine[Any, Any, Value]) -> Value:
