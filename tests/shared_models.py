@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedrl.models import causal_log_probs
+from fusedrl.models import causal_log_probs, out_of_step
 from fusedrl.models.capabilities import capabilities_of
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
@@ -273,6 +274,70 @@ def errors(way: str) -> list[str]:
     return found
 
 
+def fails_at_head(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("no room for the logits")
+
+
+def fails_in_layer(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("no room for a layer")
+
+
+def said(function: Any, *args: Any) -> str:
+    """The text of the error of a call, or none."""
+    try:
+        function(*args)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def errors_within(way: str, place: str) -> list[str]:
+    """What each rank raises if one fails within its forward pass; then gradients are right."""
+    import fusedrl.models.log_probs as module
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = model_of("llama")
+    model = WAYS[way](copy.deepcopy(whole))
+    data = data_of(0, ranks)
+    causal_log_probs(model, *data[rank])
+    found, plain = [], module.linear_token_log_probs
+    for wrong in range(ranks):
+        hook = None
+        if rank == wrong and place == "head":
+            module.linear_token_log_probs = fails_at_head
+        elif rank == wrong:
+            layer = inner(getattr(model, "module", model)).model.layers[1]
+            hook = layer.register_forward_pre_hook(fails_in_layer)
+        try:
+            found.append(said(causal_log_probs, model, *data[rank]))
+        finally:
+            module.linear_token_log_probs = plain
+            if hook is not None:
+                hook.remove()
+    causal_log_probs(model, *data[rank]).sum().backward()
+    for one in data:
+        (definition(whole, *one).sum() / ranks).backward()
+    check_gradients(gradients(model), gradients(whole), 2e-5)
+    return found
+
+
+def errors_among_gathers(failing: list[int]) -> list[str]:
+    """What each rank raises if some fail between two gathers of weights, and in the next call."""
+    rank = dist.get_rank()
+    model = sharded(model_of("llama"))
+    data = data_of(0, dist.get_world_size())[rank]
+    causal_log_probs(model, *data)
+    hook = None
+    if rank in failing:
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(fails_in_layer)
+    found = [said(causal_log_probs, model, *data)]
+    if hook is not None:
+        hook.remove()
+    if failing == [1]:  # the other one waits in a collective
+        out_of_step.PATIENCE = 1.0
+    return [*found, said(causal_log_probs, model, *data)]
+
+
 def meets_a_dead_rank() -> str:
     """The error of a rank whose partner has been killed."""
     model = sharded(model_of("llama"))
@@ -323,3 +388,36 @@ def by_itself() -> list[str]:
         causal_log_probs(model.module, tokens, lengths, mask).sum().backward()
     logging.getLogger("fusedrl").removeHandler(handler)
     return records
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(limit: int | None) -> list[int]:
+    """Those of a call of ours and of the model's own forward, each with its backward pass."""
+    model = sharded(model_of("llama"))
+    lengths = [30] * 40
+    tokens = torch.arange(sum(lengths)) % VOCAB
+    causal_log_probs(model, tokens, lengths).sum().backward()  # the trial; the rest is resharded
+
+    def ours() -> Any:
+        return causal_log_probs(model, tokens, lengths, max_tokens_per_forward=limit)
+
+    def own() -> Any:
+        return model(input_ids=tokens.view(40, 30)).logits
+
+    counts = []
+    for call in (ours, own):
+        with Collectives() as seen:
+            call().sum().backward()
+        counts.append(seen.count)
+    return counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -67,7 +67,8 @@ class Request(NamedTuple):
     def opened(self, step: Step) -> Iterator[Plan]:
         """The forward passes to make, in a block in which the model's weights have one version.
 
-        Every rank of a model makes as many as the one with the most.
+        Every rank of a model makes as many as the one with the most, and has an error at the end of
+        the block where another one has.
         """
         with self.context, context_checked(self.model, self.lengths), one_version(self.model):
             found = known_capabilities(self.model, self.kwargs)
@@ -81,7 +82,8 @@ class Request(NamedTuple):
             _log_shared(self.model, passes)
             if not step.alone:
                 passes += [self._empty_pass(found)] * (max(most, 1) - len(passes))
-            yield Plan(found, passes)
+            yield Plan(found, passes, step)
+            step.close()
 
     def _passes(self, capabilities: Capabilities, alone: bool) -> list[Pass]:
         """The forward passes over the kept tokens, after a look whether they are in the head."""
@@ -95,21 +97,32 @@ class Request(NamedTuple):
             attention = attention_of(parts.config)
             limit = forwards.tokens_per_forward(device, attention)
             most = max(limit, forwards.SHARING.get(str(attention), 0))
-            capabilities = capabilities._replace(shares=self._shares(capabilities, parts, work))
+            shares, follows = self._trees(capabilities, parts, work)
+            capabilities = capabilities._replace(shares=shares)
+            limit = most if follows else limit
         else:
             device = device_of(self.model)
             limit = forwards.tokens_per_forward(device, None)
             if not alone:  # what wraps the model may take one forward pass for one backward pass
                 limit = max(limit, len(self.tokens) * len(work))
             most = limit
+            follows = False
         limits = self.limit or limit, self.limit or most
-        return passes_of(capabilities, work, device, *limits)
+        return passes_of(capabilities, work, device, *limits, follows)
 
-    def _shares(self, capabilities: Capabilities, parts: Parts, work: list[Scored]) -> bool:
-        """Whether there are common beginnings to share."""
-        if not (self.share and capabilities.shares and shares_some([row.tokens for row in work])):
-            return False
-        return may_share(self.model, parts)
+    def _trees(
+        self, capabilities: Capabilities, parts: Parts, work: list[Scored]
+    ) -> tuple[bool, bool]:
+        """Whether there are common beginnings to share, and whether every row has a tree's mask.
+
+        A model that gathers its weights for each pass makes fewer passes of long rows, in which
+        attention then follows the sequences.
+        """
+        shares = self.share and shares_some([row.tokens for row in work])
+        if not (capabilities.shares and (shares or parts.gathered)):
+            return False, False
+        may = may_share(self.model, parts)
+        return may and shares, may and parts.gathered
 
     def _empty_pass(self, capabilities: Capabilities) -> Pass:
         """A pass over one token in which nothing is scored."""
@@ -149,6 +162,7 @@ class Plan(NamedTuple):
 
     capabilities: Capabilities
     passes: list[Pass]
+    step: Step
 
     @property
     def places(self) -> Tensor:
@@ -196,10 +210,13 @@ def _at_kept_states(
     def compute() -> tuple[Tensor, ...]:
         hidden = []
         with autocast_as(parts.weight.device, plan.capabilities.autocast):
-            for step in plan.passes:
-                states = parts.hidden(**step.inputs).flatten(0, 1)
-                hidden.append(states[step.predicting.to(states.device)])
-            return parts.at_head(torch.cat(hidden), function)
+            with plan.step.collective():
+                for step in plan.passes:
+                    states = parts.hidden(**step.inputs).flatten(0, 1)
+                    hidden.append(states[step.predicting.to(states.device)])
+            # Ranks with parts of a head put together what it makes.
+            with plan.step.collective() if parts.shard else nullcontext():
+                return parts.at_head(torch.cat(hidden), function)
 
     return parts.within(compute, plan.passes[0].inputs["input_ids"])
 

@@ -67,16 +67,18 @@ class Tree:
             options: further arguments of ``scaled_dot_product_attention``.
         """
         branches = self._branches(key, value)
+        # At once, because the backward pass of each slice would write a whole row.
+        pieces = [x.split([part.own for part in self.parts], 2) for x in (query, key, value)]
         attended = []
-        for part in self.parts:
-            own, length = slice(part.first, part.first + part.own), len(part.path)
-            is_branch = part.own < length
-            keys, values = next(branches) if is_branch else (key[:, :, own], value[:, :, own])
+        for part, queries, keys, values in zip(self.parts, *pieces, strict=True):
+            own, length = part.own, len(part.path)
+            if own < length:
+                keys, values = next(branches)
             causal: dict[str, Any] = {"is_causal": True}
-            if is_branch or self.window is not None:
-                causal = {"attn_mask": self._chosen(part.own, length, query.device)}
+            if own < length or self.window is not None:
+                causal = {"attn_mask": self._chosen(own, length, query.device)}
             attended.append(
-                scaled_dot_product_attention(query[:, :, own], keys, values, **options, **causal)
+                scaled_dot_product_attention(queries, keys, values, **options, **causal)
             )
         return torch.cat(attended, 2)
 

@@ -102,7 +102,8 @@ class GRPOLoss(_GRPOLoss):
             shares = shares_of(self, scores, step)
         try:
             if scores is None:
-                return super().forward(tensordict)
+                with step.collective():
+                    return super().forward(tensordict)
             token = _running.set((self, scores))
             try:
                 output = super().forward(tensordict)
