@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import signal
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,9 +60,26 @@ def prepared(model: Any) -> Any:
     return accelerate.Accelerator(cpu=True).prepare(model)
 
 
+def prepared_by_plugin(model: Any) -> Any:
+    """As ``Accelerator.prepare`` wraps with FSDP2, which it does on accelerators alone."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
+        cpu_ram_efficient_loading=False,
+    )
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    accelerator: Any = SimpleNamespace(state=state, mixed_precision="no", device="cpu")
+    return fsdp2_prepare_model(accelerator, model)
+
+
 def hybrid(model: Any) -> Any:
-    names = ("replicate", "shard")
-    shape = (1, dist.get_world_size())
+    """Two ranks that have the same shards, or all ranks a shard each where their number is odd."""
+    names, ranks = ("replicate", "shard"), dist.get_world_size()
+    shape = (1, ranks) if ranks % 2 else (2, ranks // 2)
     return sharded(model, mesh=dist.init_device_mesh("cpu", shape, mesh_dim_names=names))
 
 
@@ -84,6 +103,7 @@ WAYS: dict[str, Any] = {
     "ddp of compiled in place": lambda model: DDP(compiled_in_place(model)),
     "compiled of ddp": lambda model: compiled(DDP(model)),
     "accelerate": prepared,
+    "accelerate, fsdp2": prepared_by_plugin,
     "fsdp": sharded,
     "fsdp, head": lambda model: sharded(model, model.lm_head),
     "fsdp, norm and head": lambda model: sharded(model, [model.model.norm, model.lm_head]),
@@ -241,14 +261,18 @@ def like_one_process(way: str, kind: str, seeds: list[int]) -> int:
     return rows.rows
 
 
-def accumulates() -> None:
+def accumulates(way: str) -> None:
     """Gradients of a batch without a reduction, and of another one with it, as one process has."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = model_of("llama")
-    model = DDP(copy.deepcopy(whole))
+    model = WAYS[way](copy.deepcopy(whole))
     first, second = data_of(0, ranks), data_of(2, ranks)
-    with model.no_sync():
+    if way == "fsdp":
+        model.set_requires_gradient_sync(False)
+    with model.no_sync() if way == "ddp" else nullcontext():
         causal_log_probs(model, *first[rank]).sum().backward()
+    if way == "fsdp":
+        model.set_requires_gradient_sync(True)
     causal_log_probs(model, *second[rank]).sum().backward()
     for one in (*first, *second):
         (definition(whole, *one).sum() / ranks).backward()

@@ -76,8 +76,9 @@ def test_ranks_with_parts_of_a_head(two, three, kind):
     assert three.run(shared_models.parts_of_a_head, kind) == [0, 0, 0]  # 34, 34 and 32 classes
 
 
-def test_gradients_that_accumulate(two):
-    two.run(shared_models.accumulates)
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_gradients_that_accumulate(two, way):
+    two.run(shared_models.accumulates, way)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
