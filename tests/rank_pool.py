@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from prepared import processes
 
-PATIENCE = 150  # seconds that a rank waits for another in a collective
+PATIENCE = 60  # seconds that a rank waits for another in a collective
 
 
 class RankPool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,7 +14,12 @@ import torch
 import torch.distributed as dist
 from models.tiny import VOCAB, definition, model_of
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -121,6 +127,14 @@ WAYS: dict[str, Any] = {
 }
 
 
+# They compute all logits.
+SLOW_WAYS: dict[str, Any] = {
+    "fsdp1": lambda model: FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=True
+    ),
+}
+
+
 def layers_compiled(model: Any) -> Any:
     for layer in model.model.layers:
         layer.compile(backend="eager", dynamic=True)
@@ -168,11 +182,15 @@ def data_of(seed: int, ranks: int) -> list[tuple[Tensor, list[int], Tensor]]:
 def gradients(model: Any) -> dict[str, Tensor]:
     """The whole gradient of each parameter, by its name without those of wrappers."""
     found = {}
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        if grad is not None:
-            name = name.replace("module.", "").replace("_orig_mod.", "")
-            found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    context: Any = nullcontext()
+    if isinstance(model, FullyShardedDataParallel):
+        context = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+    with context:
+        for name, parameter in model.named_parameters():
+            grad = parameter.grad
+            if grad is not None:
+                name = re.sub(r"(_fsdp_wrapped_)?module\.|_orig_mod\.", "", name)
+                found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
     return found
 
 
@@ -230,7 +248,7 @@ def like_one_process(way: str, kind: str, seeds: list[int]) -> int:
     torch._dynamo.reset()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = model_of(kind, **({"tie_word_embeddings": True} if kind == "qwen2" else {}))
-    model = WAYS[way](copy.deepcopy(whole))
+    model = (WAYS | SLOW_WAYS)[way](copy.deepcopy(whole))
     whole = with_adapters(whole) if "adapters" in way else whole
     # In one of them only the gradients that enter it are of bfloat16.
     rounded = 0.1 if "bfloat16" in way else 0.02 if "rounded" in way else 2e-5

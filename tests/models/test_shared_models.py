@@ -28,6 +28,15 @@ def test_values_and_gradients_are_those_of_one_process(two, way):
     assert rows == [0, 0]
 
 
+@pytest.mark.parametrize("way", shared_models.SLOW_WAYS)
+def test_values_and_gradients_from_all_logits(two, way):
+    assert all(two.run(shared_models.like_one_process, way, "llama", [0, 1, 2]))
+
+
+def test_tied_weights_in_a_group_with_the_norm(two):
+    two.run(shared_models.like_one_process, "accelerate, fsdp2", "qwen2", [0, 1])
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # tied, and with a softcap
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_three_ranks(three, kind, way):
