@@ -110,7 +110,8 @@ def serve(rank: int, size: int, store: str, wrapping: str, lengths: list[int], p
     while asked := pipe.recv():
         try:
             if asked not in jobs:
-                jobs[asked] = made(*asked, wrapping, lengths[0])
+                job, whose = asked
+                jobs[asked] = made(job, whose, wrapping, lengths[0])
                 jobs[asked](share)  # wrappers allocate and rebuild buckets in a first pass
             if size > 1:
                 dist.barrier()
