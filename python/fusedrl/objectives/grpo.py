@@ -102,8 +102,7 @@ class GRPOLoss(_GRPOLoss):
             shares = shares_of(self, scores, step)
         try:
             if scores is None:
-                with step.collective():
-                    return super().forward(tensordict)
+                return super().forward(tensordict)
             token = _running.set((self, scores))
             try:
                 output = super().forward(tensordict)
