@@ -1,6 +1,8 @@
 """Two ranks that share a policy by DDP or FSDP2, beside one process with the same conversations.
 
-Times are CPU time, of all threads and both ranks: what the wrapper and the ranks' talk cost.
+Times are CPU time, of all threads and both ranks: what the wrapper and the ranks' talk cost. What
+it costs without us is in the rows of the bare model: forward passes of one padded batch, with the
+head for its last token, and for a step a backward pass and the optimizer.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ TOKENS, QUICK_TOKENS = [300] * 16, [60] * 4
 JOBS = ("log-probs", "KL", "GRPO step")
 OVERHEAD, GOAL = 1.15, 2.0  # over one process, and times torchrl's speed
 ALONE = "fusedrl, one process"
+BARE = "the bare model"
 
 
 def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped]:
@@ -52,6 +55,10 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped
                             "torchrl": ranks.run(job, "torchrl"),
                             "fusedrl": ranks.run(job, "fusedrl"),
                             ALONE: alone.run(job, "fusedrl"),
+                        },
+                        timed_only={
+                            f"{BARE}, {wrapping}": ranks.run(job, BARE),
+                            f"{BARE}, one process": alone.run(job, BARE),
                         },
                         goals={"torchrl": GOAL, ALONE: 1 / OVERHEAD},
                         host_bound=True,
@@ -103,7 +110,8 @@ def serve(rank: int, size: int, store: str, wrapping: str, lengths: list[int], p
     while asked := pipe.recv():
         try:
             if asked not in jobs:
-                jobs[asked] = made(*asked, wrapping)
+                job, whose = asked
+                jobs[asked] = made(job, whose, wrapping, lengths[0])
                 jobs[asked](share)  # wrappers allocate and rebuild buckets in a first pass
             if size > 1:
                 dist.barrier()
@@ -114,8 +122,10 @@ def serve(rank: int, size: int, store: str, wrapping: str, lengths: list[int], p
             pipe.send(error)
 
 
-def made(job: str, whose: str, wrapping: str) -> Callable[[Any], Any]:
-    """A job as a function of conversations."""
+def made(job: str, whose: str, wrapping: str, tokens: int) -> Callable[[Any], Any]:
+    """A job as a function of conversations of about so many tokens."""
+    if whose == BARE:
+        return bare(job, wrapping, tokens)
     if whose == "torchrl":
         from torchrl.envs.llm.transforms import RetrieveKL, RetrieveLogProb
         from torchrl.objectives.llm import GRPOLoss
@@ -144,6 +154,23 @@ def made(job: str, whose: str, wrapping: str) -> Callable[[Any], Any]:
         optimizer.zero_grad()
 
     return step
+
+
+def bare(job: str, wrapping: str, tokens: int) -> Callable[[Any], Any]:
+    """The forward and backward passes of a job without log-probs."""
+    networks = [wrapped(seed, wrapping) for seed in range(2 if job == "KL" else 1)]
+    optimizer = torch.optim.SGD(networks[0].parameters(), lr=1e-6)
+
+    def forward(share: Any) -> list[torch.Tensor]:
+        ids = torch.ones(len(share), tokens, dtype=torch.int64)
+        return [network(input_ids=ids, logits_to_keep=1).logits.sum() for network in networks]
+
+    def step(share: Any) -> None:
+        forward(share)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step if job == "GRPO step" else torch.no_grad()(forward)
 
 
 @cache

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from prepared import processes
 
-PATIENCE = 30  # seconds that a rank waits for another in a collective
+PATIENCE = 60  # seconds that a rank waits for another in a collective
 
 
 class RankPool:
     """So many ranks, on one thread each, until :meth:`close`."""
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, folder: Path, patience: int = PATIENCE) -> None:
         self._pipes, self.workers = [], []
         for rank in range(size):
             ours, theirs = processes.Pipe()
-            arguments = theirs, rank, size, str(folder / f"store{size}")
+            arguments = theirs, rank, size, str(folder / f"store{size}"), patience
             worker = processes.Process(target=_serve, args=arguments, daemon=True)
             worker.start()
             theirs.close()
@@ -55,9 +55,9 @@ class RankPool:
             worker.kill()
 
 
-def _serve(pipe: Any, rank: int, size: int, store: str) -> None:
+def _serve(pipe: Any, rank: int, size: int, store: str, seconds: int) -> None:
     torch.set_num_threads(1)
-    patience = timedelta(seconds=PATIENCE)
+    patience = timedelta(seconds=seconds)
     dist.init_process_group("gloo", f"file://{store}", patience, rank=rank, world_size=size)
     while True:
         try:

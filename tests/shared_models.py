@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from models.tiny import VOCAB, definition, model_of
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedrl.models import causal_log_probs
+from fusedrl.models import causal_log_probs, out_of_step
 from fusedrl.models.capabilities import capabilities_of
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
@@ -57,9 +66,26 @@ def prepared(model: Any) -> Any:
     return accelerate.Accelerator(cpu=True).prepare(model)
 
 
+def prepared_by_plugin(model: Any) -> Any:
+    """As ``Accelerator.prepare`` wraps with FSDP2, which it does on accelerators alone."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
+        cpu_ram_efficient_loading=False,
+    )
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    accelerator: Any = SimpleNamespace(state=state, mixed_precision="no", device="cpu")
+    return fsdp2_prepare_model(accelerator, model)
+
+
 def hybrid(model: Any) -> Any:
-    names = ("replicate", "shard")
-    shape = (1, dist.get_world_size())
+    """Two ranks that have the same shards, or all ranks a shard each where their number is odd."""
+    names, ranks = ("replicate", "shard"), dist.get_world_size()
+    shape = (1, ranks) if ranks % 2 else (2, ranks // 2)
     return sharded(model, mesh=dist.init_device_mesh("cpu", shape, mesh_dim_names=names))
 
 
@@ -83,6 +109,7 @@ WAYS: dict[str, Any] = {
     "ddp of compiled in place": lambda model: DDP(compiled_in_place(model)),
     "compiled of ddp": lambda model: compiled(DDP(model)),
     "accelerate": prepared,
+    "accelerate, fsdp2": prepared_by_plugin,
     "fsdp": sharded,
     "fsdp, head": lambda model: sharded(model, model.lm_head),
     "fsdp, norm and head": lambda model: sharded(model, [model.model.norm, model.lm_head]),
@@ -97,6 +124,14 @@ WAYS: dict[str, Any] = {
     "hsdp": hybrid,
     "fsdp of compiled layers": lambda model: sharded(layers_compiled(model)),
     "compiled of fsdp": lambda model: compiled(sharded(model)),
+}
+
+
+# They compute all logits.
+SLOW_WAYS: dict[str, Any] = {
+    "fsdp1": lambda model: FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=True
+    ),
 }
 
 
@@ -147,11 +182,15 @@ def data_of(seed: int, ranks: int) -> list[tuple[Tensor, list[int], Tensor]]:
 def gradients(model: Any) -> dict[str, Tensor]:
     """The whole gradient of each parameter, by its name without those of wrappers."""
     found = {}
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        if grad is not None:
-            name = name.replace("module.", "").replace("_orig_mod.", "")
-            found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    context: Any = nullcontext()
+    if isinstance(model, FullyShardedDataParallel):
+        context = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+    with context:
+        for name, parameter in model.named_parameters():
+            grad = parameter.grad
+            if grad is not None:
+                name = re.sub(r"(_fsdp_wrapped_)?module\.|_orig_mod\.", "", name)
+                found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
     return found
 
 
@@ -209,7 +248,7 @@ def like_one_process(way: str, kind: str, seeds: list[int]) -> int:
     torch._dynamo.reset()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = model_of(kind, **({"tie_word_embeddings": True} if kind == "qwen2" else {}))
-    model = WAYS[way](copy.deepcopy(whole))
+    model = (WAYS | SLOW_WAYS)[way](copy.deepcopy(whole))
     whole = with_adapters(whole) if "adapters" in way else whole
     # In one of them only the gradients that enter it are of bfloat16.
     rounded = 0.1 if "bfloat16" in way else 0.02 if "rounded" in way else 2e-5
@@ -240,14 +279,18 @@ def like_one_process(way: str, kind: str, seeds: list[int]) -> int:
     return rows.rows
 
 
-def accumulates() -> None:
+def accumulates(way: str) -> None:
     """Gradients of a batch without a reduction, and of another one with it, as one process has."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = model_of("llama")
-    model = DDP(copy.deepcopy(whole))
+    model = WAYS[way](copy.deepcopy(whole))
     first, second = data_of(0, ranks), data_of(2, ranks)
-    with model.no_sync():
+    if way == "fsdp":
+        model.set_requires_gradient_sync(False)
+    with model.no_sync() if way == "ddp" else nullcontext():
         causal_log_probs(model, *first[rank]).sum().backward()
+    if way == "fsdp":
+        model.set_requires_gradient_sync(True)
     causal_log_probs(model, *second[rank]).sum().backward()
     for one in (*first, *second):
         (definition(whole, *one).sum() / ranks).backward()
@@ -271,6 +314,70 @@ def errors(way: str) -> list[str]:
             found.append(f"{type(error).__name__}: {error}")
     causal_log_probs(model, tokens, lengths, mask).sum().backward()
     return found
+
+
+def fails_at_head(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("no room for the logits")
+
+
+def fails_in_layer(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("no room for a layer")
+
+
+def said(function: Any, *args: Any) -> str:
+    """The text of the error of a call, or none."""
+    try:
+        function(*args)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def errors_within(way: str, place: str) -> list[str]:
+    """What each rank raises if one fails within its forward pass; then gradients are right."""
+    import fusedrl.models.log_probs as module
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = model_of("llama")
+    model = WAYS[way](copy.deepcopy(whole))
+    data = data_of(0, ranks)
+    causal_log_probs(model, *data[rank])
+    found, plain = [], module.linear_token_log_probs
+    for wrong in range(ranks):
+        hook = None
+        if rank == wrong and place == "head":
+            module.linear_token_log_probs = fails_at_head
+        elif rank == wrong:
+            layer = inner(getattr(model, "module", model)).model.layers[1]
+            hook = layer.register_forward_pre_hook(fails_in_layer)
+        try:
+            found.append(said(causal_log_probs, model, *data[rank]))
+        finally:
+            module.linear_token_log_probs = plain
+            if hook is not None:
+                hook.remove()
+    causal_log_probs(model, *data[rank]).sum().backward()
+    for one in data:
+        (definition(whole, *one).sum() / ranks).backward()
+    check_gradients(gradients(model), gradients(whole), 2e-5)
+    return found
+
+
+def errors_among_gathers(failing: list[int]) -> list[str]:
+    """What each rank raises if some fail between two gathers of weights, and in the next call."""
+    rank = dist.get_rank()
+    model = sharded(model_of("llama"))
+    data = data_of(0, dist.get_world_size())[rank]
+    causal_log_probs(model, *data)
+    hook = None
+    if rank in failing:
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(fails_in_layer)
+    found = [said(causal_log_probs, model, *data)]
+    if hook is not None:
+        hook.remove()
+    if failing == [1]:  # the other one waits in a collective
+        out_of_step.PATIENCE = 1.0
+    return [*found, said(causal_log_probs, model, *data)]
 
 
 def meets_a_dead_rank() -> str:
@@ -323,3 +430,36 @@ def by_itself() -> list[str]:
         causal_log_probs(model.module, tokens, lengths, mask).sum().backward()
     logging.getLogger("fusedrl").removeHandler(handler)
     return records
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(limit: int | None) -> list[int]:
+    """Those of a call of ours and of the model's own forward, each with its backward pass."""
+    model = sharded(model_of("llama"))
+    lengths = [30] * 40
+    tokens = torch.arange(sum(lengths)) % VOCAB
+    causal_log_probs(model, tokens, lengths).sum().backward()  # the trial; the rest is resharded
+
+    def ours() -> Any:
+        return causal_log_probs(model, tokens, lengths, max_tokens_per_forward=limit)
+
+    def own() -> Any:
+        return model(input_ids=tokens.view(40, 30)).logits
+
+    counts = []
+    for call in (ours, own):
+        with Collectives() as seen:
+            call().sum().backward()
+        counts.append(seen.count)
+    return counts

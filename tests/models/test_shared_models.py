@@ -28,6 +28,15 @@ def test_values_and_gradients_are_those_of_one_process(two, way):
     assert rows == [0, 0]
 
 
+@pytest.mark.parametrize("way", shared_models.SLOW_WAYS)
+def test_values_and_gradients_from_all_logits(two, way):
+    assert all(two.run(shared_models.like_one_process, way, "llama", [0, 1, 2]))
+
+
+def test_tied_weights_in_a_group_with_the_norm(two):
+    two.run(shared_models.like_one_process, "accelerate, fsdp2", "qwen2", [0, 1])
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # tied, and with a softcap
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_three_ranks(three, kind, way):
@@ -37,6 +46,14 @@ def test_three_ranks(three, kind, way):
 
 def test_experts(two):
     assert two.run(shared_models.like_one_process, "fsdp", "mixtral", [0, 1, 2]) == [0, 0]
+
+
+def test_weights_are_gathered_as_often_as_for_one_batch(two):
+    """And once more for each further pass, if a limit asks for them."""
+    for ours, own in two.run(shared_models.collectives, None):
+        assert ours == own + 2  # what ranks agree on, before and after
+    for ours, own in two.run(shared_models.collectives, 300):
+        assert ours > 2 * own
 
 
 def test_a_killed_rank_ends_the_wait_of_others(tmp_path):
@@ -68,8 +85,9 @@ def test_ranks_with_parts_of_a_head(two, three, kind):
     assert three.run(shared_models.parts_of_a_head, kind) == [0, 0, 0]  # 34, 34 and 32 classes
 
 
-def test_gradients_that_accumulate(two):
-    two.run(shared_models.accumulates)
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_gradients_that_accumulate(two, way):
+    two.run(shared_models.accumulates, way)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
@@ -77,8 +95,38 @@ def test_an_error_of_a_rank_is_an_error_of_all(two, way):
     first, second = two.run(shared_models.errors, way)
     refused = "ValueError: tokens: expected ids in [0, 100)"
     told = "RuntimeError: model: expected a call that every rank can make, got an error on rank"
-    assert first[0].startswith(refused) and first[1].startswith(f"{told} 1 before")
-    assert second[0].startswith(f"{told} 0 before") and second[1].startswith(refused)
+    assert first[0].startswith(refused) and first[1].startswith(f"{told} 1;")
+    assert second[0].startswith(f"{told} 0;") and second[1].startswith(refused)
+
+
+@pytest.mark.parametrize(
+    ("way", "place"),
+    [("ddp", "layer"), ("ddp", "head"), ("fsdp", "head"), ("fsdp, head", "head")],
+)
+def test_an_error_within_a_forward_is_an_error_of_all(two, way, place):
+    """DDP's forward has no collectives; FSDP gathers none after those of the head."""
+    own = f"OutOfMemoryError: no room for {'a layer' if place == 'layer' else 'the logits'}"
+    told = "RuntimeError: model: expected a call that every rank can make, got an error on rank"
+    first, second = two.run(shared_models.errors_within, way, place)
+    assert first[0] == second[1] == own
+    assert first[1].startswith(f"{told} 1;") and second[0].startswith(f"{told} 0;")
+
+
+def test_an_error_between_gathers_ends_the_wait_of_others_with_the_group_s_timeout(tmp_path):
+    """And the rank that had it makes no collective that another could take for its own."""
+    pool = RankPool(2, tmp_path, patience=10)
+    try:
+        first, second = pool.run(shared_models.errors_among_gathers, [1])
+    finally:
+        pool.close()
+    assert "on rank 1 within the forward pass: OutOfMemoryError: no room for a layer" in first[0]
+    assert second[0] == "OutOfMemoryError: no room for a layer"
+    assert "got one of this rank alone" in second[1]
+
+
+def test_an_error_of_all_ranks_between_gathers_leaves_them_in_step(two):
+    for found in two.run(shared_models.errors_among_gathers, [0, 1]):
+        assert found == ["OutOfMemoryError: no room for a layer", ""]
 
 
 def test_all_ranks_try_a_model_that_one_has_to(two):

@@ -26,20 +26,30 @@ def as_forward(
     Returns:
         The values as ``function`` returned them, whatever they are rounded to on the way out. Their
         gradients go the way that the module's output took.
+
+    Raises:
+        Exception: what ``function`` raised, after all that is around the module has ended as after
+            a forward that returned nothing.
     """
     place = _PLACES.setdefault(module, _Place())
     own = vars(module).get("forward")
     module.forward = place.forward
-    place.function, place.found = function, []
+    place.function, place.found, place.error = function, [], None
+    left: Any = ()
     try:
         left = call()
-        inside = place.found
+    except Exception:
+        if place.error is None:
+            raise
     finally:
-        place.function, place.found = None, []
+        inside, error = place.found, place.error
+        place.function, place.found, place.error = None, [], None
         if own is None:
             del module.forward
         else:
             module.forward = own
+    if error is not None:
+        raise error
     if len(inside) != 1:
         raise RuntimeError(
             f"model: expected one call of its {type(module).__name__} in a forward pass, got "
@@ -61,12 +71,17 @@ class _Place:
     def __init__(self) -> None:
         self.function: Callable[..., tuple[Tensor, ...]] | None = None
         self.found: list[tuple[Tensor, ...]] = []
+        self.error: Exception | None = None
         # What is compiled in it is compiled by itself: the decoder.
         self.forward = torch.compiler.disable(self._forward)
 
     def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         assert self.function is not None
-        self.found.append(self.function(*args))
+        try:
+            self.found.append(self.function(*args))
+        except Exception as error:  # FSDP takes a forward that raises for one that still runs
+            self.error = error
+            return ()
         return self.found[-1]
 
 

@@ -46,9 +46,10 @@ def causal_log_probs(
         mask: bool ``[N]``; ``None`` keeps all. A dropped token has log-prob 0.
         max_tokens_per_forward: largest number of tokens in one forward pass, including padding; a
             longer sequence runs alone. ``None`` takes 512 on a CPU, 16384 with flash attention, and
-            4096 otherwise, also where sequences share a beginning (1024 with eager attention). If
-            several ranks ask a model for its logits, which may be sharded over
-            them, all tokens go into one pass.
+            4096 otherwise. It takes at least 4096 (1024 with eager attention) where sequences share
+            a beginning, or FSDP gathers weights for each pass and the model's type is known to
+            keep packed sequences apart. If several ranks ask a model for its logits, which may be
+            sharded over them, all tokens go into one pass.
         share_prefixes: compute a beginning of at least 32 tokens that several sequences share once
             for all of them, where the model's type and attention (sdpa, eager) are known to allow
             it, and in blocks of 16 tokens. It does not do so in a model that drops out or is
@@ -156,7 +157,9 @@ def _from_logits(
         mask = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
         mask[step.read] = True
         mask = mask.view(ids.shape).to(device)
-        logits = logits_of(model, model(ids, **inputs, **request.kwargs), ids)
+        with plan.step.collective():
+            output = model(ids, **inputs, **request.kwargs)
+        logits = logits_of(model, output, ids)
         check_all_classes(logits.shape[-1], vocabulary_of(model))
         check_vocabulary(request.tokens, logits.shape[-1], step.places)
         of_pass = None

@@ -6,7 +6,7 @@ import gc
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.channel.tensors import is_dtensor
 from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharded
+from fusedrl.models.out_of_step import out_of_step
 
 logger = logging.getLogger("fusedrl")
 
@@ -26,9 +27,23 @@ class Apart(RuntimeError):
 
 
 class Ranks(NamedTuple):
-    """The process groups over which a model is spread, each once; never more ranks than those."""
+    """The ranks over which a model is spread.
+
+    Args:
+        groups: their process groups, each once.
+        gathers: whether a forward pass has collectives of its own, as FSDP's has and DDP's has not.
+    """
 
     groups: tuple[Any, ...]
+    gathers: bool
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The global ranks."""
+        ranks = (
+            rank for group in self.groups for rank in distributed.get_process_group_ranks(group)
+        )
+        return tuple(sorted(set(ranks)))
 
     def largest(self, *values: int) -> list[int]:
         """The largest of each value over the ranks. Every rank has to call it."""
@@ -52,30 +67,33 @@ def ranks_of(model: Any) -> Ranks | None:
         return None
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
-    groups = list(_groups_of(model))
-    distinct = {group.group_name: group for group in groups}
-    return Ranks(tuple(distinct.values())) if groups else None
+    found = list(_groups_of(model))
+    distinct = {group.group_name: group for group, _ in found}
+    return Ranks(tuple(distinct.values()), any(gathers for _, gathers in found)) if found else None
 
 
-def _groups_of(model: nn.Module) -> Iterator[Any]:
+def _groups_of(model: nn.Module) -> Iterator[tuple[Any, bool]]:
+    """The groups, and whether a forward pass has collectives over them."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    reducing = (DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
     meshes: dict[int, Any] = {}
     for module in model.modules():
-        if isinstance(module, reducing):
-            yield module.process_group
+        if isinstance(module, DistributedDataParallel):
+            yield module.process_group, False
+        elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            yield module.process_group, True
         elif is_fully_sharded(module):
             meshes.update((id(mesh), mesh) for mesh in fsdp_meshes(module))
         elif type(module).__module__.startswith("deepspeed"):
-            yield distributed.group.WORLD
+            yield distributed.group.WORLD, True
     for parameter in model.parameters():
         if is_dtensor(parameter):
             mesh = parameter.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
             meshes[id(mesh)] = mesh
         elif hasattr(parameter, "ds_id"):  # DeepSpeed's third stage marks what stays torch's
-            yield distributed.group.WORLD
+            yield distributed.group.WORLD, True
     for mesh in meshes.values():
-        yield from mesh.get_all_groups()
+        for group in mesh.get_all_groups():
+            yield group, True
 
 
 def _device_of(group: Any) -> torch.device:
@@ -89,7 +107,8 @@ def _device_of(group: Any) -> torch.device:
 class Step:
     """What the ranks of a model agree on for one call. One process alone agrees with itself.
 
-    Until a rank's last :meth:`agree`, an error on it is an error on all.
+    From the beginning of a call until :meth:`close`, an error on a rank is an error on all, unless
+    others are in a collective of the model's by then.
 
     Args:
         ranks: of the model; ``None`` for a model of this process.
@@ -113,7 +132,7 @@ class Step:
     ) -> tuple[bool, int]:
         """Whether any rank has to try the model, and the most forward passes of a rank.
 
-        If any does, all of them try it, and agree once more.
+        If any does, all of them try it, and agree once more. After the passes they :meth:`close`.
 
         Args:
             apart: this rank computes its part without this module.
@@ -126,20 +145,58 @@ class Step:
         """
         if self._ranks is None:
             return tries, passes
-        self._settled = True  # whatever comes of it comes to all
-        failing, any_apart, any_tries, most = self._ranks.largest(0, apart, tries, passes)
-        if failing:
-            raise RuntimeError(
-                f"model: expected a call that every rank can make, got an error on rank "
-                f"{failing - 1} before the forward pass; see the error of that rank"
-            )
+        any_apart, any_tries, most = self._meet(apart, tries, passes)
+        self._settled = bool(any_apart)
         if any_apart and not apart:
             raise Apart(
                 "model: expected data that every rank scores in one way, got such that another "
                 "rank's wrapper scores by itself; give all ranks the same wrapper"
             )
-        self._settled = not any_tries
         return bool(any_tries), most
+
+    def close(self) -> None:
+        """Every rank has made its forward passes, of which the backward pass may follow.
+
+        Raises:
+            RuntimeError: another rank has had an error.
+        """
+        if self._ranks is not None:
+            self._meet(0, 0, 0)
+
+    def fail(self) -> None:
+        """Tell the ranks that wait for this one that it has had an error."""
+        if not self._settled and self._ranks is not None:
+            with suppress(RuntimeError):  # this rank's own error is the one to raise
+                self._meet(0, 0, 0, failing=distributed.get_rank() + 1)
+
+    def _meet(self, *values: int, failing: int = 0) -> list[int]:
+        """The largest of each value over the ranks, if none of them has had an error."""
+        assert self._ranks is not None
+        out_of_step(self._ranks.members).come_back()
+        with self.collective(always=True):
+            failing, *largest = self._ranks.largest(failing, *values)
+        self._settled = True  # whatever comes of it comes to all
+        if failing:
+            raise RuntimeError(
+                f"model: expected a call that every rank can make, got an error on rank "
+                f"{failing - 1}; see the error of that rank"
+            )
+        return largest
+
+    @contextmanager
+    def collective(self, always: bool = False) -> Iterator[None]:
+        """A block in which others may be in a collective, so that they cannot be told of an error.
+
+        Args:
+            always: whatever is around the model.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._ranks is not None and (always or self._ranks.gathers):
+                self._settled = True
+                out_of_step(self._ranks.members).leave(error)
+            raise
 
     def total(self, *values: float) -> list[float]:
         """The sum of each value over the ranks."""
@@ -148,12 +205,6 @@ class Step:
     def largest(self, *values: int) -> list[int]:
         """The largest of each value over the ranks."""
         return list(values) if self._ranks is None else self._ranks.largest(*values)
-
-    def fail(self) -> None:
-        """Tell the ranks that wait for this one that it has had an error."""
-        if not self._settled and self._ranks is not None:
-            self._settled = True
-            self._ranks.largest(distributed.get_rank() + 1, 0, 0, 0)
 
 
 _steps: ContextVar[tuple[tuple[Any, Step], ...]] = ContextVar("_steps", default=())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -68,7 +68,8 @@ class Request(NamedTuple):
     def opened(self, step: Step) -> Iterator[Plan]:
         """The forward passes to make, in a block in which the model's weights have one version.
 
-        Every rank of a model makes as many as the one with the most.
+        Every rank of a model makes as many as the one with the most, and has an error at the end of
+        the block where another one has.
         """
         with self.context, context_checked(self.model, self.lengths), one_version(self.model):
             found = known_capabilities(self.model, self.kwargs)
@@ -82,7 +83,8 @@ class Request(NamedTuple):
             _log_shared(self.model, passes)
             if not step.alone:
                 passes += [self._empty_pass(found)] * (max(most, 1) - len(passes))
-            yield Plan(found, passes)
+            yield Plan(found, passes, step)
+            step.close()
 
     def _passes(self, capabilities: Capabilities, alone: bool) -> list[Pass]:
         """The forward passes over the kept tokens, after a look whether they are in the head."""
@@ -96,14 +98,20 @@ class Request(NamedTuple):
             attention = attention_of(parts.config)
             limit = forwards.tokens_per_forward(device, attention)
             most = max(limit, forwards.SHARING.get(str(attention), 0))
+            # A model that gathers its weights for each pass makes fewer passes, of long rows, in
+            # which attention then follows the sequences.
+            follows = capabilities.shares and parts.gathered and may_share(self.model, parts)
+            limit = most if follows else limit
         else:
             device = device_of(self.model)
             limit = forwards.tokens_per_forward(device, None)
             if not alone:  # what wraps the model may take one forward pass for one backward pass
                 limit = max(limit, len(self.tokens) * len(work))
             most = limit
+            follows = False
         limits = self.limit or limit, self.limit or most
-        return passes_of(capabilities, work, device, *limits, self._may_share(capabilities))
+        may = self._may_share(capabilities)
+        return passes_of(capabilities, work, device, *limits, may, follows)
 
     def _may_share(self, capabilities: Capabilities) -> Callable[[], bool] | None:
         """Says whether common beginnings may be shared; ``None`` if they need not be looked for."""
@@ -150,6 +158,7 @@ class Plan(NamedTuple):
 
     capabilities: Capabilities
     passes: list[Pass]
+    step: Step
 
     @property
     def places(self) -> Tensor:
@@ -205,10 +214,13 @@ def _at_kept_states(
     def compute() -> tuple[Tensor, ...]:
         hidden = []
         with autocast_as(parts.weight.device, plan.capabilities.autocast):
-            for step in plan.passes:
-                states = parts.hidden(**step.inputs).flatten(0, 1)
-                hidden.append(states[step.predicting.to(states.device)])
-            return parts.at_head(torch.cat(hidden), function)
+            with plan.step.collective():
+                for step in plan.passes:
+                    states = parts.hidden(**step.inputs).flatten(0, 1)
+                    hidden.append(states[step.predicting.to(states.device)])
+            # Ranks with parts of a head put together what it makes.
+            with plan.step.collective() if parts.shard else nullcontext():
+                return parts.at_head(torch.cat(hidden), function)
 
     return parts.within(compute, plan.passes[0].inputs["input_ids"])
 

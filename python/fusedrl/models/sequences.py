@@ -81,11 +81,14 @@ def passes_of(
     limit: int,
     most: int,
     may_share: Callable[[], bool] | None,
+    follows: bool = False,
 ) -> list[Pass]:
     """The forward passes over ``work``, of at most ``limit`` tokens where sequences share them.
 
     If sequences share their beginnings, a pass has at most ``most`` tokens. ``may_share`` says
     whether they may, and is asked only if they have some in common; ``None`` says that they do not.
+    Attention ``follows`` the sequences of a row with a mask, as it does where they share some, or
+    takes their positions.
 
     Shorter sequences first: those that are computed alone leave a model that remembers the longest
     call (dynamic NTK) as a sequence of their own length would.
@@ -95,7 +98,7 @@ def passes_of(
         short = capabilities.below is None or len(row.tokens) < capabilities.below
         (together if short and (capabilities.packs or capabilities.pads) else alone).append(row)
     if capabilities.packs:
-        passes = _packed_passes(capabilities, together, device, limit, most, may_share)
+        passes = _packed_passes(capabilities, together, device, limit, most, may_share, follows)
     else:
         grouped = forwards.padded([len(row.tokens) for row in together], limit)
         passes = [_padded([together[i] for i in group], device) for group in grouped]
@@ -112,6 +115,7 @@ def _packed_passes(
     limit: int,
     most: int,
     may_share: Callable[[], bool] | None,
+    follows: bool,
 ) -> list[Pass]:
     # Tokens before it predict a token, so the last kept one and all after it are not read.
     work = [
@@ -134,12 +138,17 @@ def _packed_passes(
         parts = prefix_tree.laid_out(
             [len(work[i].tokens) for i in chosen], [shared[i] for i in chosen]
         )
-        passes.append(_packed([work[i] for i in chosen], parts, capabilities, device))
+        rows = [work[i] for i in chosen]
+        passes.append(_packed(rows, parts, capabilities, device, follows and len(rows) > 1))
     return passes
 
 
 def _packed(
-    rows: list[Scored], parts: list[Part], capabilities: Capabilities, device: torch.device
+    rows: list[Scored],
+    parts: list[Part],
+    capabilities: Capabilities,
+    device: torch.device,
+    follows: bool,
 ) -> Pass:
     """One row of sequences, kept apart by positions that start again, or by a mask."""
     ids = torch.cat(
@@ -153,7 +162,7 @@ def _packed(
         "position_ids": positions[None].to(device),
     }
     made = Pass(inputs, rows, parts)
-    if made.shares:
+    if made.shares or follows:
         whole = capabilities.parts
         assert whole is not None
         inputs["attention_mask"] = mask_of(parts, whole.config, whole.embeddings)
