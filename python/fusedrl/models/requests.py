@@ -197,7 +197,8 @@ def at_kept_states(
     """
     # Whatever is compiled around the decoder or called by it would be compiled once for each tree,
     # and cannot guard the tree's mask.
-    run: Any = torch.compiler.disable(_uncompiled) if plan.shares else _at_kept_states
+    follows = any(step.follows for step in plan.passes)
+    run: Any = torch.compiler.disable(_uncompiled) if follows else _at_kept_states
     return run(plan, parts, function)
 
 

@@ -25,11 +25,15 @@ class Scored(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The inputs of a forward pass, its sequences, and where each is in it, flattened."""
+    """The inputs of a forward pass, its sequences, and where each is in it, flattened.
+
+    ``follows`` says whether attention follows the sequences by a mask that knows them.
+    """
 
     inputs: dict[str, Any]
     rows: list[Scored]
     parts: list[Part]
+    follows: bool = False
 
     @property
     def read(self) -> Tensor:
@@ -161,8 +165,10 @@ def _packed(
         "input_ids": ids[None].to(device),
         "position_ids": positions[None].to(device),
     }
-    made = Pass(inputs, rows, parts)
-    if made.shares or follows:
+    made = Pass(inputs, rows, parts, follows)
+    if made.shares:
+        made = made._replace(follows=True)
+    if made.follows:
         whole = capabilities.parts
         assert whole is not None
         inputs["attention_mask"] = mask_of(parts, whole.config, whole.embeddings)
