@@ -173,7 +173,7 @@ VALUES = [
     ("ex2.approx.ftz.f32", (-127.0,), 0.0),
     ("ex2.approx.f32", (0.0,), 1.0),
     ("lg2.approx.ftz.f32", (0.0,), -INF),
-    ("div.approx.f32", (1.0, 2.0**127), 0.0),
+    ("rcp.approx.ftz.f32", (-INF,), -0.0),
 ]
 
 
@@ -194,3 +194,5 @@ def test_approximations_are_as_wrong_as_they_may_be_and_no_more():
     assert 1.9e-7 < np.abs(error).max() < 3.2e-7  # 2^-22, and half of the last place
     error = operation("lg2.approx.ftz.f32").function(np.exp2(x)) - np.log2(np.exp2(x).astype(float))
     assert 1.9e-7 < np.abs(error[np.abs(x) < 1]).max() < 3.2e-7
+    error = operation("rcp.approx.ftz.f32").function(np.exp2(x)) * np.exp2(x).astype(float) - 1
+    assert 1e-7 < np.abs(error).max() < 1.9e-7  # 2^-23, and half of the last place

@@ -62,6 +62,9 @@ def on_a_rank(rank: int, bounds: list[int], dtype: torch.dtype, folder: str) -> 
         run(hidden, weight[mine], bias[mine], upstream, tokens, mask, shift=shift, **shard)
         for shift in (False, True)
     ]
-    losses = run_loss(hidden, weight[mine], bias[mine], upstream, tokens, mask, **shard)
+    part = hidden, weight[mine], bias[mine], upstream, tokens, mask
+    losses = run_loss(*part, **shard)
+    # The reference has no shards of its own.
+    assert all(map(torch.equal, losses, run_loss(*part, **shard, impl="reference")))
     torch.save((found, losses), f"{folder}/{rank}")
     dist.destroy_process_group()

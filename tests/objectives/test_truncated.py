@@ -127,6 +127,11 @@ def test_a_support_that_does_not_fit_is_refused():
     data[1]["sampling_support"] = whole.exclude("counts")
     with pytest.raises(ValueError, match="sampling_support"):
         loss(data)
+    data, _ = with_support(PADDED, model)
+    counts = data["sampling_support", "counts"]
+    counts[~data["masks", "all_attention_mask"]] = 1
+    with pytest.raises(ValueError, match="expected 0 where sample . is padded"):
+        GRPOLoss(actor_of(model, PADDED), masking_strategy="rlhf")(data)
 
 
 class Own(GRPOLoss):

@@ -216,10 +216,8 @@ def _log2(x: Array) -> Array:
     return np.where(np.isfinite(wide), wide + _BOUND * _error(x) * scale, wide).astype(np.float32)
 
 
-def _approximate_quotient(a: Array, b: Array) -> Array:
-    wide = a.astype(np.float64) / b * (1 + _BOUND * _error(b) / 2)
-    huge = (np.abs(b) > 2.0**126) & np.isfinite(b)
-    return np.where(huge, np.where(np.isinf(a), np.nan, 0), wide).astype(np.float32)
+def _approximate_reciprocal(x: Array) -> Array:
+    return (1 / x.astype(np.float64) * (1 + _BOUND / 2 * _error(x))).astype(np.float32)
 
 
 def _reciprocal(x: Array) -> Array:
@@ -276,7 +274,10 @@ _FUNCTIONS: dict[str, tuple[int, Function]] = {
     "ex2.f": (1, _exp2),
     "lg2.f": (1, _log2),
 }
-_APPROXIMATE = {"div.approx.f32": _approximate_quotient, "rcp.approx.ftz.f64": _gross_reciprocal}
+_APPROXIMATE = {
+    "rcp.approx.ftz.f32": _approximate_reciprocal,
+    "rcp.approx.ftz.f64": _gross_reciprocal,
+}
 
 _ORDER: dict[str, Function] = {
     "eq": np.equal,

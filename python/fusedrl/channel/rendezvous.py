@@ -237,7 +237,8 @@ def _next_version(states: dict[int, Any]) -> int:
 
 
 def _same_shards(states: dict[int, int]) -> None:
-    _refuse_others("weights: expected one number of sharded tensors", states, "publish one model")
+    expected = "weights: expected the same number of sharded tensors"
+    _refuse_others(expected, states, "publish the same model on every rank")
 
 
 @contextmanager

@@ -300,7 +300,10 @@ def check_state(own: Any, state: Any, strict: bool = True) -> None:
     strictly = {"env_state_dict": strict, "policy_state_dict": strict, "traj_pool": True}
     for name in ("frames", "iter", "env_state_dict", "policy_state_dict"):
         if name in own and name not in state and strictly.get(name, True):
-            raise KeyError(f"state_dict: expected {name!r} in it, got {list(state)}")
+            raise KeyError(
+                f"state_dict: expected {name!r} in it, got {list(state)}; load what state_dict() of "
+                "such a collector has returned"
+            )
     parts = [part for part in strictly if part in own and part in state]
     told = [d for part in parts for d in _unlike(own[part], state[part], strictly[part], part)]
     if isinstance(own.get("policy_version"), str) != isinstance(state.get("policy_version"), str):
@@ -317,9 +320,9 @@ def _unlike(own: Any, state: Any, strict: bool, path: str) -> Iterator[str]:
     if isinstance(own, Mapping) and isinstance(state, Mapping):
         if "worker0" in own and "worker0" not in state:  # one state for all environments
             state = dict.fromkeys(own, state)
-        for name in (own.keys() ^ state.keys()) if strict else ():
+        for name in sorted(own.keys() ^ state.keys()) if strict else ():
             yield f"{path}.{name}, {'missing' if name in own else 'unexpected'}"
-        for name in own.keys() & state.keys():
+        for name in sorted(own.keys() & state.keys()):
             if not name.endswith("_extra_state"):
                 yield from _unlike(own[name], state[name], strict, f"{path}.{name}")
     elif isinstance(own, Tensor) and not is_lazy(own):

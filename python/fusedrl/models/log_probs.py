@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -46,9 +47,9 @@ def causal_log_probs(
         mask: bool ``[N]``; ``None`` keeps all. A dropped token has log-prob 0.
         max_tokens_per_forward: largest number of tokens in one forward pass, including padding; a
             longer sequence runs alone. ``None`` takes 512 on a CPU, 16384 with flash attention, and
-            4096 otherwise. It takes at least 4096 (1024 with eager attention) where sequences share
-            a beginning, or FSDP gathers weights for each pass and the model's type is known to
-            keep packed sequences apart. If several ranks ask a model for its logits, which may be
+            4096 otherwise. The default is at least 4096 (1024 with eager attention) where sequences
+            share a beginning, and where FSDP gathers weights for each pass and the model's type is
+            known to keep packed sequences apart. If several ranks ask a model for its logits, which may be
             sharded over them, all tokens go into one pass.
         share_prefixes: compute a beginning of at least 32 tokens that several sequences share once
             for all of them, where the model's type and attention (sdpa, eager) are known to allow
@@ -82,35 +83,28 @@ def causal_log_probs(
         torch.Size([7])
     """
     with together(model) as step:
-        request = request_of(
-            model, tokens, lengths, mask, max_tokens_per_forward, share_prefixes, model_kwargs
-        )
+        options: Any = (max_tokens_per_forward, share_prefixes, model_kwargs, support)
+        request = request_of(model, tokens, lengths, mask, *options)
         if step.alone and not request.keeps_some:
             return _nothing(request.model, len(tokens), entropy)
-        options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-        if support is not None:
-            support = _support.checked(support, len(tokens), support[0].device)
-            support = _on(request.tokens.device, support)
+        options = {"temperature": temperature, "entropy": entropy}
         with request.opened(step) as plan:
             parts = plan.capabilities.parts
             if parts is None:
-                scored = _from_logits(request, plan, support, options)
+                scored = _from_logits(request, plan, options)
             else:
-                scored = _from_states(request, plan, parts, support, options)
+                scored = _from_states(request, plan, parts, options)
     columns = [request.placed(values, plan.places) for values in scored]
     return TokenLogProbs(*columns) if entropy else columns[0]
 
 
 def _from_states(
-    request: Request,
-    plan: Plan,
-    parts: Parts,
-    support: tuple[Tensor, Tensor] | None,
-    options: dict[str, Any],
+    request: Request, plan: Plan, parts: Parts, options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """Log-probs of the kept tokens, and entropies if asked for, from the hidden states."""
     tokens = request.tokens[plan.places]
     which = None
+    support = request.support
     of_kept = None if support is None else _support.selected(support, plan.places)
     # A token that sequences share is multiplied with the head once; its supports may differ.
     if plan.shares and of_kept is None:
@@ -141,36 +135,33 @@ def _on(
     return None if support is None else (support[0].to(device), support[1].to(device))
 
 
-def _from_logits(
-    request: Request,
-    plan: Plan,
-    support: tuple[Tensor, Tensor] | None,
-    options: dict[str, Any],
-) -> tuple[Tensor, ...]:
+def _from_logits(request: Request, plan: Plan, options: dict[str, Any]) -> tuple[Tensor, ...]:
     """Log-probs of the kept tokens, and entropies if asked for, from the model's own logits."""
     model = request.model
     device = device_of(model)
     scored = [[torch.empty(0, device=device)] * (2 if options["entropy"] else 1)]
-    for step in plan.passes:
-        inputs = dict(step.inputs)
+    for number, one in enumerate(plan.passes, 1):
+        inputs = dict(one.inputs)
         ids = inputs.pop("input_ids")
         mask = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
-        mask[step.read] = True
+        mask[one.read] = True
         mask = mask.view(ids.shape).to(device)
         with plan.step.collective():
             output = model(ids, **inputs, **request.kwargs)
-        logits = logits_of(model, output, ids)
-        check_all_classes(logits.shape[-1], vocabulary_of(model))
-        check_vocabulary(request.tokens, logits.shape[-1], step.places)
-        of_pass = None
-        if support is not None:
-            classes, starts = _support.selected(support, step.places)
-            counts = starts.new_zeros(ids.numel()).index_copy(0, step.read, starts.diff())
-            of_pass = classes, torch.cat((starts[:1], counts.cumsum(0)))
-        result = token_log_probs(
-            logits, ids, mask, shift=True, support=_on(logits.device, of_pass), **options
-        )
-        scored.append([column[mask] for column in _columns(result)])
+        # Other ranks may have begun the next pass.
+        with plan.step.collective() if number < len(plan.passes) else nullcontext():
+            logits = logits_of(model, output, ids)
+            check_all_classes(logits.shape[-1], vocabulary_of(model))
+            check_vocabulary(request.tokens, logits.shape[-1], one.places)
+            of_pass = None
+            if request.support is not None:
+                classes, starts = _support.selected(request.support, one.places)
+                counts = starts.new_zeros(ids.numel()).index_copy(0, one.read, starts.diff())
+                of_pass = classes, torch.cat((starts[:1], counts.cumsum(0)))
+            result = token_log_probs(
+                logits, ids, mask, shift=True, support=_on(logits.device, of_pass), **options
+            )
+            scored.append([column[mask] for column in _columns(result)])
     return tuple(torch.cat(column) for column in zip(*scored, strict=True))
 
 

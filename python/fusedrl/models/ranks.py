@@ -31,7 +31,8 @@ class Ranks(NamedTuple):
 
     Args:
         groups: their process groups, each once.
-        gathers: whether a forward pass has collectives of its own, as FSDP's has and DDP's has not.
+        gathers: whether a forward pass has collectives within the module, as FSDP's has. DDP's has
+            one of buffers, before the module runs.
     """
 
     groups: tuple[Any, ...]

@@ -17,8 +17,8 @@ from fusedrl.models.prefix_tree import BLOCK, Part
 # it in some and take a mask for each kind of layer. Others ignore what their configuration says.
 _WINDOWED = frozenset(("mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2"))
 _MIXED = frozenset(("gemma2", "gemma3_text", "qwen2", "qwen2_moe", "qwen3", "smollm3"))
-# A layer has the keys of so many rows at once at most, because it would else have those of every
-# sequence in full.
+# At most as many keys as so many rows have are gathered for one call. Otherwise a layer would hold
+# the keys of every sequence in full.
 MOST_GATHERED = 4
 # What is asked of a mask without making it.
 _ASKED = {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")}

@@ -96,8 +96,8 @@ def _scores(loss: Any, base: type, tensordict: TensorDictBase, step: Step) -> Sc
     if keys.action not in td or td.get(keys.advantage, None, as_padded_tensor=True) is None:  # pyright: ignore[reportCallIssue]
         return None
     _check(loss, base, td)
-    batch = read(loss.actor_network, loss.masking_strategy, keys.action, td)
-    batch = without_stale(loss, batch, td)
+    whole = read(loss.actor_network, loss.masking_strategy, keys.action, td)
+    batch = without_stale(loss, whole, td)
     old: Any = td.get(
         keys.sample_log_prob,
         None,
@@ -130,6 +130,8 @@ def _scores(loss: Any, base: type, tensordict: TensorDictBase, step: Step) -> Sc
         log_probs = torch.where(unpredicted, -uniform, log_probs)
         entropies = torch.where(unpredicted, uniform, entropies)
     distribution = TokenDistribution(batch.counted, entropies)
+    if batch is not whole:
+        loss.stale_tokens += int(whole.counted.sum() - batch.counted.sum())
     return Scores(log_probs, distribution, columns.values, mask)
 
 

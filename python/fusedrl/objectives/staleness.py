@@ -19,7 +19,7 @@ PolicyVersionSource = int | Callable[[], int]
 
 
 def without_stale(loss: Any, batch: LossBatch, td: TensorDictBase) -> LossBatch:
-    """The batch without the tokens that ``loss.max_token_staleness`` leaves out, which it counts.
+    """The batch without the tokens that ``loss.max_token_staleness`` leaves out.
 
     Raises ``ValueError`` for data without a version for each counted token, and for a batch of
     which nothing is left.
@@ -43,7 +43,6 @@ def without_stale(loss: Any, batch: LossBatch, td: TensorDictBase) -> LossBatch:
             f"max_token_staleness: expected some token of at most {loss.max_token_staleness} "
             f"versions before {newest}, got none; skip the batch, or raise the bound"
         )
-    loss.stale_tokens += int(stale.sum())
     return batch._replace(counted=batch.counted & ~stale)
 
 

@@ -53,8 +53,8 @@ class Entries(NamedTuple):
         return unlisted.index_put((self.tokens, self.ids), unlisted.new_ones(()))
 
 
-def checked(support: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The support of ``count`` tokens as int64."""
+def checked(support: Any, count: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """The support of ``count`` tokens as int64, on ``device`` or on any."""
     if not isinstance(support, (tuple, list)) or len(support) != 2:
         raise TypeError(f"support: expected two tensors, got {_dispatch.kind(support)}; {_FORM}")
     for tensor in support:
@@ -64,7 +64,7 @@ def checked(support: Any, count: int, device: torch.device) -> tuple[Tensor, Ten
                 f"support: expected 1-D tensors of int64 or int32, got {tensor.dtype} "
                 f"{tuple(tensor.shape)}; {_FORM}"
             )
-        _dispatch.check_device("support", tensor, device)
+        _dispatch.check_device("support", tensor, device or support[0].device)
     ids, offsets = (x.to(torch.int64).contiguous() for x in support)
     if len(offsets) != count + 1:
         raise ValueError(

@@ -43,6 +43,11 @@ def support_in(
         mine = of_tokens.cpu()
         if len(mine) != lengths[i] and attended is not None and len(mine) == attended.shape[1]:
             mine = mine[attended[i].cpu()]
+            if int(mine.sum()) != int(of_tokens.sum()):
+                raise ValueError(
+                    f"{COUNTS}: expected 0 where sample {i} is padded, got others; set them to 0, "
+                    "and leave out their classes"
+                )
         total = int(mine.sum())
         if len(mine) != lengths[i] or len(classes) < total:
             raise ValueError(

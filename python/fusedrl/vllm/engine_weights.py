@@ -186,7 +186,7 @@ class EngineWeights:
             version = published()
             with self.channel.collective():
                 loaded = None if self._updates is None else self._updates.load(version)
-                return self._told(loaded)
+                return self._agreed(loaded)
 
     async def update_async(self, weights: Any = None, version: int | None = None) -> int:
         """As :meth:`update`, in the event loop of an ``AsyncLLM``, which goes on meanwhile.
@@ -206,7 +206,7 @@ class EngineWeights:
             with self.channel.collective():
                 updates = self._updates
                 loaded = None if updates is None else await updates.load_async(published)
-                return await to_its_end(asyncio.to_thread(self._told, loaded))
+                return await to_its_end(asyncio.to_thread(self._agreed, loaded))
         finally:
             self._updating.release()
 
@@ -234,7 +234,7 @@ class EngineWeights:
             )
         return newest
 
-    def _told(self, loaded: int | None) -> int:
+    def _agreed(self, loaded: int | None) -> int:
         loaded = self.channel.agreed(loaded)
         assert loaded is not None  # one rank has slots
         return loaded

@@ -26,8 +26,8 @@ _ALIVE = 0.5
 # Seconds in which a server says whether its engine runs.
 _HEALTH = 5.0
 _ENDED = (
-    "engine: expected one that runs, got one that has ended during the call; its log says why: "
-    "start a new one"
+    "engine: expected one that runs, got one that has ended during the call; start a new one: its "
+    "log says why it ended"
 )
 
 

@@ -218,9 +218,9 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         def former() -> Callable[[], None]:
             if change.undo is None:
                 raise RuntimeError(
-                    "engine: expected to hold the version before, got none, as with the weights "
-                    "that it started with, and with keep_previous=False; update it again, or start "
-                    "a new one"
+                    "engine: expected a version to go back to, got none: the weights that it "
+                    "started with are in no channel, and keep_previous=False holds none; update it "
+                    "again, or start a new one"
                 )
             return change.undo
 

@@ -30,7 +30,7 @@ class RayOptions(CollectorOptions):
         super().__post_init__()
         self.refuse_both(("policy_factory", "policy"))
         self.check_dialogs()
-        check_patience(self.timeout, "actors take seconds to start")
+        check_patience(self.timeout, "give the seconds that an actor may take to start, such as 60")
         check_whole("num_collectors", self.num_collectors, 1, "actors", "1 is the least")
         for name in ("env", "remote_config"):
             values = getattr(self, name)

@@ -53,7 +53,8 @@ def from_log_probs(
     main_grad: Tensor | None = None,
 ) -> Terms:
     """The definition over log-probs that differentiate: of the ``chosen`` implementation."""
-    if chosen == "reference":
+    by_definition = chosen == "reference" and group is None
+    if by_definition:
         head, rows = task.head, task.rows
         classes = len(head.weight)
         entries = _support.entries_of(task.support, *rows[:-1], classes)
@@ -70,7 +71,7 @@ def from_log_probs(
     values = policy_terms(
         log_probs, entropy, task.batch, task.weights, task.surrogate, level, sequences
     )
-    if chosen != "reference":
+    if not by_definition:
         values = _WithGradientsOf.apply(values.detach(), values)
     entropy = torch.zeros_like(log_probs) if entropy is None else entropy
     return Terms(values, log_probs.detach(), entropy.detach())
