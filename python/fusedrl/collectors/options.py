@@ -301,8 +301,8 @@ def check_state(own: Any, state: Any, strict: bool = True) -> None:
     for name in ("frames", "iter", "env_state_dict", "policy_state_dict"):
         if name in own and name not in state and strictly.get(name, True):
             raise KeyError(
-                f"state_dict: expected {name!r} in it, got {list(state)}; load what state_dict() of "
-                "such a collector has returned"
+                f"state_dict: expected {name!r} in it, got {list(state)}; load what state_dict() "
+                "of such a collector has returned"
             )
     parts = [part for part in strictly if part in own and part in state]
     told = [d for part in parts for d in _unlike(own[part], state[part], strictly[part], part)]

@@ -49,8 +49,8 @@ def causal_log_probs(
             longer sequence runs alone. ``None`` takes 512 on a CPU, 16384 with flash attention, and
             4096 otherwise. The default is at least 4096 (1024 with eager attention) where sequences
             share a beginning, and where FSDP gathers weights for each pass and the model's type is
-            known to keep packed sequences apart. If several ranks ask a model for its logits, which may be
-            sharded over them, all tokens go into one pass.
+            known to keep packed sequences apart. If several ranks ask a model for its logits, which
+            may be sharded over them, all tokens go into one pass.
         share_prefixes: compute a beginning of at least 32 tokens that several sequences share once
             for all of them, where the model's type and attention (sdpa, eager) are known to allow
             it, and in blocks of 16 tokens. It does not do so in a model that drops out or is
