@@ -34,6 +34,7 @@ def test_classes(name):
     assert ours.__name__ == theirs.__name__ and ours.__module__ == "fusedrl.objectives.grpo"
     public = {member for member in dir(ours) if not member.startswith("_")}
     own = {"average_tokens_across_devices", "max_tokens_per_forward", "share_prefixes"}
+    own |= {"max_token_staleness", "policy_version", "stale_tokens"}
     assert public == {*dir(theirs), *own} - {
         member for member in dir(theirs) if member.startswith("_")
     }

@@ -203,10 +203,39 @@ def test_versions_that_are_missing_or_all_too_old():
         loss(data)
     for sample, row in zip(data.tensordicts, rows(), strict=True):
         sample["token_policy_version"] = torch.full((len(row.tokens),), 3)
-    with pytest.raises(ValueError, match="expected some token of at most 2 versions before 9"):
+    with pytest.raises(ValueError, match="expected some token with a log-prob of at most 2"):
         loss(data)
     for sample in data.tensordicts:
         sample["token_policy_version"] = torch.full((1,), 9)
     with pytest.raises(ValueError, match="expected a version for every counted token, got none"):
+        loss(data)
+    assert loss.stale_tokens == 0
+
+
+@pytest.mark.parametrize("strategy", ["rlhf", "generic"])
+def test_versions_of_all_tokens_or_of_those_that_count(strategy):
+    model, losses = model_of(), []
+    for form in ("all tokens", "counted"):
+        data = batch_of(STACK)
+        for sample, row in zip(data.tensordicts, rows(), strict=True):
+            n = torch.arange(len(row.tokens))
+            counted = row.assistant if strategy == "rlhf" else n >= 0
+            versions = torch.where(counted, 4 - n % 4, -1)
+            sample["token_policy_version"] = versions if form == "all tokens" else versions[counted]
+        loss = GRPOLoss(actor_of(model, STACK), masking_strategy=strategy, entropy_bonus=False)
+        loss.max_token_staleness, loss.policy_version = 1, 4
+        losses.append((loss(data).loss_objective.detach(), loss.stale_tokens))
+    assert losses[0] == losses[1] and losses[0][1] > 0
+
+
+def test_fresh_tokens_without_log_probs_are_nothing_to_train_on():
+    data = batch_of(STACK)
+    for sample, row in zip(data.tensordicts, rows(), strict=True):
+        fresh = row.assistant & (row.assistant.cumsum(0) <= 2)
+        sample["token_policy_version"] = torch.where(fresh, 4, 0)
+        sample["log_probs", "full"] = torch.where(fresh, torch.nan, row.old)
+    loss = GRPOLoss(actor_of(model_of(), STACK), masking_strategy="rlhf", entropy_bonus=False)
+    loss.max_token_staleness, loss.policy_version = 1, 4
+    with pytest.raises(ValueError, match="expected some token with a log-prob of at most 1"):
         loss(data)
     assert loss.stale_tokens == 0

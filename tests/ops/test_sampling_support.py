@@ -73,3 +73,9 @@ def test_the_op_has_the_log_probs_of_the_sampler(name):
         hidden[:, start - 1 : -1], run.model.lm_head.weight, run.tokens, **options
     )
     torch.testing.assert_close(of_head, run.log_probs, rtol=0, atol=1e-5)
+
+
+def test_nan_is_not_left_out():
+    logits = torch.tensor([[1.0, 2.0, torch.nan, 0.0]])
+    support = sampling_support(logits, top_k=2)
+    assert token_log_probs(logits, torch.tensor([2]), support=support).isnan().all()

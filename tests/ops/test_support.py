@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from fusedrl import linear_policy_loss, linear_token_log_probs, sampling_support, token_log_probs
-from fusedrl.ops.linear_token_log_probs import sampled
 
 CLASSES, WIDTH = 11, 37
 
@@ -63,8 +62,8 @@ def differentiated(function, leaves):
 
 
 @settings(max_examples=60, deadline=None)
-@given(problem=problems(), bias=st.booleans(), apart=st.booleans())
-def test_against_float64_by_hand(problem, bias, apart):
+@given(problem=problems(), bias=st.booleans())
+def test_against_float64_by_hand(problem, bias):
     tokens, mask, rows, offsets, shift, temperature = problem
     if not len(tokens):
         return
@@ -82,10 +81,7 @@ def test_against_float64_by_hand(problem, bias, apart):
         return by_hand(logits(*head), tokens, mask, rows, offsets, shift, temperature)
 
     def of_head(hidden, weight, bias=None):
-        # Products one by one, or those of tiles, which so few classes would take.
-        invariant = apart and hidden.dtype == torch.float32
-        given = options | {"bias": bias, "batch_invariant": invariant}
-        return linear_token_log_probs(hidden, weight, tokens, kept, **given)
+        return linear_token_log_probs(hidden, weight, tokens, kept, bias=bias, **options)
 
     def of_logits(*head):
         return token_log_probs(logits(*head), tokens, kept, **options)
@@ -124,30 +120,6 @@ def test_padded_and_long_rows_in_every_dtype(dtype, width):
     for x, want, rtol in zip(found, exact, (2e-6, 2e-6, eps, eps), strict=True):
         atol = rtol * float(want.abs().max())
         torch.testing.assert_close(x.double(), want, rtol=rtol, atol=atol)
-
-
-def test_long_supports_take_the_products_of_tiles(monkeypatch):
-    torch.manual_seed(0)
-    head = [torch.randn(2, 5, 40), torch.randn(300, 40) / 6, torch.randn(300)]
-    tokens, mask = torch.randint(300, (2, 5)), torch.rand(2, 5) < 0.8
-    allowed = (torch.rand(10, 300) < 0.4).scatter(1, tokens.view(-1, 1), True)
-    support = csr(
-        [row.nonzero().flatten().tolist() * (n % 3 != 1) for n, row in enumerate(allowed)]
-    )
-    options = {"shift": True, "entropy": True, "support": support, "softcap": 5.0, "scale": 0.7}
-
-    def run(hidden, weight, bias):
-        return linear_token_log_probs(hidden, weight, tokens, mask, bias=bias, **options)
-
-    calls = []
-    from_tiles = sampled._from_tiles
-    monkeypatch.setattr(sampled, "_from_tiles", lambda *a: calls.append(a) or from_tiles(*a))
-    exact = differentiated(run, [x.double() for x in head])
-    for crossover, count in ((1, 0), (16, 1)):
-        monkeypatch.setattr(sampled, "CROSSOVER", crossover)
-        found = differentiated(run, head)
-        assert len(calls) == count
-        torch.testing.assert_close([x.double() for x in found], exact, rtol=1e-5, atol=5e-6)
 
 
 def test_bits_of_a_row_depend_on_it_alone():

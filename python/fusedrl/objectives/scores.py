@@ -17,7 +17,7 @@ from fusedrl.models.policy_terms import causal_policy_terms
 from fusedrl.models.ranks import Apart, Step
 from fusedrl.models.split import classes_of
 from fusedrl.objectives.loss_terms import LossTerms, loss_terms_of, overridden
-from fusedrl.objectives.staleness import without_stale
+from fusedrl.objectives.staleness import nothing_fresh, without_stale
 from fusedrl.objectives.tokens import CannotFuse, LossBatch, check_readable, log_not_fused, read
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, TermWeights
 from fusedrl.ops.token_log_probs import TokenLogProbs
@@ -115,6 +115,8 @@ def _scores(loss: Any, base: type, tensordict: TensorDictBase, step: Step) -> Sc
     mask = batch.counted & torch.isfinite(old.to(batch.counted.device))
     kept = (batch.counted if loss.entropy_bonus else mask) & ~batch.first
     if step.alone and not bool(kept.any()):
+        if batch is not whole:
+            raise nothing_fresh(loss)
         return None
     unpredicted = batch.first & batch.counted
     # Nothing predicts these tokens, and torchrl puts logits of 0 there.

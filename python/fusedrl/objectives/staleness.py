@@ -39,15 +39,25 @@ def without_stale(loss: Any, batch: LossBatch, td: TensorDictBase) -> LossBatch:
         )
     stale = batch.counted & (versions < oldest)
     if bool(batch.counted.any()) and torch.equal(stale, batch.counted):
-        raise ValueError(
-            f"max_token_staleness: expected some token of at most {loss.max_token_staleness} "
-            f"versions before {newest}, got none; skip the batch, or raise the bound"
-        )
+        raise nothing_fresh(loss)
     return batch._replace(counted=batch.counted & ~stale)
 
 
+def nothing_fresh(loss: Any) -> ValueError:
+    """The error of a batch that has no token to train on but stale ones."""
+    return ValueError(
+        "max_token_staleness: expected some token with a log-prob of at most "
+        f"{loss.max_token_staleness} versions before the newest, got none; skip the batch, or "
+        "raise the bound"
+    )
+
+
 def _versions(batch: LossBatch, td: TensorDictBase) -> Tensor:
-    """The version of each place, ``[B, T]``, -1 for none; a row has those of its last tokens."""
+    """The version of each place, ``[B, T]``, -1 for none.
+
+    A row of versions as long as the conversation is of its tokens, one as long as the tokens that
+    count is of these, and a shorter one is of the last tokens; -1 fills it up.
+    """
     column: Any = td.get(TOKENS_KEY, None, as_list=True)  # pyright: ignore[reportCallIssue]
     if column is None:
         raise ValueError(
@@ -55,10 +65,16 @@ def _versions(batch: LossBatch, td: TensorDictBase) -> Tensor:
             "none; collect with a policy that reports them, such as a vLLM engine with a channel"
         )
     versions = torch.full(batch.ids.shape, -1, dtype=torch.int64, device=batch.ids.device)
-    for row, attended, found in zip(versions, batch.attended, column_rows(column), strict=True):
+    rows = zip(versions, batch.attended, batch.counted, column_rows(column), strict=True)
+    for row, attended, counted, found in rows:
         check_versions(found)
+        places, counting = (x.nonzero().squeeze(-1) for x in (attended, counted))
+        if len(found) == len(places):
+            row[places] = found.to(row)
+            continue
         own = found[found >= 0].to(row)
-        places = attended.nonzero().squeeze(-1)
+        if len(own) == len(counting):
+            places = counting
         if len(own) > len(places):
             raise ValueError(
                 f"{TOKENS_KEY}: expected at most {len(places)} versions for as many tokens, got "

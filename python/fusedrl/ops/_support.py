@@ -81,13 +81,13 @@ def _check_offsets(offsets: Tensor, count: int) -> None:
     if len(falling):
         raise ValueError(
             f"support: expected offsets that do not decrease, got a decrease behind "
-            f"{int(falling[0])}; {_dispatch.RUNNING_SUM}"
+            f"{int(falling[0])}; {_FORM}"
         )
     first, last = int(offsets[0]), int(offsets[-1])
     if (first, last) != (0, count):
         raise ValueError(
             f"support: expected offsets from 0 to {count}, the number of ids, got {first} to "
-            f"{last}; {_dispatch.RUNNING_SUM}"
+            f"{last}; {_FORM}"
         )
 
 
@@ -228,7 +228,7 @@ def _log_softmax(
         return log_probs, None
     p = (d - log_sum[of_entries]).exp()
     p_log_p = p * (d - log_sum[of_entries]).masked_fill(p == 0, 0)
-    row_entropy = -zeros.index_add(0, of_entries, p_log_p)
+    row_entropy = zeros.index_add(0, of_entries, -p_log_p)
     return log_probs, torch.where(listed, row_entropy, 0).to(values.dtype)
 
 

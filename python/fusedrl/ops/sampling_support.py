@@ -99,7 +99,7 @@ def _left(scores: Tensor, top_k: int | None, top_p: float | None, min_p: float |
     if min_p is not None:
         p = scores.softmax(-1)
         scores.masked_fill_(p < min_p * p.amax(-1, keepdim=True), -torch.inf)
-    return scores > -torch.inf
+    return scores != -torch.inf  # NaN is left, as it spoils the row without a support too
 
 
 def _check_limits(top_k: int | None, top_p: float | None, min_p: float | None) -> None:

@@ -214,7 +214,7 @@ def linear_token_log_probs(
             options |= {"batch_invariant": batch_invariant}
             return linear_token_log_probs(hidden, weight, tokens, kept, entropy=entropy, **options)
 
-        values = sampled.logits_of(head, entries, batch_invariant)
+        values = sampled.logits_of(head, entries)
         log_probs, row_entropy = _support.joined(entries, values, divisor, entropy, of_whole)
         return log_probs if row_entropy is None else TokenLogProbs(log_probs, row_entropy)
     batch = (

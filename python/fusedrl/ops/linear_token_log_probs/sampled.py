@@ -10,46 +10,10 @@ from torch import Tensor
 from fusedrl.ops import _autograd, _dispatch, _saved_tensors
 from fusedrl.ops._head import Head, scaled_and_capped
 from fusedrl.ops._support import Entries
-from fusedrl.ops.linear_top_k_kl import log_probs_of_ids
-
-# A product by itself takes as long as about this many of tiles: 18 in a forward pass, 7 with the
-# backward pass (float32, 48 rows of width 512, a vocabulary of 151,936, by CPU time).
-CROSSOVER = 10
-_MOST_PADDING = 4  # times the entries, in the tiles' table of classes
 
 
-def logits_of(head: Head, entries: Entries, batch_invariant: bool) -> Tensor:
-    """The logits ``[S]`` of the entries, up to a constant for each token."""
-    width = 0 if batch_invariant else _width_of_tiles(head, entries)
-    return _from_tiles(head, entries, width) if width else _sampled(head, entries)
-
-
-def _width_of_tiles(head: Head, entries: Entries) -> int:
-    """How many classes the token with the most has, where tiles of all logits are faster."""
-    counts = entries.starts.diff()
-    if len(entries.ids) * CROSSOVER <= len(head.weight) * len(counts):
-        return 0
-    if not _dispatch.has_values(counts):
-        return 0
-    most = int(counts.max())
-    return most if most * len(counts) <= _MOST_PADDING * len(entries.ids) else 0
-
-
-def _from_tiles(head: Head, entries: Entries, width: int) -> Tensor:
-    """Log-probs over all classes, which the softmax over the entries makes their own."""
-    tokens = entries.tokens
-    at = torch.arange(len(tokens), device=tokens.device) - entries.starts[tokens]
-    ids = tokens.new_full((len(entries.listed), width), -1).index_put((tokens, at), entries.ids)
-    hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[entries.rows.clamp(min=0)]
-    one = torch.ones((), dtype=torch.float64, device="cpu")
-    log_probs = log_probs_of_ids(
-        head._replace(hidden=hidden), ids, entries.listed, None, False, one
-    )
-    return log_probs[tokens, at]
-
-
-def _sampled(head: Head, entries: Entries) -> Tensor:
-    """From products with the rows of the weight that the entries name alone."""
+def logits_of(head: Head, entries: Entries) -> Tensor:
+    """The logits ``[S]`` of the entries, of which no other row of the weight is read."""
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
     args = (hidden, head.weight, entries.rows[entries.tokens], entries.ids)
     if _autograd.needs_grad(hidden=head.hidden, weight=head.weight, bias=head.bias):

@@ -118,28 +118,16 @@ def linear_top_k_kl(
             None if mask is None else mask.contiguous(),
             None if offsets is None else offsets.to(torch.int64).contiguous(),
         )
-        log_probs = log_probs_of_ids(head, *batch, shift, divisor, batch_invariant)
+        args = (
+            *(head.hidden, head.weight, head.bias, *batch, shift, divisor),
+            *(head.scale, head.softcap, batch_invariant),
+        )
+        tensors = {"hidden": head.hidden, "weight": head.weight, "bias": head.bias}
+        if _autograd.needs_grad(**tensors, temperature=divisor):
+            log_probs = _autograd.apply(_Autograd, *args)
+        else:
+            log_probs = torch.ops.fusedrl.linear_top_k_kl_log_probs(*args, 0)[0]
     return teachers.divergence(log_probs, teacher)
-
-
-def log_probs_of_ids(
-    head: _head.Head,
-    ids: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    shift: bool,
-    temperature: Tensor,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """Log-probs ``[..., k + 1]`` of the ids and of all other classes, of checked arguments."""
-    args = (
-        *(head.hidden, head.weight, head.bias, ids, mask, offsets, shift, temperature),
-        *(head.scale, head.softcap, batch_invariant),
-    )
-    tensors = {"hidden": head.hidden, "weight": head.weight, "bias": head.bias}
-    if _autograd.needs_grad(**tensors, temperature=temperature):
-        return _autograd.apply(_Autograd, *args)
-    return torch.ops.fusedrl.linear_top_k_kl_log_probs(*args, 0)[0]
 
 
 class _Autograd(torch.autograd.Function):
