@@ -9,7 +9,9 @@ template puts after that.
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,6 +22,18 @@ from torch import Tensor
 Message = Mapping[str, Any]
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Transformers has one compiled template for all threads, which notes the markers of one rendering.
+_rendering = threading.Lock()
+
+
+def _renew() -> None:
+    """In a forked child, whose parent may have been rendering in another thread."""
+    global _rendering
+    _rendering = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
 
 
 class Unknown(ValueError):
@@ -87,12 +101,13 @@ class Renderer:
         present = [{k: v for k, v in m.items() if v is not None} for m in messages]
         variables: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.variables}
         try:
-            rendered: Any = render_jinja_template(
-                conversations=[present],
-                chat_template=self._source(),
-                return_assistant_tokens_mask=True,
-                **variables,
-            )
+            with _rendering:
+                rendered: Any = render_jinja_template(
+                    conversations=[present],
+                    chat_template=self._source(),
+                    return_assistant_tokens_mask=True,
+                    **variables,
+                )
         except Exception as error:
             raise Refused(len(messages), error) from error
         return [Span(start, end) for start, end in rendered[1][0]]

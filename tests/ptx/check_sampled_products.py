@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from values import DTYPES
+from ptx.values import DTYPES
 
 from fusedrl import linear_token_log_probs
 

@@ -19,6 +19,7 @@ from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.checks import seconds
 from fusedrl.collectors.batches import QueueBuffer
 from fusedrl.collectors.progress import check_progress
+from fusedrl.compat.torch import EXTRA_STATE
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 Record = TypeVar("Record")
@@ -39,6 +40,7 @@ def arguments_of(
         this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = [this, *signature.parameters.values()]
         vars(construct)["__signature__"] = signature.replace(parameters=parameters)
+        del vars(construct)["__wrapped__"]  # which has other arguments, and Ray would look there
         # What Python calls the function in its error for an argument that there is not.
         vars(record)["__init__"].__qualname__ = constructor.__qualname__
         return construct
@@ -323,7 +325,7 @@ def _unlike(own: Any, state: Any, strict: bool, path: str) -> Iterator[str]:
         for name in sorted(own.keys() ^ state.keys()) if strict else ():
             yield f"{path}.{name}, {'missing' if name in own else 'unexpected'}"
         for name in sorted(own.keys() & state.keys()):
-            if not name.endswith("_extra_state"):
+            if not name.endswith(EXTRA_STATE):
                 yield from _unlike(own[name], state[name], strict, f"{path}.{name}")
     elif isinstance(own, Tensor) and not is_lazy(own):
         shape = getattr(state, "shape", None)

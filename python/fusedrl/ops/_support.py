@@ -44,8 +44,12 @@ class Entries(NamedTuple):
 
     @property
     def some_are_whole(self) -> bool:
-        """Whether all classes of some row may be needed; in a traced graph nobody knows."""
-        return not _dispatch.has_values(self.whole) or bool(self.whole.any())
+        """Whether all classes of some row may be needed.
+
+        Nobody knows in a traced graph, and nobody waits for a device to know.
+        """
+        on_host = self.whole.is_cpu and _dispatch.has_values(self.whole)
+        return not on_host or bool(self.whole.any())
 
     def allowed(self, classes: int) -> Tensor:
         """The definition: which classes count for each token, bool ``[N, V]``."""

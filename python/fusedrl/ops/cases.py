@@ -106,13 +106,9 @@ class Problem:
         return torch.randint(self.classes, self.shape, generator=self._generator)
 
     def support(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The classes that a sampler left of each token: its own, others, or all in an empty row.
-
-        Every third token is not truncated.
-        """
+        """The classes that a sampler left of each token: its own and others."""
         listed = torch.rand((*tokens.shape, self.classes), generator=self._generator) < 0.3
         listed = listed.scatter(-1, tokens[..., None], True).flatten(0, -2)
-        listed[1::3] = False
         counts = listed.sum(-1)
         return listed.nonzero()[:, 1], torch.cat((counts.new_zeros(1), counts.cumsum(0)))
 

@@ -200,8 +200,8 @@ def linear_policy_loss(
         vocab_group: the process group whose ranks hold the other shards.
         support: the classes that the sampler left of each token's distribution, as
             :func:`token_log_probs` takes it. All log-probs have to be over them, those in
-            ``old_log_probs``, ``ref_log_probs`` and ``rollout_log_probs`` too. Where it has few
-            classes only their rows of the weight are multiplied. Not with a shard of a vocabulary.
+            ``old_log_probs``, ``ref_log_probs`` and ``rollout_log_probs`` too. Only
+            the rows of the weight that it names are multiplied. Not with a shard of a vocabulary.
         main_grad: float32 ``[V, H]``; a backward pass that is asked for the weight's gradient adds
             it there, not rounded, in place of ``weight.grad``. Not with ``vocab_group`` or
             ``support``.

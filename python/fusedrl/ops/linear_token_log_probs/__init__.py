@@ -142,8 +142,9 @@ def linear_token_log_probs(
             the hidden states. Without a group, ``vocab_offset`` makes the op return a
             :class:`VocabPart`, which does not differentiate.
         support: the classes that the sampler left of each token's distribution, as
-            :func:`token_log_probs` takes it. Where it has few of them, only their rows of the
-            weight are multiplied. Not with a shard of a vocabulary.
+            :func:`token_log_probs` takes it. Only their rows of the weight are multiplied. In half
+            precision the weight's gradient is the sum of two rounded ones where all classes count
+            for some tokens and not for others. Not with a shard of a vocabulary.
         batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
             depend on the batch around it; slower where blocks are not full.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
