@@ -136,11 +136,16 @@ class LoraWeights:
 
         Args:
             views: one for each stored entry, as :meth:`Layout.views` makes them.
-            adapters: the fields of an :class:`AdapterUpdate`.
+            adapters: the fields of an :class:`AdapterUpdate`; ``None`` is refused.
 
         Raises:
             ValueError: there are scalings of other layers, or no room for more adapters.
         """
+        if adapters is None:
+            raise ValueError(
+                "update: expected the number and the scalings of adapters, which a channel of "
+                "adapters alone lacks, got none; update with EngineWeights"
+            )
         update = AdapterUpdate(**adapters)
         others = self._room.adapters()
         if update.number not in others and len(others) >= self._room.capacity:
