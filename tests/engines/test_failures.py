@@ -213,7 +213,7 @@ class TestInTheMiddle:
             assert [reader.leased for reader in channel.readers()] == [()]
             with faults.failing(), pytest.raises(Exception, match="out of memory") as told:
                 weights.update()
-            assert "keep_previous=False; update it again" in told.value.__notes__[0]
+            assert "keep_previous=False holds none; update it again" in told.value.__notes__[0]
             assert llm.get_weight_version() == "unknown"
             assert self.repaired(llm, model, weights)
 
