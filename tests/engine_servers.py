@@ -87,6 +87,14 @@ def is_paused(address: str) -> bool:
         return json.load(answer)["is_paused"]
 
 
+def wait_until_running(address: str) -> None:
+    """Wait until a server goes on; it is an error if somebody keeps it paused."""
+    deadline = time.monotonic() + 60
+    while is_paused(address):
+        assert time.monotonic() < deadline, "the server stays paused"
+        time.sleep(0.2)
+
+
 def engine_processes() -> list[int]:
     """The pids of the engines of this process's servers."""
     found, parents = [], [os.getpid()]

@@ -21,6 +21,7 @@ from engine_servers import (
     is_paused,
     post,
     server,
+    wait_until_running,
 )
 from tiny_engines import PROMPT, expected, tiny_model, train
 
@@ -160,10 +161,7 @@ class TestRunning:
             with faults.told(kind):
                 faults.wait()
                 trainer.kill_after(0)
-            deadline = time.monotonic() + 60
-            while is_paused(address):
-                assert time.monotonic() < deadline, "the server stays paused"
-                time.sleep(0.2)
+            wait_until_running(address)
             tokens, [(label, _, _)] = self.answer_of(address)
             assert tokens == trainer.expected(int(label))
 
