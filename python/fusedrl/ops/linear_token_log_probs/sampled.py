@@ -32,7 +32,7 @@ class _Products(torch.autograd.Function):
         return torch.ops.fusedrl.sampled_products(*args[:4])
 
     @staticmethod
-    @_autograd.first_derivative_only("support")
+    @_autograd.first_derivative_only("linear_token_log_probs")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, rows, ids, rows_of_tokens, starts = _saved_tensors.saved(ctx)
         grad, backward = grads[0].contiguous(), torch.ops.fusedrl.sampled_products_backward
