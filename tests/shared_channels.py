@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import threading
 import time
@@ -196,6 +197,41 @@ def interrupted_wait() -> list[Any]:
             dist.barrier()
             found = said(channel.publish)
         return [found, channel.publish()]
+
+
+def storm(seed: int, interrupts: int) -> list[int | None]:
+    """Ctrl-C within publishes, on each rank for itself; then one version that they all publish.
+
+    Returns it, what the channel says, and the number of interrupts that came out.
+    """
+    rng, weights, came = random.Random(64 * seed + dist.get_rank()), model(), 0
+    over, code = threading.Event(), WeightChannel.publish.__code__
+
+    def handler(number: int, frame: Any) -> None:
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        if frame is not None:
+            raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        for _ in range(interrupts):
+            time.sleep(rng.expovariate(100))
+            signal.raise_signal(signal.SIGINT)
+        over.set()
+
+    with WeightChannel.create(weights, rank_timeout=1.0) as channel:
+        signal.signal(signal.SIGINT, handler)
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        while not over.is_set():
+            answer = said(channel.publish)
+            came += str(answer).startswith("KeyboardInterrupt")
+        thread.join()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        version, late = None, time.monotonic() + PATIENCE
+        while not isinstance(version, int) and time.monotonic() < late:
+            version = said(channel.publish)  # of an interrupt that another rank had meanwhile
+        return [version, channel.version, came]
 
 
 def peak(rows: int) -> tuple[int, int, int]:

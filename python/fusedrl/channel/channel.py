@@ -29,6 +29,7 @@ from fusedrl.channel.rendezvous import (
     Rendezvous,
     check_ends,
     first_value,
+    let_interrupts_in,
     publish_together,
     rendezvous_of,
 )
@@ -374,6 +375,7 @@ class WeightChannel:
             if remaining <= 0:
                 return
             self._end.wait(progress, min(remaining, SLICE_S))
+            let_interrupts_in()
 
     def _sum(self, slot: int) -> int:
         """The checksum of a slot that has been written, 0 where none is wanted."""

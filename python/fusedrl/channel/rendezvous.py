@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +20,51 @@ from fusedrl.compat.torch import store_of_ranks
 
 _PAUSE = 0.02  # seconds between two looks at the store, at most
 _KINDS = {kind.__name__: kind for kind in (ValueError, TimeoutError, FullError, RuntimeError)}
+
+_held: list[Callable[[], Any]] | None = None  # what interrupts do that came meanwhile
+
+
+@contextmanager
+def interrupted_later() -> Iterator[None]:
+    """Let Ctrl-C take effect after the block, or in :func:`let_interrupts_in` within it.
+
+    Other ranks wait in collective calls for one that is within such a block.
+    """
+    global _held
+    handler, on_main = signal.getsignal(signal.SIGINT), _is_main_thread()
+    if not on_main or _held is not None or not callable(handler):
+        yield
+        return
+    held: list[Callable[[], Any]] = []
+    signal.signal(signal.SIGINT, lambda *args: held.append(partial(handler, *args)))
+    try:
+        _held = held
+        yield
+    finally:
+        _held = None
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            held.pop()()
+
+
+def let_interrupts_in() -> None:
+    """Let an interrupt that is held back take effect here, where this rank waits."""
+    if _held and _is_main_thread():
+        _held.pop()()
+
+
+def interrupt_later(error: BaseException) -> None:
+    """Hold back what :func:`let_interrupts_in` raised."""
+
+    def interrupt() -> None:
+        raise error
+
+    assert _held is not None
+    _held.append(interrupt)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 class Rendezvous:
@@ -68,57 +114,78 @@ class Rendezvous:
             FullError: that of another rank.
             RuntimeError: another rank had another error, which the message has.
         """
-        key, store = str(self.round), self._store
-        store.set(f"rank {self._rank}", json.dumps([self.round, state]))
-        if store.add(f"{key} came", 1) == len(self.ranks):
-            try:
-                outcome = {"value": decide(self._states())}
-            except ValueError as error:
-                outcome = {"error": "ValueError", "text": str(error)}
-            self._settle(outcome)
-            for old in (str(self.round - 1), f"{self.round - 1} came"):
-                store.delete_key(old)
-        deadline, pause = time.monotonic() + patience, 1e-4
-        while not store.check([key]):
-            if time.monotonic() > deadline:
-                self._settle({"error": "TimeoutError", "text": self._late(patience)})
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSE)
-        outcome = json.loads(store.get(key))
-        self.round += 1
-        if "error" in outcome:
-            self._known = _KINDS[outcome["error"]](outcome["text"])
-            raise self._known
-        return outcome["value"]
+        with interrupted_later():
+            let_interrupts_in()
+            self._come(state, decide)
+            deadline, pause = time.monotonic() + patience, 1e-4
+            while not self._store.check([str(self.round)]):
+                if time.monotonic() > deadline:
+                    self._settle({"error": "TimeoutError", "text": self._late(patience)})
+                    break
+                time.sleep(pause)
+                pause = min(2 * pause, _PAUSE)
+                try:
+                    let_interrupts_in()
+                except BaseException as error:
+                    if "error" in self._settle(self._told(error)):
+                        self.round, self._known = self.round + 1, error
+                        raise
+                    interrupt_later(error)  # all have come, and go on
+            outcome = json.loads(self._store.get(str(self.round)))
+            self.round += 1
+            if "error" in outcome:
+                self._known = _KINDS[outcome["error"]](outcome["text"])
+                raise self._known
+            return outcome["value"]
 
     @contextmanager
-    def collective(self) -> Iterator[None]:
-        """A call that all ranks make; an error in it is one on every rank."""
-        with self._calls:
+    def collective(self, interruptible: bool = True) -> Iterator[None]:
+        """A call that all ranks make; an error in it is one on every rank.
+
+        Args:
+            interruptible: whether Ctrl-C takes effect at any line of it, or in its waits alone.
+        """
+        with self._calls, nullcontext() if interruptible else interrupted_later():
             try:
                 yield
             except BaseException as error:
-                if error is not self._known:
-                    self._fail(error)
+                with interrupted_later():
+                    if self._known is None:
+                        self._fail(error)
                 raise
             finally:
                 self._known = None
 
+    def _come(self, state: Any, decide: Callable[[dict[int, Any]], Any]) -> None:
+        """Tell the others that this rank is here; the last one settles the outcome."""
+        key, store = str(self.round), self._store
+        store.set(f"rank {self._rank}", json.dumps([self.round, state]))
+        if store.add(f"{key} came", 1) < len(self.ranks):
+            return
+        try:
+            outcome = {"value": decide(self._states())}
+        except ValueError as error:
+            outcome = {"error": "ValueError", "text": str(error)}
+        self._settle(outcome)
+        for old in (str(self.round - 1), f"{self.round - 1} came"):
+            store.delete_key(old)
+
     def _fail(self, error: BaseException) -> None:
         """Make an error the outcome of the first round that has none."""
-        if isinstance(error, FullError):
-            outcome = {"error": "FullError", "text": f"{error} (on rank {self._rank})"}
-        else:
-            text = (
-                f"ranks: expected all of them to take part, got rank {self._rank}: "
-                f"{type(error).__name__}: {error}; nothing is published: call again on every rank "
-                "once that is repaired"
-            )
-            outcome = {"error": "RuntimeError", "text": text}
-        while "error" not in self._settle(outcome):
+        while "error" not in self._settle(self._told(error)):
             self.round += 1
         self.round += 1
+
+    def _told(self, error: BaseException) -> dict[str, Any]:
+        """The outcome of a round in which this rank had an error."""
+        if isinstance(error, FullError):
+            return {"error": "FullError", "text": f"{error} (on rank {self._rank})"}
+        text = (
+            f"ranks: expected all of them to take part, got rank {self._rank}: "
+            f"{type(error).__name__}: {error}; nothing is published: call again on every rank once "
+            "that is repaired"
+        )
+        return {"error": "RuntimeError", "text": text}
 
     def _settle(self, outcome: dict[str, Any]) -> dict[str, Any]:
         """The outcome of the next round: this one, if it has none yet."""
@@ -176,7 +243,7 @@ def publish_together(
         Exception: as :meth:`Rendezvous.agree`, or what this rank cannot do, which is told to all.
     """
     patience, holds = channel.rank_timeout, channel.holds
-    with rendezvous.collective():
+    with rendezvous.collective(interruptible=False):
         if version is not None:
             count("version", version, 0, MAX_VERSION)
         last = -1 if channel.version is None else channel.version
@@ -186,10 +253,9 @@ def publish_together(
         with channel.writing(version, timeout=limit) if holds else nullcontext() as writing:
             sharded = 0 if leads is not None else sum(p.sharded for p in places)
             rendezvous.agree(patience + limit, sharded, _same_shards)
-            with _interrupted_later():
-                if places:
-                    channel.layout.write(places, writing and writing.views)
-                spread(writing)
+            if places:
+                channel.layout.write(places, writing and writing.views)
+            spread(writing)
             rendezvous.agree(patience + limit)
         rendezvous.version = version
     assert version is not None
@@ -239,20 +305,3 @@ def _next_version(states: dict[int, Any]) -> int:
 def _same_shards(states: dict[int, int]) -> None:
     expected = "weights: expected the same number of sharded tensors"
     _refuse_others(expected, states, "publish the same model on every rank")
-
-
-@contextmanager
-def _interrupted_later() -> Iterator[None]:
-    """Let Ctrl-C take effect after the block: others wait in its collectives for this rank."""
-    came: list[Any] = []
-    former = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(former):
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *args: came.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, former)
-    if came:
-        former(*came[0])
