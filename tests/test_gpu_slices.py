@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -15,10 +14,20 @@ import programs
 import pytest
 
 ROOT = Path(__file__).parents[1]
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(ROOT / "benchmarks")
+    import gpu
+    import gpu_jobs
+
 SCRIPT = ROOT / "benchmarks/gpu.py"
 
 NVIDIA_SMI = "echo 'NVIDIA H200, 9.0, 580.1, 1980, 3201, 40, [N/A]'"
-CLEAN = "echo '========= ERROR SUMMARY: 0 errors'"
+# The command begins behind options that all have a value.
+CLEAN = """
+echo "$@"
+while [ "${1#--}" != "$1" ]; do shift 2; done
+"$@" && echo '========= ERROR SUMMARY: 0 errors'
+"""
 RACE = """
 echo '========= Error: Race reported between Write access at void fusedrl::policy_rows<false>'
 echo '=========     Host Frame: fusedrl::add_tile in _C_cuda.abi3.so'
@@ -36,20 +45,23 @@ echo '"ID","Kernel Name","dram__bytes_read.sum","other"'
 echo '"","","byte","%"'
 echo '"0","policy_rows","1,024","5"'
 """
-FORBIDDEN = "echo '==ERROR== ERR_NVGPUCTRPERM'; exit 1"
+NOT_SUPPORTED = "compute-sanitizer does not support this device"
 
 
 class Machine:
     """A PATH with tools of ours, and a pip that installs nothing."""
 
     def __init__(self, folder: Path):
-        self.tools, self.out, self.site = (folder / name for name in ("bin", "out", "site"))
+        self.tools, self.out, self.site, self.built = (
+            folder / name for name in ("bin", "out", "site", "built")
+        )
         self.tools.mkdir()
         (self.site / "pip").mkdir(parents=True)
-        self.pip("")
+        (self.site / "pip/__init__.py").touch()
+        self.pip("import sys; print(*sys.argv[1:])")
         self.tool("nvidia-smi", NVIDIA_SMI)
-        self.tool("cmake", "true")
-        self.tool("nvcc", "true")
+        for name in ("cmake", "nvcc"):
+            self.tool(name, "true")
 
     def tool(self, name: str, script: str) -> None:
         path = self.tools / name
@@ -61,21 +73,26 @@ class Machine:
 
     @property
     def environment(self) -> dict[str, str]:
-        path = os.pathsep.join((str(self.tools), str(Path(sys.executable).parent), "/usr/bin:/bin"))
+        path = os.pathsep.join((str(self.tools), "/usr/bin", "/bin"))
         return os.environ | {"PATH": path, "PYTHONPATH": str(self.site)}
 
-    def arguments(self, part: str, *arguments: str) -> list[str | Path]:
-        return [SCRIPT, "--rehearse", "--part", part, "--out", self.out, *arguments]
+    @property
+    def options(self) -> list[str | Path]:
+        return ["--rehearse", "--out", self.out, "--build", self.built]
 
-    def run(self, part: str, *arguments: str, status: int = 0) -> dict[tuple[str, str], dict]:
-        """What the part records, by its name and that of the case."""
-        done = programs.python(*self.arguments(part, *arguments), env=self.environment)
+    def run(self, part: str, *arguments: str, status: int = 0) -> dict[str, tuple[str, str]]:
+        """How the cases of a part ended, and why."""
+        command = [SCRIPT, "--part", part, *self.options, *arguments]
+        done = programs.python(*command, env=self.environment)
         assert done.returncode == status, done.stdout + done.stderr
         self.said = done.stdout
-        return {(x["part"], x["case"]): x for x in self.records()}
+        found = [x for x in self.records() if x["part"] == part.split(",")[-1]]
+        return {x["case"]: (x["outcome"], x["why"]) for x in found}
 
     def records(self) -> list[dict]:
-        return [json.loads(line) for line in (self.out / "gpu.jsonl").read_text().splitlines()]
+        records = [json.loads(line) for line in (self.out / "gpu.jsonl").read_text().splitlines()]
+        assert all(record["rehearsal"] for record in records)
+        return records
 
 
 @pytest.fixture
@@ -83,17 +100,185 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def outcomes(records, part):
-    return {case: (x["outcome"], x["why"]) for (p, case), x in records.items() if p == part}
-
-
 def test_a_build_that_fails_stops_everything(machine):
     machine.pip("raise SystemExit('no compiler')")
-    records = machine.run("build,check,bench,profile", status=1)
-    assert outcomes(records, "build") == {"package": ("failed", "exit status 1: no compiler")}
-    assert {part for part, _ in records} == {"machine", "build"}
+    everything = "bench,check,profile,build"
+    assert machine.run(everything, status=1) == {
+        "package": ("failed", "exit status 1: no compiler")
+    }
+    assert {record["part"] for record in machine.records()} == {"machine", "build"}
 
 
-def test_a_build_is_for_the_interpreter_and_made_once(machine):
-    machine.pip("import sys; print(*sys.argv[1:])")
-    machine.run("build")
+def test_a_build_is_made_once_for_its_sources(machine):
+    assert machine.run("build") == {"package": ("passed", "")}
+    log = (machine.out / "build.log").read_text()
+    assert "--no-index --no-deps --no-build-isolation" in log.replace("\n", " ")
+    assert f"--target {machine.built}/site" in log and str(ROOT) in log
+    machine.pip("raise SystemExit('built again')")
+    assert machine.run("build") == {"package": ("passed", "it is there")}
+
+
+def test_without_time_everything_is_said_to_be_skipped(machine):
+    for part, cases in (("check", gpu.CHECKS), ("bench", gpu.JOBS), ("profile", gpu.MAIN_KERNELS)):
+        found = machine.run(part, "--seconds", "0")
+        assert set(cases) <= set(found)
+        assert set(found.values()) == {("skipped", "no time is left")}
+    assert machine.records()[1]["why"] == "no time is left"
+    assert machine.records()[1]["case"] == "package"
+
+
+def test_tools_that_are_not_there_are_skipped(machine):
+    (machine.tools / "nvcc").unlink()
+    for part, tool, cases in (
+        ("check", "compute-sanitizer", ["memcheck", "racecheck", "initcheck", "synccheck"]),
+        ("profile", "ncu", list(gpu.MAIN_KERNELS)),
+        ("bench", "nvcc", [f"sweep {variant}" for variant in gpu.VARIANTS]),
+    ):
+        chosen = [word for case in cases for word in ("--only", case)]
+        found = machine.run(part, *chosen)
+        assert found == dict.fromkeys(cases, ("skipped", f"{tool} is not on PATH"))
+
+
+def test_the_sanitizer_runs_the_main_kernels(machine):
+    machine.tool("compute-sanitizer", CLEAN)
+    assert machine.run("check", "--only", "synccheck") == {"synccheck": ("passed", "")}
+    log = (machine.out / "check.log").read_text()
+    assert "--tool synccheck" in log
+    assert all(job in log for job in gpu.MAIN_KERNELS.values())
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_a_finding_in_a_kernel_of_ours_fails_and_is_looked_for_alone(machine, tool):
+    machine.tool("compute-sanitizer", RACE)
+    found = machine.run("check", "--only", tool, status=1)
+    alone = [f"{tool}, {job}" for job in dict.fromkeys(gpu.MAIN_KERNELS.values())]
+    assert found == dict.fromkeys([tool, *alone], ("failed", "in policy_rows"))
+    assert machine.records()[-1]["found"] == 3
+
+
+@pytest.mark.parametrize(
+    ("says", "outcome"),
+    [
+        (OF_OTHERS, ("passed", "2 findings in kernels of others")),
+        ("echo 'Device not supported'; exit 1", ("skipped", NOT_SUPPORTED)),
+        ("echo broken; exit 3", ("failed", "exit status 3: broken")),
+    ],
+)
+def test_what_else_the_sanitizer_may_say(machine, says, outcome):
+    machine.tool("compute-sanitizer", says)
+    found = machine.run("check", "--only", "initcheck", status=int(outcome[0] == "failed"))
+    assert found["initcheck"] == outcome
+
+
+def test_a_file_of_gpu_tests_runs(machine):
+    """Without a GPU it skips them, and what pytest says of each is counted."""
+    file = "tests/ops/test_cuda_top_k_kl.py"
+    assert machine.run("check", "--only", file)[file] == (
+        "skipped",
+        "it skips all of its tests here",
+    )
+    assert machine.records()[-1]["tests"].keys() == {"SKIPPED"}
+
+
+def test_every_file_of_gpu_tests_is_among_the_checks():
+    marked = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"pytest\.mark\.gpu\b", path.read_text())
+    }
+    assert marked == {case for case in gpu.CHECKS if case.endswith(".py")}
+
+
+def test_ops_are_measured_beside_predictions(machine):
+    found = machine.run("bench", "--only", "linear_policy_loss", "--only", "TileElements=32")
+    assert list(found) == [
+        *("linear_policy_loss", "sweep TileElements=32"),
+        *("linear_policy_loss, TileElements=32", "linear_token_log_probs, TileElements=32"),
+    ]
+    assert {outcome for outcome, _ in found.values()} == {"passed"}
+    measured = [record for record in machine.records() if "ms" in record]
+    for record in measured:
+        assert record["least_ms"] <= record["ms"] <= record["most_ms"]
+        assert record["copy_gb_s"] > 0 and record["product_tflop_s"] > 0
+        assert record["machine"]["driver_version"] == "580.1"
+        rows = [
+            step.name
+            for step in gpu.JOBS[record["case"].split(",")[0]].steps(gpu_jobs.ONCE["tiny"][0])
+        ]
+        assert (
+            record["predicted_ms"].keys() - {gpu_jobs.REST}
+            == set(rows) & gpu_jobs.model.KERNELS.keys()
+        )
+    table = (machine.out / "predictions.md").read_text()
+    assert table in machine.said
+    assert table.count("| 1980 MHz |") == len(measured) == 3
+    sizes = (machine.built / "TileElements=32/csrc/common/tile_sizes.h").read_text()
+    assert "kTileElements = int64_t(32) << 20" in sizes
+    assert {x.parent.name for x in machine.built.glob("*/csrc/*/cuda.cu")} == set(gpu.SWEPT)
+
+
+@pytest.mark.parametrize(
+    ("op", "why"),
+    [
+        ("raise ValueError('no op')", "ValueError: no op"),
+        ("import os; os.kill(os.getpid(), 14)", "signal 14: it said nothing"),
+    ],
+)
+def test_a_process_that_a_case_breaks_is_replaced(machine, op, why):
+    (machine.site / "fusedrl").mkdir()
+    (machine.site / "fusedrl/__init__.py").write_text(op)
+    jobs = ["token_log_probs, entropy", "exact_kl, mixture"]
+    found = machine.run("bench", "--only", jobs[0], "--only", jobs[1], status=1)
+    assert found == dict.fromkeys(jobs, ("failed", why))
+
+
+@pytest.mark.parametrize(
+    ("says", "outcome"),
+    [
+        (COUNTED, ("passed", "")),
+        ("true", ("failed", "ncu counted no kernel")),
+        ("exit 5", ("failed", "exit status 5: it said nothing")),
+    ],
+)
+def test_kernels_are_profiled_one_by_one(machine, says, outcome):
+    machine.tool("ncu", f'{says}; echo "$@"' if says == "true" else says)
+    found = machine.run("profile", "--only", "policy_rows", status=int(outcome[0] == "failed"))
+    assert found == {"policy_rows": outcome}
+    counted = {"dram__bytes_read.sum byte": "1,024"} if outcome[0] == "passed" else {}
+    assert machine.records()[-1]["counted"] == counted
+
+
+def test_a_profiler_without_permission_is_asked_once(machine):
+    machine.tool("ncu", "echo '==ERROR== ERR_NVGPUCTRPERM'; exit 1")
+    found = machine.run("profile")
+    why = "ncu may not read the counters here: ERR_NVGPUCTRPERM"
+    assert found == dict.fromkeys(gpu.MAIN_KERNELS, ("skipped", why))
+    assert (machine.out / "profile.log").read_text().count("ERROR") == 1
+
+
+def test_a_kill_in_the_middle_leaves_whole_lines(machine):
+    command = [sys.executable, SCRIPT, "--part", "bench", *machine.options]
+    process = subprocess.Popen(command, env=machine.environment, stdout=subprocess.DEVNULL)
+    results, deadline = machine.out / "gpu.jsonl", time.monotonic() + 60
+    while "linear_token_log_probs" not in (results.read_text() if results.exists() else ""):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    known = len(machine.records())
+    time.sleep(2)  # what ran has ended with it
+    cases = [record["case"] for record in machine.records()]
+    assert cases[2:4] == ["linear_policy_loss", "linear_token_log_probs"] and len(cases) == known
+
+
+def test_a_rehearsal_writes_no_results(machine):
+    machine.out = ROOT / "benchmarks/results/rehearsed"
+    done = programs.python(SCRIPT, *machine.options, env=machine.environment)
+    assert done.returncode == 2 and "outside of benchmarks/results" in done.stderr
+    assert not machine.out.exists()
+
+
+def test_no_gpu_is_an_error_without_a_rehearsal(machine):
+    done = programs.python(SCRIPT, "--out", machine.out, env=machine.environment)
+    assert done.returncode == 2 and "--rehearse does without" in done.stderr
+    assert not machine.out.exists()
