@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -430,6 +431,10 @@ def main() -> int:
         parser.error("--out: expected a folder outside of benchmarks/results in a rehearsal")
     if not args.rehearse and not (torch.cuda.is_available() and machine()):
         parser.error("expected a GPU of torch's and nvidia-smi's; --rehearse does without")
+    if not args.rehearse and find_spec("fusedrl") is not None:
+        parser.error(
+            "expected a Python without fusedrl, which may hide what is built; name another"
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C, so that children end
     args.out.mkdir(parents=True, exist_ok=True)
     to = Slice(args)

@@ -71,6 +71,17 @@ class Machine:
     def pip(self, program: str) -> None:
         (self.site / "pip/__main__.py").write_text(program)
 
+    def at_import(self, statements: str) -> None:
+        """What happens where a case imports fusedrl; an installed one is found by a hook, too."""
+        lines = "".join(f"            {line}\n" for line in statements.splitlines())
+        (self.site / "sitecustomize.py").write_text(
+            "import sys\n"
+            "class Broken:\n"
+            "    def find_spec(self, name, path=None, target=None):\n"
+            f"        if name == 'fusedrl':\n{lines}"
+            "sys.meta_path.insert(0, Broken())\n"
+        )
+
     @property
     def environment(self) -> dict[str, str]:
         path = os.pathsep.join((str(self.tools), "/usr/bin", "/bin"))
@@ -180,8 +191,7 @@ def test_a_file_of_gpu_tests_runs(machine):
 
 
 def test_files_whose_libraries_are_not_there_are_skipped(machine):
-    (machine.site / "fusedrl").mkdir()
-    (machine.site / "fusedrl/__init__.py").write_text("import torchrl_is_not_there")
+    machine.at_import("import torchrl_is_not_there")
     file = "tests/ops/test_cuda_top_k_kl.py"
     found = machine.run("check", "--only", file)
     assert found == {file: ("skipped", "torchrl_is_not_there is not installed")}
@@ -226,14 +236,13 @@ def test_ops_are_measured_beside_predictions(machine):
 
 def test_a_process_that_a_case_breaks_is_replaced(machine):
     """As by a hang, which SIGALRM ends, and by an error."""
-    (machine.site / "fusedrl").mkdir()
-    (machine.site / "fusedrl/__init__.py").write_text(
+    machine.at_import(
         "import os, pathlib\n"
         "seen = pathlib.Path(__file__).with_name('seen')\n"
         "if not seen.exists():\n"
         "    seen.touch()\n"
         "    os.kill(os.getpid(), 14)\n"
-        "raise ValueError('no op')\n"
+        "raise ValueError('no op')"
     )
     jobs = ["token_log_probs, entropy", "exact_kl, mixture"]
     found = machine.run("bench", "--only", jobs[0], "--only", jobs[1], status=1)
