@@ -157,12 +157,11 @@ def test_the_sanitizer_runs_the_main_kernels(machine):
     assert all(job in log for job in gpu.MAIN_KERNELS.values())
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_a_finding_in_a_kernel_of_ours_fails_and_is_looked_for_alone(machine, tool):
+def test_a_finding_in_a_kernel_of_ours_fails_and_is_looked_for_alone(machine):
     machine.tool("compute-sanitizer", RACE)
-    found = machine.run("check", "--only", tool, status=1)
-    alone = [f"{tool}, {job}" for job in dict.fromkeys(gpu.MAIN_KERNELS.values())]
-    assert found == dict.fromkeys([tool, *alone], ("failed", "in policy_rows"))
+    found = machine.run("check", "--only", "racecheck", status=1)
+    alone = [f"racecheck, {job}" for job in dict.fromkeys(gpu.MAIN_KERNELS.values())]
+    assert found == dict.fromkeys(["racecheck", *alone], ("failed", "in policy_rows"))
     assert machine.records()[-1]["found"] == 3
 
 
@@ -279,16 +278,19 @@ def test_a_profiler_without_permission_is_asked_once(machine):
 def test_a_kill_in_the_middle_leaves_whole_lines(machine):
     command = [sys.executable, SCRIPT, "--part", "bench", *machine.options]
     process = subprocess.Popen(command, env=machine.environment, stdout=subprocess.DEVNULL)
-    results, deadline = machine.out / "gpu.jsonl", time.monotonic() + 60
-    while "linear_token_log_probs" not in (results.read_text() if results.exists() else ""):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    process.kill()
-    process.wait()
-    known = len(machine.records())
-    time.sleep(2)  # what ran has ended with it
-    cases = [record["case"] for record in machine.records()]
-    assert cases[2:4] == ["linear_policy_loss", "linear_token_log_probs"] and len(cases) == known
+    results, deadline = machine.out / "gpu.jsonl", time.monotonic() + 300
+    try:
+        while "linear_policy_loss" not in (results.read_text() if results.exists() else ""):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.wait()
+    known = machine.records()
+    assert [record["case"] for record in known[2:3]] == ["linear_policy_loss"]
+    assert len(known) < 2 + len(gpu.JOBS)
+    time.sleep(2)
+    assert machine.records() == known  # what ran has ended with it
 
 
 def test_a_rehearsal_writes_no_results(machine):
