@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import programs
 import pytest
@@ -304,3 +306,39 @@ def test_no_gpu_is_an_error_without_a_rehearsal(machine):
     done = programs.python(SCRIPT, "--out", machine.out, env=machine.environment)
     assert done.returncode == 2 and "--rehearse does without" in done.stderr
     assert not machine.out.exists()
+
+
+@pytest.mark.parametrize("name", gpu.JOBS)
+def test_each_job_is_predicted_by_the_kernels_that_it_runs(name):
+    """Also those that tools are told to look at, at the shape that is measured on a GPU."""
+    job = gpu.JOBS[name]
+    predicted = gpu_jobs.predicted(job.steps(job.shape), gpu_jobs.model.H200)
+    assert all(time > 0 for time in predicted.values())
+    assert {kernel for kernel, of in gpu.MAIN_KERNELS.items() if of == name} <= predicted.keys()
+
+
+@pytest.mark.parametrize("variant", gpu.VARIANTS)
+def test_each_variant_is_a_size_that_the_model_knows_and_another_one(variant):
+    size, value = variant.split("=")
+    assert gpu_jobs.model.SIZES[size] != int(value) << 20
+
+
+def test_kernels_are_told_apart_by_their_names(monkeypatch):
+    def event(name, milliseconds, device="CUDA"):
+        time_range = SimpleNamespace(elapsed_us=lambda: 1e3 * milliseconds)
+        of = SimpleNamespace(name=device)
+        return SimpleNamespace(name=name, device_type=of, time_range=time_range)
+
+    events = [
+        event("void fusedrl::policy_rows<false, c10::BFloat16>(fusedrl::Tile<c10::BFloat16>)", 1),
+        event("void fusedrl::(anonymous namespace)::policy_rows<true, float>(float*)", 2),
+        event("void at::native::vectorized_elementwise_kernel<4, policy_rows>(int)", 4),
+        event("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT", 8),
+        event("Memcpy DtoD (Device -> Device)", 16),
+        event("fusedrl::linear_policy_loss", 32, "CPU"),
+    ]
+    profiled = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr("torch.profiler.profile", lambda activities: profiled)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    times = gpu_jobs._kernel_times(lambda: None, "cuda", ["policy_rows"])
+    assert times == {"policy_rows": 3, gpu_jobs.REST: 28}
