@@ -1,7 +1,8 @@
 """The ops that ``gpu.py`` runs on a GPU, and what the model predicts of each.
 
 ``python gpu_jobs.py measure JOB...`` times jobs at the shapes of the predictions and appends a line
-of results after each; ``once`` runs them a single time, for tools that watch the kernels.
+of results after each; another mode runs them once at shapes of its own, for tools that watch the
+kernels.
 """
 
 from __future__ import annotations
