@@ -15,6 +15,7 @@ import csv
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from gpu_jobs import JOBS, NO_TIME, Results, case_of, machine
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("pyproject.toml", "CMakeLists.txt", "cmake", "csrc", "setup_helpers", "python")
 SECONDS = 540.0  # of a slice, of which a case may take at most:
-LIMITS = {"build": 420.0, "check": 150.0, "variant": 200.0, "profile": 60.0}
+LIMITS = {"build": 420.0, "check": 150.0, "variants": 200.0, "profile": 60.0}
 LOGGED = 200_000  # characters of what a case prints, its last ones
 
 CHECKS = (
@@ -142,7 +142,7 @@ class Slice:
                 else:
                     self.record(part, case, "skipped", NO_TIME)
 
-    def run(self, log: str | Path, limit: float, *command: object, **environment: str) -> Ended:
+    def run(self, log: str, limit: float, *command: object, **environment: str) -> Ended:
         """Run a command on the package that was built; what it starts ends with it."""
         path = os.pathsep.join(filter(None, (str(self.site), os.environ.get("PYTHONPATH"))))
         with (self.out / log).open("a+b") as file:
@@ -292,8 +292,7 @@ def _measure(to: Slice, jobs: Collection[str], variant: str | None = None) -> No
     waiting = [cases[case] for case in to.asked("bench", cases)]
     options = ["--results", to.results.path]
     if variant is not None:
-        library = to.built / variant / "made/_C_cuda.abi3.so"
-        options += ["--variant", variant, "--library", library]
+        options += ["--variant", variant, "--library", _library(to, variant)]
     while waiting:
         known = len(to.results.read())
         command = to.run_jobs("measure", *waiting)
@@ -315,17 +314,26 @@ def _sweep(to: Slice) -> None:
         for case in asked:
             to.record("bench", case, "skipped", "nvcc is not on PATH")
         return
-    variants = [case.removeprefix("sweep ") for case in asked]
-    with ThreadPoolExecutor(max_workers=len(VARIANTS)) as pool:
-        ends = list(pool.map(lambda variant: _build_variant(to, variant), variants))
-    for case, variant, ended in zip(asked, variants, ends, strict=True):
-        to.record("bench", case, *to.outcome(ended))
-        if ended.status == 0:
+    if not asked:
+        return
+    variants = {case.removeprefix("sweep "): case for case in asked}
+    builds = "".join(f"({_build_of(to, variant)}) & " for variant in variants)
+    ended = to.run("bench.log", LIMITS["variants"], "sh", "-c", f"{builds} wait")
+    for variant, case in variants.items():
+        if _library(to, variant).is_file():
+            to.record("bench", case, "passed")
             _measure(to, SWEPT, variant)
+        else:
+            outcome, why = to.outcome(ended)
+            to.record("bench", case, *(("failed", "no library") if not why else (outcome, why)))
 
 
-def _build_variant(to: Slice, variant: str) -> Ended:
-    """Compile ``_C_cuda`` for the ops that are swept alone, from a copy of the sources."""
+def _library(to: Slice, variant: str) -> Path:
+    return to.built / variant / "made/_C_cuda.abi3.so"
+
+
+def _build_of(to: Slice, variant: str) -> str:
+    """What compiles ``_C_cuda`` for the ops that are swept alone, from a copy of the sources."""
     import pybind11
 
     folder, (name, value) = to.built / variant, variant.split("=")
@@ -347,12 +355,10 @@ def _build_variant(to: Slice, variant: str) -> Ended:
         f"pybind11_DIR={pybind11.get_cmake_dir()}",
         *_cuda(to),
     )
-    configure = ("cmake", "-S", folder, "-B", folder / "made", *(f"-D{x}" for x in defines))
-    ended = to.run(folder / "log", LIMITS["variant"], *configure)
-    if ended.status != 0:
-        return ended
-    compile_it = ("cmake", "--build", folder / "made", "--target", "_C_cuda", "--parallel", 4)
-    return to.run(folder / "log", LIMITS["variant"], *compile_it)
+    made = str(folder / "made")
+    configure = ("cmake", "-S", str(folder), "-B", made, *(f"-D{define}" for define in defines))
+    compile_it = ("cmake", "--build", made, "--target", "_C_cuda", "--parallel", "4")
+    return f"{shlex.join(configure)} && {shlex.join(compile_it)}"
 
 
 def profile(to: Slice) -> None:

@@ -24,6 +24,7 @@ with pytest.MonkeyPatch.context() as patch:
 SCRIPT = ROOT / "benchmarks/gpu.py"
 
 NVIDIA_SMI = "echo 'NVIDIA H200, 9.0, 580.1, 1980, 3201, 40, [N/A]'"
+CMAKE = '[ "$1" = -S ] || (mkdir "$2" && touch "$2/_C_cuda.abi3.so")'
 # The command begins behind options that all have a value.
 CLEAN = """
 echo "$@"
@@ -62,8 +63,8 @@ class Machine:
         (self.site / "pip/__init__.py").touch()
         self.pip("import sys; print(*sys.argv[1:])")
         self.tool("nvidia-smi", NVIDIA_SMI)
-        for name in ("cmake", "nvcc"):
-            self.tool(name, "true")
+        self.tool("cmake", CMAKE)
+        self.tool("nvcc", "true")
 
     def tool(self, name: str, script: str) -> None:
         path = self.tools / name
@@ -233,6 +234,12 @@ def test_ops_are_measured_beside_predictions(machine):
     sizes = (machine.built / "TileElements=32/csrc/common/tile_sizes.h").read_text()
     assert "kTileElements = int64_t(32) << 20" in sizes
     assert {x.parent.name for x in machine.built.glob("*/csrc/*/cuda.cu")} == set(gpu.SWEPT)
+
+
+def test_a_variant_that_is_not_built_is_not_measured(machine):
+    machine.tool("cmake", "exit 1")
+    found = machine.run("bench", "--only", "TileElements=32", status=1)
+    assert found == {"sweep TileElements=32": ("failed", "no library")}
 
 
 def test_a_process_that_a_case_breaks_is_replaced(machine):
