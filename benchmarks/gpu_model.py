@@ -47,6 +47,7 @@ GPUS = (
     Gpu("H100", "90", 132, 1.755e9, 3.35e12, 989e12),
     Gpu("B200", "100", 148, 1.85e9, 8.0e12, 2250e12),
 )
+H200 = GPUS[1]._replace(name="H200", bandwidth=4.8e12)
 BLOCK_THREADS = 512  # a row of a large vocabulary
 
 

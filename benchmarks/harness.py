@@ -116,7 +116,7 @@ def _measure(case: Case, seconds: float, device: str, copy_rate: float | None) -
     runs = case.contenders | case.timed_only
     times: dict[str, list[float]] = {name: [] for name in runs}
     truth = None if case.truth is None else case.truth(case.make_input())
-    clock = _Clock(device, case.host_bound)
+    clock = Clock(device, case.host_bound)
 
     def attempt(name: str, job: Callable[[], float | None]) -> float | None:
         try:
@@ -169,7 +169,7 @@ def copy_bandwidth(device: str) -> float:
     """Bytes a second of a large copy on ``device``: see ``COPY_DEFINITION``."""
     source = torch.zeros(2**31 if device == "cuda" else 2**28, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    clock = _Clock(device, host_bound=False)
+    clock = Clock(device, host_bound=False)
     best = min(clock(target.copy_, source) for _ in range(10))
     return 2 * source.numel() / best
 
@@ -206,7 +206,7 @@ def _compare(
             row.fraction = row.rate / ceiling
 
 
-class _Clock:
+class Clock:
     """Seconds of one run: on a GPU by its own events with a flushed L2, else by the wall clock."""
 
     def __init__(self, device: str, host_bound: bool):
@@ -216,6 +216,7 @@ class _Clock:
         self.flush = torch.empty(2**28 if self.cuda else 0, dtype=torch.uint8, device=device)
 
     def __call__(self, run: Run, argument: Any) -> float:
+        """Run it once."""
         gc.disable()
         try:
             return self._on_device(run, argument) if self.cuda else self._on_host(run, argument)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -173,3 +174,9 @@ def test_a_release_is_asked_about_before_anything_is_made_and_uploads_nothing(ch
 def test_tests_can_be_chosen(checkout):
     checkout.touch(".venv/dev-checkout")
     assert checkout.make("test", "TESTS=tests/ops --lf").startswith("pytest tests/ops --lf -m")
+
+
+def test_a_slice_on_a_gpu_needs_no_environment(checkout):
+    planned = checkout.make("gpu", "PART=check,bench", "GPU=--seconds 60", f"PY={sys.executable}")
+    assert planned == f"{sys.executable} benchmarks/gpu.py --part check,bench --seconds 60\n"
+    assert "--part build,check,bench,profile" in checkout.make("gpu")

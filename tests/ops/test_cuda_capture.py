@@ -1,0 +1,113 @@
+"""Every op on a GPU as graphs need it: nothing waits, a capture holds it, scalars may change."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fusedrl import linear_token_log_probs, token_kl, token_log_probs
+
+from .every_case import CONSTANT, EVERY, leaves_of
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
+# The rows of which all classes count are known on the device; lengths of a list are copied to it.
+WAITS = (
+    "importance_weights, a list",
+    *(x for x in EVERY if x.startswith("linear") and "support" in x),
+)
+
+
+def case_of(name, device):
+    """The case without what makes the host count the rows of a head."""
+    case = EVERY[name].to(device)
+    if name.startswith("linear"):
+        dropped = {"mask": None, "shift": False}
+        case = case._replace(others=case.others | dropped)
+    return case
+
+
+def step_of(name, device):
+    """What calls the op and its backward pass, and the inputs that it reads."""
+    case, constant = case_of(name, device), name in CONSTANT
+    inputs = leaves_of(case, device=device, requires_grad=not constant)
+    upstream = [
+        torch.linspace(1, 2, x.numel(), device=device).view_as(x) for x in case.call(inputs)
+    ]
+
+    def step():
+        results = case.call(inputs)
+        if constant:
+            return results
+        return [*results, *torch.autograd.grad(results, list(inputs.values()), upstream)]
+
+    return step, inputs
+
+
+each = pytest.mark.parametrize("name", [name for name in EVERY if name not in WAITS])
+
+
+@each
+@on_gpu
+def test_no_op_waits_for_the_device(name, device):
+    step, _ = step_of(name, device)
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@each
+@on_gpu
+def test_a_graph_holds_an_op_and_its_backward_pass(name, device):
+    step, inputs = step_of(name, device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    with torch.no_grad():
+        for x in inputs.values():
+            x.mul_(0.9)
+    for _ in range(2):
+        graph.replay()
+    for got, want in zip(captured, step(), strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True)
+
+
+SLOW_ON_CPU = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=GPU)]
+
+
+@pytest.mark.parametrize("device", SLOW_ON_CPU)
+def test_a_graph_with_little_overhead_follows_temperature_and_coeff(device):
+    """Inductor captures what is around the ops, and keeps the first value of nothing."""
+
+    def loss(hidden, weight, tokens, temperature, coeff):
+        log_probs = linear_token_log_probs(hidden * 2, weight, tokens, temperature=temperature)
+        ref = token_log_probs(hidden.detach() @ weight.T, tokens, temperature=temperature)
+        return (token_kl(log_probs, ref, reward=log_probs, coeff=coeff).reward * 3).sum()
+
+    inputs = torch.randn(6, 8, device=device), torch.randn(17, 8, device=device)
+    tokens = torch.randint(0, 17, (6,), device=device)
+    compiled = torch.compile(loss, mode="reduce-overhead", fullgraph=True)
+    changing = ((1.0, 0.1), (0.7, 0.1), (0.7, 0.4), (2.0, 0.0), (1.0, 0.1))
+    for values, where in itertools.product(changing, {device, "cpu"}):
+        scalars = [torch.tensor(x, dtype=torch.float64, device=where) for x in values]
+        torch.compiler.cudagraph_mark_step_begin()
+        found = []
+        for run in (compiled, loss):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            value = run(*leaves, tokens, *scalars)
+            grads = torch.autograd.grad(value, leaves)
+            found.append([value.detach().clone(), *(x.clone() for x in grads)])
+        torch.testing.assert_close(*found)
