@@ -1,8 +1,8 @@
-"""Break kernels at random places, and count which of them the checks let pass.
+"""Break kernels at random places, and count which of the changes the checks let pass.
 
 ``python -m ptx.mutate HOST PTX COUNT SEED`` reads what ``ptx.run`` prints, and prints a line of
-JSON for each change: what it was, and whether all checks passed. Those that launch the kernel are
-tried one after the other, the quickest first.
+JSON for each change: what it was, and whether all checks passed. Only what some check executes is
+changed, and only those checks are tried, one after the other, the quickest first.
 """
 
 from __future__ import annotations
@@ -14,15 +14,25 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from ptx.launches import Interpreter
+from ptx.machine import Program
 from ptx.program import Instruction, Kernel
 from ptx.run import checks_of, load
 
 Change = Callable[[Instruction], Instruction | None]  # None where it does not apply
 
 NOTHING = Instruction("mov.pred", ("%nothing", "0"))
+
+
+class Mutant(NamedTuple):
+    what: str
+    kernel: Kernel
+    at: int
+    new: Instruction
+    checks: list[dict]  # that execute the instruction
 
 
 def dropped(*opcodes: str) -> Change:
@@ -73,26 +83,37 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def mutants(interpreter: Interpreter, seed: int) -> Iterator[tuple[str, Kernel, int, Instruction]]:
-    """Each kind of change as often as the others: the kernel, the place, the new instruction."""
-    draw, kernels = random.Random(seed), list(interpreter.kernels.values())
+def mutants(interpreter: Interpreter, known: list[dict], seed: int) -> Iterator[Mutant]:
+    """Each kind of change as often as the others, in every kernel before the first comes again."""
+    draw = random.Random(seed)
+    waiting = draw.sample(sorted(interpreter.kernels), len(interpreter.kernels))
+    known = sorted(known, key=lambda one: one["seconds"])
     for what, change in itertools.cycle(CHANGES.items()):
-        new = None
-        while new is None:
-            kernel = draw.choice(kernels)
-            at = draw.randrange(len(kernel.code))
-            new = change(kernel.code[at])
-        yield what, kernel, at, new
+        for name in waiting:
+            kernel, places = interpreter.kernels[name], list[tuple[int, int]]()
+            executed = {place for one in known for place in one["kernels"].get(name, [])}
+            for place, code in enumerate(Program(kernel).ranges):
+                if place in executed:
+                    places += [(place, at) for at in code if change(kernel.code[at])]
+            if places:
+                break
+        else:
+            raise ValueError(f"{what}: nowhere")
+        waiting.remove(name)
+        waiting.append(name)
+        place, at = draw.choice(places)
+        checks = [one for one in known if place in one["kernels"].get(name, [])]
+        yield Mutant(what, kernel, at, change(kernel.code[at]), checks)
 
 
-def survives(kernel: Kernel, at: int, new: Instruction, checks: list[dict]) -> bool:
+def survives(mutant: Mutant) -> bool:
     """Whether all checks pass, in a process of its own."""
 
     def tried() -> None:
-        kernel.code[at] = new
-        kernel.registers["%nothing"] = "pred"
+        mutant.kernel.code[mutant.at] = mutant.new
+        mutant.kernel.registers["%nothing"] = "pred"
         try:
-            for one in checks:
+            for one in mutant.checks:
                 torch.manual_seed(0)
                 dict(checks_of(one["op"]))[one["check"]]()
         except Exception:
@@ -107,12 +128,9 @@ def survives(kernel: Kernel, at: int, new: Instruction, checks: list[dict]) -> b
 def main(host: str, ptx: str, count: str, seed: str) -> None:
     interpreter = load(host, ptx)
     known = [json.loads(line) for line in sys.stdin if line.startswith("{")]
-    known.sort(key=lambda one: one["seconds"])
-    made = itertools.islice(mutants(interpreter, int(seed)), int(count))
-    for what, kernel, at, new in made:
-        checks = [one for one in known if kernel.name in one["kernels"]]
-        line = {"what": what, "survived": survives(kernel, at, new, checks)}
-        line |= {"kernel": kernel.name, "at": at, "was": str(kernel.code[at]), "now": str(new)}
+    for one in itertools.islice(mutants(interpreter, known, int(seed)), int(count)):
+        line = {"what": one.what, "survived": survives(one), "kernel": one.kernel.name}
+        line |= {"at": one.at, "was": str(one.kernel.code[one.at]), "now": str(one.new)}
         print(json.dumps(line), flush=True)
 
 

@@ -69,7 +69,7 @@ def variables(text: str, space: str, gap: int = 0, start: int = 0) -> dict[str, 
 
 def kernels(text: str) -> Iterator[Kernel]:
     """Those of one module."""
-    text = re.sub(r"//.*", "", text)
+    text = re.sub(r"//.*|^\s*\.loc\b.*", "", text, flags=re.MULTILINE)
     entries = list(re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)", text))
     outside, bodies, end = [], [], 0
     for entry in entries:
