@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from ptx.values import DTYPES, OFFSETS, TOLERANCE
+from ptx.values import DTYPES, OFFSETS, TOLERANCE, tiles_of
 
 from fusedrl import linear_exact_kl
 from fusedrl.ops.exact_kl import DIRECTIONS
@@ -49,10 +49,19 @@ def compare_linear_exact_kl(heads, mask=None, batch_invariant=False, **options):
 
 def check_sizes_and_dtypes():
     """Tiles of four rows and sixteen classes: one, several, the last of either not full."""
-    sizes, directions = [(1, 1), (3, 7), (9, 50)], ("reverse", "jensen_shannon")
-    for (rows, classes), dtype, direction in itertools.product(sizes, DTYPES, directions):
+    cases = [(1, 1, torch.float32), (9, 50, torch.float32), *((3, 7, dtype) for dtype in DTYPES)]
+    for case, direction in itertools.product(cases, ("reverse", "jensen_shannon")):
+        rows, classes, dtype = case
         options = {"direction": direction, "temperature": 0.7, "entropy": classes == 7}
         compare_linear_exact_kl(head_pair((rows,), classes, dtype), **options)
+
+
+def check_long_tiles():
+    """Two tiles of so many classes that a thread has several packs."""
+    with tiles_of(4 * 1900):
+        for dtype, direction in itertools.product(DTYPES, ("reverse", "jensen_shannon")):
+            options = {"direction": direction, "softcap": 3.0, "entropy": dtype != torch.float16}
+            compare_linear_exact_kl(head_pair((5,), 2600, dtype, (2, 3)), **options)
 
 
 def check_shapes_of_logits():

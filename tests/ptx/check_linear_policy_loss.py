@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from ptx.values import DTYPES, OFFSETS, TOLERANCE
+from ptx.values import DTYPES, OFFSETS, TOLERANCE, tiles_of
 
 from fusedrl import linear_policy_loss, linear_token_log_probs
 
@@ -58,9 +58,17 @@ def check_losses():
 
 def check_sizes_and_dtypes():
     """Blocks of a row and of several, most not full; a class, a pack and an odd number."""
-    for dtype, classes in itertools.product(DTYPES, [1, 16, 35, 70]):
+    cases = [(1, torch.float32), (70, torch.float32), *((n, x) for n in (16, 35) for x in DTYPES)]
+    for classes, dtype in cases:
         options = {"entropy_coeff": 0.1 if classes == 35 else 0.0, "softcap": 5.0, "scale": 1.5}
         compare(*head(7, classes, 3, dtype), temperature=0.7, **options)
+
+
+def check_long_rows():
+    """So many classes that a thread has several packs of a row."""
+    with tiles_of(4 * 1900):
+        for dtype, coeff in itertools.product(DTYPES, (0.0, 0.1)):
+            compare(*head(7, 1900, 2, dtype), entropy_coeff=coeff, softcap=5.0)
 
 
 def check_shifts_and_masks():

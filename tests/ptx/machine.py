@@ -43,7 +43,7 @@ class Lanes:
         self.program, self.memory = program, memory
         self.registers = list(program.zeros)
         self.arguments: dict[str, Array] = {}  # of the function that is called next
-        self.copies: list[list[Callable[[], None]]] = [[]]  # groups that are on their way, the last open
+        self.copies: list[list[Callable[[], None]]] = [[]]  # groups on their way; the last is open
         self.at = np.zeros(self.count, np.int32)
         self.barriers = np.zeros(self.count, np.int32)
         self.lanes = np.arange(self.count, dtype=np.int32)
