@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cached_property
 
 import numpy as np
 from ptx.instructions import BITS, TYPES, Array, constant, from_bfloat16, operation
@@ -134,24 +133,9 @@ class Program:
         self.visited: set[int] = set()
         self.blocks = self._blocks()
 
-    @cached_property
-    def _starts(self) -> list[int]:
-        code, starts = self.kernel.code, {0, *self.kernel.labels.values()}
-        for i, instruction in enumerate(code):
-            name = instruction.opcode.split(".")[0]
-            if name in ("bra", "ret", "bar", "shfl"):
-                starts |= {i + 1} if name in ("bra", "ret") else {i, i + 1}
-        return sorted(i for i in starts if i < len(code))
-
-    @property
-    def ranges(self) -> list[range]:
-        """The instructions of each block."""
-        ends = [*self._starts[1:], len(self.kernel.code)]
-        return [range(*ends) for ends in zip(self._starts, ends, strict=True)]
-
     def _blocks(self) -> list[Block]:
         blocks = []
-        for i, places in enumerate(self.ranges):
+        for i, places in enumerate(self.kernel.blocks):
             block = Block()
             block.then = i + 1 if places.stop < len(self.kernel.code) else -1
             for instruction in self.kernel.code[places.start : places.stop]:
@@ -388,7 +372,7 @@ class Program:
         return step
 
     def _bra(self, instruction: Instruction) -> Step:
-        target = self._starts.index(self.kernel.labels[instruction.operands[0]])
+        target = self.kernel.target(instruction)
         if not instruction.guard:
 
             def jump(lanes: Lanes) -> None:

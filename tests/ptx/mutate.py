@@ -2,7 +2,8 @@
 
 ``python -m ptx.mutate HOST PTX COUNT SEED`` reads what ``ptx.run`` prints, and prints a line of
 JSON for each change: what it was, and whether all checks passed. Only what some check executes is
-changed, and only those checks are tried, one after the other, the quickest first.
+changed, and of branches those that some check takes and some does not, or the change would make no
+difference. Of the checks, those that execute the instruction are tried, the quickest first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 from ptx.launches import Interpreter
-from ptx.machine import Program
 from ptx.program import Instruction, Kernel
 from ptx.run import checks_of, load
 
@@ -74,13 +74,20 @@ CHANGES: dict[str, Change] = {
     "a branch never taken": lambda x: dropped("bra")(x) if x.guard else None,
     "a shuffle of another lane": renamed(r"shfl\.sync\.(\w+)", {"down": "up"}),
     "a comparison reversed": renamed(r"setp\.(\w+)", REVERSED),
+    # Of whole numbers: which of two equal floats is the larger one makes no difference.
     "an order with or without its equal": renamed(
-        r"setp\.(\w+)", {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
+        r"setp\.(\w+)\.[su]", {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
     ),
     "another operation": renamed(
         r"(\w+)", {"add": "sub", "sub": "add", "min": "max", "max": "min", "and": "or", "or": "and"}
     ),
 }
+
+
+def ways_on(kernel: Kernel, place: int, instruction: Instruction) -> set[int]:
+    """The blocks that a branch may lead to."""
+    branch = instruction.opcode == "bra" and instruction.guard
+    return {kernel.target(instruction), place + 1} if branch else set()
 
 
 def mutants(interpreter: Interpreter, known: list[dict], seed: int) -> Iterator[Mutant]:
@@ -90,11 +97,14 @@ def mutants(interpreter: Interpreter, known: list[dict], seed: int) -> Iterator[
     known = sorted(known, key=lambda one: one["seconds"])
     for what, change in itertools.cycle(CHANGES.items()):
         for name in waiting:
-            kernel, places = interpreter.kernels[name], list[tuple[int, int]]()
+            kernel = interpreter.kernels[name]
             executed = {place for one in known for place in one["kernels"].get(name, [])}
-            for place, code in enumerate(Program(kernel).ranges):
-                if place in executed:
-                    places += [(place, at) for at in code if change(kernel.code[at])]
+            places = [
+                (place, at)
+                for place in sorted(executed)
+                for at in kernel.blocks[place]
+                if change(kernel.code[at]) and ways_on(kernel, place, kernel.code[at]) <= executed
+            ]
             if places:
                 break
         else:
@@ -111,6 +121,7 @@ def survives(mutant: Mutant) -> bool:
 
     def tried() -> None:
         mutant.kernel.code[mutant.at] = mutant.new
+        del mutant.kernel.blocks  # a barrier that is none ends no block
         mutant.kernel.registers["%nothing"] = "pred"
         try:
             for one in mutant.checks:
