@@ -60,9 +60,9 @@ def check_long_tiles():
         for dtype in DTYPES:
             hidden, weight, bias, tokens = head(2, 2600, 2, dtype)
             compare_linear(hidden, weight, bias, tokens, softcap=3.0)
-            mine = linear_token_log_probs(hidden, weight, tokens, bias=bias, scale=0.5)
+            mine = linear_token_log_probs(hidden, weight, tokens, bias=bias, softcap=3.0)
             exact = linear_token_log_probs(
-                hidden.double(), weight.double(), tokens, bias=bias.double(), scale=0.5
+                hidden.double(), weight.double(), tokens, bias=bias.double(), softcap=3.0
             )
             torch.testing.assert_close(mine.double(), exact, rtol=3e-6, atol=1e-5)
 
@@ -98,6 +98,13 @@ def check_shifts_and_masks():
     for mask in (torch.zeros(7, dtype=torch.bool), torch.ones(7, dtype=torch.bool)):
         compare_linear(*head(7, 19, 5, torch.float32), mask=mask, batch_invariant=True)
     compare_linear(*head(0, 19, 5, torch.float32))
+
+
+def check_many_tokens():
+    """More than the threads of a grid, few of them kept; rows wider than a block."""
+    mask = torch.arange(120) % 37 == 3
+    for dtype in DTYPES:
+        compare_linear(*head(120, 9, 40, dtype), mask=mask, shift=True, offsets=torch.tensor([0, 120]))
 
 
 def check_infinities():

@@ -86,6 +86,13 @@ def check_shifts_and_masks():
     compare(*batch((0,), 19, 5, torch.float32))
 
 
+def check_many_tokens():
+    """More than the threads of a grid, few of them kept; rows wider than a block."""
+    for dtype in DTYPES:
+        hidden, weight, bias, *known = batch((120,), 9, 40, dtype)
+        compare(hidden, weight, bias, *known, mask=torch.arange(120) % 37 == 3)
+
+
 def check_banned_classes():
     """Tiles of banned classes, ids among them, and no rest at all."""
     for banned in (slice(0, 16), slice(16, 32), slice(4, 35)):
