@@ -104,7 +104,9 @@ def check_many_tokens():
     """More than the threads of a grid, few of them kept; rows wider than a block."""
     mask = torch.arange(120) % 37 == 3
     for dtype in DTYPES:
-        compare_linear(*head(120, 9, 40, dtype), mask=mask, shift=True, offsets=torch.tensor([0, 120]))
+        compare_linear(
+            *head(120, 9, 40, dtype), mask=mask, shift=True, offsets=torch.tensor([0, 120])
+        )
 
 
 def check_infinities():

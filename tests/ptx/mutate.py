@@ -2,8 +2,7 @@
 
 ``python -m ptx.mutate HOST PTX COUNT SEED`` reads what ``ptx.run`` prints, and prints a line of
 JSON for each change: what it was, and whether all checks passed. Only what some check executes is
-changed, and of branches those that some check takes and some does not, or the change would make no
-difference. Of the checks, those that execute the instruction are tried, the quickest first.
+changed; of the checks, those that execute the instruction are tried, the quickest first.
 """
 
 from __future__ import annotations
@@ -84,10 +83,19 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def ways_on(kernel: Kernel, place: int, instruction: Instruction) -> set[int]:
-    """The blocks that a branch may lead to."""
-    branch = instruction.opcode == "bra" and instruction.guard
-    return {kernel.target(instruction), place + 1} if branch else set()
+def makes_a_difference(kernel: Kernel, at: int, new: Instruction, executed: set[int]) -> bool:
+    """Whether a change can: not of a branch of which one side is never executed.
+
+    Nor if a branch that leaves out what would add 0, as where parts of a softmax are merged, is
+    never taken.
+    """
+    old = kernel.code[at]
+    if old.opcode != "bra":
+        return True
+    place = next(i for i, block in enumerate(kernel.blocks) if at in block)
+    condition = next((x for x in kernel.code[at::-1] if x.operands[:1] == (old.guard,)), old)
+    adds_nothing = re.fullmatch(r"setp\.eq\.f.. .*, 0[fd]0+", str(condition))
+    return {kernel.target(old), place + 1} <= executed and not (new is NOTHING and adds_nothing)
 
 
 def mutants(interpreter: Interpreter, known: list[dict], seed: int) -> Iterator[Mutant]:
@@ -103,7 +111,8 @@ def mutants(interpreter: Interpreter, known: list[dict], seed: int) -> Iterator[
                 (place, at)
                 for place in sorted(executed)
                 for at in kernel.blocks[place]
-                if change(kernel.code[at]) and ways_on(kernel, place, kernel.code[at]) <= executed
+                if (new := change(kernel.code[at]))
+                and makes_a_difference(kernel, at, new, executed)
             ]
             if places:
                 break
