@@ -60,7 +60,8 @@ def check_long_tiles():
     """Two tiles of so many classes that a thread has several packs."""
     with tiles_of(2 * 1900):
         for dtype, direction in itertools.product(DTYPES, ("reverse", "jensen_shannon")):
-            options = {"direction": direction, "softcap": 3.0, "entropy": direction == "reverse"}
+            entropy = (direction == "reverse") != (dtype == torch.float16)
+            options = {"direction": direction, "softcap": 3.0, "entropy": entropy}
             compare_linear_exact_kl(head_pair((2,), 2600, dtype, (2, 3)), **options)
 
 
