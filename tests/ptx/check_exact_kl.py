@@ -69,8 +69,8 @@ def check_shifts_and_masks():
 
 def check_infinities():
     """Classes without probability in either row or both, whole tiles of them, infinite rows."""
-    for direction in DIRECTIONS:
-        p, q = torch.randn(2, 6, 9001).unbind()
+    for dtype, direction in itertools.product(DTYPES, DIRECTIONS):
+        p, q = torch.randn(2, 6, 9001).to(dtype).unbind()
         p[0, :4500] = q[0, :4500] = -torch.inf
         p[1, :8900] = q[1, :8800] = -torch.inf
         order = (q, p) if direction == "forward" else (p, q)

@@ -76,15 +76,15 @@ def check_many_tokens():
 
 def check_infinities():
     """Ids and whole batches of packs with a logit of -inf, no rest, a row of -inf, NaN, +inf."""
-    logits, (ids, teacher) = torch.randn(6, 9001), known((6,), 9001)
-    ids[:], teacher[:] = torch.arange(8900, 8905), torch.tensor(0.15).log()
-    logits[0, :4000] = logits[1, 8901] = -torch.inf
-    logits[2, :8900] = logits[2, 8905:] = -torch.inf
-    for direction in ("reverse", "jensen_shannon"):
+    for dtype, direction in itertools.product(DTYPES, ("reverse", "jensen_shannon")):
+        logits, (ids, teacher) = torch.randn(6, 9001).to(dtype), known((6,), 9001)
+        ids[:], teacher[:] = torch.arange(8900, 8905), torch.tensor(0.15).log()
+        logits[0, :4000] = logits[1, 8901] = -torch.inf
+        logits[2, :8900] = logits[2, 8905:] = -torch.inf
         compare(logits[:3], ids[:3], teacher[:3], direction=direction)
-    logits[3], logits[4, 17], logits[5, 8999] = -torch.inf, torch.nan, torch.inf
-    mine = top_k_kl(logits, ids, teacher, impl="cpu")
-    assert mine.isnan().tolist() == [False, False, False, True, True, True]
+        logits[3], logits[4, 17], logits[5, 8999] = -torch.inf, torch.nan, torch.inf
+        mine = top_k_kl(logits, ids, teacher, impl="cpu")
+        assert mine.isnan().tolist() == [False, False, False, True, True, True]
 
 
 def check_misaligned_views():

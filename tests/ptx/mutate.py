@@ -87,9 +87,13 @@ def makes_a_difference(kernel: Kernel, at: int, new: Instruction, executed: set[
     """Whether a change can: not of a branch of which one side is never executed.
 
     Nor if a branch that leaves out what would add 0, as where parts of a softmax are merged, is
-    never taken.
+    never taken, nor of a shuffle by 16 lanes: at most 16 warps are merged after each has merged
+    its lanes, and the value that comes from further away is neutral.
     """
     old = kernel.code[at]
+    if old.opcode.startswith("shfl"):
+        distance = next(x for x in kernel.code[at::-1] if x.operands[0] == old.operands[2])
+        return distance.operands[1] != "16"
     if old.opcode != "bra":
         return True
     place = next(i for i, block in enumerate(kernel.blocks) if at in block)
