@@ -67,9 +67,9 @@ def check_sizes_and_dtypes():
 def check_long_rows():
     """So many classes that threads of sixteen warps have several packs."""
     mask, options = torch.arange(7) % 3 == 1, {"kl_coeff": 0.1, "softcap": 5.0}
-    with tiles_of(2 * 4200):
+    with tiles_of(2 * 8200):
         for dtype, coeff in itertools.product(DTYPES, (0.0, 0.1)):
-            compare(*head(7, 4200, 2, dtype), mask, entropy_coeff=coeff, **options)
+            compare(*head(7, 8200, 2, dtype), mask, entropy_coeff=coeff, **options)
 
 
 def check_shifts_and_masks():
@@ -99,7 +99,8 @@ def check_float_gradients():
 
 def check_wrong_tokens_stop_the_kernel():
     """A token outside the vocabulary."""
-    hidden, weight, _, _ = head(2, 5, 3, torch.float32)
-    for token in (-1, 5):
+    for dtype, coeff, token in itertools.product(DTYPES, (0.0, 0.1), (-1, 5)):
+        hidden, weight, _, _ = head(2, 5, 3, dtype)
+        tokens, options = torch.tensor([1, token]), {"entropy_coeff": coeff}
         with pytest.raises(RuntimeError, match="tokens: expected values in"):
-            linear_policy_loss(hidden, weight, torch.tensor([1, token]), torch.ones(2))
+            linear_policy_loss(hidden, weight, tokens, torch.ones(2), **options)

@@ -115,7 +115,8 @@ def check_bits_of_a_row():
 
 def check_wrong_ids_stop_the_kernel():
     """The device-side checks of a kept token's ids."""
-    hidden, weight, _, _, teacher = batch((2,), 5, 3, torch.float32, k=2)
-    for ids, message in (([[1, 0], [4, 5]], "values below V"), ([[1, 0], [4, 4]], "at most once")):
+    wrong = (([[1, 0], [4, 5]], "values below V"), ([[1, 0], [4, 4]], "at most once"))
+    for dtype, (ids, message) in itertools.product(DTYPES, wrong):
+        hidden, weight, _, _, teacher = batch((2,), 5, 3, dtype, k=2)
         with pytest.raises(RuntimeError, match=f"ids: expected .*{message}"):
             linear_top_k_kl(hidden, weight, torch.tensor(ids), teacher)

@@ -85,9 +85,13 @@ def check_offsets_beyond_int32():
 
 
 def check_wrong_tokens_stop_the_kernel():
-    """The device-side check of a kept token."""
-    with pytest.raises(RuntimeError, match="tokens: expected values in"):
-        token_log_probs(torch.zeros(2, 5), torch.tensor([1, 5]))
+    """The device-side check of a kept token, in rows of one block and of several."""
+    for dtype, classes, entropy in itertools.product(DTYPES, (5, 8200), (False, True)):
+        for token in (-1, classes):
+            with pytest.raises(RuntimeError, match="tokens: expected values in"):
+                token_log_probs(
+                    torch.zeros(2, classes, dtype=dtype), torch.tensor([1, token]), entropy=entropy
+                )
 
 
 def check_bits_of_few_and_many_rows():

@@ -105,5 +105,7 @@ def check_wrong_ids_stop_the_kernel():
     """The device-side checks of a kept token's ids."""
     teacher = torch.full((2, 2), -2.0)
     for ids, message in (([[1, 0], [4, 5]], "values below V"), ([[1, 0], [4, 4]], "at most once")):
-        with pytest.raises(RuntimeError, match=f"ids: expected .*{message}"):
-            top_k_kl(torch.zeros(2, 5), torch.tensor(ids), teacher)
+        for dtype, classes in itertools.product(DTYPES, (5, 8)):
+            kept = torch.tensor(ids).where(torch.tensor(ids) < 5, classes)
+            with pytest.raises(RuntimeError, match=f"ids: expected .*{message}"):
+                top_k_kl(torch.zeros(2, classes, dtype=dtype), kept, teacher)
