@@ -92,7 +92,7 @@ def makes_a_difference(kernel: Kernel, at: int, new: Instruction, executed: set[
     """
     old = kernel.code[at]
     if old.opcode.startswith("shfl"):
-        distance = next(x for x in kernel.code[at::-1] if x.operands[0] == old.operands[2])
+        distance = next(x for x in kernel.code[at::-1] if x.operands[:1] == old.operands[2:3])
         return distance.operands[1] != "16"
     if old.opcode != "bra":
         return True
