@@ -7,17 +7,12 @@
 namespace fusedrl {
 namespace {
 
-template <typename T>
-IndexedRows<T> rows_of(const Tensor& matrix) {
-  return {data<T>(matrix), matrix.stride(0), matrix.size(1)};
-}
-
 Tensor forward(Tensor hidden, Tensor weight, Tensor rows, Tensor ids) {
   Tensor products = empty_like_sizes(hidden, ids, ScalarType::Float);
   const int64_t *row = data<int64_t>(rows), *id = data<int64_t>(ids);
   float* out = mutable_data<float>(products);
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
-    const IndexedRows<T> a = rows_of<T>(hidden), b = rows_of<T>(weight);
+    const auto a = IndexedRows<T>::of(hidden), b = IndexedRows<T>::of(weight);
     const auto dot = sampled_kernels<T>(cpu_level()).dot;
     torch::stable::parallel_for(
         0, ids.numel(), grain_rows(a.width), [&](int64_t begin, int64_t end) {
@@ -34,7 +29,7 @@ Tensor backward(Tensor grads, Tensor index, Tensor begins, Tensor ends, Tensor m
   Tensor out = torch::stable::new_empty(matrix, std::vector<int64_t>{count, width});
   const int64_t *begin = data<int64_t>(begins), *end = data<int64_t>(ends);
   dispatch_half_or_float(matrix, "matrix", [&]<typename T>() {
-    const IndexedRows<T> from = rows_of<T>(matrix);
+    const auto from = IndexedRows<T>::of(matrix);
     const auto sum = sampled_kernels<T>(cpu_level()).sum;
     const Spans parts{{0, count}, grain_rows(width)};
     // Likely classes have many entries, most have none.

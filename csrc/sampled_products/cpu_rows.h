@@ -4,17 +4,9 @@
 #include <cstdint>
 
 #include "common/cpu_level.h"
+#include "sampled_products/indexed_rows.h"
 
 namespace fusedrl {
-
-// The rows of a matrix that entries name; their elements lie side by side.
-template <typename T>
-struct IndexedRows {
-  const T* data;
-  int64_t stride, width;
-
-  const T* row(int64_t index) const { return data + index * stride; }
-};
 
 template <typename T>
 struct SampledKernels {

@@ -5,11 +5,6 @@
 namespace fusedrl {
 namespace {
 
-template <typename T>
-IndexedRows<T> rows_of(const Tensor& matrix) {
-  return {data<T>(matrix), matrix.stride(0), matrix.size(1)};
-}
-
 Tensor forward(Tensor hidden, Tensor weight, Tensor rows, Tensor ids) {
   const OnDeviceOf device(hidden);
   Tensor products = empty_like_sizes(hidden, ids, ScalarType::Float);
@@ -17,8 +12,8 @@ Tensor forward(Tensor hidden, Tensor weight, Tensor rows, Tensor ids) {
   if (count == 0) return products;
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
     device.launch(multiply_sampled<T>, (count + warps - 1) / warps, kSampledThreads,
-                  rows_of<T>(hidden), rows_of<T>(weight), data<int64_t>(rows), data<int64_t>(ids),
-                  count, mutable_data<float>(products));
+                  IndexedRows<T>::of(hidden), IndexedRows<T>::of(weight), data<int64_t>(rows),
+                  data<int64_t>(ids), count, mutable_data<float>(products));
   });
   return products;
 }
@@ -29,9 +24,9 @@ Tensor backward(Tensor grads, Tensor index, Tensor begins, Tensor ends, Tensor m
   Tensor out = torch::stable::new_empty(matrix, std::vector<int64_t>{rows, matrix.size(1)});
   if (rows == 0) return out;
   dispatch_half_or_float(matrix, "matrix", [&]<typename T>() {
-    device.launch(sum_sampled<T>, rows, kSampledThreads, rows_of<T>(matrix), data<float>(grads),
-                  data<int64_t>(index), data<int64_t>(begins), data<int64_t>(ends), rows,
-                  mutable_data<T>(out));
+    device.launch(sum_sampled<T>, rows, kSampledThreads, IndexedRows<T>::of(matrix),
+                  data<float>(grads), data<int64_t>(index), data<int64_t>(begins),
+                  data<int64_t>(ends), rows, mutable_data<T>(out));
   });
   return out;
 }

@@ -2,19 +2,11 @@
 #pragma once
 
 #include "common/device.h"
+#include "sampled_products/indexed_rows.h"
 
 namespace fusedrl {
 
 constexpr int kSampledThreads = 256;
-
-// The rows of a matrix that entries name; their elements lie side by side.
-template <typename T>
-struct IndexedRows {
-  const T* data;
-  int64_t stride, width;
-
-  FUSEDRL_HD const T* row(int64_t index) const { return data + index * stride; }
-};
 
 template <typename T>
 __global__ void multiply_sampled(IndexedRows<T> hidden, IndexedRows<T> weight, const int64_t* rows,

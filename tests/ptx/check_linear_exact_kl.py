@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from ptx.values import DTYPES, OFFSETS, TOLERANCE
+from ptx.values import DTYPES, OFFSETS, TOLERANCE, tiles_of
 
 from fusedrl import linear_exact_kl
 from fusedrl.ops.exact_kl import DIRECTIONS
@@ -49,10 +49,28 @@ def compare_linear_exact_kl(heads, mask=None, batch_invariant=False, **options):
 
 def check_sizes_and_dtypes():
     """Tiles of four rows and sixteen classes: one, several, the last of either not full."""
-    sizes, directions = [(1, 1), (3, 7), (9, 50)], ("reverse", "jensen_shannon")
-    for (rows, classes), dtype, direction in itertools.product(sizes, DTYPES, directions):
+    cases = [(1, 1, torch.float32), (9, 50, torch.float32), *((4, 7, dtype) for dtype in DTYPES)]
+    for case, direction in itertools.product(cases, ("reverse", "jensen_shannon")):
+        rows, classes, dtype = case
         options = {"direction": direction, "temperature": 0.7, "entropy": classes == 7}
         compare_linear_exact_kl(head_pair((rows,), classes, dtype), **options)
+
+
+def check_long_tiles():
+    """Two tiles, one of so many classes that threads of sixteen warps have several packs."""
+    with tiles_of(2 * 4200):
+        kinds = itertools.product(DTYPES, ("reverse", "jensen_shannon"), (False, True))
+        for dtype, direction, entropy in kinds:
+            options = {"direction": direction, "softcap": 3.0, "entropy": entropy}
+            compare_linear_exact_kl(head_pair((2,), 6100, dtype, (2, 3)), **options)
+
+
+def check_many_tokens():
+    """More than the threads of a grid, few of them kept; rows wider than a block."""
+    mask = torch.arange(120) % 37 == 3
+    for dtype in DTYPES:
+        entropy = dtype == torch.float32
+        compare_linear_exact_kl(head_pair((120,), 9, dtype, (40, 3)), mask, entropy=entropy)
 
 
 def check_shapes_of_logits():

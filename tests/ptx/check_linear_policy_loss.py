@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from ptx.values import DTYPES, OFFSETS, TOLERANCE
+from ptx.values import DTYPES, OFFSETS, TOLERANCE, tiles_of
 
 from fusedrl import linear_policy_loss, linear_token_log_probs
 
@@ -58,9 +58,18 @@ def check_losses():
 
 def check_sizes_and_dtypes():
     """Blocks of a row and of several, most not full; a class, a pack and an odd number."""
-    for dtype, classes in itertools.product(DTYPES, [1, 16, 35, 70]):
+    cases = [(1, torch.float32), (70, torch.float32), *((n, x) for n in (16, 35) for x in DTYPES)]
+    for classes, dtype in cases:
         options = {"entropy_coeff": 0.1 if classes == 35 else 0.0, "softcap": 5.0, "scale": 1.5}
         compare(*head(7, classes, 3, dtype), temperature=0.7, **options)
+
+
+def check_long_rows():
+    """So many classes that threads of sixteen warps have several packs."""
+    mask, options = torch.arange(7) % 3 == 1, {"kl_coeff": 0.1, "softcap": 5.0}
+    with tiles_of(2 * 8200):
+        for dtype, coeff in itertools.product(DTYPES, (0.0, 0.1)):
+            compare(*head(7, 8200, 2, dtype), mask, entropy_coeff=coeff, **options)
 
 
 def check_shifts_and_masks():
@@ -90,7 +99,8 @@ def check_float_gradients():
 
 def check_wrong_tokens_stop_the_kernel():
     """A token outside the vocabulary."""
-    hidden, weight, _, _ = head(2, 5, 3, torch.float32)
-    for token in (-1, 5):
+    for dtype, coeff, token in itertools.product(DTYPES, (0.0, 0.1), (-1, 5)):
+        hidden, weight, _, _ = head(2, 5, 3, dtype)
+        tokens, options = torch.tensor([1, token]), {"entropy_coeff": coeff}
         with pytest.raises(RuntimeError, match="tokens: expected values in"):
-            linear_policy_loss(hidden, weight, torch.tensor([1, token]), torch.ones(2))
+            linear_policy_loss(hidden, weight, tokens, torch.ones(2), **options)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from ptx.values import DTYPES, OFFSETS, TOLERANCE
+from ptx.values import DTYPES, OFFSETS, TOLERANCE, tiles_of
 
 from fusedrl import VocabPart, linear_token_log_probs
 
@@ -47,9 +47,24 @@ def compare_linear(hidden, weight, bias, tokens, batch_invariant=False, **option
 
 def check_sizes_and_dtypes():
     """Less than a tile, whole ones, and parts of the last; one row, a block, and a part."""
-    for dtype, classes, rows in itertools.product(DTYPES, [1, 16, 35], [1, 9]):
-        compare_linear(*head(rows, classes, 3, dtype), temperature=0.7)
+    for rows, classes in [(1, 1), (9, 16), (1, 35), (9, 35)]:
+        compare_linear(*head(rows, classes, 3, torch.float32), temperature=0.7)
+    for dtype in DTYPES[1:]:
+        compare_linear(*head(9, 16, 3, dtype), temperature=0.7)
     compare_linear(*head(5, 18, 1, torch.bfloat16))
+
+
+def check_long_tiles():
+    """Two tiles, one of so many classes that threads of sixteen warps have several packs."""
+    with tiles_of(2 * 4200):
+        for dtype in DTYPES:
+            hidden, weight, bias, tokens = head(2, 6100, 2, dtype)
+            compare_linear(hidden, weight, bias, tokens, softcap=3.0)
+            mine = linear_token_log_probs(hidden, weight, tokens, bias=bias, softcap=3.0)
+            exact = linear_token_log_probs(
+                hidden.double(), weight.double(), tokens, bias=bias.double(), softcap=3.0
+            )
+            torch.testing.assert_close(mine.double(), exact, rtol=3e-6, atol=1e-5)
 
 
 def check_options():
@@ -83,6 +98,15 @@ def check_shifts_and_masks():
     for mask in (torch.zeros(7, dtype=torch.bool), torch.ones(7, dtype=torch.bool)):
         compare_linear(*head(7, 19, 5, torch.float32), mask=mask, batch_invariant=True)
     compare_linear(*head(0, 19, 5, torch.float32))
+
+
+def check_many_tokens():
+    """More than the threads of a grid, few of them kept; rows wider than a block."""
+    mask = torch.arange(120) % 37 == 3
+    for dtype in DTYPES:
+        compare_linear(
+            *head(120, 9, 40, dtype), mask=mask, shift=True, offsets=torch.tensor([0, 120])
+        )
 
 
 def check_infinities():

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from ptx.values import DTYPES, OFFSETS, TOLERANCE
+from ptx.values import DTYPES, OFFSETS, TOLERANCE, tiles_of
 
 from fusedrl import linear_top_k_kl
 
@@ -43,8 +43,17 @@ def compare(hidden, weight, bias, ids, teacher, batch_invariant=False, **options
 
 def check_sizes_and_dtypes():
     """Less than a tile, whole ones, and parts of the last; one row, a block, and a part."""
-    for dtype, classes, rows in itertools.product(DTYPES, [5, 16, 35], [1, 9]):
-        compare(*batch((rows,), classes, 3, dtype), temperature=0.7)
+    for rows, classes in [(1, 5), (9, 16), (1, 35), (9, 35)]:
+        compare(*batch((rows,), classes, 3, torch.float32), temperature=0.7)
+    for dtype in DTYPES[1:]:
+        compare(*batch((9,), 16, 3, dtype), temperature=0.7)
+
+
+def check_long_tiles():
+    """Two tiles, one of so many classes that threads of sixteen warps have several packs."""
+    with tiles_of(2 * 4200):
+        for dtype in DTYPES:
+            compare(*batch((2,), 6100, 2, dtype, k=40), softcap=3.0)
 
 
 def check_options():
@@ -77,6 +86,13 @@ def check_shifts_and_masks():
     compare(*batch((0,), 19, 5, torch.float32))
 
 
+def check_many_tokens():
+    """More than the threads of a grid, few of them kept; rows wider than a block."""
+    for dtype in DTYPES:
+        hidden, weight, bias, *known = batch((120,), 9, 40, dtype)
+        compare(hidden, weight, bias, *known, mask=torch.arange(120) % 37 == 3)
+
+
 def check_banned_classes():
     """Tiles of banned classes, ids among them, and no rest at all."""
     for banned in (slice(0, 16), slice(16, 32), slice(4, 35)):
@@ -99,7 +115,8 @@ def check_bits_of_a_row():
 
 def check_wrong_ids_stop_the_kernel():
     """The device-side checks of a kept token's ids."""
-    hidden, weight, _, _, teacher = batch((2,), 5, 3, torch.float32, k=2)
-    for ids, message in (([[1, 0], [4, 5]], "values below V"), ([[1, 0], [4, 4]], "at most once")):
+    wrong = (([[1, 0], [4, 5]], "values below V"), ([[1, 0], [4, 4]], "at most once"))
+    for dtype, (ids, message) in itertools.product(DTYPES, wrong):
+        hidden, weight, _, _, teacher = batch((2,), 5, 3, dtype, k=2)
         with pytest.raises(RuntimeError, match=f"ids: expected .*{message}"):
             linear_top_k_kl(hidden, weight, torch.tensor(ids), teacher)

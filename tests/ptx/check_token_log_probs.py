@@ -29,11 +29,11 @@ def compare_log_probs(logits, tokens, **options):
 
 
 def check_sizes_and_dtypes():
-    """Around packs, warps and batches of packs; odd sizes leave every other row misaligned."""
+    """Around packs, warps and batches of packs; rows and gradients start at other boundaries."""
     sizes = [1, 2, 7, 8, 17, 129, 1001, 4095, 4096, 4097, 4099]
     for dtype, classes in itertools.product(DTYPES, sizes):
-        logits, tokens = (torch.randn(3, classes) * 4).to(dtype), torch.randint(0, classes, (3,))
-        compare_log_probs(logits, tokens, temperature=0.7)
+        logits = (torch.randn(3, classes + 1) * 4).to(dtype)[:, classes % 2 :][:, :classes]
+        compare_log_probs(logits, torch.randint(0, classes, (3,)), temperature=0.7)
 
 
 def check_shifts_and_masks():
@@ -85,9 +85,13 @@ def check_offsets_beyond_int32():
 
 
 def check_wrong_tokens_stop_the_kernel():
-    """The device-side check of a kept token."""
-    with pytest.raises(RuntimeError, match="tokens: expected values in"):
-        token_log_probs(torch.zeros(2, 5), torch.tensor([1, 5]))
+    """The device-side check of a kept token, in rows of one block and of several."""
+    for dtype, classes, entropy in itertools.product(DTYPES, (5, 8200), (False, True)):
+        for token in (-1, classes):
+            with pytest.raises(RuntimeError, match="tokens: expected values in"):
+                token_log_probs(
+                    torch.zeros(2, classes, dtype=dtype), torch.tensor([1, token]), entropy=entropy
+                )
 
 
 def check_bits_of_few_and_many_rows():
@@ -102,7 +106,7 @@ def check_bits_of_few_and_many_rows():
             ((out.log_probs - out.entropy) * upstream[:rows]).sum().backward()
             return *out, leaf.grad
 
-        for few, many in zip(results(3), results(8), strict=True):
-            assert torch.equal(few, many[:3])
-        without_entropy = token_log_probs(logits[:3], tokens[:3])
-        assert torch.equal(without_entropy, results(3)[0])
+        for few, many in zip(results(4), results(8), strict=True):
+            assert torch.equal(few, many[:4])
+        without_entropy = token_log_probs(logits[:4], tokens[:4])
+        assert torch.equal(without_entropy, results(4)[0])

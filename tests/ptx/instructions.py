@@ -47,14 +47,14 @@ def operation(opcode: str) -> Operation:
         return Operation(kind, (kind, kind, "pred"), lambda a, b, p: np.where(p, a, b))
     if name in ("mov", "cvta"):
         return Operation(kind, (kind,), lambda a: a)
-    if kind in ("bf16", "bf16x2", "f16x2") or (name == "bfe" and kind[0] == "s"):
+    if kind in ("bf16", "bf16x2", "f16x2"):
         raise NotImplementedError(opcode)
     key = name if kind in TYPES and np.dtype(TYPES[kind]).kind in "uib" else f"{name}.f"
     if name in ("mul", "mad") and key == name:
         key, flags = f"{name}.{flags[0]}", flags[1:]
     sources, function = _FUNCTIONS[key]
-    if opcode in _APPROXIMATE:
-        return Operation(kind, (kind,) * sources, _APPROXIMATE[opcode])
+    if opcode in _SPECIAL:
+        return Operation(kind, (kind,) * sources, _SPECIAL[opcode])
     if name in ("shl", "shr"):
         return Operation(kind, (kind, "u32"), function)
     if name in ("bfe", "bfi"):
@@ -94,8 +94,12 @@ def _bits_of(start: Array, length: Array) -> tuple[Array, Array]:
 
 
 def _extracted(a: Array, start: Array, length: Array) -> Array:
+    """Of a signed number, the field's highest bit is its sign."""
     at, ones = _bits_of(start, length)
-    return (a.astype(np.uint64) >> at & ones).astype(a.dtype)
+    wide = a.astype(f"{a.dtype.kind}8")
+    field = (wide >> at.astype(wide.dtype)).view(np.uint64) & ones
+    sign = (ones >> np.uint64(1)) + np.uint64(1)
+    return ((field ^ sign) - sign if a.dtype.kind == "i" else field).astype(a.dtype)
 
 
 def _inserted(a: Array, into: Array, start: Array, length: Array) -> Array:
@@ -195,6 +199,16 @@ def _flushed(x: Array) -> Array:
     return np.where(np.abs(x) < np.finfo(x.dtype).tiny, np.copysign(x.dtype.type(0), x), x)
 
 
+def _extreme(of: Function, of_equals: np.ufunc) -> Function:
+    """-0 is less than 0."""
+
+    def function(a: Array, b: Array) -> Array:
+        bits = BITS[a.dtype.itemsize]
+        return np.where(a == b, of_equals(a.view(bits), b.view(bits)).view(a.dtype), of(a, b))
+
+    return function
+
+
 def _error(x: Array) -> Array:
     """From -1 to 1, always the same for a number: no code may rely on a better approximation."""
     mixed = x.view(np.uint32) * np.uint32(2654435761)
@@ -218,6 +232,10 @@ def _log2(x: Array) -> Array:
 
 def _approximate_reciprocal(x: Array) -> Array:
     return (1 / x.astype(np.float64) * (1 + _BOUND / 2 * _error(x))).astype(np.float32)
+
+
+def _approximate_quotient(a: Array, b: Array) -> Array:
+    return (a.astype(np.float64) / b * (1 + _BOUND / 2 * _error(b))).astype(np.float32)
 
 
 def _reciprocal(x: Array) -> Array:
@@ -265,8 +283,8 @@ _FUNCTIONS: dict[str, tuple[int, Function]] = {
     "mul.f": (2, lambda a, b: a * b),
     "div.f": (2, lambda a, b: a / b),
     "fma.f": (3, _fused),
-    "min.f": (2, np.fmin),  # NaN only if both are
-    "max.f": (2, np.fmax),
+    "min.f": (2, _extreme(np.fmin, np.bitwise_or)),  # NaN only if both are
+    "max.f": (2, _extreme(np.fmax, np.bitwise_and)),
     "neg.f": (1, lambda a: -a),
     "abs.f": (1, np.abs),
     "rcp.f": (1, _reciprocal),
@@ -274,9 +292,12 @@ _FUNCTIONS: dict[str, tuple[int, Function]] = {
     "ex2.f": (1, _exp2),
     "lg2.f": (1, _log2),
 }
-_APPROXIMATE = {
+_SPECIAL: dict[str, Function] = {
     "rcp.approx.ftz.f32": _approximate_reciprocal,
     "rcp.approx.ftz.f64": _gross_reciprocal,
+    "div.full.f32": _approximate_quotient,
+    "div.approx.f32": _approximate_quotient,
+    "max.NaN.f32": _extreme(np.maximum, np.bitwise_and),
 }
 
 _ORDER: dict[str, Function] = {
@@ -364,9 +385,8 @@ def constant(text: str, kind: str) -> Array:
     if kind == "pred":
         return np.array([int(text) != 0])
     if match := re.fullmatch(r"0[fFdD]([0-9a-fA-F]+)", text):
-        number = np.uint32(int(match[1], 16)).view(np.float32) if text[1] in "fF" else np.uint64(
-            int(match[1], 16)
-        ).view(np.float64)  # fmt: skip
+        bits = (np.uint32 if text[1] in "fF" else np.uint64)(int(match[1], 16))
+        number = bits.view(f"f{bits.itemsize}") if kind[0] == "f" else bits
         return np.array([number]).astype(TYPES[kind]).view(BITS[size])
     value = int(text.rstrip("U"), 0)
     return np.array([value & (2 ** (8 * size) - 1)], dtype=BITS[size])

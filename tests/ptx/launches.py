@@ -38,10 +38,10 @@ def kernels_of(ptx: str) -> dict[str, Kernel]:
 
 
 class Interpreter:
-    """Runs every launch of a library of host code; ``launched`` has their kernels."""
+    """Runs every launch of a library of host code; ``programs`` has their kernels."""
 
     def __init__(self, host: Path, kernels: dict[str, Kernel]) -> None:
-        self.kernels, self.programs, self.launched = kernels, dict[str, Program](), set[str]()
+        self.kernels, self.programs = kernels, dict[str, Program]()
         self._host = ctypes.CDLL(str(host))
         self._find = self._host.find_allocation
         self._find.argtypes = ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)
@@ -77,7 +77,6 @@ class Interpreter:
         return None
 
     def run(self, name: str, blocks: int, threads: int, arguments: list[bytes]) -> None:
-        self.launched.add(name)
         program = self.programs.get(name) or self.programs.setdefault(
             name, Program(self.kernels[name])
         )

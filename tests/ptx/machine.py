@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cached_property
 
 import numpy as np
-from ptx.instructions import BITS, TYPES, Array, constant, operation
-from ptx.memory import Access, Fault, Memory
+from ptx.instructions import BITS, TYPES, Array, constant, from_bfloat16, operation
+from ptx.memory import UNWRITTEN, Access, Fault, Memory
 from ptx.program import Instruction, Kernel
 
 WARP = 32
@@ -43,6 +42,7 @@ class Lanes:
         self.program, self.memory = program, memory
         self.registers = list(program.zeros)
         self.arguments: dict[str, Array] = {}  # of the function that is called next
+        self.copies: list[list[Callable[[], None]]] = [[]]  # groups on their way; the last is open
         self.at = np.zeros(self.count, np.int32)
         self.barriers = np.zeros(self.count, np.int32)
         self.lanes = np.arange(self.count, dtype=np.int32)
@@ -133,22 +133,12 @@ class Program:
         self.visited: set[int] = set()
         self.blocks = self._blocks()
 
-    @cached_property
-    def _starts(self) -> list[int]:
-        code, starts = self.kernel.code, {0, *self.kernel.labels.values()}
-        for i, instruction in enumerate(code):
-            name = instruction.opcode.split(".")[0]
-            if name in ("bra", "ret", "bar", "shfl"):
-                starts |= {i + 1} if name in ("bra", "ret") else {i, i + 1}
-        return sorted(i for i in starts if i < len(code))
-
     def _blocks(self) -> list[Block]:
         blocks = []
-        ends = [*self._starts[1:], len(self.kernel.code)]
-        for i, (start, end) in enumerate(zip(self._starts, ends, strict=True)):
+        for i, places in enumerate(self.kernel.blocks):
             block = Block()
-            block.then = i + 1 if end < len(self.kernel.code) else -1
-            for instruction in self.kernel.code[start:end]:
+            block.then = i + 1 if places.stop < len(self.kernel.code) else -1
+            for instruction in self.kernel.code[places.start : places.stop]:
                 name = instruction.opcode.split(".")[0]
                 if name in ("bar", "shfl"):
                     block.waits_for = 0 if name == "bar" else WARP
@@ -191,7 +181,7 @@ class Program:
         return lambda lanes: value
 
     def address(self, text: str) -> Operand:
-        base, _, offset = text.strip("[]").partition("+")
+        base, _, offset = (part.strip() for part in text.strip("[]").partition("+"))
         distance = np.uint64(int(offset or "0") & (2**64 - 1))
         if base in self.index and self.kinds[self.index[base]] is np.uint32:
             narrow, part = self.operand(base, "u32"), distance.astype(np.uint32)
@@ -283,6 +273,88 @@ class Program:
 
         return step
 
+    def _cp(self, instruction: Instruction) -> Step:
+        """``cp.async``: what it copies arrives as late as it may, where its group is waited for."""
+        _, _, what, *_ = instruction.opcode.split(".")
+        if what == "commit_group":
+            return lambda lanes: lanes.copies.append([])
+        if what == "wait_group":
+            left = int(instruction.operands[0])
+
+            def wait(lanes: Lanes) -> None:
+                while len(lanes.copies) > left + 1:
+                    for arrive in lanes.copies.pop(0):
+                        arrive()
+
+            return wait
+        to, place, size, given = instruction.operands
+        words, wanted = int(size, 0) // 4, self.operand(given, "u32")
+        target, source = self.address(to), self.address(place)
+
+        def step(lanes: Lanes) -> None:
+            at, by = lanes.of_active(target(lanes)), lanes.access()
+            some = lanes.of_active(wanted(lanes)) == 4 * words  # the others get zeros
+            values = np.zeros((len(at), words), np.uint32)
+            values[some] = lanes.memory.load(
+                "global", lanes.of_active(source(lanes))[some], words, 4, by.of(some), cached=False
+            )
+            lanes.memory.store("shared", at, np.full_like(values, UNWRITTEN * 0x01010101), by)
+            indices = lanes.indices
+
+            def arrive() -> None:
+                now = by._replace(barriers=lanes.barriers[indices])
+                lanes.memory.store("shared", at, values, now)
+
+            lanes.copies[-1].append(arrive)
+
+        return step
+
+    def _ldmatrix(self, instruction: Instruction) -> Step:
+        """Matrices of eight rows of 16 bytes; the first lanes bring the address of a row each."""
+        if not instruction.opcode.endswith((".x1.shared.b16", ".x4.shared.b16")):
+            raise NotImplementedError(str(instruction))
+        to, place = instruction.operands
+        registers, address = self.destinations(to), self.address(place)
+        count = len(registers)
+
+        def step(lanes: Lanes) -> None:
+            first = lanes.indices % WARP < 8 * count
+            at, by = lanes.of_active(address(lanes))[first], lanes.access().of(first)
+            rows = lanes.memory.load("shared", at, 4, 4, by, cached=False)
+            words = rows.reshape(-1, count, WARP)  # in a warp: matrix, row and word
+            for i, register in enumerate(registers):
+                lanes.put(register, lanes.spread(words[:, i].ravel()))
+
+        return step
+
+    def _mma(self, instruction: Instruction) -> Step:
+        """A warp's product; its sums are rounded once."""
+        _, _, _, shape, *layout, to, kind, _, _ = instruction.opcode.split(".")
+        if (shape, layout, to) != ("m16n8k16", ["row", "col"], "f32"):
+            raise NotImplementedError(str(instruction))
+        registers = self.destinations(instruction.operands[0])
+        left, right, sums = (
+            [self.operand(x, k) for x in _listed(text)]
+            for text, k in zip(instruction.operands[1:], ("b32", "b32", "f32"), strict=True)
+        )
+
+        def halves(lanes: Lanes, value: Operand) -> Array:
+            """Of every warp eight rows: those that the words of a register hold."""
+            words = np.ascontiguousarray(np.broadcast_to(value(lanes), lanes.count))
+            pairs = words.view(np.uint16).reshape(-1, 8, 8)
+            return from_bfloat16(pairs) if kind == "bf16" else pairs.view(np.float16)
+
+        def step(lanes: Lanes) -> None:
+            a, c, b, d = (halves(lanes, value).astype(float) for value in left)
+            first, second = (halves(lanes, value).astype(float) for value in right)
+            for i, (low, high) in enumerate(((a, b), (c, d))):
+                product = low @ first.swapaxes(1, 2) + high @ second.swapaxes(1, 2)
+                for j in (0, 1):
+                    of_lanes = product[:, :, j::2].reshape(-1) + sums[2 * i + j](lanes)
+                    lanes.put(registers[2 * i + j], of_lanes.astype(np.float32).view(np.uint32))
+
+        return step
+
     def _atom(self, instruction: Instruction) -> Step:
         """One lane after the other; a lane that accesses the same place otherwise is in a race."""
         _, space, what, kind = instruction.opcode.split(".")
@@ -300,7 +372,7 @@ class Program:
         return step
 
     def _bra(self, instruction: Instruction) -> Step:
-        target = self._starts.index(self.kernel.labels[instruction.operands[0]])
+        target = self.kernel.target(instruction)
         if not instruction.guard:
 
             def jump(lanes: Lanes) -> None:

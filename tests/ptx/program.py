@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
@@ -43,6 +45,22 @@ class Kernel:
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
 
+    @cached_property
+    def blocks(self) -> list[range]:
+        """What runs one after the other; a barrier or a shuffle is alone."""
+        starts = {0, *self.labels.values()}
+        for i, instruction in enumerate(self.code):
+            name = instruction.opcode.split(".")[0]
+            if name in ("bra", "ret", "bar", "shfl"):
+                starts |= {i + 1} if name in ("bra", "ret") else {i, i + 1}
+        ends = sorted({*starts, len(self.code)})
+        return [range(*both) for both in itertools.pairwise(ends) if both[1] <= len(self.code)]
+
+    def target(self, branch: Instruction) -> int:
+        """The block that it leads to."""
+        at = self.labels[branch.operands[0]]
+        return next(i for i, block in enumerate(self.blocks) if block.start == at)
+
 
 _VARIABLE = re.compile(
     r"\.(param|shared|global|const)\s+(?:\.attribute\(.*?\)\s+)?(?:\.align\s+(\d+)\s+)?"
@@ -69,7 +87,7 @@ def variables(text: str, space: str, gap: int = 0, start: int = 0) -> dict[str, 
 
 def kernels(text: str) -> Iterator[Kernel]:
     """Those of one module."""
-    text = re.sub(r"//.*", "", text)
+    text = re.sub(r"//.*|^\s*\.loc\b.*", "", text, flags=re.MULTILINE)
     entries = list(re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)", text))
     outside, bodies, end = [], [], 0
     for entry in entries:

@@ -60,17 +60,17 @@ class OnDeviceOf {
   // Some tests have fewer rows, and some more.
   int64_t blocks_at_once() const { return 5; }
 
-  // A few blocks to a grid: kernels have to loop over the rest.
+  // As few blocks as most kernels have to loop with, and more than others need.
   template <typename... Params, typename... Args>
   void launch(void (*kernel)(Params...), int64_t blocks, int threads, Args&&... args) const {
-    constexpr int64_t kMaxBlocks = 3;
+    constexpr int64_t kBlocks = 3;
     const std::tuple<Params...> values(std::forward<Args>(args)...);
     std::apply(
         [&](const auto&... each) {
           const ptx::Argument arguments[] = {{&each, sizeof each}...};
-          const char* stopped = ptx::launcher(reinterpret_cast<const void*>(kernel),
-                                              static_cast<unsigned>(std::min(blocks, kMaxBlocks)),
-                                              threads, arguments, sizeof...(Params));
+          const char* stopped =
+              ptx::launcher(reinterpret_cast<const void*>(kernel), blocks > 0 ? kBlocks : 0,
+                            threads, arguments, sizeof...(Params));
           check(stopped == nullptr, stopped);
         },
         values);
