@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models import prefix_tree
@@ -49,20 +50,12 @@ def sharing_prefixes(model: Any) -> Iterator[None]:
     if parts is None:
         yield
         return
-    rows = _SharedRows(model, inner, parts)
-    before = parts.decoder.register_forward_pre_hook(rows.enter, with_kwargs=True)
-    # First of all, so that other hooks see states in the shape of the batch.
-    after = parts.decoder.register_forward_hook(rows.leave, with_kwargs=True, prepend=True)
-    try:
+    with _SharedRows(model, inner, parts):
         yield
-    finally:
-        before.remove()
-        after.remove()
-        rows.close()
 
 
 class _SharedRows:
-    """The hooks of a decoder, which are for the batches of one thread.
+    """The hooks of a decoder for the length of a block, and for the thread that is in it.
 
     Args:
         model: that is called.
@@ -72,18 +65,34 @@ class _SharedRows:
 
     def __init__(self, model: nn.Module, inner: nn.Module, parts: Parts) -> None:
         self._model, self._inner, self._parts = model, inner, parts
-        self._thread = get_ident()
+        self._hooks: list[RemovableHandle] = []
+        self._thread: int | None = None  # that the hooks work for
         self._trying = False
         self._uncompiled = ExitStack()
         self._places: Tensor | None = None  # of the batch's tokens in the tree that is computed
 
-    def enter(
+    def __enter__(self) -> None:
+        decoder = self._parts.decoder
+        self._hooks.append(decoder.register_forward_pre_hook(self._lay_out, with_kwargs=True))
+        # First of all, so that other hooks see states in the shape of the batch.
+        self._hooks.append(
+            decoder.register_forward_hook(self._put_back, with_kwargs=True, prepend=True)
+        )
+        self._thread = get_ident()
+
+    def __exit__(self, *error: object) -> None:
+        self._thread = None
+        for hook in self._hooks:
+            hook.remove()
+        self._close()
+
+    def _lay_out(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments for the tree in the place of a batch, if its rows share something."""
         if self._trying or get_ident() != self._thread or torch.compiler.is_compiling():
             return None
-        self.close()
+        self._close()
         mask = None if args else _mask_of(kwargs)
         if mask is None:
             return None
@@ -106,14 +115,14 @@ class _SharedRows:
         row["attention_mask"] = mask_of(parts, self._parts.config, self._parts.embeddings)
         return (), {**kwargs, **row}
 
-    def leave(
+    def _put_back(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """The output with the states of the tree's tokens at their places in the batch."""
         if self._trying or get_ident() != self._thread or self._places is None:
             return None
         places = self._places
-        self.close()
+        self._close()
         states = output.last_hidden_state
         output.last_hidden_state = states[0, places.to(states.device)]
         if "router_logits" in output:
@@ -121,7 +130,7 @@ class _SharedRows:
             output.router_logits = tuple(x[flat.to(x.device)] for x in output.router_logits)
         return output
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """End the call that is in progress, if one is."""
         self._places = None
         self._uncompiled.close()
