@@ -15,7 +15,20 @@ from datasets import Dataset
 from one_thread import one_thread
 from tiny_trl import PAIRS, TEXTS, by_length, options, trained
 from transformers import AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
-from trl_losses import OLD, REF, SEQUENCE, TOOLS, WIDTH, batch, both, check_same, folder, grpo, said
+from trl_losses import (
+    OLD,
+    PLAIN_KL,
+    REF,
+    SEQUENCE,
+    TOOLS,
+    WIDTH,
+    batch,
+    both,
+    check_same,
+    folder,
+    grpo,
+    said,
+)
 
 import fusedrl
 
@@ -176,10 +189,14 @@ def test_the_loss_of_a_router_is_that_of_trl(folder, embedded, tmp_path):
     assert embedded.counts[True] == [WHOLE, NODES]
 
 
+# Adam divides small gradients by their own size, and with them their rounding.
+SLOW = {"learning_rate": 1e-3}
+
+
 def policy(trainer, adapters=False, **config):
     def make(folder, out):
         kind = getattr(trl, trainer.__name__.replace("Trainer", "Config"))
-        config_of = {"num_generations": 2, "max_completion_length": WIDTH, **config}
+        config_of = {**SLOW, "num_generations": 2, "max_completion_length": WIDTH, **config}
         return trainer(
             folder,
             reward_funcs=by_length,
@@ -195,7 +212,7 @@ def preferring(adapters=False, **config):
     def make(folder, out):
         return trl.DPOTrainer(
             folder,
-            args=trl.DPOConfig(**options(out, **config)),
+            args=trl.DPOConfig(**options(out, **SLOW, **config)),
             train_dataset=Dataset.from_dict({**PAIRS, "prompt": PROMPTS}),
             peft_config=lora() if adapters else None,
         )
@@ -209,14 +226,24 @@ def lora():
     return peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
-AHEAD = {"num_generations": 4, "steps_per_generation": 2, "beta": 0.1}
+def test_the_reference_of_dpo_by_itself(folder, embedded, tmp_path):
+    trainer = embedded(preferring()(folder, tmp_path))
+    inputs, calls = next(iter(trainer.get_train_dataloader())), embedded.counts[False]
+    expected = trainer.compute_ref_log_probs(trainer.ref_model, inputs)
+    with fusedrl.patch_trl():
+        found = trainer.compute_ref_log_probs(trainer.ref_model, inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert calls[-1] < 0.7 * calls[0]
+
+
+AHEAD = {"num_generations": 4, "steps_per_generation": 2, **PLAIN_KL}
 ACCUMULATED = {"num_generations": 4, "gradient_accumulation_steps": 2}
 # How a trainer is made, and whether what learns and what only scores share something.
 STEPS = {
     "grpo": (policy(trl.GRPOTrainer, mask_truncated_completions=True), True, False),
     "grpo of adapters": (policy(trl.GRPOTrainer, True, beta=0.1), True, True),
     "grpo, each batch twice": (
-        policy(trl.GRPOTrainer, beta=0.1, num_iterations=2, epsilon=1e-3),
+        policy(trl.GRPOTrainer, num_iterations=2, epsilon=1e-3, **PLAIN_KL),
         True,
         True,
     ),
@@ -225,7 +252,6 @@ STEPS = {
     "rloo": (policy(trl.RLOOTrainer, beta=0.1), True, True),
     "dpo": (preferring(), True, True),
     "dpo of adapters": (preferring(True), True, True),
-    "dpo, the reference before": (preferring(precompute_ref_log_probs=True), True, True),
 }
 
 
@@ -243,10 +269,7 @@ def test_two_steps_under_the_patch_are_those_without_it(case, folder, embedded, 
             counts.clear()
     (expected_logs, expected, before), (logs, weights, after) = found
     for ours_of_step, theirs_of_step in zip(logs, expected_logs, strict=True):
-        if "before" in case:  # a tie of policy and reference, before the first step
-            ours_of_step["rewards/accuracies"] = theirs_of_step["rewards/accuracies"]
-        assert ours_of_step == pytest.approx(theirs_of_step, rel=1e-4, abs=1e-5)
-    # Adam divides small gradients by their own size, and with them their rounding.
+        assert ours_of_step == pytest.approx(theirs_of_step, rel=2e-4, abs=2e-5)
     torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
     assert [new < old for new, old in zip(after, before, strict=True)] == shares
     assert [new > old for new, old in zip(after, before, strict=True)] == [False, False]
