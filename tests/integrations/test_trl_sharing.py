@@ -189,7 +189,7 @@ def test_the_loss_of_a_router_is_that_of_trl(folder, embedded, tmp_path):
     assert embedded.counts[True] == [WHOLE, NODES]
 
 
-# Adam divides small gradients by their own size, and with them their rounding.
+# Adam divides small gradients by their own size, and with them their rounding, in a few weights.
 SLOW = {"learning_rate": 1e-3}
 
 
@@ -270,7 +270,8 @@ def test_two_steps_under_the_patch_are_those_without_it(case, folder, embedded, 
     (expected_logs, expected, before), (logs, weights, after) = found
     for ours_of_step, theirs_of_step in zip(logs, expected_logs, strict=True):
         assert ours_of_step == pytest.approx(theirs_of_step, rel=2e-4, abs=2e-5)
-    torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
+    learned, as_theirs = (torch.cat([*map(torch.flatten, x.values())]) for x in (weights, expected))
+    assert (learned - as_theirs).norm() <= 1e-4 * as_theirs.norm()  # what is learned is 5e-3 of it
     assert [new < old for new, old in zip(after, before, strict=True)] == shares
     assert [new > old for new, old in zip(after, before, strict=True)] == [False, False]
     assert not said()
