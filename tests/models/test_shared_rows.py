@@ -94,16 +94,20 @@ def test_states_and_gradients_are_those_of_the_batch(kind, attention, window, co
     model = model_of(kind, attention, **window, **layers)
     counts = computed(model)
     batch = groups()
+    # Experts of transformers multiply in float32 alone.
+    experts = "moe" in kind or kind == "mixtral"
+    exact = model if experts else copy.deepcopy(model).double()
     found = []
     for one, states in (
         (model, shared_states(model, batch, counts)),
         (model, states_of(model, batch)),
-        (exact := copy.deepcopy(model).double(), states_alone(exact, batch)),
+        (exact, states_alone(exact, batch)),
     ):
         found.append([states.detach(), *(x for x in gradients(one, states) if x is not None)])
     assert counts[0] == NODES
+    least = 1e-5 if experts else 1e-6
     for ours, theirs, truth in zip(*found, strict=True):
-        assert (ours - truth).norm() <= 1.5 * (theirs - truth).norm() + 1e-6 * truth.norm()
+        assert (ours - truth).norm() <= 1.5 * (theirs - truth).norm() + least * truth.norm()
 
 
 @pytest.mark.parametrize("kind", MODELS)
