@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedrl.models import causal_log_probs, out_of_step
 from fusedrl.models.capabilities import capabilities_of
+from fusedrl.models.shared_rows import sharing_prefixes
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -277,6 +278,33 @@ def like_one_process(way: str, kind: str, seeds: list[int]) -> int:
         (total / ranks + 0 * definition(whole, torch.ones(2).long(), [2], None).sum()).backward()
         check_gradients(gradients(model), gradients(whole), rounded)
     return rows.rows
+
+
+def rows_of_one_rank(way: str) -> int:
+    """Gradients of padded batches, of which the first rank's rows share something; its tokens."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = model_of("llama")
+    model = WAYS[way](copy.deepcopy(whole))
+    whole = with_adapters(whole) if "adapters" in way else whole
+    ids = torch.randint(1, VOCAB, (ranks, 3, 44), generator=torch.Generator().manual_seed(0))
+    ids[0, :, :32] = ids[0, 0, :32]
+    embeddings = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    counts: list[int] = []
+    embeddings.register_forward_hook(lambda module, args, output: counts.append(args[0].numel()))
+
+    def loss(model: Any, rows: Tensor) -> Tensor:
+        mask = torch.ones_like(rows)
+        logits = model(input_ids=rows, attention_mask=mask, use_cache=False).logits
+        return (logits * torch.linspace(-1, 2, VOCAB)).square().sum()
+
+    for _ in range(2):  # in the first one, the model is tried
+        model.zero_grad(set_to_none=True)
+        counts.clear()
+        with sharing_prefixes(model):
+            loss(model, ids[rank]).backward()
+    (sum(loss(whole, rows) for rows in ids) / ranks).backward()
+    check_gradients(gradients(model), gradients(whole), 2e-5)
+    return counts[-1]
 
 
 def accumulates(way: str) -> None:

@@ -33,6 +33,13 @@ def test_values_and_gradients_from_all_logits(two, way):
     assert all(two.run(shared_models.like_one_process, way, "llama", [0, 1, 2]))
 
 
+@pytest.mark.parametrize("way", ["ddp", "ddp, static", "ddp, adapters", "accelerate", "fsdp"])
+def test_rows_of_one_rank_share_their_beginnings(two, way):
+    """Not so with FSDP, where trying a model takes all ranks."""
+    shared = 3 * 44 if way == "fsdp" else 32 + 3 * 12
+    assert two.run(shared_models.rows_of_one_rank, way) == [shared, 3 * 44]
+
+
 def test_tied_weights_in_a_group_with_the_norm(two):
     two.run(shared_models.like_one_process, "accelerate, fsdp2", "qwen2", [0, 1])
 

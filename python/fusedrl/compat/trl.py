@@ -8,10 +8,12 @@ from fusedrl.compat.library import Library
 
 TRL = Library("trl", tried="1.16.0")
 
-# Method -> its module; a patch tells the head which loss it will compute.
+# Around the loss, the head is told which loss it is for; around the log-probs, prefixes are shared.
 LOSS = "_compute_loss"
-TRL.names("trl.trainer.grpo_trainer:GRPOTrainer", (LOSS,), "patch_trl replaces it")
-TRL.names("trl.trainer.rloo_trainer:RLOOTrainer", (LOSS,), "patch_trl replaces it")
+LOG_PROBS = "_get_per_token_logps_and_entropies"
+TRL.names("trl.trainer.grpo_trainer:GRPOTrainer", (LOSS, LOG_PROBS), "patch_trl replaces it")
+TRL.names("trl.trainer.rloo_trainer:RLOOTrainer", (LOSS, LOG_PROBS), "patch_trl replaces it")
+TRL.names("trl.trainer.dpo_trainer:DPOTrainer", (LOSS,), "patch_trl replaces it")
 (DIVERGENCE_LOSS,) = TRL.names(
     "trl.trainer.distillation_trainer", ("_chunked_divergence_loss",), "patch_trl replaces it"
 )

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from fusedrl.compat.trl import DIVERGENCE_LOSS, LOSS
+from fusedrl.compat.trl import DIVERGENCE_LOSS, LOG_PROBS, LOSS
 from fusedrl.integrations import trl_trainers
 from fusedrl.ops._autograd import first_derivative_only
 from fusedrl.ops.token_log_probs import TokenLogProbs, normalizers, token_log_probs
@@ -222,6 +223,16 @@ _LOSS = f".{LOSS}"
 _DIVERGENCE = "ChunkedDivergenceFunction"
 _GKD_LOSS = "GKDTrainer.generalized_jsd_loss"
 
+# Methods that stay TRL's, but run in a block in which the head knows the loss, or in which models
+# share prefixes; the latter with their modules.
+_PLANNED = (f"GRPOTrainer{_LOSS}", f"RLOOTrainer{_LOSS}")
+_SHARING = {
+    f"GRPOTrainer.{LOG_PROBS}": "trl.trainer.grpo_trainer",
+    f"RLOOTrainer.{LOG_PROBS}": "trl.trainer.rloo_trainer",
+    f"DPOTrainer{_LOSS}": "trl.trainer.dpo_trainer",
+    "DPOTrainer.compute_ref_log_probs": "trl.trainer.dpo_trainer",
+}
+
 # name in TRL -> the module that defines it
 _HOMES = {
     "selective_log_softmax": "trl.trainer.utils",
@@ -233,10 +244,11 @@ _HOMES = {
     _DIVERGENCE: "trl.kernels.chunked_divergence",
     DIVERGENCE_LOSS: "trl.trainer.distillation_trainer",
     _GKD_LOSS: "trl.experimental.gkd.gkd_trainer",
+    **_SHARING,
 }
 
 # Modules that only some trainers need, and that may fail to load where they are not used.
-_OF_TRAINERS = (_DIVERGENCE, DIVERGENCE_LOSS, _GKD_LOSS)
+_OF_TRAINERS = (_DIVERGENCE, DIVERGENCE_LOSS, _GKD_LOSS, *_PLANNED, *_SHARING)
 
 # trainer -> what of it is fused, and when it is not
 _NOT_TRIED = "FSDP, DeepSpeed and torch_compile"
@@ -264,7 +276,7 @@ _FUSED_DIVERGENCES = {
 logger = logging.getLogger("fusedrl")
 
 
-def patch_trl(names: Iterable[str] | None = None) -> Report:
+def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True) -> Report:
     """Put the fused functions in the place of TRL's own, wherever TRL's modules hold them.
 
     ``ChunkedLogProbFunction`` is the LM head of the GRPO, RLOO, DPO, KTO and SFT trainers. The
@@ -274,6 +286,10 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
     product less. The backward pass compares them with what the trainer did with the log-probs, and
     computes them again if they differ. If the configuration does not say enough, only the log-probs
     are fused, and the reason is logged once.
+
+    Four methods compute the log-probs of GRPO, RLOO and DPO. They stay TRL's too, but the decoder
+    computes a beginning that several rows of their batch share, such as the prompt of a group, once
+    for all of them, where :func:`fusedrl.models.causal_log_probs` would.
 
     ``ChunkedDivergenceFunction`` and ``_chunked_divergence_loss`` are the divergence of the
     distillation trainer, which then multiplies only the tokens that count, and
@@ -287,9 +303,13 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
         names: what to replace, of ``selective_log_softmax``, ``entropy_from_logits``,
             ``selective_log_softmax_and_entropy``, ``ChunkedLogProbFunction``,
             ``GRPOTrainer._compute_loss``, ``RLOOTrainer._compute_loss``,
-            ``ChunkedDivergenceFunction``, ``_chunked_divergence_loss`` and
-            ``GKDTrainer.generalized_jsd_loss``. By default all of them that the installed TRL has;
+            ``ChunkedDivergenceFunction``, ``_chunked_divergence_loss``,
+            ``GKDTrainer.generalized_jsd_loss``,
+            ``GRPOTrainer._get_per_token_logps_and_entropies``,
+            ``RLOOTrainer._get_per_token_logps_and_entropies``, ``DPOTrainer._compute_loss`` and
+            ``DPOTrainer.compute_ref_log_probs``. By default all of them that the installed TRL has;
             a name that it does not have is logged.
+        share_prefixes: whether the last four, which share beginnings, are among them.
 
     Returns:
         A report of what was replaced, and where. It can be printed and iterated, and ``revert()``
@@ -315,9 +335,9 @@ def patch_trl(names: Iterable[str] | None = None) -> Report:
     wanted = chosen_of(names, tuple(_HOMES))
     replacements = []
     for name in _HOMES:  # the head comes before the losses that tell it their plans
-        if name not in wanted:
+        if name not in wanted or (name in _SHARING and not share_prefixes):
             continue
-        if name.endswith(_LOSS) and _HEAD not in {r.name for r in replacements}:
+        if name in _PLANNED and _HEAD not in {r.name for r in replacements}:
             ours, problem = None, f"{name} speaks to {_HEAD}, which is not replaced with it"
         else:
             ours, problem = _ours(name)
@@ -352,11 +372,11 @@ def _ours(name: str) -> tuple[Any, str | None]:
         if isinstance(error, AttributeError) or module.startswith("trl."):
             return None, f"this TRL has no {_HOMES[name]}.{name}"
         # Only these trainers need it, such as a vLLM that does not load.
-        if name.endswith(_LOSS) or name in _OF_TRAINERS:
+        if name in _OF_TRAINERS:
             return None, f"{_HOMES[name]} cannot be imported: {type(error).__name__}: {error}"
         raise  # TRL itself needs it
-    if name.endswith(_LOSS):
-        return _planned_loss(name, theirs)
+    if name in (*_PLANNED, *_SHARING):
+        return _around(name, theirs)
     if name == _HEAD:
         # Its module keeps TRL's own function to fall back on, so it is loaded before the patch.
         from fusedrl.integrations.trl_head import ChunkedLogProbFunction as ours
@@ -386,14 +406,22 @@ def _loss_of_a_trainer(name: str) -> Any:
     return chunked_divergence_loss
 
 
-def _planned_loss(name: str, theirs: Any) -> tuple[Any, str | None]:
-    from fusedrl.integrations import trl_loss
+_methods: WeakSet[Callable[..., Any]] = WeakSet()  # that are ours already
 
-    if trl_loss.is_planned(theirs):
+
+def _around(name: str, theirs: Any) -> tuple[Any, str | None]:
+    """A method around one of TRL, or why there is none."""
+    from fusedrl.integrations.trl_loss import planned
+    from fusedrl.integrations.trl_sharing import sharing
+
+    if theirs in _methods:
         return theirs, None
-    if _arguments(theirs) != ["self", "model", "inputs"]:
+    taken = _arguments(theirs)
+    if taken[:2] != ["self", "model"] or (name in _PLANNED and taken[2:] != ["inputs"]):
         return None, f"{name} takes other arguments in this TRL"
-    return trl_loss.planned(theirs, name.partition(".")[0]), None
+    ours = planned(theirs, name.partition(".")[0]) if name in _PLANNED else sharing(theirs)
+    _methods.add(ours)
+    return ours, None
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -70,7 +70,6 @@ class Plan:
 
 _plan: ContextVar[Plan | None] = ContextVar("plan", default=None)
 _records: WeakKeyDictionary[Any, PlanMisses] = WeakKeyDictionary()
-_made: WeakSet[Callable[..., Tensor]] = WeakSet()
 
 
 def take_plan() -> Plan | None:
@@ -106,13 +105,7 @@ def planned(theirs: Callable[..., Tensor], trainer: str) -> Callable[..., Tensor
             return theirs(self, model, inputs)
 
     compute_planned_loss.__qualname__ = "compute_planned_loss"
-    _made.add(compute_planned_loss)
     return compute_planned_loss
-
-
-def is_planned(function: Callable[..., Any]) -> bool:
-    """Whether a function is one that :func:`planned` made."""
-    return function in _made
 
 
 def _plan_or_none(

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.compat.torch import is_compiled_function
 from fusedrl.compat.transformers import attention_of
+from fusedrl.models.forwards import SHARING
 from fusedrl.models.lengths import shared_below
 from fusedrl.models.probes import ProbeResult, probe_parts, probe_whole
 from fusedrl.models.signature import modules_of, signature
@@ -145,6 +146,19 @@ def _told(model: Any, parts: Parts | None, finding: ProbeResult, below: int | No
     elif parts is not None and not finding.packs:
         _warn(model, "it is not known to keep packed sequences apart; they are padded")
     return Capabilities(parts, finding.packs, finding.pads, below, finding.autocast, finding.shares)
+
+
+def sharing_parts(model: Any) -> Parts | None:
+    """Decoder and head of a model whose type and attention can share beginnings; it logs nothing.
+
+    ``None`` for others, and for a model that has to be gathered for each forward pass.
+    """
+    try:
+        parts = split(model)
+    except CannotSplit:
+        return None
+    can = _packable(parts) and attention_of(parts.config) in SHARING and not parts.gathered
+    return parts if can else None
 
 
 def may_share(model: nn.Module, parts: Parts) -> bool:

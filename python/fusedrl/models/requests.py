@@ -28,6 +28,7 @@ from fusedrl.models.checks import (
     check_vocabulary,
     context_checked,
 )
+from fusedrl.models.prefix_tree import Part
 from fusedrl.models.probes import UNCOMPILED
 from fusedrl.models.ranks import Step
 from fusedrl.models.sequences import Pass, Scored, nothing_of, passes_of, scored_sequences
@@ -83,7 +84,7 @@ class Request(NamedTuple):
                 found = capabilities_of(self.model, known_ids, self.kwargs, afresh=True)
                 passes = self._passes(found, step.alone)
                 _, most = step.agree(passes=len(passes))
-            _log_shared(self.model, passes)
+            log_shared(self.model, [part for one in passes for part in one.parts])
             if not step.alone:
                 passes += [self._empty_pass(found)] * (max(most, 1) - len(passes))
             yield Plan(found, passes, step)
@@ -238,9 +239,10 @@ def _at_kept_states(
     return parts.within(compute, plan.passes[0].inputs["input_ids"])
 
 
-def _log_shared(model: Any, passes: Sequence[Pass]) -> None:
-    whole = sum(len(part.path) for step in passes for part in step.parts)
-    own = sum(part.own for step in passes for part in step.parts)
+def log_shared(model: Any, parts: Sequence[Part]) -> None:
+    """Say at debug level how many tokens of sequences are computed, if they share some."""
+    whole = sum(len(part.path) for part in parts)
+    own = sum(part.own for part in parts)
     if own < whole:
         kind = type(model).__name__
         logger.debug("%s: %d of %d tokens computed, the others are shared", kind, own, whole)

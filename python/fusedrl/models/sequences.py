@@ -155,16 +155,7 @@ def _packed(
     follows: bool,
 ) -> Pass:
     """One row of sequences, kept apart by positions that start again, or by a mask."""
-    ids = torch.cat(
-        [row.tokens[len(part.path) - part.own :] for row, part in zip(rows, parts, strict=True)]
-    )
-    positions = torch.cat(
-        [torch.arange(len(part.path) - part.own, len(part.path), device="cpu") for part in parts]
-    )
-    inputs: dict[str, Any] = {
-        "input_ids": ids[None].to(device),
-        "position_ids": positions[None].to(device),
-    }
+    inputs = row_of([row.tokens for row in rows], parts, device)
     made = Pass(inputs, rows, parts, follows)
     if made.shares:
         made = made._replace(follows=True)
@@ -173,6 +164,19 @@ def _packed(
         assert whole is not None
         inputs["attention_mask"] = mask_of(parts, whole.config, whole.embeddings)
     return made
+
+
+def row_of(rows: Sequence[Tensor], parts: Sequence[Part], device: torch.device) -> dict[str, Any]:
+    """The ids and positions of one row of sequences, each with the tokens of its own."""
+    common = [len(part.path) - part.own for part in parts]
+    ids = torch.cat([row[first:] for row, first in zip(rows, common, strict=True)])
+    positions = torch.cat(
+        [
+            torch.arange(first, len(part.path), device="cpu")
+            for part, first in zip(parts, common, strict=True)
+        ]
+    )
+    return {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
 
 
 def _padded(rows: list[Scored], device: torch.device) -> Pass:

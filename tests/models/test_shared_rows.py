@@ -1,0 +1,326 @@
+"""Beginnings that rows of a padded batch share are computed once; nothing but rounding changes."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.nn.utils.rnn import pad_sequence
+
+from fusedrl.models.prefix_tree import in_order, shared_with_former
+from fusedrl.models.probes import UNCOMPILED
+from fusedrl.models.shared_rows import sharing_prefixes
+
+from .test_shared_prefixes import ATTENTIONS, EXACT, MODELS, drawn, families
+from .tiny import model_of
+
+
+def padded(rows, left=None):
+    """Rows as a batch, the first tokens of each so far from the left edge."""
+    left = left or [0] * len(rows)
+    moved = [torch.cat((torch.zeros(n).long(), row)) for n, row in zip(left, rows, strict=True)]
+    ids = pad_sequence(moved, batch_first=True)
+    mask = torch.zeros_like(ids)
+    for kept, first, row in zip(mask, left, rows, strict=True):
+        kept[first : first + len(row)] = 1
+    return {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+
+
+def groups():
+    """Answers to two prompts of unequal lengths, which end in one column; one is empty."""
+    prompts = [drawn(32, 0), drawn(48, 1)]
+    rows = [torch.cat((prompts[i % 2], drawn(n, 2 + n))) for i, n in enumerate((5, 9, 12, 9, 0))]
+    return padded(rows, [16, 0, 16, 0, 16])
+
+
+NODES = 32 + 48 + 5 + 9 + 12  # the two answers of 9 tokens are alike
+
+
+@pytest.fixture
+def computed():
+    """How many tokens each call of a decoder embeds."""
+    counts = []
+
+    def counted(model):
+        model.get_input_embeddings().register_forward_hook(
+            lambda module, args, output: counts.append(args[0].numel())
+        )
+        return counts
+
+    return counted
+
+
+def states_of(model, batch):
+    """The hidden states of the tokens that are no padding."""
+    states = model.get_decoder()(**batch).last_hidden_state
+    assert states.shape[:2] == batch["input_ids"].shape
+    return states[batch["attention_mask"].bool()]
+
+
+def states_alone(model, batch):
+    """The same, of each row by itself without padding."""
+    rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+    decoder = model.get_decoder()
+    return torch.cat([decoder(row[None, kept]).last_hidden_state[0] for row, kept in rows])
+
+
+def shared_states(model, batch, counts):
+    """The same in a block that shares, after one in which the model is tried."""
+    for _ in range(2):
+        counts.clear()
+        with sharing_prefixes(model):
+            states = states_of(model, batch)
+    return states
+
+
+def gradients(model, states):
+    model.zero_grad()
+    (states * torch.linspace(-1, 1, states.shape[-1])).square().sum().backward()
+    return [weight.grad for weight in model.get_decoder().parameters()]
+
+
+def near(ours, theirs):
+    scale = float(theirs.detach().abs().max())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("window", [{}, {"sliding_window": 40, "use_sliding_window": True}])
+@pytest.mark.parametrize(("kind", "attention"), ATTENTIONS)
+def test_states_and_gradients_are_those_of_the_batch(kind, attention, window, computed):
+    layers = {"max_window_layers": 1} if window else {}
+    model = model_of(kind, attention, **window, **layers)
+    counts = computed(model)
+    batch = groups()
+    # Experts of transformers multiply in float32 alone.
+    experts = "moe" in kind or kind == "mixtral"
+    exact = model if experts else copy.deepcopy(model).double()
+    found = []
+    for one, states in (
+        (model, shared_states(model, batch, counts)),
+        (model, states_of(model, batch)),
+        (exact, states_alone(exact, batch)),
+    ):
+        found.append([states.detach(), *(x for x in gradients(one, states) if x is not None)])
+    assert counts[0] == NODES
+    least = 1e-5 if experts else 1e-6
+    for ours, theirs, truth in zip(*found, strict=True):
+        assert (ours - truth).norm() <= 1.5 * (theirs - truth).norm() + least * truth.norm()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@given(families())
+@settings(max_examples=40, deadline=None)
+@torch.no_grad()
+def test_any_family_is_as_near_to_float64(kind, family):
+    tokens, lengths, _, _ = family
+    left = [5 * i % 7 for i in range(len(lengths))]
+    batch = padded([*tokens.split(lengths), drawn(9, 9)], [*left, 0])
+    truth = states_of(EXACT[kind], batch)
+    with sharing_prefixes(MODELS[kind]):
+        ours = states_of(MODELS[kind], batch)
+    theirs = states_of(MODELS[kind], batch)
+    assert (ours - truth).norm() <= 2 * (theirs - truth).norm() + 1e-6
+
+
+def test_the_nodes_are_those_of_the_tree(computed):
+    model = MODELS["llama"]
+    rows = [torch.cat((drawn(n, 0), drawn(3, n))) for n in (70, 40, 33, 70, 5)]
+    nodes = sum(map(len, rows)) - sum(shared_with_former([rows[i] for i in in_order(rows)]))
+    counts = computed(model)
+    shared_states(model, padded(rows), counts)
+    assert counts == [nodes] and nodes < sum(map(len, rows)) - 100
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_layer_follows_the_tree(reentrant, computed):
+    found = []
+    for checkpointed in (False, True):
+        model = model_of("llama", "sdpa").train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        found.append(gradients(model, shared_states(model, groups(), computed(model))))
+    for plain, recomputed in zip(*found, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_router_logits_are_those_of_the_batch(computed):
+    model = model_of("qwen2_moe")
+    batch = {**groups(), "output_router_logits": True}
+    counts = computed(model)
+    theirs = model.get_decoder()(**batch).router_logits
+    shared_states(model, batch, counts)
+    with sharing_prefixes(model):
+        ours = model.get_decoder()(**batch).router_logits
+    assert counts[-1] == NODES
+    real = batch["attention_mask"].flatten().bool()
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert mine.shape == reference.shape
+        near(mine[real], reference[real])
+
+
+def test_half_precision_errs_no_more():
+    model = model_of("llama").bfloat16()
+    exact = model_of("llama").double()
+    exact.load_state_dict(model.state_dict())
+    batch = groups()
+    with torch.no_grad(), sharing_prefixes(model):
+        truth = states_of(exact, batch)
+        shared = states_of(model, batch)
+    errors = [float((x - truth).norm()) for x in (shared, states_of(model, batch))]
+    assert errors[0] <= 1.5 * errors[1]
+
+
+def stripped(batch, **changes):
+    return {name: x for name, x in {**batch, **changes}.items() if x is not None}
+
+
+OTHER_CALLS = {
+    "one row": lambda b: {name: x if x is False else x[:1] for name, x in b.items()},
+    "nothing shared": lambda b: stripped(b, input_ids=drawn(5 * 60, 3).view(5, 60)),
+    "a cache": lambda b: stripped(b, use_cache=True),
+    "a cache by default": lambda b: stripped(b, use_cache=None),
+    "no mask": lambda b: stripped(b, attention_mask=None),
+    "a mask of pairs": lambda b: stripped(
+        b, attention_mask=b["attention_mask"][:, None, None].expand(-1, 1, 60, 60).bool()
+    ),
+    "a gap": lambda b: stripped(
+        b, attention_mask=b["attention_mask"] * (torch.arange(60) != 20).long()
+    ),
+    "positions": lambda b: stripped(b, position_ids=torch.arange(60).expand(5, 60)),
+    "embeddings": lambda b: stripped(b, input_ids=None, inputs_embeds=torch.ones(5, 60, 32)),
+}
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS)
+def test_other_calls_are_left_alone(call):
+    """The gap is counted by the positions of a batch, and all of them belong to the caller."""
+    model = model_of("llama")
+    batch = OTHER_CALLS[call](groups())
+    seen = []
+    model.get_decoder().layers[0].register_forward_hook(
+        lambda module, args, output: seen.append(args[0].shape[:2])
+    )
+    theirs = model.get_decoder()(**batch).last_hidden_state
+    with sharing_prefixes(model):
+        ours = model.get_decoder()(**batch).last_hidden_state
+    assert torch.equal(ours, theirs)
+    assert seen[0] == seen[-1]
+
+
+@pytest.mark.parametrize(
+    "way", ["dropout", "compiled", "layer", "flex", "type", "prompt", "long", "square"]
+)
+def test_models_that_share_nothing(way, computed, caplog):
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    options = {
+        "dropout": {"attention_dropout": 0.1},
+        "long": {"max_position_embeddings": 60, "rope_parameters": scaling},
+    }
+    kind = "gpt2" if way == "type" else "llama"
+    attention = {"flex": "flex_attention", "square": "eager"}.get(way)
+    model = model_of(kind, attention, **options.get(way, {})).train()
+    if way == "prompt":
+        peft = pytest.importorskip("peft")
+        prompts = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, prompts)
+    batch = groups()
+    if way == "square":  # little is shared, so that one row's square is larger than the batch's
+        rows = [torch.cat((drawn(32, 0), drawn(40, n))) for n in range(2, 7)]
+        batch = padded(rows)
+    counts = computed(model)
+    if way == "compiled":
+        model.compile(backend="eager")
+    if way == "layer":
+        model.get_decoder().layers[0].compile(backend="eager")
+    with torch.no_grad(), UNCOMPILED:
+        for _ in range(2):
+            with sharing_prefixes(model):
+                model(**batch)
+    assert counts[-1] >= batch["input_ids"].numel()
+    assert not [record for record in caplog.records if record.name == "fusedrl"]
+
+
+def test_adapters_share_and_so_does_the_model_without_them(computed):
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model_of("llama"), adapters).eval()
+    counts = computed(adapted)
+    batch = groups()
+    real = batch["attention_mask"].bool()
+    theirs = adapted(**batch).logits[real]
+    with sharing_prefixes(adapted):
+        near(adapted(**batch).logits[real], theirs)
+        with adapted.disable_adapter():
+            below = adapted(**batch).logits[real]
+    assert counts.count(NODES) == 2
+    with adapted.disable_adapter():
+        near(below, adapted(**batch).logits[real])
+
+
+def test_hooks_of_others_see_the_batch():
+    model = model_of("llama")
+    decoder, batch, seen = model.get_decoder(), groups(), []
+    decoder.register_forward_hook(lambda m, a, output: seen.append(output[0].shape[:2]))
+    with sharing_prefixes(model):
+        decoder.register_forward_hook(lambda m, a, output: seen.append(output[0].shape[:2]))
+        decoder(**batch)
+    assert seen[-2:] == [batch["input_ids"].shape] * 2
+
+
+def test_another_thread_computes_as_ever(computed):
+    model = model_of("llama")
+    batch = groups()
+    counts = computed(model)
+    shared_states(model, batch, counts)
+    counts.clear()
+    with sharing_prefixes(model):
+        thread = threading.Thread(target=states_of, args=(model, batch))
+        thread.start()
+        thread.join()
+        states_of(model, batch)
+    assert counts == [batch["input_ids"].numel(), NODES]
+
+
+def test_an_error_leaves_nothing_behind(computed):
+    model = model_of("llama")
+    batch = groups()
+    counts = computed(model)
+    shared_states(model, batch, counts)
+
+    def fails(*_):
+        raise KeyboardInterrupt
+
+    hook = model.get_decoder().layers[0].register_forward_hook(fails)
+    with pytest.raises(KeyboardInterrupt), sharing_prefixes(model):
+        states_of(model, batch)
+    hook.remove()
+    assert UNCOMPILED._blocks == 0
+    counts.clear()
+    with sharing_prefixes(model):
+        states_of(model, batch)
+    states_of(model, batch)
+    assert counts == [NODES, batch["input_ids"].numel()]
+
+
+def test_a_wrapper_of_ddp_is_tried_within(computed):
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = model_of("llama")
+        counts = computed(model)
+        batch = groups()
+        real = batch["attention_mask"].bool()
+        theirs = model(**batch).logits[real]
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        with sharing_prefixes(wrapped):
+            ours = wrapped(**batch).logits[real]
+        ours.square().sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert counts[-1] == NODES
+    near(ours, theirs)
+    assert all(p.grad is not None for p in model.parameters())
