@@ -1,0 +1,150 @@
+"""Says why an engine's log-probs are not those of its trainer."""
+
+# vLLM has an environment of its own, which the linters do not see.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrl.compat.vllm import runs_in_this_process
+from fusedrl.models.log_probs import causal_log_probs
+from fusedrl.ops import Mismatch, importance_weights
+from fusedrl.vllm.causes import (
+    Cause,
+    LogProbs,
+    Messages,
+    in_packed_row,
+    merged,
+    of_operation,
+    prompt_tokens,
+    sampled,
+    sampling,
+    settings,
+    weights,
+)
+from fusedrl.vllm.operations import (
+    FACTOR,
+    LOGITS,
+    Operation,
+    Values,
+    compared,
+    first_beyond,
+    recorded,
+    with_rope_table,
+)
+
+
+class EngineMismatch(NamedTuple):
+    """Why an engine and its trainer differ, and what that costs.
+
+    Args:
+        causes: what to change; none where rounding alone makes them differ.
+        operations: all that both have, in the engine's order.
+        first: the first operation that differs by more than rounding, if one does.
+        cost: ratios, KL and effective sample size of the tokens that the engine sampled.
+        tokens: how many tokens were compared, with those of the prompt.
+    """
+
+    causes: list[Cause]
+    operations: list[Operation]
+    first: Operation | None
+    cost: Mismatch
+    tokens: int
+
+
+def explain_mismatch(
+    model: Any,
+    llm: Any,
+    prompt: str | Messages,
+    tokenizer: Any,
+    *,
+    sampling_params: Any = None,
+    temperature: float = 1.0,
+    log_probs: LogProbs | None = None,
+    max_tokens: int = 32,
+) -> EngineMismatch:
+    """Compare an engine and its trainer on a response, operation by operation.
+
+    The engine answers the prompt. What each of its modules computes is compared with the trainer's
+    model, and so are the tokens of the prompt, settings, weights, sampling, and packing. An error
+    counts as more than rounding if it is more than 8 times as large as the trainer's own in these
+    dtypes, measured against the same weights in float32, or in float64 if one of them is float32.
+
+    Args:
+        model: the trainer's, of transformers, or a peft model around one, whose adapters are
+            merged. It is copied to the dtypes in turn, and stays as it is.
+        llm: a ``vllm.LLM`` in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) that was started
+            with ``enforce_eager=True``, without which modules are compiled away.
+        prompt: messages, or a text, which each side turns into tokens.
+        tokenizer: the trainer's.
+        sampling_params: those of rollouts; ``None`` takes the engine's defaults, as ``generate()``
+            does.
+        temperature: that by which the trainer divides its logits.
+        log_probs: how the trainer computes log-probs, already at its temperature: given packed
+            int64 tokens ``[N]`` and the lengths of their sequences, ``[N]`` with any value for the
+            first token of each. ``None`` takes :func:`fusedrl.models.causal_log_probs`.
+        max_tokens: number of tokens that the engine samples.
+
+    Returns:
+        :class:`EngineMismatch`.
+
+    Raises:
+        ValueError: the engine runs in another process, or compiles its model.
+    """
+    _check_engine(llm)
+    params = llm.get_default_sampling_params() if sampling_params is None else sampling_params
+    ids, causes = prompt_tokens(llm, prompt, tokenizer)
+    [engine] = llm.apply_model(lambda m: m)
+    response = sampled(llm, engine, ids, params, max_tokens)
+    if log_probs is None:
+        log_probs = partial(causal_log_probs, model, temperature=temperature)
+
+    config = llm.llm_engine.vllm_config
+    dtypes = list(dict.fromkeys((config.model_config.dtype, model.dtype)))
+    wide = torch.float64 if torch.float32 in dtypes else torch.float32
+    truth, *rounded = (_computed(model, response.tokens[:-1], d) for d in (wide, *dtypes))
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    values = with_rope_table(response.values, engine, truth)
+    fused = getattr(engine, "packed_modules_mapping", {})
+    operations = compared(values, fused, merged(model), truth, rounded, eps)
+    first = first_beyond(operations)
+
+    exact, alone = (response.log_probs(v[LOGITS], temperature) for v in (truth, rounded[-1]))
+    rounding = FACTOR * max(
+        (exact - alone).abs().max(), eps * truth[LOGITS].abs().max() / temperature
+    )
+    packed, packing = in_packed_row(response, log_probs, alone, rounding)
+    computing = [*settings(config, model), *weights(engine, config, model, eps)]
+    if first is not None and not computing:
+        computing = [of_operation(first)]
+    causes += [*computing, *packing, *sampling(params, temperature, config.model_config)]
+    _, cost = importance_weights(packed, response.sampled_log_probs(params), high=None)
+    return EngineMismatch(causes, operations, first, cost.total(), len(response.tokens))
+
+
+def _check_engine(llm: Any) -> None:
+    if not runs_in_this_process(llm):
+        raise ValueError(
+            "llm: expected an engine in this process, got one in another, whose modules cannot be "
+            "watched; start it with VLLM_ENABLE_V1_MULTIPROCESSING=0 in the environment"
+        )
+    if not llm.llm_engine.vllm_config.model_config.enforce_eager:
+        raise ValueError(
+            "llm: expected an engine with enforce_eager=True, got one that compiles its model, "
+            "whose modules are not called; start it with LLM(..., enforce_eager=True)"
+        )
+
+
+@torch.no_grad()
+def _computed(model: Any, tokens: Tensor, dtype: torch.dtype) -> Values:
+    """What the trainer's modules compute with its weights in another dtype."""
+    model = copy.deepcopy(merged(model)).eval()
+    for parameter in model.parameters():  # RoPE has buffers whose dtype is not the model's
+        parameter.data = parameter.data.to(dtype)
+    ids = tokens[None].to(model.device)
+    return recorded(model, lambda: model(input_ids=ids, use_cache=False))
