@@ -56,6 +56,9 @@ NEUTRAL = {
 }
 
 
+CORRECTED = "or correct the loss by importance_weights"
+
+
 class Cause(NamedTuple):
     """Something in which engine and trainer differ.
 
@@ -196,28 +199,26 @@ def weights(engine: Any, vllm_config: Any, model: Any) -> Iterator[Cause]:
     """Which weights of an engine are not what it would make of the trainer's."""
     if vllm_config.model_config.quantization is not None:
         return
-    coarser = model.dtype != vllm_config.model_config.dtype
     trained = merged(model)
     layout = Layout.of(trained)
-    update = (
-        "update the engine with EngineWeights.update(), or start it from the trainer's checkpoint"
-    )
     try:
         loaded = ModelWeights(engine, vllm_config, layout)
     except ValueError as error:
         yield Cause("weights", str(error), "start the engine from the trainer's checkpoint")
         return
-    rounding = 2 * torch.finfo(model.dtype).eps if coarser else 0.0
-    views = list(layout.named(trained).values())
-    stale = [name.replace("cpu_linear", "weight") for name in loaded.differences(views, rounding)]
-    names = list(dict.fromkeys(stale))
-    if not names:
-        return
-    head = all(re.search("lm_head|embed_tokens", name) for name in names)
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    yield Cause(
-        "stale head" if head else "stale weights", f"the engine has other values in {shown}", update
-    )
+    # A trainer may have rounded what the engine was started with.
+    differs = model.dtype != vllm_config.model_config.dtype
+    rounding = 2 * torch.finfo(model.dtype).eps if differs else 0.0
+    wrong = loaded.differences(list(layout.named(trained).values()), rounding)
+    names = list(dict.fromkeys(name.replace("cpu_linear", "weight") for name in wrong))
+    if names:
+        head = all(re.search("lm_head|embed_tokens", name) for name in names)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield Cause(
+            "stale head" if head else "stale weights",
+            f"the engine has other values in {', '.join(names[:3])}{more}",
+            "update the engine by EngineWeights, or start it from the trainer's checkpoint",
+        )
 
 
 def of_operation(first: Operation) -> Cause:
@@ -231,7 +232,7 @@ def of_operation(first: Operation) -> Cause:
 def in_packed_row(
     response: Response, log_probs: LogProbs, alone: Tensor, rounding: float
 ) -> tuple[Tensor, list[Cause]]:
-    """The trainer's log-probs of an answer behind another sequence, and whether that changes them."""
+    """The trainer's log-probs of an answer behind another sequence, and what that changes."""
     tokens, start = response.tokens, response.start
     with torch.no_grad():
         found = log_probs(torch.cat((tokens, tokens)), [len(tokens)] * 2)
@@ -269,14 +270,9 @@ def sampling(params: Any, temperature: float, model_config: Any) -> Iterator[Cau
         value = getattr(params, name)
         if value not in neutral:
             source = " of generation_config.json" if default.get(name) == value else ""
-            what = f"the engine samples with {name}={value}{source}, and the trainer ignores it"
-            kept = (
-                "pass support= to the trainer's log-probs, or sample"
-                if "_p" in name[3:] or "_k" in name
-                else "sample"
+            remedy = (
+                f"sample with {name}={neutral[0]} (LLM(generation_config='vllm') ignores the file)"
             )
-            yield Cause(
-                name,
-                what,
-                f"{kept} with {name}={neutral[0]}; generation_config='vllm' ignores the file",
-            )
+            if not name.endswith("penalty"):
+                remedy += ", or pass support= to the trainer's log-probs"
+            yield Cause(name, f"the trainer ignores {name}={value}{source}", remedy)

@@ -119,7 +119,7 @@ def explain_mismatch(
         (exact - alone).abs().max(), eps * truth[LOGITS].abs().max() / temperature
     )
     packed, packing = in_packed_row(response, log_probs, alone, rounding)
-    computing = [*settings(config, model), *weights(engine, config, model, eps)]
+    computing = [*settings(config, model), *weights(engine, config, model)]
     if first is not None and not computing:
         computing = [of_operation(first)]
     causes += [*computing, *packing, *sampling(params, temperature, config.model_config)]

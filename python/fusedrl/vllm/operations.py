@@ -1,7 +1,7 @@
 """What the modules of two models compute, and the first operation in which an engine differs.
 
-vLLM's module of a name computes what the module of that name does in transformers. It may be several
-of them in one, and returns what is added to the residual beside it.
+vLLM's module of a name computes what the module of that name does in transformers. It may be
+several of them in one, and returns what is added to the residual beside it.
 """
 
 from __future__ import annotations
