@@ -56,6 +56,28 @@ class EngineMismatch(NamedTuple):
     cost: Mismatch
     tokens: int
 
+    def __str__(self) -> str:
+        """The first difference, each cause with its remedy, and the cost, a line each."""
+        lines = [f"{len(self.operations)} operations compared on {self.tokens} tokens"]
+        other = next((o for o in self.operations if o.difference), None)
+        if other is not None:
+            lines += [f"the first other bits: {other.name}, {other.kind}, {other.difference:.1e}"]
+        if self.first is not None:
+            name, kind, error, allowed, _, token = self.first
+            lines += [
+                f"the first error beyond rounding: {name}, {kind}, at token {token}: {error:.1e}, "
+                f"where rounding explains {allowed:.1e}"
+            ]
+        lines += [f"{kind}: {what}; {remedy}" for kind, what, remedy in self.causes]
+        cost = self.cost
+        return "\n".join(
+            [
+                *lines,
+                f"cost: ratios of tokens up to {cost.max_ratio:.4f}, KL {cost.k3:.1e} nats a token, "
+                f"effective sample size {cost.ess:.2f} of {cost.tokens} tokens",
+            ]
+        )
+
 
 def explain_mismatch(
     model: Any,
