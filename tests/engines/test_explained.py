@@ -1,7 +1,6 @@
 """Planted differences of an engine and its trainer are named, and none where none is planted."""
 
 import json
-from copy import deepcopy
 
 import pytest
 import torch
@@ -71,7 +70,8 @@ def other_scale(model):
 
 
 def rounded_buffers(model):
-    model.to(torch.bfloat16).float()
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq.bfloat16().float()
 
 
 def other_eps(model):
@@ -86,18 +86,87 @@ def not_restarting(model):
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
 WINDOWS = {**WINDOW, "layer_types": ["sliding_attention"] * 2}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 9000.0}}
-LAYER = "model.layers.1.mlp.down_proj"
+LAYERS = "model.layers."
+DOWN = f"{LAYERS}1.mlp.down_proj"
 # What is planted, the kind of cause that is named, and where the first error beyond rounding is.
-FAULTS = {
-    "eps": ({"load": {"rms_norm_eps": 1e-4}}, "eps", "model.layers.0.input_layernorm"),
-    "theta": ({"load": ROPE}, "RoPE", "model.rotary_emb"),
-    "head": ({"change": noise("lm_head.weight")}, "stale head", "the logits"),
-    "layer": ({"change": noise(f"{LAYER}.weight")}, "stale weights", LAYER),
-    "window": ({"load": WINDOWS}, "sliding window", "model.layers.0.self_attn.o_proj"),
-    "bias": ({"change": without_bias}, "weights", "model.layers.0.self_attn.qkv_proj"),
-    "scale": ({"change": other_scale}, "attention", "model.layers.0.self_attn.o_proj"),
-    "buffers": ({"change": rounded_buffers}, "RoPE", "model.rotary_emb"),
-    "norm": ({"change": other_eps}, "norm", "model.layers.1.input_layernorm"),
-    "packing": ({"log_probs": not_restarting}, "packing", None),
+IN_THE_TRAINER = {
     "dtype": ({"load": {"dtype": torch.bfloat16}}, "dtype", None),
+    "eps": ({"load": {"rms_norm_eps": 1e-4}}, "eps", f"{LAYERS}0.input_layernorm"),
+    "theta": ({"load": ROPE}, "RoPE", "model.rotary_emb"),
+    "head": ({"change": noise("lm_head.weight")}, "stale head", "the head"),
+    "layer": ({"change": noise(f"{DOWN}.weight")}, "stale weights", DOWN),
+    "window": ({"load": WINDOWS}, "sliding window", f"{LAYERS}0.self_attn"),
+    "bias": ({"change": without_bias}, "weights", f"{LAYERS}0.self_attn.qkv_proj"),
+    "scale": ({"change": other_scale}, "attention", f"{LAYERS}0.self_attn"),
+    "buffers": ({"change": rounded_buffers}, "RoPE", "model.rotary_emb"),
+    "norm": ({"change": other_eps}, "norm", f"{LAYERS}1.input_layernorm"),
+    "packing": ({"log_probs": not_restarting}, "packing", None),
+    "trainer's temperature": ({"temperature": 0.7}, "temperature", None),
 }
+
+
+@pytest.mark.parametrize("fault", IN_THE_TRAINER)
+def test_what_is_planted_in_the_trainer_is_named_alone(fault, explained):
+    options, kind, place = IN_THE_TRAINER[fault]
+    found = explained(**options)
+    assert [cause.kind for cause in found.causes] == [kind]
+    assert found.first is None if place is None else found.first.name == place
+    assert found.cost.ess < found.cost.tokens
+
+
+def test_nothing_is_named_where_nothing_is_planted(explained):
+    found = explained()
+    assert found.causes == [] and found.first is None
+    assert found.cost.max_ratio < 1.0001
+
+
+def test_sampling_that_the_trainer_ignores_is_named(folder, llm, explained, monkeypatch):
+    (folder / "generation_config.json").write_text(json.dumps({"top_p": 0.7, "top_k": 20}))
+    monkeypatch.setattr(llm, "default_sampling_params", None)
+    found = explained()
+    (folder / "generation_config.json").unlink()
+    assert [cause.kind for cause in found.causes] == ["top_p", "top_k"]
+    assert "generation_config.json" in found.causes[0].what
+    assert found.cost.k3 > 0.01
+
+
+def test_log_probs_before_the_temperature_are_named(explained):
+    from vllm import SamplingParams
+
+    found = explained(sampling_params=SamplingParams(temperature=0.7), temperature=0.7)
+    assert [cause.kind for cause in found.causes] == ["temperature"]
+    assert "logprobs_mode" in found.causes[0].what
+    assert found.cost.max_ratio < 1.0001
+
+
+def test_another_prompt_is_named(folder, explained):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "<eos>"
+    tokenizer.chat_template = "{{ bos_token + bos_token }}" + tokenizer.chat_template
+    [cause] = explained(tokenizer=tokenizer).causes
+    assert cause.kind == "template"
+    assert "from token 0 on" in cause.what and "trainer begins with BOS twice" in cause.what
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_nothing_is_named_in_bfloat16(kind, tmp_path):
+    model = tiny_model(tmp_path, kind=kind, initializer_range=0.2).bfloat16()
+    with offline(tmp_path, dtype="bfloat16") as llm:
+        found = explain_mismatch(model, llm, "Is it late?", AutoTokenizer.from_pretrained(tmp_path))
+    print(found)
+    assert found.causes == [] and found.first is None
+
+
+def test_the_command_names_the_dtype_of_an_engine(folder, capsys):
+    options = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 256}
+    command = ["check", "--engine", "vllm", str(folder), "--engine-options", json.dumps(options)]
+    assert main(command) == 1
+    printed = capsys.readouterr().out
+    assert "dtype: the engine computes in torch.bfloat16, the trainer in torch.float32" in printed
+    assert "cost: ratios up to" in printed
+
+
+def test_engines_that_cannot_be_watched_are_refused(llm, explained, monkeypatch):
+    monkeypatch.setattr(llm.llm_engine.vllm_config.model_config, "enforce_eager", False)
+    with pytest.raises(ValueError, match="enforce_eager=True"):
+        explained()

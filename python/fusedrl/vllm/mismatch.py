@@ -61,22 +61,17 @@ class EngineMismatch(NamedTuple):
         lines = [f"{len(self.operations)} operations compared on {self.tokens} tokens"]
         other = next((o for o in self.operations if o.difference), None)
         if other is not None:
-            lines += [f"the first other bits: {other.name}, {other.kind}, {other.difference:.1e}"]
+            lines += [f"first other bits: {other.kind} in {other.name}, {other.difference:.1e}"]
         if self.first is not None:
             name, kind, error, allowed, _, token = self.first
             lines += [
-                f"the first error beyond rounding: {name}, {kind}, at token {token}: {error:.1e}, "
+                f"first error beyond rounding: {kind} in {name} at token {token}, {error:.1e}, "
                 f"where rounding explains {allowed:.1e}"
             ]
-        lines += [f"{kind}: {what}; {remedy}" for kind, what, remedy in self.causes]
-        cost = self.cost
-        return "\n".join(
-            [
-                *lines,
-                f"cost: ratios of tokens up to {cost.max_ratio:.4f}, KL {cost.k3:.1e} nats a token, "
-                f"effective sample size {cost.ess:.2f} of {cost.tokens} tokens",
-            ]
-        )
+        lines += [f"{cause.kind}: {cause.what}; {cause.remedy}" for cause in self.causes]
+        ratio, kl, ess, tokens = self.cost.max_ratio, self.cost.k3, self.cost.ess, self.cost.tokens
+        cost = f"cost: ratios up to {ratio:.4f}, KL {kl:.1e} nats a token, effective sample size "
+        return "\n".join([*lines, f"{cost}{ess:.2f} of {tokens} tokens"])
 
 
 def explain_mismatch(

@@ -29,7 +29,7 @@ class Operation(NamedTuple):
     Errors are of a token's vector relative to its norm, the largest of all tokens.
 
     Args:
-        name: the module that computes it, or whose input it is.
+        name: the module that computes it, or a part of it.
         kind: such as ``"attention"`` or ``"norm"``.
         error: of the engine, compared with the trainer's weights in a wider dtype.
         allowed: what rounding explains.
@@ -122,7 +122,8 @@ def compared(
         beyond = ~(error <= allowed)
         token = beyond.nonzero()[0, 0] if beyond.any() else error.argmax()
         difference = _errors(value.double(), own).max().item()
-        name = key[0] or "the logits"
+        name, side = key
+        name = name.rpartition(".")[0] if side == "input" else name or "the head"
         operations.append(
             Operation(name, kind, error.max().item(), allowed, difference, int(token))
         )
