@@ -150,7 +150,8 @@ def test_another_prompt_is_named(folder, explained):
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 def test_nothing_is_named_in_bfloat16(kind, tmp_path):
-    model = tiny_model(tmp_path, kind=kind, initializer_range=0.2).bfloat16()
+    tiny_model(tmp_path, kind=kind, initializer_range=0.2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     with offline(tmp_path, dtype="bfloat16") as llm:
         found = explain_mismatch(model, llm, "Is it late?", AutoTokenizer.from_pretrained(tmp_path))
     print(found)
