@@ -17,8 +17,13 @@ CHAT = [{"role": "user", "content": "Is it late? Answer in one sentence."}]
 
 @pytest.fixture(scope="module", autouse=True)
 def checkpoint(folder):
-    """Far from uniform predictions, and with a chat template."""
-    tiny_model(folder, initializer_range=0.2)
+    """Far from uniform predictions, with biases and a chat template."""
+    model = tiny_model(folder, initializer_range=0.2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = CHATML.replace("GENERATION", "").replace("END", "")
     tokenizer.save_pretrained(folder)
@@ -75,7 +80,7 @@ def rounded_buffers(model):
 
 
 def other_eps(model):
-    model.model.layers[1].input_layernorm.variance_epsilon = 1e-3
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.1
 
 
 # In a row of two sequences, the second one goes on with the positions of the first.

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     # Modules are watched in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 

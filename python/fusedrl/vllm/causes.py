@@ -204,7 +204,9 @@ def weights(engine: Any, vllm_config: Any, model: Any) -> Iterator[Cause]:
     try:
         loaded = ModelWeights(engine, vllm_config, layout)
     except ValueError as error:
-        yield Cause("weights", str(error), "start the engine from the trainer's checkpoint")
+        _, *differences = str(error).splitlines()
+        what = "; ".join(line.strip() for line in differences[:3])
+        yield Cause("weights", what, "start the engine from the trainer's checkpoint")
         return
     # A trainer may have rounded what the engine was started with.
     differs = model.dtype != vllm_config.model_config.dtype
