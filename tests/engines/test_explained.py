@@ -153,6 +153,27 @@ def test_another_prompt_is_named(folder, explained):
     assert "from token 0 on" in cause.what and "trainer begins with BOS twice" in cause.what
 
 
+def test_adapters_that_the_engine_does_not_have_are_named(folder, llm):
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    adapters = LoraConfig(
+        target_modules=["o_proj"], layers_to_transform=[1], init_lora_weights=False
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = explain_mismatch(get_peft_model(model, adapters), llm, CHAT, tokenizer)
+    assert [cause.kind for cause in found.causes] == ["stale weights"]
+    assert found.first.name == f"{LAYERS}1.self_attn.o_proj" and found.cost.k3 > 1e-4
+
+
+def test_sampling_beyond_a_support_is_named(explained):
+    from vllm import SamplingParams
+
+    options = {"repetition_penalty": 1.5, "top_p": 0.5, "logit_bias": {7: 5.0}}
+    found = explained(sampling_params=SamplingParams(**options))
+    assert {cause.kind for cause in found.causes} == set(options)
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 def test_nothing_is_named_in_bfloat16(kind, tmp_path):
     tiny_model(tmp_path, kind=kind, initializer_range=0.2)

@@ -54,12 +54,11 @@ def run(args: argparse.Namespace) -> int:
         model = AutoModelForCausalLM.from_pretrained(trainer, dtype=args.dtype)
         llm = LLM(args.model, **{"enforce_eager": True, **args.engine_options})
         sampling = SamplingParams(**args.sampling_params) if args.sampling_params else None
+        chat = [{"role": "user", "content": args.text}] if tokenizer.chat_template else args.text
+        options: dict[str, Any] = {"sampling_params": sampling, "temperature": args.temperature}
+        found = explain_mismatch(model, llm, chat, tokenizer, **options)
     except (OSError, TypeError, ValueError) as error:
         print(f"check: {error}", file=sys.stderr)
         return 2
-    prompt = [{"role": "user", "content": args.text}] if tokenizer.chat_template else args.text
-    found = explain_mismatch(
-        model, llm, prompt, tokenizer, sampling_params=sampling, temperature=args.temperature
-    )
     print(found)
     return 1 if found.causes else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -45,17 +44,16 @@ OPERATIONS = {
     "activation": "compare hidden_act of both",
     "logits": "compare the softcap and the scale of the logits",
 }
-# Sampling parameters of which a trainer's softmax over all classes knows nothing.
-NEUTRAL = {
-    "top_p": (1.0,),
-    "top_k": (0, -1),
-    "min_p": (0.0,),
+# Sampling parameters of which a softmax over all classes knows nothing, and what leaves them out:
+# those that a support describes, and those that change the logits.
+TRUNCATION: dict[str, tuple[Any, ...]] = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
+CHANGES: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0,),
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
+    "logit_bias": (None,),
+    "allowed_token_ids": (None,),
 }
-
-
 CORRECTED = "or correct the loss by importance_weights"
 
 
@@ -92,13 +90,17 @@ class Response(NamedTuple):
         return token_log_probs(rows, tokens, temperature=temperature, support=support)
 
     def sampled_log_probs(self, params: Any) -> Tensor:
-        """Those of the distribution that the engine sampled from, but for penalties."""
-        logits, temperature = self.values[LOGITS], params.temperature or 1.0
-        limits = {"top_k": params.top_k if params.top_k > 0 else None, "top_p": params.top_p}
-        support = sampling_support(
-            logits[self.start - 1 :], temperature=temperature, min_p=params.min_p, **limits
-        )
+        """Those of the distribution that the engine sampled from, if no ``CHANGES`` are made."""
+        logits, temperature, support = self.values[LOGITS], params.temperature or 1.0, None
+        if not _used(params, CHANGES):
+            limits = {name: getattr(params, name) for name in _used(params, TRUNCATION)}
+            rows = logits[self.start - 1 :]
+            support = sampling_support(rows, temperature=temperature, **limits)
         return self.log_probs(logits, temperature, support)
+
+
+def _used(params: Any, parameters: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    return [name for name, neutral in parameters.items() if getattr(params, name) not in neutral]
 
 
 def sampled(llm: Any, engine: Any, ids: list[int], params: Any, max_tokens: int) -> Response:
@@ -189,18 +191,11 @@ def _flat(config: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def merged(model: Any) -> Any:
-    """A model without adapters that computes the same."""
-    is_peft = hasattr(model, "merge_and_unload")
-    return copy.deepcopy(model).merge_and_unload() if is_peft else model
-
-
 def weights(engine: Any, vllm_config: Any, model: Any) -> Iterator[Cause]:
     """Which weights of an engine are not what it would make of the trainer's."""
     if vllm_config.model_config.quantization is not None:
         return
-    trained = merged(model)
-    layout = Layout.of(trained)
+    layout = Layout.of(model)
     try:
         loaded = ModelWeights(engine, vllm_config, layout)
     except ValueError as error:
@@ -211,7 +206,7 @@ def weights(engine: Any, vllm_config: Any, model: Any) -> Iterator[Cause]:
     # A trainer may have rounded what the engine was started with.
     differs = model.dtype != vllm_config.model_config.dtype
     rounding = 2 * torch.finfo(model.dtype).eps if differs else 0.0
-    wrong = loaded.differences(list(layout.named(trained).values()), rounding)
+    wrong = loaded.differences(list(layout.named(model).values()), rounding)
     names = list(dict.fromkeys(name.replace("cpu_linear", "weight") for name in wrong))
     if names:
         head = all(re.search("lm_head|embed_tokens", name) for name in names)
@@ -268,13 +263,12 @@ def sampling(params: Any, temperature: float, model_config: Any) -> Iterator[Cau
         remedy = "start the engine with logprobs_mode='processed_logprobs'"
         yield Cause("temperature", what, remedy)
     default = model_config.get_diff_sampling_param()
-    for name, neutral in NEUTRAL.items():
-        value = getattr(params, name)
-        if value not in neutral:
-            source = " of generation_config.json" if default.get(name) == value else ""
-            remedy = (
-                f"sample with {name}={neutral[0]} (LLM(generation_config='vllm') ignores the file)"
-            )
-            if not name.endswith("penalty"):
-                remedy += ", or pass support= to the trainer's log-probs"
-            yield Cause(name, f"the trainer ignores {name}={value}{source}", remedy)
+    for name in _used(params, TRUNCATION | CHANGES):
+        value, [neutral, *_] = getattr(params, name), (TRUNCATION | CHANGES)[name]
+        source = " of generation_config.json" if default.get(name) == value else ""
+        remedy = f"sample with {name}={neutral}"
+        if source:
+            remedy += ", or start the engine with generation_config='vllm'"
+        if name in TRUNCATION:
+            remedy += ", or pass support= to the trainer's log-probs"
+        yield Cause(name, f"the trainer ignores {name}={value}{source}", remedy)

@@ -19,7 +19,6 @@ from fusedrl.vllm.causes import (
     LogProbs,
     Messages,
     in_packed_row,
-    merged,
     of_operation,
     prompt_tokens,
     sampled,
@@ -121,6 +120,7 @@ def explain_mismatch(
     if log_probs is None:
         log_probs = partial(causal_log_probs, model, temperature=temperature)
 
+    model = _without_adapters(model)
     config = llm.llm_engine.vllm_config
     dtypes = list(dict.fromkeys((config.model_config.dtype, model.dtype)))
     wide = torch.float64 if torch.float32 in dtypes else torch.float32
@@ -128,7 +128,7 @@ def explain_mismatch(
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     values = with_rope_table(response.values, engine, truth)
     fused = getattr(engine, "packed_modules_mapping", {})
-    operations = compared(values, fused, merged(model), truth, rounded, eps)
+    operations = compared(values, fused, model, truth, rounded, eps)
     first = first_beyond(operations)
 
     exact, alone = (response.log_probs(v[LOGITS], temperature) for v in (truth, rounded[-1]))
@@ -157,10 +157,16 @@ def _check_engine(llm: Any) -> None:
         )
 
 
+def _without_adapters(model: Any) -> Any:
+    """A model that computes the same, with adapters in its weights."""
+    is_peft = hasattr(model, "merge_and_unload")
+    return copy.deepcopy(model).merge_and_unload() if is_peft else model
+
+
 @torch.no_grad()
 def _computed(model: Any, tokens: Tensor, dtype: torch.dtype) -> Values:
     """What the trainer's modules compute with its weights in another dtype."""
-    model = copy.deepcopy(merged(model)).eval()
+    model = copy.deepcopy(model).eval()
     for parameter in model.parameters():  # RoPE has buffers whose dtype is not the model's
         parameter.data = parameter.data.to(dtype)
     ids = tokens[None].to(model.device)
