@@ -164,14 +164,12 @@ def settings(vllm_config: Any, model: Any) -> Iterator[Cause]:
     engine, trainer = vllm_config.model_config, str(model.dtype)
     if str(engine.dtype) != trainer:
         what = f"the engine computes in {engine.dtype}, the trainer in {trainer}"
-        yield Cause(
-            "dtype", what, "start both with one dtype, or correct for it with importance_weights"
-        )
+        yield Cause("dtype", what, f"start both with one dtype, {CORRECTED}")
     cache = vllm_config.cache_config.cache_dtype
     for name, value in (("quantization", engine.quantization), ("kv_cache_dtype", cache)):
         if value not in (None, "auto", trainer.removeprefix("torch.")):
-            remedy = "leave it out, or correct for it with importance_weights"
-            yield Cause("dtype", f"the engine has {name}={value!r}", remedy)
+            what = f"the engine has {name}={value!r}"
+            yield Cause("dtype", what, f"start it without, {CORRECTED}")
     ours, theirs = (dict(_flat(c)) for c in (model.config, engine.hf_config))
     found: dict[str, list[str]] = {}
     for name in ours | theirs:

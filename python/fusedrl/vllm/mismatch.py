@@ -132,9 +132,8 @@ def explain_mismatch(
     first = first_beyond(operations)
 
     exact, alone = (response.log_probs(v[LOGITS], temperature) for v in (truth, rounded[-1]))
-    rounding = FACTOR * max(
-        (exact - alone).abs().max(), eps * truth[LOGITS].abs().max() / temperature
-    )
+    scale = truth[LOGITS].abs().max().item() / temperature
+    rounding = FACTOR * max((exact - alone).abs().max().item(), eps * scale)
     packed, packing = in_packed_row(response, log_probs, alone, rounding)
     computing = [*settings(config, model), *weights(engine, config, model)]
     if first is not None and not computing:

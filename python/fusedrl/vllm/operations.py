@@ -189,9 +189,10 @@ def _kind(key: Key, module: nn.Module) -> str:
         return "RoPE"
     if side == "input":
         return "attention" if "attn" in name or "attention" in name else "activation"
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    return "norm" if "norm" in name.rpartition(".")[2] else "linear"
+    if isinstance(module, nn.Linear | nn.Embedding):
+        return "linear" if isinstance(module, nn.Linear) else "embedding"
+    last = name.rpartition(".")[2]
+    return "norm" if "norm" in last else last
 
 
 def first_beyond(operations: Sequence[Operation]) -> Operation | None:
