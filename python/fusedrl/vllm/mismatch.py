@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl.compat.vllm import runs_in_this_process
+from fusedrl.compat.vllm import rope_cosines, runs_in_this_process
 from fusedrl.models.log_probs import causal_log_probs
 from fusedrl.ops import Mismatch, importance_weights
 from fusedrl.vllm.causes import (
@@ -34,18 +34,21 @@ from fusedrl.vllm.operations import (
     compared,
     first_beyond,
     recorded,
-    with_rope_table,
+    with_cosines,
 )
 
 
 class EngineMismatch(NamedTuple):
     """Why an engine and its trainer differ, and what that costs.
 
+    ``print`` shows it in a few lines.
+
     Args:
-        causes: what to change; none where rounding alone makes them differ.
-        operations: all that both have, in the engine's order.
+        causes: what to change, each a tuple ``(kind, what, remedy)`` of strings; none where
+            rounding alone makes them differ.
+        operations: all that both have, in the engine's order, with their relative errors.
         first: the first operation that differs by more than rounding, if one does.
-        cost: ratios, KL and effective sample size of the tokens that the engine sampled.
+        cost: the mismatch of the tokens that the engine sampled, with ratios that are not bounded.
         tokens: how many tokens were compared, with those of the prompt.
     """
 
@@ -111,6 +114,13 @@ def explain_mismatch(
 
     Raises:
         ValueError: the engine runs in another process, or compiles its model.
+
+    Example:
+        >>> from fusedrl.vllm import explain_mismatch
+        >>> def report(trained, llm, tokenizer):  # llm = LLM(..., enforce_eager=True)
+        ...     found = explain_mismatch(trained, llm, "Is it late?", tokenizer)
+        ...     print(found)
+        ...     return [cause.kind for cause in found.causes]
     """
     _check_engine(llm)
     params = llm.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -126,7 +136,8 @@ def explain_mismatch(
     wide = torch.float64 if torch.float32 in dtypes else torch.float32
     truth, *rounded = (_computed(model, response.tokens[:-1], d) for d in (wide, *dtypes))
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    values = with_rope_table(response.values, engine, truth)
+    cosines = rope_cosines(engine, len(response.tokens) - 1)
+    values = with_cosines(response.values, cosines, truth)
     fused = getattr(engine, "packed_modules_mapping", {})
     operations = compared(values, fused, model, truth, rounded, eps)
     first = first_beyond(operations)

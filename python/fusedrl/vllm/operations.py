@@ -157,24 +157,16 @@ def _is_rotary(name: str) -> bool:
     return name.endswith("rotary_emb")
 
 
-def with_rope_table(engine: Values, model: nn.Module, trainer: Values) -> Values:
-    """Put before what an engine computed the cosines by which it rotates, at all positions.
+def with_cosines(engine: Values, cosines: Sequence[Tensor], trainer: Values) -> Values:
+    """Put the cosines by which an engine rotates before what it computed.
 
     Args:
         engine: what it computed.
-        model: the engine's.
-        trainer: what the trainer computed; its module that returns such cosines gives the name.
+        cosines: the engine's, one for each of its tables.
+        trainer: what the trainer computed, which has its cosines under the name of their module.
     """
-    names = [name for name, side in trainer if side == "output" and _is_rotary(name)]
-    tables = {id(m.cos_sin_cache): m for m in model.modules() if hasattr(m, "cos_sin_cache")}
-    if len(names) != 1 or len(tables) != 1:
-        return engine
-    [rotary] = tables.values()
-    cosines = rotary.cos_sin_cache[: len(engine[LOGITS])].chunk(2, -1)[0].cpu()
-    pairs = (
-        torch.cat([cosines] * 2, -1) if rotary.is_neox_style else cosines.repeat_interleave(2, -1)
-    )
-    return {(names[0], "output"): pairs, **engine}
+    names = [key for key in trainer if key[1] == "output" and _is_rotary(key[0])]
+    return {names[0]: cosines[0], **engine} if len(names) == len(cosines) == 1 else engine
 
 
 def _errors(value: Tensor, expected: Tensor) -> Tensor:
