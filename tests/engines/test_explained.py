@@ -119,6 +119,12 @@ def test_what_is_planted_in_the_trainer_is_named_alone(fault, explained):
     assert found.cost.ess < found.cost.tokens
 
 
+def test_two_causes_are_named_beside_each_other(explained):
+    found = explained(lambda model: model.to(torch.bfloat16).float())
+    assert [cause.kind for cause in found.causes] == ["stale weights", "RoPE"]
+    assert found.first.name == "model.rotary_emb"
+
+
 def test_nothing_is_named_where_nothing_is_planted(explained):
     found = explained()
     assert found.causes == [] and found.first is None

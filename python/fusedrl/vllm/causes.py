@@ -42,8 +42,10 @@ OPERATIONS = {
     "attention": "compare masks, sliding windows, softcaps, scales and the engine's attention "
     "backend",
     "activation": "compare hidden_act of both",
+    "linear": "compare how both compute it: the engine's kernel, quantization and adapters",
     "logits": "compare the softcap and the scale of the logits",
 }
+WITHOUT_WEIGHTS = {"RoPE", "attention", "activation"}
 # Sampling parameters of which a softmax over all classes knows nothing, and what leaves them out:
 # those that a support describes, and those that change the logits.
 TRUNCATION: dict[str, tuple[Any, ...]] = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
@@ -91,7 +93,9 @@ class Response(NamedTuple):
 
     def sampled_log_probs(self, params: Any) -> Tensor:
         """Those of the distribution that the engine sampled from, if no ``CHANGES`` are made."""
-        logits, temperature, support = self.values[LOGITS], params.temperature or 1.0, None
+        if params.temperature == 0:
+            return torch.zeros(len(self.tokens) - self.start)
+        logits, temperature, support = self.values[LOGITS], params.temperature, None
         if not _used(params, CHANGES):
             limits = {name: getattr(params, name) for name in _used(params, TRUNCATION)}
             rows = logits[self.start - 1 :]
@@ -216,12 +220,14 @@ def weights(engine: Any, vllm_config: Any, model: Any) -> Iterator[Cause]:
         )
 
 
-def of_operation(first: Operation) -> Cause:
-    """A difference that neither settings nor weights explain."""
-    remedy = OPERATIONS.get(
-        first.kind, "compare how both compute it: the engine's kernel, quantization and adapters"
-    )
-    return Cause(first.kind, f"{first.name} differs with the same input and weights", remedy)
+def of_operation(first: Operation | None, causes: Sequence[Cause]) -> Iterator[Cause]:
+    """The first operation that differs by more than rounding, unless other causes say why."""
+    elsewhere = {"template", "dtype"}
+    if first is not None and first.kind in WITHOUT_WEIGHTS:
+        elsewhere |= {"weights", "stale head", "stale weights"}
+    if first is not None and all(cause.kind in elsewhere for cause in causes):
+        what = f"{first.name} differs with the same input and weights"
+        yield Cause(first.kind, what, OPERATIONS.get(first.kind, OPERATIONS["linear"]))
 
 
 def in_packed_row(

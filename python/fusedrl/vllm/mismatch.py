@@ -146,10 +146,9 @@ def explain_mismatch(
     scale = truth[LOGITS].abs().max().item() / temperature
     rounding = FACTOR * max((exact - alone).abs().max().item(), eps * scale)
     packed, packing = in_packed_row(response, log_probs, alone, rounding)
-    computing = [*settings(config, model), *weights(engine, config, model)]
-    if first is not None and not computing:
-        computing = [of_operation(first)]
-    causes += [*computing, *packing, *sampling(params, temperature, config.model_config)]
+    causes += [*settings(config, model), *weights(engine, config, model)]
+    causes += [*of_operation(first, causes), *packing]
+    causes += sampling(params, temperature, config.model_config)
     _, cost = importance_weights(packed, response.sampled_log_probs(params), high=None)
     return EngineMismatch(causes, operations, first, cost.total(), len(response.tokens))
 
