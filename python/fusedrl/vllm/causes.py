@@ -1,5 +1,7 @@
 """The causes by which an engine's log-probs are not its trainer's, and what to do about each."""
 
+# vLLM has an environment of its own, which the linters do not see.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import re
