@@ -61,10 +61,8 @@ def recorded(model: nn.Module, run: Callable[[], Any]) -> Values:
     def keep(name: str, side: str, value: Any) -> None:
         value = _first_tensor(value)
         if value is not None and value.dim() > 1 and value.is_floating_point():
-            # vLLM overwrites many inputs.
-            calls.setdefault((name, side), []).append(
-                value.detach().flatten(0, -2).to("cpu", copy=True)
-            )
+            rows = value.flatten(0, -2).to("cpu", copy=True)  # vLLM overwrites many inputs
+            calls.setdefault((name, side), []).append(rows)
 
     def hooks(name: str, module: nn.Module) -> Iterator[Any]:
         yield module.register_forward_pre_hook(lambda _, args: keep(name, "input", args))
@@ -112,25 +110,26 @@ def compared(
         if not is_known or is_repeated:  # the output of a norm is the input of a product
             continue
         before = value
-        expected, own, *rest = (
-            torch.cat([values[k] for k in keys], -1).double() for values in (truth, *rounded)
-        )
-        if expected.shape != value.shape:
-            continue
-        kind = _kind(key, modules[keys[0][0]])
-        rounding = max(eps, *(_errors(x, expected).max().item() for x in (own, *rest)))
-        if kind == "RoPE":  # angles are products with positions, in float32
-            rounding += torch.finfo(torch.float32).eps * len(value)
-        error, allowed = _errors(value.double(), expected), FACTOR * rounding
-        beyond = ~(error <= allowed)
-        token = beyond.nonzero()[0, 0] if beyond.any() else error.argmax()
-        difference = _errors(value.double(), own).max().item()
-        name, side = key
-        name = name.rpartition(".")[0] if side == "input" else name or "the head"
-        operations.append(
-            Operation(name, kind, error.max().item(), allowed, difference, int(token))
-        )
+        expected, *runs = (torch.cat([v[k] for k in keys], -1) for v in (truth, *rounded))
+        if expected.shape == value.shape:
+            kind = _kind(key, modules[keys[0][0]])
+            operations.append(_operation(key, kind, value, expected, runs, eps))
     return operations
+
+
+def _operation(
+    key: Key, kind: str, value: Tensor, expected: Tensor, runs: Sequence[Tensor], eps: float
+) -> Operation:
+    name, side = key
+    name = name.rpartition(".")[0] if side == "input" else name or "the head"
+    rounding = max(eps, *(_errors(run, expected).max().item() for run in runs))
+    if kind == "RoPE":  # angles are products with positions, in float32
+        rounding += torch.finfo(torch.float32).eps * len(value)
+    errors, allowed = _errors(value, expected), FACTOR * rounding
+    beyond = ~(errors <= allowed)
+    token = int(beyond.nonzero()[0, 0] if beyond.any() else errors.argmax())
+    difference = _errors(value, runs[0]).max().item()
+    return Operation(name, kind, errors.max().item(), allowed, difference, token)
 
 
 def _counterparts(key: Key, fused: Mapping[str, Sequence[str]]) -> list[Key]:
@@ -173,6 +172,7 @@ def with_cosines(engine: Values, cosines: Sequence[Tensor], trainer: Values) -> 
 
 
 def _errors(value: Tensor, expected: Tensor) -> Tensor:
+    value, expected = value.double(), expected.double()
     return (value - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
 
 
