@@ -41,8 +41,8 @@ OPERATIONS = {
     "RoPE": "compare rope_parameters; a model whose buffers were cast, as by .to(torch.bfloat16), "
     "rotates by rounded angles: load it with dtype= instead",
     "norm": "compare the eps of both norms, and whether the trainer's norm was replaced",
-    "attention": "compare masks, sliding windows, softcaps, scales and the engine's attention "
-    "backend",
+    "attention": "compare masks, windows, scales and softcaps, which transformers applies with "
+    "attn_implementation='eager' and not with 'sdpa'",
     "activation": "compare hidden_act of both",
     "linear": "compare how both compute it: the engine's kernel, quantization and adapters",
     "logits": "compare the softcap and the scale of the logits",

@@ -32,7 +32,7 @@ from fusedrl.vllm.operations import (
     Operation,
     Values,
     compared,
-    first_beyond,
+    first_of,
     recorded,
     with_cosines,
 )
@@ -61,7 +61,7 @@ class EngineMismatch(NamedTuple):
     def __str__(self) -> str:
         """The first difference, each cause with its remedy, and the cost, a line each."""
         lines = [f"{len(self.operations)} operations compared on {self.tokens} tokens"]
-        other = next((o for o in self.operations if o.difference), None)
+        other = first_of(self.operations, lambda o: o.difference != 0)
         if other is not None:
             lines += [f"first other bits: {other.kind} in {other.name}, {other.difference:.1e}"]
         if self.first is not None:
@@ -140,7 +140,7 @@ def explain_mismatch(
     values = with_cosines(response.values, cosines, truth)
     fused = getattr(engine, "packed_modules_mapping", {})
     operations = compared(values, fused, model, truth, rounded, eps)
-    first = first_beyond(operations)
+    first = first_of(operations, lambda o: o.is_beyond)
 
     exact, alone = (response.log_probs(v[LOGITS], temperature) for v in (truth, rounded[-1]))
     scale = truth[LOGITS].abs().max().item() / temperature

@@ -190,8 +190,10 @@ def _kind(key: Key, module: nn.Module) -> str:
     return "norm" if "norm" in last else last
 
 
-def first_beyond(operations: Sequence[Operation]) -> Operation | None:
-    """The first operation in which the engine differs by more than rounding.
+def first_of(
+    operations: Sequence[Operation], differs: Callable[[Operation], bool]
+) -> Operation | None:
+    """The first operation in which the engine differs, and goes on to do so.
 
     What differs in one operation alone, and no longer in the next, is a value that the two models
     define differently, such as an embedding before and after it is scaled. A table of RoPE is
@@ -199,6 +201,6 @@ def first_beyond(operations: Sequence[Operation]) -> Operation | None:
     """
     following = [*operations[1:], *operations[-1:]]
     for operation, after in zip(operations, following, strict=True):
-        if operation.is_beyond and (after.is_beyond or operation.kind == "RoPE"):
+        if differs(operation) and (differs(after) or operation.kind == "RoPE"):
             return operation
     return None
