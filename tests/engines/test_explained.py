@@ -1,10 +1,12 @@
 """Planted differences of an engine and its trainer are named, and none where none is planted."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from chat_templates import CHATML
+from shown import assert_prints, texts
 from tiny_engines import offline, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -190,13 +192,14 @@ def test_nothing_is_named_in_bfloat16(kind, tmp_path):
     assert found.causes == [] and found.first is None
 
 
-def test_the_command_names_the_dtype_of_an_engine(folder, capsys):
+def test_the_command_prints_what_the_page_shows(folder, capsys):
     options = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 256}
     command = ["check", "--engine", "vllm", str(folder), "--engine-options", json.dumps(options)]
     assert main(command) == 1
     printed = capsys.readouterr().out
-    assert "dtype: the engine computes in torch.bfloat16, the trainer in torch.float32" in printed
-    assert "cost: ratios up to" in printed
+    print(printed)
+    page = Path(__file__).parents[2] / "docs/reference/vllm.md"
+    assert_prints(texts(page, "console"), printed, figures=False)
 
 
 def test_engines_that_cannot_be_watched_are_refused(llm, explained, monkeypatch):
