@@ -113,7 +113,7 @@ def explain_mismatch(
         :class:`EngineMismatch`.
 
     Raises:
-        ValueError: the engine runs in another process, or compiles its model.
+        ValueError: the engine has other processes, compiles its model, or speculates.
 
     Example:
         >>> from fusedrl.vllm import explain_mismatch
@@ -154,15 +154,18 @@ def explain_mismatch(
 
 
 def _check_engine(llm: Any) -> None:
-    if not runs_in_this_process(llm):
+    config = llm.llm_engine.vllm_config
+    if not runs_in_this_process(llm) or config.parallel_config.world_size > 1:
         raise ValueError(
-            "llm: expected an engine in this process, got one in another, whose modules cannot be "
-            "watched; start it with VLLM_ENABLE_V1_MULTIPROCESSING=0 in the environment"
+            "llm: expected an engine that computes in this process, where its modules can be "
+            "watched, got one with other processes; start it with VLLM_ENABLE_V1_MULTIPROCESSING=0 "
+            "in the environment, on one worker"
         )
-    if not llm.llm_engine.vllm_config.model_config.enforce_eager:
+    if not config.model_config.enforce_eager or config.speculative_config is not None:
         raise ValueError(
-            "llm: expected an engine with enforce_eager=True, got one that compiles its model, "
-            "whose modules are not called; start it with LLM(..., enforce_eager=True)"
+            "llm: expected an engine that calls its modules once for each token, got one that "
+            "compiles them or speculates; start it with enforce_eager=True and without "
+            "speculative_config"
         )
 
 
