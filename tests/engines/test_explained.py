@@ -152,6 +152,14 @@ def test_log_probs_before_the_temperature_are_named(explained):
     assert found.cost.max_ratio < 1.0001
 
 
+def test_greedy_sampling_costs_what_the_likeliest_tokens_lack(explained):
+    from vllm import SamplingParams
+
+    found = explained(sampling_params=SamplingParams(temperature=0))
+    assert [cause.kind for cause in found.causes] == ["temperature"]
+    assert found.cost.max_ratio <= 1 and found.cost.k3 > 0.01
+
+
 def test_another_prompt_is_named(folder, explained):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.bos_token = "<eos>"
@@ -180,6 +188,7 @@ def test_sampling_beyond_a_support_is_named(explained):
     options = {"repetition_penalty": 1.5, "top_p": 0.5, "logit_bias": {7: 5.0}}
     found = explained(sampling_params=SamplingParams(**options))
     assert {cause.kind for cause in found.causes} == set(options)
+    assert found.cost.tokens == 0 and "cost: not known" in str(found)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])

@@ -94,15 +94,15 @@ class Response(NamedTuple):
         return token_log_probs(rows, tokens, temperature=temperature, support=support)
 
     def sampled_log_probs(self, params: Any) -> Tensor:
-        """Those of the distribution that the engine sampled from, if no ``CHANGES`` are made."""
-        if params.temperature == 0:
-            return torch.zeros(len(self.tokens) - self.start)
-        logits, temperature, support = self.values[LOGITS], params.temperature, None
-        if not _used(params, CHANGES):
-            limits = {name: getattr(params, name) for name in _used(params, TRUNCATION)}
-            rows = logits[self.start - 1 :]
-            support = sampling_support(rows, temperature=temperature, **limits)
-        return self.log_probs(logits, temperature, support)
+        """Those of the distribution that the engine sampled from; NaN where ``CHANGES`` made it."""
+        logits = self.values[LOGITS]
+        if params.temperature == 0 or _used(params, CHANGES):
+            known = 0.0 if params.temperature == 0 else torch.nan
+            return torch.full((len(self.tokens) - self.start,), known)
+        options = {name: getattr(params, name) for name in _used(params, TRUNCATION)}
+        rows = logits[self.start - 1 :]
+        support = sampling_support(rows, temperature=params.temperature, **options)
+        return self.log_probs(logits, params.temperature, support)
 
 
 def _used(params: Any, parameters: Mapping[str, tuple[Any, ...]]) -> list[str]:

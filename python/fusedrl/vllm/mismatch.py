@@ -48,7 +48,8 @@ class EngineMismatch(NamedTuple):
             rounding alone makes them differ.
         operations: all that both have, in the engine's order, with their relative errors.
         first: the first operation that differs by more than rounding, if one does.
-        cost: the mismatch of the tokens that the engine sampled, with ratios that are not bounded.
+        cost: the mismatch of the tokens that the engine sampled, with ratios that are not bounded;
+            of no tokens if penalties or biases changed the logits.
         tokens: how many tokens were compared, with those of the prompt.
     """
 
@@ -71,6 +72,8 @@ class EngineMismatch(NamedTuple):
                 f"where rounding explains {allowed:.1e}"
             ]
         lines += [f"{cause.kind}: {cause.what}; {cause.remedy}" for cause in self.causes]
+        if not self.cost.tokens:
+            return "\n".join([*lines, "cost: not known, as the sampling changes the logits"])
         ratio, kl, ess, tokens = self.cost.max_ratio, self.cost.k3, self.cost.ess, self.cost.tokens
         cost = f"cost: ratios up to {ratio:.4f}, KL {kl:.1e} nats a token, effective sample size "
         return "\n".join([*lines, f"{cost}{ess:.2f} of {tokens} tokens"])
@@ -149,7 +152,9 @@ def explain_mismatch(
     causes += [*settings(config, model), *weights(engine, config, model)]
     causes += [*of_operation(first, causes), *packing]
     causes += sampling(params, temperature, config.model_config)
-    _, cost = importance_weights(packed, response.sampled_log_probs(params), high=None)
+    _, cost = importance_weights(
+        packed, response.sampled_log_probs(params), high=None, nan="missing"
+    )
     return EngineMismatch(causes, operations, first, cost.total(), len(response.tokens))
 
 
