@@ -186,5 +186,7 @@ def _computed(model: Any, tokens: Tensor, dtype: torch.dtype) -> Values:
     model = copy.deepcopy(model).eval()
     for parameter in model.parameters():  # RoPE has buffers whose dtype is not the model's
         parameter.data = parameter.data.to(dtype)
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # a grouped product has no float64
     ids = tokens[None].to(model.device)
     return recorded(model, lambda: model(input_ids=ids, use_cache=False))
