@@ -189,4 +189,4 @@ def _computed(model: Any, tokens: Tensor, dtype: torch.dtype) -> Values:
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # a grouped product has no float64
     ids = tokens[None].to(model.device)
-    return recorded(model, lambda: model(input_ids=ids, use_cache=False))
+    return recorded(model, lambda: model(input_ids=ids, use_cache=False), batched=True)

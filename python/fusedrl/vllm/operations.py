@@ -51,17 +51,19 @@ class Operation(NamedTuple):
 
 
 @torch.no_grad()
-def recorded(model: nn.Module, run: Callable[[], Any]) -> Values:
+def recorded(model: nn.Module, run: Callable[[], Any], *, batched: bool = False) -> Values:
     """What comes into and out of each module while something runs, ``[tokens, features]``.
 
-    Several calls of a module are taken for consecutive tokens.
+    Several calls of a module are taken for consecutive tokens; with ``batched`` a value may have a
+    dimension of one sequence before that of its tokens.
     """
     calls: dict[Key, list[Tensor]] = {}
 
     def keep(name: str, side: str, value: Any) -> None:
         value = _first_tensor(value)
         if value is not None and value.dim() > 1 and value.is_floating_point():
-            rows = value.flatten(0, -2).to("cpu", copy=True)  # vLLM overwrites many inputs
+            rows = value[0] if batched and value.dim() > 2 and len(value) == 1 else value
+            rows = rows.flatten(1).to("cpu", copy=True)  # vLLM overwrites many inputs
             calls.setdefault((name, side), []).append(rows)
 
     def hooks(name: str, module: nn.Module) -> Iterator[Any]:
