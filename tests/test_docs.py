@@ -45,6 +45,7 @@ FIGURES_VARY = {"docs/start/first-loss.md"}
 # page -> the tests that run it
 ELSEWHERE = {
     "docs/tutorials/weights-into-vllm.md": "tests/engines/test_docs.py",
+    "docs/reference/vllm.md": "tests/engines/test_explained.py",
     "docs/tutorials/ray-cluster.md": "tests/collectors/cluster/test_ray_docs.py",
 }
 SECOND_NAMES = {"aSyncDataCollector"}  # of classes, which have the examples of the first

@@ -21,13 +21,13 @@ BELOW: dict[str, tuple[str, ...]] = {
     "transport": ("compat",),
     "transforms": ("models", "transport", "assistant_tokens"),
     "objectives": ("transforms",),
-    "vllm": ("channel",),
+    "vllm": ("models",),
     "weights": ("vllm",),
     "collectors": ("weights", "transport"),
     "scoring": ("transforms",),
     "demo": ("scoring",),
     "integrations": ("objectives", "patching"),
-    "cli": ("scoring", "demo"),
+    "cli": ("scoring", "demo", "vllm"),
     "__main__": ("cli",),
 }
 

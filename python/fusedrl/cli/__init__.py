@@ -59,7 +59,7 @@ _SCORING = ("transformers", "pyarrow", "rich")
 NEEDS = {"demo": _SCORING, "score": _SCORING, "check": ("rich",), "bench": ("rich",), "info": ()}
 
 # Modules that commands import and that a plain installation may lack, named as their packages.
-OPTIONAL = ("transformers", "tokenizers", "jinja2", "pyarrow", "rich", "matplotlib")
+OPTIONAL = ("transformers", "tokenizers", "jinja2", "pyarrow", "rich", "matplotlib", "vllm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

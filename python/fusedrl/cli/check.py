@@ -2,7 +2,8 @@
 
 A case runs three times on the same inputs: the compiled kernel and the definition in the dtype
 under test, and the definition in float64, which is taken as the truth. A kernel is allowed the
-error of the definition and a few float32 roundings more.
+error of the definition and a few float32 roundings more. With ``--engine`` an engine is compared
+with its trainer instead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
+from fusedrl.cli import check_engine
 from fusedrl.cli.console import Console
 from fusedrl.native import NativeLibraryError
 from fusedrl.ops import OPS
@@ -38,10 +40,14 @@ examples:
   fusedrl check             # a row for each op, and the cases that failed
   fusedrl check -v          # a row for each case and dtype
   fusedrl check --failed    # the cases that failed, and the summary
+  # why an engine's log-probs are not the trainer's:
+  fusedrl check --engine vllm MODEL
+  fusedrl check --engine vllm MODEL --engine-options '{"dtype": "bfloat16"}'
 
 exit codes:
   0    no error is larger than what is allowed
-  1    one is, or a kernel did not run
+  1    one is, or a kernel did not run; or something must change in the engine or the trainer
+  2    a model could not be loaded
 """
 
 
@@ -84,10 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rows = parser.add_mutually_exclusive_group()
     rows.add_argument("-v", "--verbose", action="store_true", help="print a row for each case")
     rows.add_argument("--failed", action="store_true", help="print only the cases that failed")
+    check_engine.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run every case, and print a row for each op and each case that failed; 1 if any did."""
+    if args.engine or args.model:
+        return check_engine.run(args)
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     console = Console()

@@ -67,12 +67,7 @@ class ModelWeights:
             Exception: an error of the model. Some of its layers have the version then and others
                 do not, and it can be loaded again.
         """
-        index = self._layout.view_of
-
-        def weights() -> Iterator[tuple[str, Tensor]]:
-            for name in self._way.names:
-                yield from self._way.in_checkpoint(name, views[index[name]])
-
+        weights = self._in_checkpoint(views)
         known, self._is_known_to_load = self._is_known_to_load, False
         vllm.load_again(self._model, self._config, weights)
         wrong = [] if known and not verify else self._wrong_after(weights, verify)
@@ -84,7 +79,25 @@ class ModelWeights:
             )
         self._is_known_to_load = True
 
-    def _wrong_after(self, weights: vllm.Weights, every: bool) -> list[str]:
+    @torch.no_grad()
+    def differences(self, views: Sequence[Tensor], rounding: float = 0.0) -> list[str]:
+        """The names of what the model has and a start with these weights would not make.
+
+        Args:
+            views: as for :meth:`load`.
+            rounding: relative to the largest value of a tensor, up to which values may differ.
+        """
+        return self._wrong_after(self._in_checkpoint(views), True, rounding)
+
+    def _in_checkpoint(self, views: Sequence[Tensor]) -> vllm.Weights:
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for name in self._way.names:
+                view = views[self._layout.view_of[name]]
+                yield from self._way.in_checkpoint(name, view)
+
+        return weights
+
+    def _wrong_after(self, weights: vllm.Weights, every: bool, rounding: float = 0.0) -> list[str]:
         """What in the model differs from what a start with these weights would make."""
         # Layers with adapters are within others of vLLM's.
         layers = {
@@ -103,7 +116,7 @@ class ModelWeights:
                 wrong += [
                     f"{name}.{what}"
                     for what, value in expected.items()
-                    if value is not None and not _same_bits(actual.get(what), value)
+                    if value is not None and not _same(actual.get(what), value, rounding)
                 ]
         return wrong
 
@@ -245,8 +258,10 @@ class _Copies(DispatchMode):
         return result
 
 
-def _same_bits(one: Tensor | None, other: Tensor) -> bool:
+def _same(one: Tensor | None, other: Tensor, rounding: float) -> bool:
     """Also where they are NaN."""
     if one is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
+    if rounding and other.is_floating_point() and other.numel():
+        return bool((one - other).abs().max() <= rounding * other.abs().max())
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
