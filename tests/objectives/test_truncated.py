@@ -238,7 +238,7 @@ def test_versions_that_a_padded_tensor_has_of_padding_are_refused():
         sample["token_policy_version"] = versions
     loss = GRPOLoss(actor_of(model_of(), STACK), masking_strategy="rlhf", max_token_staleness=1)
     loss.policy_version = 4
-    with pytest.raises(ValueError, match="got 0, which is .*; pad with padding_value=-1"):
+    with pytest.raises(ValueError, match="pad with padding_value=-1"):
         loss(data)
 
 

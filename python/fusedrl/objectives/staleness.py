@@ -56,8 +56,8 @@ def _versions(batch: LossBatch, td: TensorDictBase) -> Tensor:
     """The version of each place, ``[B, T]``, -1 for none.
 
     A row of versions as long as the conversation is of its tokens, one as long as the tokens that
-    count is of these, and a shorter one is of the last tokens; -1 fills it up. Raises ``ValueError``
-    for one that 0 fills up, as a padded tensor has it by default.
+    count is of these, and a shorter one is of the last tokens; -1 fills it up. What 0 fills up, as
+    padded tensors do by default, is refused.
     """
     column: Any = td.get(TOKENS_KEY, None, as_list=True)  # pyright: ignore[reportCallIssue]
     if column is None:
