@@ -23,7 +23,7 @@ STRIDE = 97
 
 
 class Job(NamedTuple):
-    """Hidden states [N, H], weight [V, H], tokens [N], and the support (ids [S], offsets [N + 1])."""
+    """Hidden states [N, H], weight [V, H], tokens [N], and their support."""
 
     hidden: Tensor
     weight: Tensor
@@ -31,7 +31,7 @@ class Job(NamedTuple):
     support: tuple[Tensor, Tensor]
 
     def logits_left(self, weight_rows: Tensor) -> Tensor:
-        """The logits ``[N, S / N]`` of the classes that are left, whose rows of the head are given."""
+        """The logits [N, S / N] of the classes that are left, from their rows of the head."""
         rows = weight_rows.view(len(self.tokens), -1, self.hidden.shape[1])
         return torch.einsum("nh,nkh->nk", self.hidden, rows)
 
