@@ -42,10 +42,10 @@ class Job(NamedTuple):
         return self.logits_left(weight_rows).log_softmax(-1).gather(1, own).squeeze(1)
 
 
-def make_job(device: str, tokens: int, hidden: int, classes: int, dtype: torch.dtype) -> Job:
+def make_job(device: str, tokens: int, hidden: int, classes: int) -> Job:
     """Logits of variance 1; each token is among its own classes, which are random."""
-    states = torch.randn(tokens, hidden, device=device, dtype=dtype)
-    weight = torch.randn(classes, hidden, device=device, dtype=dtype) / hidden**0.5
+    states = torch.randn(tokens, hidden, device=device)
+    weight = torch.randn(classes, hidden, device=device) / hidden**0.5
     rows = [torch.randperm(classes)[:LEFT].sort().values for _ in range(tokens)]
     ids = torch.stack(rows).to(device)
     own = torch.randint(0, LEFT, (tokens, 1), device=device)
@@ -106,32 +106,27 @@ def exact_gradients(job: Job) -> Tensor:
 def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
     """From hidden states, forward and then with the backward pass; then from logits."""
     hidden, classes = (QUICK_HIDDEN, QUICK_CLASSES) if quick else (HIDDEN, CLASSES)
-    for dtype in (torch.float32, torch.bfloat16):
-        job = make_job(device, TOKENS, hidden, classes, dtype)
-        setting = f"{TOKENS} x {hidden} x {classes} {_name(dtype)}, {LEFT} classes left"
-        yield Case(
-            op="linear_token_log_probs, truncated sampling",
-            setting=setting,
-            make_input=lambda job=job: job,
-            contenders={"full head, masked": full_head, "fusedrl": fused},
-            timed_only={ALL_CLASSES: all_classes},
-            truth=truth,
-            goals={ALL_CLASSES: OVER_FULL_HEAD},
-        )
-        yield Case(
-            op="linear_token_log_probs, truncated sampling, forward + backward",
-            setting=setting,
-            make_input=lambda job=job: job,
-            contenders={
-                "full head, masked": lambda job: gradients(full_head, job),
-                "fusedrl": lambda job: gradients(fused, job),
-            },
-            timed_only={ALL_CLASSES: lambda job: gradients(all_classes, job)},
-            truth=exact_gradients,
-            goals={ALL_CLASSES: OVER_FULL_HEAD},
-        )
-        del job
-    yield of_logits(make_job(device, LOGITS_TOKENS, 8, classes, torch.float32))
+    job = make_job(device, TOKENS, hidden, classes)
+    setting = f"{TOKENS} x {hidden} x {classes} float32, {LEFT} classes left"
+    yield Case(
+        op="linear_token_log_probs, truncated sampling",
+        setting=setting,
+        make_input=lambda: job,
+        contenders={"full head, masked": full_head, "fusedrl": fused},
+        timed_only={ALL_CLASSES: all_classes},
+        truth=truth,
+        goals={ALL_CLASSES: OVER_FULL_HEAD},
+    )
+    yield Case(
+        op="linear_token_log_probs, truncated sampling, forward + backward",
+        setting=setting,
+        make_input=lambda: job,
+        contenders={"fusedrl": lambda job: gradients(fused, job)},
+        timed_only={ALL_CLASSES: lambda job: gradients(all_classes, job)},
+        truth=exact_gradients,
+        goals={ALL_CLASSES: OVER_FULL_HEAD},
+    )
+    yield of_logits(make_job(device, LOGITS_TOKENS, 8, classes))
 
 
 def of_logits(job: Job) -> Case:
@@ -148,7 +143,3 @@ def of_logits(job: Job) -> Case:
         timed_only={ALL_CLASSES: lambda job: token_log_probs(logits, job.tokens)},
         truth=truth,
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
