@@ -148,7 +148,9 @@ def _way_in(vllm_config: Any, layout: Layout) -> WayIn:
             return WayIn(names, unused=fit.unused)
     # Where the model has not those names either, its own differences are reported.
     in_checkpoint = transformers.in_checkpoint(vllm_config.model_config.hf_config)
-    for names in choices if in_checkpoint else ():
+    for names in choices:
+        if in_checkpoint is None:
+            break
         converted = _converted([entries[name] for name in names], in_checkpoint)
         other = _fit(vllm_config, converted)
         if not other.wrong and (in_stages or not other.unused):
