@@ -133,7 +133,7 @@ def test_a_failed_update_of_the_engines_own_weights_leaves_its_adapters(
             own.update()
         assert "2" in labels
         assert "goes on with the version before" in told.value.__notes__[0]
-        assert llm.llm_engine.list_loras() == {weights.lora_request.lora_int_id}
+        assert list(llm.llm_engine.list_loras()) == [weights.lora_request.lora_int_id]
         assert tokens_of(llm, lora_request=weights.lora_request) == tokens
         assert versions_of(llm, lora_request=weights.lora_request) == [(str(version), 0, 12)]
         train_adapters(model)
