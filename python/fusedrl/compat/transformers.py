@@ -19,24 +19,17 @@ def attention_of(config: Any) -> str | None:
     return getattr(config, "_attn_implementation", None)
 
 
-@TRANSFORMERS.needs(
-    "transformers.core_model_loading:revert_weight_conversion",
-    "transformers:AutoModelForCausalLM._model_mapping",
-)
-def in_checkpoint(config: Any) -> Callable[[str, Tensor], list[tuple[str, Tensor]]] | None:
+@TRANSFORMERS.needs("transformers.core_model_loading:revert_weight_conversion")
+def in_checkpoint(config: Any) -> Callable[[str, Tensor], list[tuple[str, Tensor]]]:
     """What a checkpoint has of a weight of the configuration's model, such as one for each expert.
 
-    ``None`` before transformers 5, where it has the weight itself, and for a model that is none of
-    transformers', of which no checkpoint is known.
+    Raises:
+        ImportError, ValueError: before transformers 5 it has the weight itself, and a model that is
+            none of transformers' has no known checkpoint.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:
-        return None
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        return None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return lambda name, tensor: list(revert_weight_conversion(model, {name: tensor}).items())

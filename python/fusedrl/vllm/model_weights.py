@@ -147,14 +147,16 @@ def _way_in(vllm_config: Any, layout: Layout) -> WayIn:
         if not fit.wrong and (in_stages or not fit.unused):
             return WayIn(names, unused=fit.unused)
     # Where the model has not those names either, its own differences are reported.
-    in_checkpoint = transformers.in_checkpoint(vllm_config.model_config.hf_config)
-    for names in choices:
-        if in_checkpoint is None:
-            break
-        converted = _converted([entries[name] for name in names], in_checkpoint)
-        other = _fit(vllm_config, converted)
-        if not other.wrong and (in_stages or not other.unused):
-            return WayIn(names, in_checkpoint, other.unused)
+    try:
+        in_checkpoint = transformers.in_checkpoint(vllm_config.model_config.hf_config)
+    except (ImportError, ValueError):  # no checkpoint of this model is known
+        pass
+    else:
+        for names in choices:
+            converted = _converted([entries[name] for name in names], in_checkpoint)
+            other = _fit(vllm_config, converted)
+            if not other.wrong and (in_stages or not other.unused):
+                return WayIn(names, in_checkpoint, other.unused)
     raise ValueError(
         f"channel: expected the weights of {vllm_config.model_config.architecture} as its "
         "checkpoint has them, got others; create the channel from the model that the engine "
