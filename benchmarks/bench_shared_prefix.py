@@ -151,8 +151,7 @@ class Answers:
             return_log_probs=True,
             pad_output=True,
         )
-        loss: Any = GRPOLoss(actor, entropy_coeff=0.01)
-        loss.share_prefixes = share
+        loss: Any = GRPOLoss(actor, entropy_coeff=0.01, share_prefixes=share)
 
         def run(_: Any) -> None:
             output = loss(data.copy())

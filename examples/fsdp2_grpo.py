@@ -84,11 +84,15 @@ def train() -> None:
         return_log_probs=True,
         pad_output=False,
     )
-    loss_of = GRPOLoss(actor, entropy_bonus=False, masking_strategy="rlhf")
+    loss_of = GRPOLoss(
+        actor,
+        entropy_bonus=False,
+        masking_strategy="rlhf",
+        average_tokens_across_devices=True,  # the ranks have other numbers of tokens
+    )
     # The trainer scores the answers before it learns from them.
     loss_of.set_keys(sample_log_prob=("next", "log_probs", "full"))
     score = RetrieveLogProb(actor)
-    loss_of.average_tokens_across_devices = True  # the ranks have other numbers of tokens
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # Every rank creates the channel and publishes. The first one has the memory.
     with WeightChannel.create(model) as channel:

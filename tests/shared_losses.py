@@ -59,9 +59,13 @@ def like_one_process(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = model_of()
     model = shared_models.WAYS[way](copy.deepcopy(whole))
-    ours = getattr(fusedrl, name)(actor(model), masking_strategy="rlhf", **options)
-    ours.average_tokens_across_devices = averages
-    ours.max_tokens_per_forward = limit
+    ours = getattr(fusedrl, name)(
+        actor(model),
+        masking_strategy="rlhf",
+        average_tokens_across_devices=averages,
+        max_tokens_per_forward=limit,
+        **options,
+    )
     theirs = getattr(torchrl_grpo, name)(actor(whole), masking_strategy="rlhf", **options)
     rows_of_head = shared_models.RowsOfHead(len(tokenizer()))
     for empty_rank in (empty, -1):

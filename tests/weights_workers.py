@@ -36,6 +36,20 @@ class Ones(EnvBase):
         return seed
 
 
+class Uneven(Ones):
+    """Its trajectories have two frames, four, two, ..."""
+
+    length = left = 4
+
+    def _reset(self, tensordict, **kwargs):
+        self.length = self.left = 6 - self.length
+        return super()._reset(tensordict, **kwargs)
+
+    def _step(self, tensordict):
+        self.left -= 1
+        return super()._step(tensordict).set("done", torch.tensor([self.left == 0]))
+
+
 def make_policy(weight: float = 0.0) -> TensorDictModule:
     """Its actions in :class:`Ones` are its only weight."""
     linear = nn.Linear(1, 1, bias=False)

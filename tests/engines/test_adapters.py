@@ -104,6 +104,43 @@ def test_a_failed_update_leaves_the_adapters_before_or_none(llm, adapted, fed, m
     assert tokens_of(llm, lora_request=weights.lora_request) == expected(model) != tokens
 
 
+def test_a_failed_update_of_the_engines_own_weights_leaves_its_adapters(
+    llm, adapted, fed, folder, monkeypatch
+):
+    base = tiny_model(folder)
+    with (
+        WeightChannel.create(base) as channel,
+        EngineWeights(channel, llm) as own,
+    ):
+        own.update()
+        model = adapted()
+        weights = fed(model)
+        version, tokens = weights.update(), expected(model)
+        engine = own._updates._engine
+        name, labels = engine.name, []
+
+        def failing(label):
+            labels.append(label)
+            if label == "2":
+                raise RuntimeError("no answer")
+            return name(label)
+
+        with torch.no_grad():
+            for parameter in base.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        monkeypatch.setattr(engine, "name", failing)
+        with pytest.raises(RuntimeError, match="no answer") as told:
+            own.update()
+        assert "2" in labels
+        assert "goes on with the version before" in told.value.__notes__[0]
+        assert list(llm.llm_engine.list_loras()) == [weights.lora_request.lora_int_id]
+        assert tokens_of(llm, lora_request=weights.lora_request) == tokens
+        assert versions_of(llm, lora_request=weights.lora_request) == [(str(version), 0, 12)]
+        train_adapters(model)
+        weights.update()
+        assert tokens_of(llm, lora_request=weights.lora_request) == expected(model) != tokens
+
+
 def test_requests_that_name_them_have_the_adapters_of_each_version(llm, adapted, fed):
     model = adapted()
     with model.disable_adapter():

@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from fusedrl.channel.layout import Layout
+from fusedrl.compat import transformers
 from fusedrl.compat import vllm as compat
 from fusedrl.vllm.model_weights import ModelWeights
 
@@ -162,6 +163,24 @@ def check_experts(kind, folder, dtype="float32", **sizes):
 @pytest.mark.parametrize(("kind", "sizes"), EXPERTS)
 def test_experts_of_a_checkpoint_load_again(kind, sizes, tmp_path):
     check_experts(kind, tmp_path, **sizes)
+
+
+def test_weights_that_no_checkpoint_has_are_named_and_other_faults_are_raised(
+    tmp_path, monkeypatch
+):
+    model = saved(tmp_path / "old", "mixtral", tie_word_embeddings=False)
+    config = config_of(tmp_path / "old")
+    engine, weights = loaded(config), dict(model.state_dict())
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    with pytest.raises(ValueError, match=rf"channel: expected a {name} that a checkpoint has in"):
+        update(engine, config, weights | {name: torch.ones(7)})
+
+    def fault(config):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(transformers, "in_checkpoint", fault)
+    with pytest.raises(MemoryError, match="no room"):
+        update(engine, config, weights)
 
 
 def any_experts(rng):

@@ -60,6 +60,24 @@ def test_what_is_not_known_beforehand_is_logged_and_runs_as_trl_has_it(
     assert len(said()) == 1
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"generation_kwargs": {"top_p": 0.9}}],
+    ids=str,
+)
+def test_a_sampler_that_leaves_out_classes_is_warned_of_once(sampler, folder, said, tmp_path):
+    with fusedrl.patch_trl():
+        trainer = grpo(folder, tmp_path, **sampler)
+        for _ in range(2):
+            step(trainer, batch(OLD))
+        (message,) = said()
+        assert message.startswith("trl: GRPOTrainer: completions are sampled with ")
+        [(name, value)] = sampler.get("generation_kwargs", sampler).items()
+        assert f"{name}={value}" in message and "ratios, KL and gradients" in message
+        step(grpo(folder, tmp_path, generation_kwargs={"top_k": 0}), batch(OLD))
+    assert len(said()) == 1
+
+
 @pytest.mark.parametrize("sharded", ["is_fsdp_enabled", "is_deepspeed_enabled"])
 def test_sharded_and_compiled_models_are_left_to_trl(sharded, folder, calls, said, tmp_path):
     with fusedrl.patch_trl():

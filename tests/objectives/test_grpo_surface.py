@@ -21,6 +21,22 @@ from .policies import NAMES, actor_of, answer_of, assert_same, batch_of, losses_
 STACK = ("tokens", "stack", False)
 PADDED = ("tokens", "padded", True)
 RLHF: dict[str, Any] = {"masking_strategy": "rlhf", "kl_to_ref_coeff": 0.1}
+OWN: dict[str, Any] = {
+    "max_tokens_per_forward": None,
+    "share_prefixes": True,
+    "average_tokens_across_devices": False,
+    "max_token_staleness": None,
+    "policy_version": None,
+}
+
+
+def parameters(kind: type) -> dict[str, inspect.Parameter]:
+    """The arguments that have a name, without their types."""
+    return {
+        parameter.name: parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in inspect.signature(kind).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -30,12 +46,13 @@ def test_classes(name):
     assert isinstance(loss, theirs) and isinstance(loss, torchrl_grpo.GRPOLoss)
     assert isinstance(loss, fusedrl.GRPOLoss)
     assert ours.output_type is theirs.output_type
-    assert inspect.signature(ours) == inspect.signature(theirs)
+    assert parameters(ours) == parameters(theirs) | {
+        name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in OWN.items()
+    }
     assert ours.__name__ == theirs.__name__ and ours.__module__ == "fusedrl.objectives.grpo"
     public = {member for member in dir(ours) if not member.startswith("_")}
-    own = {"average_tokens_across_devices", "max_tokens_per_forward", "share_prefixes"}
-    own |= {"max_token_staleness", "policy_version", "stale_tokens"}
-    assert public == {*dir(theirs), *own} - {
+    assert public == {*dir(theirs), *OWN, "stale_tokens"} - {
         member for member in dir(theirs) if member.startswith("_")
     }
 
@@ -56,6 +73,28 @@ def test_arguments_are_checked_as_torchrl_checks_them():
                 kind(None, clip_epsilon=clip)
             messages.append((type(caught.value), str(caught.value)))
         assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_we_add_is_set_by_arguments_and_what_nobody_knows_is_refused(name):
+    kind = getattr(fusedrl, name)
+    given = {
+        "max_tokens_per_forward": 50,
+        "share_prefixes": False,
+        "average_tokens_across_devices": True,
+        "max_token_staleness": 3,
+        "policy_version": lambda: 7,
+    }
+    loss = kind(actor_of(model_of(), STACK), entropy_coeff=0.5, **given)
+    assert given == {name: getattr(loss, name) for name in OWN} and loss.entropy_coeff == 0.5
+    assert {name: getattr(kind(None), name) for name in OWN} == OWN
+    with pytest.raises(TypeError, match="share_prefix: expected a known argument"):
+        kind(None, share_prefix=False)
+
+    class Own(kind):
+        share_prefixes = False
+
+    assert Own(None).share_prefixes is False and Own(None, share_prefixes=True).share_prefixes
 
 
 def test_state_dicts_are_interchangeable():

@@ -163,7 +163,11 @@ def test_the_surface_is_torchrls(name):
         (x.name, x.default) for x in reference
     ]
     assert all(x.kind is x.KEYWORD_ONLY and x.default is not x.empty for x in further)
-    loss = ours(actor_of(model_of(), HISTORY))
+    assert {"max_tokens_per_forward", "share_prefixes"} <= {x.name for x in further}
+    loss = ours(actor_of(model_of(), HISTORY), max_tokens_per_forward=50, share_prefixes=False)
+    assert (loss.max_tokens_per_forward, loss.share_prefixes) == (50, False)
+    with pytest.raises(TypeError, match="share_prefix: expected a known argument"):
+        ours(loss.actor_network, share_prefix=False)
     copied = copy.deepcopy(loss)
     copied.load_state_dict(loss.state_dict())
     data = data_of(name)

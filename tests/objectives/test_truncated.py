@@ -156,7 +156,7 @@ def test_what_all_logits_would_compute_is_refused():
 def test_stale_tokens_count_as_if_they_were_masked(form):
     model = model_of()
     data = batch_of(form)
-    versions = [torch.arange(len(row.tokens) - row.prompt) % 4 for row in rows()]
+    versions = [1 + torch.arange(len(row.tokens) - row.prompt) % 4 for row in rows()]
     if form is PADDED:
         sizes = [len(x) for x in versions]
         column = torch.full((len(sizes), max(sizes)), -1)
@@ -168,11 +168,11 @@ def test_stale_tokens_count_as_if_they_were_masked(form):
             sample["token_policy_version"] = x
     options = {"masking_strategy": "rlhf", "entropy_bonus": False}
     loss = GRPOLoss(actor_of(model, form), **options)
-    loss.max_token_staleness, loss.policy_version = 1, lambda: 4
+    loss.max_token_staleness, loss.policy_version = 1, lambda: 5
     found = loss(data)
     found.loss_objective.backward()
     grad = model.lm_head.weight.grad.clone()
-    stale = [(x < 3) & row.assistant[row.prompt :] for x, row in zip(versions, rows(), strict=True)]
+    stale = [(x < 4) & row.assistant[row.prompt :] for x, row in zip(versions, rows(), strict=True)]
     assert loss.stale_tokens == sum(int(x.sum()) for x in stale) > 0
     # The same tokens left out by log-probs that are missing.
     masked = batch_of(form)
@@ -228,11 +228,25 @@ def test_versions_of_all_tokens_or_of_those_that_count(strategy):
     assert losses[0] == losses[1] and losses[0][1] > 0
 
 
+def test_versions_that_a_padded_tensor_has_of_padding_are_refused():
+    data = batch_of(STACK)
+    for sample, row in zip(data.tensordicts, rows(), strict=True):
+        sample["token_policy_version"] = torch.full((len(row.tokens) - row.prompt,), 4)
+    padded = data.get("token_policy_version", as_padded_tensor=True)
+    assert (padded[:, -1] == 0).any()
+    for sample, versions in zip(data.tensordicts, padded, strict=True):
+        sample["token_policy_version"] = versions
+    loss = GRPOLoss(actor_of(model_of(), STACK), masking_strategy="rlhf", max_token_staleness=1)
+    loss.policy_version = 4
+    with pytest.raises(ValueError, match="pad with padding_value=-1"):
+        loss(data)
+
+
 def test_fresh_tokens_without_log_probs_are_nothing_to_train_on():
     data = batch_of(STACK)
     for sample, row in zip(data.tensordicts, rows(), strict=True):
         fresh = row.assistant & (row.assistant.cumsum(0) <= 2)
-        sample["token_policy_version"] = torch.where(fresh, 4, 0)
+        sample["token_policy_version"] = torch.where(fresh, 4, 1)
         sample["log_probs", "full"] = torch.where(fresh, torch.nan, row.old)
     loss = GRPOLoss(actor_of(model_of(), STACK), masking_strategy="rlhf", entropy_bonus=False)
     loss.max_token_staleness, loss.policy_version = 1, 4

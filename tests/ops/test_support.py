@@ -173,7 +173,7 @@ def test_nested_rows():
     assert torch.equal(found.values(), token_log_probs(torch.cat(parts), flat, **options))
 
 
-def test_a_compiled_graph_gives_the_same():
+def test_a_compiled_graph_gives_the_same_and_refuses_what_does_not_fit():
     torch.manual_seed(0)
     hidden, weight, tokens = torch.randn(6, 20), torch.randn(9, 20), torch.randint(9, (6,))
     support = csr([[], *([min(int(t), 3), max(int(t), 3)] * (t != 3) or [3] for t in tokens[1:])])
@@ -185,10 +185,23 @@ def test_a_compiled_graph_gives_the_same():
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     args = (hidden, weight, tokens, *support)
     torch.testing.assert_close(compiled(*args), run(*args))
-    wrong = support[0].clone()
-    wrong[-1] = 70
-    with pytest.raises(RuntimeError, match=r"support: expected ids in \[0, V\)"):
-        compiled(hidden, weight, tokens, wrong, support[1])
+    for at, change, told in (
+        (0, torch.tensor([0] * 8 + [70]), r"support: expected ids in \[0, V\)"),
+        *(
+            (1, torch.tensor(change), "support: expected offsets from 0 to the number of ids that")
+            for change in (
+                [0, 0, 0, 0, 0, 0, -1],  # ends too early
+                [0, 0, 0, 0, 0, 0, 1],
+                [1, 0, 0, 0, 0, 0, 0],
+                [0, 0, 0, 3, 0, 0, 0],  # decreases
+                [0, -1, 0, 0, 0, 0, 0],
+            )
+        ),
+    ):
+        wrong = [x.clone() for x in support]
+        wrong[at] += change
+        with pytest.raises(RuntimeError, match=told):
+            compiled(hidden, weight, tokens, *wrong)
 
 
 def test_a_policy_loss_equals_the_one_over_log_probs():

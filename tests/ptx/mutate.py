@@ -92,8 +92,9 @@ def makes_a_difference(kernel: Kernel, at: int, new: Instruction, executed: set[
     """
     old = kernel.code[at]
     if old.opcode.startswith("shfl"):
-        distance = next(x for x in kernel.code[at::-1] if x.operands[:1] == old.operands[2:3])
-        return distance.operands[1] != "16"
+        distance = old.operands[2]
+        written = (x.operands[1] for x in kernel.code[at::-1] if x.operands[:1] == (distance,))
+        return next(written, distance) != "16"
     if old.opcode != "bra":
         return True
     place = next(i for i, block in enumerate(kernel.blocks) if at in block)

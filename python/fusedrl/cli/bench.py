@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 OPS = (
     *ops.OPS,
     *(
+        "truncated_sampling",
         "retrieve_kl",
         "shared_prefix",
         "ranks",

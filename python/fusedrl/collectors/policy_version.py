@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
+from tensordict.utils import expand_as_right
+from torch import Tensor
 from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import AsyncEnvPool
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion as _PolicyVersion
@@ -234,6 +236,24 @@ def stamp_tokens(turn: TensorDictBase) -> None:
         part.set(KEY, torch.where(oldest == none, part.get(KEY), oldest))
 
 
+def mark_padding(batch: TensorDictBase) -> TensorDictBase:
+    """Give what fills up short trajectories the version -1, none, where torchrl gives it 0.
+
+    Args:
+        batch: is changed in place, if it has a ``("collector", "mask")``.
+    """
+    mask = batch.get(("collector", "mask"), None)
+    if mask is None:
+        return batch
+    for part in (batch, batch.get("next")):
+        for key in (KEY, TOKENS_KEY):
+            versions = part.get(key, None)
+            if isinstance(versions, Tensor):
+                filled = ~expand_as_right(mask, versions)
+                part.set(key, versions.masked_fill(filled, PADDING))
+    return batch
+
+
 def versions_in(batch: TensorDictBase) -> set[Any]:
     """All versions in a batch: those of the tokens if there are any, else those of the turns."""
     flat = batch.reshape(-1)
@@ -250,4 +270,4 @@ def versions_in(batch: TensorDictBase) -> set[Any]:
         raise ValueError(
             f"batch: expected an entry {KEY!r}, got none; collect with track_policy_version=True"
         )
-    return set(column.tolist())
+    return {version for version in column.tolist() if version != PADDING}

@@ -120,23 +120,41 @@ def _connectors(vllm_config: Any) -> Iterator[Any]:
     "vllm.lora.model_manager:LoRAModelManager.remove_all_adapters",
     "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA.reset_sharded_to_full_mapping",
 )
-def drop_adapters(model: nn.Module) -> None:
-    """Do what vLLM does at the end of an update of a model's own weights: drop all adapters."""
+def drop_adapters(model: nn.Module) -> Callable[[], None]:
+    """Do what vLLM does at the end of an update of a model's own weights: drop all adapters.
+
+    Returns:
+        What puts them back.
+    """
     from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 
     manager: Any = getattr(model, "lora_manager", None)
     if manager is None:
-        return
+        return lambda: None
+    room = AdapterRoom(model)
+    former, pinned = room.adapters(), room.pinned()
     manager.remove_all_adapters()
     module: Any
     for module in model.modules():
         if isinstance(module, LogitsProcessorWithLoRA):
             module.reset_sharded_to_full_mapping()
 
+    def put_back() -> None:
+        for number, adapters in former.items():
+            if number in pinned:
+                room.replace(number, adapters)
+            else:
+                manager.add_adapter(adapters)
+
+    return put_back
+
 
 VLLM.names(
     "vllm.lora.model_manager:LRUCacheLoRAModelManager",
-    ("_pin_lora_in_cpu_cache", "modules", "packed_modules", "capacity", "list_adapters"),
+    (
+        *("_pin_lora_in_cpu_cache", "_registered_adapters"),
+        *("modules", "packed_modules", "capacity", "list_adapters"),
+    ),
     "a worker's adapters are put into its manager, since vLLM itself reads them from files",
 )
 
@@ -159,6 +177,10 @@ class AdapterRoom:
     def adapters(self) -> dict[int, Any]:
         """The adapters that are there, by their numbers."""
         return self._manager.list_adapters()
+
+    def pinned(self) -> set[int]:
+        """The numbers of those that stay there; others may give place to more."""
+        return set(self._manager._registered_adapters.pinned_items)
 
     def names_of(self, layers: Iterable[str]) -> dict[str, str]:
         """The names that layers of a peft model have in vLLM."""

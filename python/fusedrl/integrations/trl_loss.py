@@ -101,11 +101,27 @@ def planned(theirs: Callable[..., Tensor], trainer: str) -> Callable[..., Tensor
     plan_of = _PLANS[trainer]
 
     def compute_planned_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
+        _warn_of_truncation(self)
         with expecting(_plan_or_none(self, model, inputs, plan_of)):
             return theirs(self, model, inputs)
 
     compute_planned_loss.__qualname__ = "compute_planned_loss"
     return compute_planned_loss
+
+
+def _warn_of_truncation(trainer: Any) -> None:
+    """Warn, once, of a sampler that leaves out classes which TRL's log-probs count."""
+    changed = getattr(trainer.args, "generation_kwargs", None) or {}
+    top_p, top_k, min_p = (
+        changed.get(name, getattr(trainer, name, None)) for name in ("top_p", "top_k", "min_p")
+    )
+    if (top_p or 1) < 1 or (top_k or 0) > 0 or (min_p or 0) > 0:
+        log_once(
+            f"trl: {type(trainer).__name__}: completions are sampled with top_p={top_p}, "
+            f"top_k={top_k} and min_p={min_p}, but TRL's log-probs are over all classes: ratios, "
+            "KL and gradients are those of another policy; sample with top_p=1, top_k=0 and "
+            "min_p=None, or train with fusedrl.GRPOLoss and the sampler's support"
+        )
 
 
 def _plan_or_none(

@@ -12,6 +12,7 @@ from torchrl.objectives.llm import CISPOLoss as _CISPOLoss
 from torchrl.objectives.llm import GRPOLoss as _GRPOLoss
 
 from fusedrl.models.ranks import Step, together
+from fusedrl.objectives.arguments import takes
 from fusedrl.objectives.over_ranks import check_data, misshapen_advantage, shares_of, weighed
 from fusedrl.objectives.scores import Scores, scores_of
 from fusedrl.objectives.staleness import PolicyVersionSource
@@ -22,11 +23,18 @@ _not_compiled: Any = torch.compiler.disable  # its types hide methods
 _running: ContextVar[tuple[_GRPOLoss, Scores] | None] = ContextVar("_running", default=None)
 
 
+@takes(
+    "max_tokens_per_forward",
+    "share_prefixes",
+    "average_tokens_across_devices",
+    "max_token_staleness",
+    "policy_version",
+)
 class GRPOLoss(_GRPOLoss):
     """The clipped loss of GRPO over the tokens of a conversation.
 
-    A drop-in for :class:`torchrl.objectives.llm.GRPOLoss`: arguments, keys, outputs and metrics are
-    torchrl's, and torchrl's own formulas compute the values. The log-probs and entropies that they
+    A drop-in for :class:`torchrl.objectives.llm.GRPOLoss`: keys, outputs and metrics are torchrl's,
+    and torchrl's own formulas compute the values. The log-probs and entropies that they
     need are computed from hidden states, in float32, for the tokens that the masking strategy
     counts. The gradients are computed in the same pass, as in :func:`fusedrl.linear_policy_loss`.
     With ``kl_mask_threshold``, without aggregation, and in subclasses with an objective of their
@@ -43,14 +51,14 @@ class GRPOLoss(_GRPOLoss):
     derivative.
 
     As in torchrl, add up ``loss_objective``, ``loss_entropy`` and the other fields that begin with
-    ``loss_``, and call ``backward()`` on the sum. An argument that the class does not know is
-    accepted and ignored.
+    ``loss_``, and call ``backward()`` on the sum.
 
-    Attributes:
+    Args:
+        actor_network: the policy, as in torchrl's class, and so are the arguments that are not
+            named here. Those that are may also be set on an instance.
         max_tokens_per_forward: largest number of tokens in one forward pass of the model, see
-            :func:`fusedrl.models.causal_log_probs`. It may be set on an instance.
-        share_prefixes: whether answers to one prompt have it computed once, see there. It may be
-            set on an instance.
+            :func:`fusedrl.models.causal_log_probs`.
+        share_prefixes: whether answers to one prompt have it computed once, see there.
         average_tokens_across_devices: for a model that several ranks share (DDP, FSDP), take each
             mean over the tokens (or samples) of all ranks, as one process with all the data would.
             Ranks whose gradients are averaged then count by their tokens: the loss of a rank is
@@ -62,7 +70,12 @@ class GRPOLoss(_GRPOLoss):
             tokens. A batch without any other token is refused.
         policy_version: the version of the weights in training, an integer, or a function that
             returns it.
+
+    Attributes:
         stale_tokens: how many tokens ``max_token_staleness`` has left out so far.
+
+    Raises:
+        TypeError: an unknown argument, which torchrl's class ignores.
 
     Example:
         >>> import torch

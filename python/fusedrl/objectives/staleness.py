@@ -56,7 +56,8 @@ def _versions(batch: LossBatch, td: TensorDictBase) -> Tensor:
     """The version of each place, ``[B, T]``, -1 for none.
 
     A row of versions as long as the conversation is of its tokens, one as long as the tokens that
-    count is of these, and a shorter one is of the last tokens; -1 fills it up.
+    count is of these, and a shorter one is of the last tokens; -1 fills it up. What 0 fills up, as
+    padded tensors do by default, is refused.
     """
     column: Any = td.get(TOKENS_KEY, None, as_list=True)  # pyright: ignore[reportCallIssue]
     if column is None:
@@ -68,11 +69,18 @@ def _versions(batch: LossBatch, td: TensorDictBase) -> Tensor:
     rows = zip(versions, batch.attended, batch.counted, column_rows(column), strict=True)
     for row, attended, counted, found in rows:
         check_versions(found)
+        known = found[found >= 0]
+        # Weights only become newer while an answer is sampled.
+        if bool(((known[:-1] > 0) & (known[1:] == 0)).any()):
+            raise ValueError(
+                f"{TOKENS_KEY}: expected -1 behind the versions of an answer, got 0, which is the "
+                "version of weights that an engine starts with; pad with padding_value=-1"
+            )
         places, counting = (x.nonzero().squeeze(-1) for x in (attended, counted))
         if len(found) == len(places):
             row[places] = found.to(row)
             continue
-        own = found[found >= 0].to(row)
+        own = known.to(row)
         if len(own) == len(counting):
             places = counting
         if len(own) > len(places):

@@ -20,6 +20,7 @@ from fusedrl.compat.torch import children_of, replace_children
 from fusedrl.models import causal_log_probs
 from fusedrl.models.divergences import Classes, causal_divergences
 from fusedrl.models.ranks import Apart, together
+from fusedrl.objectives.arguments import takes
 from fusedrl.objectives.tokens import CannotFuse, check_readable, log_not_fused
 from fusedrl.transforms.columns import column_rows
 from fusedrl.transforms.reading import TokenBatch, marks, masks_over, read, reading_of
@@ -29,20 +30,21 @@ _ASSISTANT, _ATTENTION = ("masks", "all_assistant_mask"), ("masks", "all_attenti
 _not_compiled: Any = torch.compiler.disable  # its types hide methods
 
 
+@takes("max_tokens_per_forward", "share_prefixes")
 class SFTLoss(_SFTLoss):
     """The loss of supervised fine-tuning over the assistant's tokens of a conversation.
 
-    A drop-in for :class:`torchrl.objectives.llm.SFTLoss`: arguments, keys and outputs are
-    torchrl's, and torchrl's own formulas compute the values. The log-probs that they need are
-    computed from hidden states, in float32, for the tokens that count. An actor that does not read
-    a history, or is no ``TransformersWrapper``, runs as in torchrl's class, and that is logged
-    once.
+    A drop-in for :class:`torchrl.objectives.llm.SFTLoss`: keys and outputs are torchrl's, and
+    torchrl's own formulas compute the values. The log-probs that they need are computed from hidden
+    states, in float32, for the tokens that count. An actor that does not read a history, or is no
+    ``TransformersWrapper``, runs as in torchrl's class, and that is logged once.
 
-    Attributes:
+    Args:
+        actor_network: the policy, as in torchrl's class, and so are the arguments that are not
+            named here. Those that are may also be set on an instance.
         max_tokens_per_forward: largest number of tokens in one forward pass of the model, see
-            :func:`fusedrl.models.causal_log_probs`. It may be set on an instance.
+            :func:`fusedrl.models.causal_log_probs`.
         share_prefixes: whether what conversations begin with in common is computed once, see there.
-            It may be set on an instance.
 
     Example:
         >>> import torch
@@ -77,6 +79,7 @@ class SFTLoss(_SFTLoss):
         return _computed(self, _SFTLoss.forward, tensordict, True)
 
 
+@takes("max_tokens_per_forward", "share_prefixes")
 class DistillationLoss(_DistillationLoss):
     """A divergence between a student and a teacher, over the tokens of a conversation.
 
@@ -94,6 +97,7 @@ class DistillationLoss(_DistillationLoss):
         teacher_network: for ``"exact_kl"``, a ``TransformersWrapper`` that makes the same tokens.
             It gets no gradient and is no child of the loss: neither its parameters nor its state,
             and it stays on its device.
+        max_tokens_per_forward, share_prefixes: see :class:`fusedrl.SFTLoss`.
 
     For ``"top_k_kl"`` the data has the classes under the key ``teacher_ids`` and their log-probs
     under the key ``teacher_log_prob``, both ``[T, k]`` for each conversation of ``T`` tokens, the

@@ -77,6 +77,13 @@ def checked(support: Any, count: int, device: torch.device | None = None) -> tup
         )
     if offsets.is_cpu and _dispatch.has_values(offsets):
         _check_offsets(offsets, len(ids))
+    elif not offsets.is_meta:
+        fit = (offsets.diff() >= 0).all() & (offsets[0] == 0) & (offsets[-1] == len(ids))
+        assert_on_device(
+            fit,
+            "support: expected offsets from 0 to the number of ids that do not decrease, got "
+            "others",
+        )
     return ids, offsets
 
 

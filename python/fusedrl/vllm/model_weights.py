@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -161,8 +160,11 @@ def _way_in(vllm_config: Any, layout: Layout) -> WayIn:
         if not fit.wrong and (in_stages or not fit.unused):
             return WayIn(names, unused=fit.unused)
     # Where the model has not those names either, its own differences are reported.
-    with contextlib.suppress(Exception):
+    try:
         in_checkpoint = transformers.in_checkpoint(vllm_config.model_config.hf_config)
+    except (ImportError, ValueError):  # no checkpoint of this model is known
+        pass
+    else:
         for names in choices:
             converted = _converted([entries[name] for name in names], in_checkpoint)
             other = _fit(vllm_config, converted)
@@ -176,11 +178,18 @@ def _way_in(vllm_config: Any, layout: Layout) -> WayIn:
 
 
 def _converted(entries: Sequence[Entry], in_checkpoint: InCheckpoint) -> list[Entry]:
-    return [
-        replace(entry, name=name, shape=tuple(tensor.shape))
-        for entry in entries
-        for name, tensor in in_checkpoint(entry.name, torch.empty(entry.shape, device="meta"))
-    ]
+    converted = []
+    for entry in entries:
+        try:
+            parts = in_checkpoint(entry.name, torch.empty(entry.shape, device="meta"))
+        except (IndexError, RuntimeError) as error:
+            raise ValueError(
+                f"channel: expected a {entry.name} that a checkpoint has in parts, got "
+                f"{entry.described()}, of which transformers says {error}; create the channel from "
+                "the model that the engine runs"
+            ) from error
+        converted += [replace(entry, name=name, shape=tuple(x.shape)) for name, x in parts]
+    return converted
 
 
 class Fit(NamedTuple):

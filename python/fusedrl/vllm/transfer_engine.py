@@ -97,6 +97,7 @@ class Change:
         version: that the whole model has got; ``None`` while it may have parts of two.
         is_of_adapters: whether the model's own weights are as they were.
         held: the version of these, if it is to be held.
+        put_back: what puts back the adapters that were dropped with the model's own weights.
     """
 
     attempt: str
@@ -104,6 +105,7 @@ class Change:
     is_of_adapters: bool
     version: int | None = None
     held: Held | None = None
+    put_back: Callable[[], None] | None = None
 
 
 class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMessage]):
@@ -204,7 +206,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
                 return
             change.version = update.version
             if not change.is_of_adapters:
-                drop_adapters(self.model)
+                change.put_back = change.put_back or drop_adapters(self.model)
                 if update.keep:
                     change.held = Held(lease, load)
                     leased.pop_all()
@@ -226,6 +228,8 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
 
         load = ranks.all_or_none(former)
         if load is not None and self._loaded(load, change):
+            if change.put_back is not None:
+                change.put_back()
             self._change = None
 
     def _loaded(self, load: Callable[[], None], change: Change) -> bool:

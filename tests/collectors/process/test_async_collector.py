@@ -19,7 +19,7 @@ from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.testing.mocking_classes import CountingEnv, CountingEnvCountPolicy
 from torchrl.weight_update import SharedMemWeightSyncScheme
-from weights_workers import Ones
+from weights_workers import Ones, Uneven
 
 from fusedrl import (
     AsyncCollector,
@@ -53,6 +53,36 @@ def test_every_frame_has_the_version_of_its_weights(make):
             collector.update_policy_weights_(weights_of(collector.policy_version + 1.0))
     assert seen == sorted(seen) and len(set(seen)) > 5
     assert collector.policy_version == 1 + 3 * 20
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"split_trajs": True, "frames_per_batch": 6},
+        {"trajs_per_batch": 2, "traj_format": "padded", "frames_per_batch": 4},
+    ],
+    ids=["split", "whole"],
+)
+def test_what_fills_up_short_trajectories_has_no_version(make, options):
+    collector = make(
+        Uneven,
+        canary_policy(),
+        total_frames=36,
+        prefetch=0,
+        track_policy_version=True,
+        max_staleness=2,
+        **options,
+    )
+    filled = 0
+    for batch in collector:
+        mask, low = batch["collector", "mask"], batch["low"].squeeze(-1)
+        for part in (batch, batch["next"]):
+            assert torch.equal(part["policy_version"], torch.where(mask, low, -1).long())
+        span = collector.policy_version_tracker.span(batch)
+        assert span == (low[mask].min(), low[mask].max())
+        filled += int((~mask).sum())
+        collector.update_policy_weights_(weights_of(collector.policy_version + 1.0))
+    assert filled > 0 and collector.policy_version > 4 and collector.stale_frames == 0
 
 
 def test_a_channel_of_others_brings_weights_to_torchrls_collector(make):

@@ -21,7 +21,7 @@ from torchrl.collectors import BaseCollector, ProfileConfig
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.batch_stream import Rest
 from fusedrl.collectors.options import arguments_of, check_state, of_part
-from fusedrl.collectors.policy_version import tracker_of
+from fusedrl.collectors.policy_version import mark_padding, tracker_of
 from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.weights import PublishedWeights
 from fusedrl.collectors.process.worker import Job, make_collector
@@ -238,6 +238,10 @@ class AsyncCollector(_AsyncCollector):
         by_frames = self.trajs_per_batch is None
         iterate = self.iterator if by_frames else self._iter_by_trajectories
         self._thread.start(iterate, self.replay_buffer)
+
+    def _iter_by_trajectories(self) -> Iterator[Any]:
+        for batch in super()._iter_by_trajectories():
+            yield batch if batch is None else mark_padding(batch)
 
     def is_running(self) -> bool:
         """Whether :meth:`start` was called and its thread still fills the buffer."""

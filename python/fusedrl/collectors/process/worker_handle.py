@@ -22,6 +22,7 @@ import cloudpickle
 from torchrl.collectors.utils import split_trajectories
 
 from fusedrl.collectors.batch_stream import Advance, BatchStream, Ready
+from fusedrl.collectors.policy_version import mark_padding
 from fusedrl.collectors.process import messages, process_tree
 from fusedrl.collectors.process.shared_batches import Mappings
 from fusedrl.collectors.process.worker import POLL_S, Job, main
@@ -380,7 +381,7 @@ class WorkerBatches(BatchStream):
     def _finished(self, batch: Any) -> Any:
         collector = self._collector
         if collector.replay_buffer is None and collector.split_trajs:
-            batch = split_trajectories(batch, prefix="collector")
+            batch = mark_padding(split_trajectories(batch, prefix="collector"))
         if collector.postproc is not None:
             batch = collector.postproc(batch)
             private = [key for key in list(batch.keys()) if key.startswith("_")]
