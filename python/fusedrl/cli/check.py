@@ -46,7 +46,7 @@ examples:
 
 exit codes:
   0    no error is larger than what is allowed
-  1    one is, or a kernel did not run; or something must change in the engine or the trainer
+  1    one is, or a kernel did not run; or an engine and its trainer differ
   2    a model could not be loaded
 """
 

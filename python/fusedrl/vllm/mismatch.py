@@ -60,7 +60,7 @@ class EngineMismatch(NamedTuple):
     tokens: int
 
     def __str__(self) -> str:
-        """The first difference, each cause with its remedy, and the cost, a line each."""
+        """The first difference, each cause with its remedy in the next line, and the cost."""
         lines = [f"{len(self.operations)} operations compared on {self.tokens} tokens"]
         other = first_of(self.operations, lambda o: o.difference != 0)
         if other is not None:
@@ -71,7 +71,7 @@ class EngineMismatch(NamedTuple):
                 f"first error beyond rounding: {kind} in {name} at token {token}, {error:.1e}, "
                 f"where rounding explains {allowed:.1e}"
             ]
-        lines += [f"{cause.kind}: {cause.what}; {cause.remedy}" for cause in self.causes]
+        lines += [f"{kind}: {what}\n    {remedy}" for kind, what, remedy in self.causes]
         if not self.cost.tokens:
             return "\n".join([*lines, "cost: not known, as the sampling changes the logits"])
         ratio, kl, ess, tokens = self.cost.max_ratio, self.cost.k3, self.cost.ess, self.cost.tokens
