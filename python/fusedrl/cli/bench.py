@@ -121,9 +121,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare with Liger and cut-cross-entropy too, where they are installed",
     )
     parser.add_argument(
-        "--commit", help="the commit to store with the results, where git does not know it"
-    )
-    parser.add_argument(
         "--out",
         type=Path,
         default=Path("bench-out"),
@@ -296,7 +293,7 @@ def _print(console: Console, text: str) -> None:
 def _facts(args: argparse.Namespace, copy_rate: float) -> dict[str, Any]:
     return {
         "machine": collect(),
-        "commit": _commit() or args.commit,
+        "commit": _commit(),
         "threads": args.threads,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
