@@ -1,5 +1,7 @@
 """``fusedrl check --engine vllm MODEL``: why an engine's log-probs are not its trainer's."""
 
+# vLLM has an environment of its own, which the linters do not see.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import argparse
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm import LLM, SamplingParams
 
     from fusedrl.vllm import explain_mismatch
 
