@@ -14,7 +14,10 @@ from torch import Tensor
 from . import peers
 from .bench_channel import MB, counted
 from .bench_collectors import ROWS, TURNS
-from .harness import Case, Run, Skipped
+from .harness import Case, Run
+
+NEEDS = {peers.TORCHRL, peers.TRANSFORMERS}
+DEVICES = {"cpu"}
 
 BATCHES = 4  # in a run
 OVERHEAD_GOAL = 5.0  # times torchrl's speed, on dialogs
@@ -28,14 +31,8 @@ SETTLED = 0.05  # seconds until a worker that is waited for has its next batch r
 Collect = Callable[..., Any]
 
 
-def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped]:
+def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
     """Batches of scripted and of generated turns, frames under updates, and updates."""
-    if not {peers.TORCHRL, peers.TRANSFORMERS} <= usable:
-        yield Skipped("AsyncCollector", "takes torchrl and transformers, which are not installed")
-        return
-    if device != "cpu":
-        yield Skipped("AsyncCollector", "measures processes of the host: --device cpu")
-        return
     for rows in ROWS[:1] if quick else ROWS:
         for lazy in (True, False):
             yield from dialogs_case(rows, lazy)

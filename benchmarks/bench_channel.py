@@ -18,6 +18,8 @@ from torch import Tensor
 from . import peers
 from .harness import Case, Skipped
 
+DEVICES = {"cpu"}
+
 MB = 10**6
 SIZES = {"100 MB": 100 * MB, "1 GB": 1000 * MB}
 QUICK_SIZES = {"8 MB": 8 * MB}
@@ -30,9 +32,6 @@ PUBLISH_GOAL = 0.8  # of one large copy_
 
 def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped]:
     """Torn and mis-tagged weights, publishing, leasing, loading, and all of it end to end."""
-    if device != "cpu":
-        yield Skipped("channel", "measures memory that processes share on the host: --device cpu")
-        return
     sizes = QUICK_SIZES if quick else SIZES
     yield from whole_leases(LEASES // 50 if quick else LEASES)
     yield from lease_case()

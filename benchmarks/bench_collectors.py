@@ -12,7 +12,10 @@ from typing import Any
 import torch
 
 from . import peers
-from .harness import Case, Run, Skipped
+from .harness import Case, Run
+
+NEEDS = {peers.TORCHRL}
+DEVICES = {"cpu"}
 
 TURNS = 8  # of each row in a batch
 LENGTH = 4  # turns of a dialog
@@ -26,14 +29,8 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped]:
+def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
     """Every mode, for few rows and many, in one tensordict or one a row."""
-    if peers.TORCHRL not in usable:
-        yield Skipped("LLMCollector", "takes torchrl, which is not installed")
-        return
-    if device != "cpu":
-        yield Skipped("LLMCollector", "is Python on the host: --device cpu")
-        return
     for rows in ROWS[:1] if quick else ROWS:
         for lazy in (True, False):
             for mode, options in MODES.items():

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 from . import peers
-from .harness import Case, Run, Skipped
+from .harness import Case, Run
+
+NEEDS = {peers.TORCHRL, peers.TRANSFORMERS}
+DEVICES = {"cpu"}
 
 OP = "GRPO step"
 DIALOGS, QUESTION, ANSWER = 8, 160, 64  # in tokens
@@ -26,14 +29,8 @@ MEMORY = 740.0  # MiB, a third of what torchrl's step takes, ten times its logit
 SCORED = ("next", "log_probs", "full")
 
 
-def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped]:
+def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
     """The whole step, then its parts."""
-    if not {peers.TORCHRL, peers.TRANSFORMERS} <= usable:
-        yield Skipped(OP, "takes torchrl and transformers, which are not installed")
-        return
-    if device != "cpu":
-        yield Skipped(OP, "is measured on the host: --device cpu")
-        return
     plain, patched = Step(False), Step(True)
     dialogs = f"{DIALOGS} dialogs of one question"
     setting = f"{dialogs}, {QUESTION} + {ANSWER} tokens, hidden {HIDDEN}, V {VOCAB}"

@@ -21,7 +21,10 @@ import torch.distributed as dist
 from . import bench_retrieve_kl as chats
 from . import peers
 from .channel_workers import Worker
-from .harness import Case, Measured, Run, Skipped, peak_extra_mib
+from .harness import Case, Measured, Run, peak_extra_mib
+
+NEEDS = {peers.TORCHRL, peers.TRANSFORMERS}
+DEVICES = {"cpu"}
 
 OP = "Ranks"
 RANKS = 2
@@ -33,14 +36,8 @@ ALONE = "fusedrl, one process"
 BARE = "the bare model"
 
 
-def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped]:
+def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
     """Each job under each wrapper."""
-    if not {peers.TORCHRL, peers.TRANSFORMERS} <= usable:
-        yield Skipped(OP, "takes torchrl and transformers, which are not installed")
-        return
-    if device != "cpu":
-        yield Skipped(OP, "is measured on the host: --device cpu")
-        return
     lengths = QUICK_TOKENS if quick else TOKENS
     with Ranks(1, "none", lengths) as alone:
         for wrapping in ("DDP", "FSDP2"):

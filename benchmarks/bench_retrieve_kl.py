@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from . import peers
-from .harness import Case, Run, Skipped
+from .harness import Case, Run
+
+NEEDS = {peers.TORCHRL, peers.TRANSFORMERS}
 
 VOCAB, QUICK_VOCAB = 151936, 32000
 WORDS = [a + b + c for a in "bdfgklmn" for b in "aeiou" for c in ("l", "nt", "r", "sk")]
@@ -24,11 +26,8 @@ QUICK_RAGGED = ((128, QUICK_VOCAB, 2),)
 KEY = ("log_probs", "full")
 
 
-def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped]:
+def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
     """Even conversations at two widths, then both models, then ragged ones."""
-    if not {peers.TORCHRL, peers.TRANSFORMERS} <= usable:
-        yield Skipped("RetrieveKL", "takes torchrl and transformers, which are not installed")
-        return
     even = conversations([270] * 8)
     vocab = QUICK_VOCAB if quick else VOCAB
     widths = list(LEAST)[: 1 if quick else None]

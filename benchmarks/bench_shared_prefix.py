@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from . import peers
-from .harness import Case, Run, Skipped
+from .harness import Case, Run
+
+NEEDS = {peers.TORCHRL, peers.TRANSFORMERS}
 
 OP = "Shared prefix"
 VOCAB, HIDDEN, LAYERS = 32000, 512, 8
@@ -32,11 +34,8 @@ GRID_ANSWER, GRID_ANSWERS, GRID_PROMPTS = 64, (2, 4, 8), (64, 256, 1024)
 MEMORY = 0.5  # of the peak of a step without sharing
 
 
-def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped]:
+def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
     """Log-probs, then the loss of GRPO with its gradients."""
-    if not {peers.TORCHRL, peers.TRANSFORMERS} <= usable:
-        yield Skipped(OP, "takes torchrl and transformers, which are not installed")
-        return
     settings = ((4, 256, 64, None, None),) if quick else SETTINGS
     for answers, prompt, answer, least, least_step in settings:
         data = Answers(answers, prompt, answer, device)

@@ -11,19 +11,16 @@ import torch
 
 from . import peers
 from .bench_grpo_step import ANSWER, DIALOGS, HIDDEN, QUESTION, VOCAB, network, tokenizer, wrapper
-from .harness import Case, Run, Skipped
+from .harness import Case, Run
+
+NEEDS = {peers.TORCHRL, peers.TRANSFORMERS}
+DEVICES = {"cpu"}
 
 OP = "SFT and distillation"
 
 
-def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped]:
+def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
     """SFT alone and with a KL to a reference, and distillation, as torchrl estimates it."""
-    if not {peers.TORCHRL, peers.TRANSFORMERS} <= usable:
-        yield Skipped(OP, "takes torchrl and transformers, which are not installed")
-        return
-    if device != "cpu":
-        yield Skipped(OP, "is measured on the host: --device cpu")
-        return
     losses: dict[str, tuple[str, dict[str, Any]]] = {
         "SFTLoss": ("SFTLoss", {}),
         "SFTLoss, KL to a reference": ("SFTLoss", {"kl_to_ref_coeff": 0.1}),

@@ -14,7 +14,9 @@ from fusedrl.integrations import trl as ours
 from . import bench_linear_policy_loss as policy
 from . import peers
 from .bench_linear_token_log_probs import Job, exact_gradients, gradients, make_job, sample_of
-from .harness import Case, Skipped
+from .harness import Case
+
+NEEDS = {peers.TRL}
 
 SHAPE = (4, 256, 32000)  # what a step of GRPO scores, in logits
 HIDDEN = 512
@@ -29,11 +31,8 @@ LOSS_TOKENS, LOSS_KEPT = (8, 128), 77  # prompt tokens too, as TRL's head gets t
 TRL_CHUNK = 32768  # classes at a time, as TRL's trainers pass them
 
 
-def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case | Skipped]:
+def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
     """Log-probs and entropy from logits, forward and with gradients; a training head; a loss."""
-    if peers.TRL not in usable:
-        yield Skipped("trl", "compares with TRL's functions, and trl is not installed")
-        return
     classes = QUICK_CLASSES if quick else SHAPE[-1]
     for dtype in DTYPES:
         yield from logits_cases(device, (*SHAPE[:2], classes), dtype)

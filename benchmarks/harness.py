@@ -7,9 +7,10 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -64,6 +65,22 @@ class Skipped:
 
     op: str
     why: str
+
+
+def cases_of(
+    module: ModuleType, device: str, quick: bool, usable: set[str]
+) -> Iterator[Case | Skipped]:
+    """What a benchmark's module measures, unless a peer that it ``NEEDS`` is not usable.
+
+    A module that is measured on some devices alone lists them as its ``DEVICES``.
+    """
+    name = module.__name__.rpartition("bench_")[2]
+    if absent := getattr(module, "NEEDS", set()) - usable:
+        yield Skipped(name, f"needs {' and '.join(sorted(absent))}: not usable here")
+    elif device not in (devices := getattr(module, "DEVICES", {device})):
+        yield Skipped(name, f"is measured with --device {' or '.join(sorted(devices))}")
+    else:
+        yield from module.cases(device, quick, usable)
 
 
 @dataclass

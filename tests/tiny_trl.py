@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2MoeConfig
 
 TEXTS = ["the cat sat on the mat", "a dog ran in the park", "no cat ran", "the dog sat"]
 PAIRS = {
@@ -16,8 +16,8 @@ PAIRS = {
 }
 
 
-def save_model(folder: Any) -> str:
-    """Write the model and its tokenizer to one directory."""
+def save_model(folder: Any, experts: int = 0) -> str:
+    """Write the model, a mixture of so many experts if any, and its tokenizer to one directory."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -35,19 +35,24 @@ def save_model(folder: Any) -> str:
     )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if experts:
+        sparse = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+        config = Qwen2MoeConfig(**sizes, **sparse, num_experts=experts, num_experts_per_tok=2)
+    else:
+        config = Qwen2Config(**sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
 
 

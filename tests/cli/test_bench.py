@@ -21,6 +21,7 @@ from programs import python
 pytest.importorskip("matplotlib", reason='needs pip install "fusedrl[bench]"')
 
 from fusedrl.benchmarks import (
+    bench_channel,
     bench_exact_kl,
     bench_linear_token_log_probs,
     bench_token_kl,
@@ -123,6 +124,12 @@ def test_a_peer_that_raises_is_reported_and_stops_nothing(run, capsys):
     assert "peer: failed: RuntimeError: no such kernel" in capsys.readouterr().out
 
 
+def test_what_is_measured_on_the_host_is_skipped_on_other_devices():
+    everything = set(peers.MODULES)
+    [skipped] = harness.cases_of(bench_channel, "cuda", True, everything)
+    assert skipped == harness.Skipped("channel", "is measured with --device cpu")
+
+
 def test_ours_that_raises_is_a_failure_and_the_next_of_ours_is_compared(run):
     status, results = run({"torch": double, "fusedrl a": fails, "fusedrl b": double}, truth=exact)
     assert status == 1
@@ -144,11 +151,12 @@ def test_an_op_that_does_not_import_leaves_the_others(run, monkeypatch):
 def test_what_is_not_installed_is_listed_as_absent(run, monkeypatch, capsys):
     for name in (peers.TORCHRL, peers.LIGER):
         monkeypatch.setitem(peers.MODULES, name, "no_such_module")
-    status, results = run(None, "--peers")
+    status, results = run(None, "--peers", "--op", "retrieve_kl")
     assert status == 0
     assert results["absent"]["Liger"] == "no_such_module is not installed"
     assert "torchrl" in results["absent"]
-    assert "KLComputation" in results["skipped"]
+    assert results["skipped"].keys() == {"KLComputation", "retrieve_kl"}
+    assert results["skipped"]["retrieve_kl"] == "needs torchrl: not usable here"
     assert rows(results).keys() == {"torch", "fusedrl"}
     assert "Liger: absent: no_such_module is not installed" in capsys.readouterr().out
 
@@ -380,7 +388,7 @@ def test_ours_run_in_every_benchmark(name):
     module = importlib.import_module(f"fusedrl.benchmarks.bench_{name}")
     usable = set(peers.MODULES) - peers.absent("cpu", False).keys()
     seen = set()
-    for case in module.cases("cpu", True, usable):
+    for case in harness.cases_of(module, "cpu", True, usable):
         if isinstance(case, harness.Skipped) or case.op in seen:
             continue
         seen.add(case.op)

@@ -8,8 +8,7 @@ import torch
 pytest.importorskip("trl.kernels.chunked_logprob", reason="no trl, or one without a fused LM head")
 
 from one_thread import one_thread
-from tiny_trl import trained
-from transformers import AutoConfig, AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from tiny_trl import save_model, trained
 from trl_losses import (
     OLD,
     PLAIN_KL,
@@ -161,17 +160,9 @@ def test_a_batch_without_a_token_that_counts(compact, folder, calls, said, tmp_p
     assert not said()
 
 
-def test_the_loss_of_a_router_adds_its_own_gradients(folder, calls, said, tmp_path):
+def test_the_loss_of_a_router_adds_its_own_gradients(calls, said, tmp_path):
     """That of a mixture of experts does not go through log-probs."""
-    torch.manual_seed(0)
-    base = AutoConfig.from_pretrained(folder).to_dict()
-    base.pop("architectures")
-    sparse = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    experts = {**sparse, "shared_expert_intermediate_size": 16, "model_type": "qwen2_moe"}
-    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**{**base, **experts}))
-    moe = str(tmp_path / "moe")
-    model.save_pretrained(moe)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(moe)
+    moe = save_model(tmp_path / "moe", experts=4)
     found, expected, trainer = both(lambda: grpo(moe, tmp_path), batch(OLD))
     assert trainer.aux_loss_enabled and "aux_loss" in expected[2]
     check_same(found, expected)

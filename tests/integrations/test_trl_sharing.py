@@ -13,8 +13,7 @@ pytest.importorskip("trl.kernels.chunked_logprob", reason="no trl, or one withou
 import trl
 from datasets import Dataset
 from one_thread import one_thread
-from tiny_trl import PAIRS, TEXTS, by_length, options, trained
-from transformers import AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from tiny_trl import PAIRS, TEXTS, by_length, options, save_model, trained
 from trl_losses import (
     OLD,
     PLAIN_KL,
@@ -163,26 +162,8 @@ def test_dropout_in_training_and_a_debug_line(folder, embedded, caplog, tmp_path
     assert embedded.counts[True] == [WHOLE, NODES]
 
 
-def test_the_loss_of_a_router_is_that_of_trl(folder, embedded, tmp_path):
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    config = Qwen2MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        initializer_range=0.3,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    moe = str(tmp_path / "moe")
-    Qwen2MoeForCausalLM(config).save_pretrained(moe)
-    tokenizer.save_pretrained(moe)
+def test_the_loss_of_a_router_is_that_of_trl(embedded, tmp_path):
+    moe = save_model(tmp_path / "moe", experts=4)
     found, expected, trainer = both(lambda: embedded(grpo(moe, tmp_path)), of_groups(OLD))
     assert trainer.aux_loss_enabled and "aux_loss" in expected[2]
     check_same(found, expected)

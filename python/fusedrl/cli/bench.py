@@ -309,7 +309,7 @@ def _cases(args: argparse.Namespace, results: Results) -> Iterator[Case]:
     for name in _ops(args, results):
         try:
             module = importlib.import_module(f"fusedrl.benchmarks.bench_{name}")
-            for case in module.cases(args.device, args.quick, usable):
+            for case in harness.cases_of(module, args.device, args.quick, usable):
                 if isinstance(case, harness.Skipped):
                     results.skipped[case.op] = case.why
                 elif not args.quick or settings[case.op] < QUICK_SETTINGS:
