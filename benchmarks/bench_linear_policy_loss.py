@@ -62,7 +62,9 @@ def make_job(
 
 
 def _log_probs(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
-    return -F.cross_entropy(F.linear(hidden, weight).float(), tokens, reduction="none")
+    logits = F.linear(hidden, weight)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return -F.cross_entropy(wide, tokens, reduction="none")
 
 
 def torch_loss(log_probs: Tensor, job: Job) -> Tensor:

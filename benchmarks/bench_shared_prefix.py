@@ -123,7 +123,7 @@ class Answers:
         for row, mask in zip(self.tokens, self.mask, strict=True):
             scores = network(row[None]).logits[0, :-1].log_softmax(-1)
             picked = scores.gather(-1, row[1:, None]).squeeze(-1)
-            rows.append(torch.cat((picked[:1], picked)) * mask)
+            rows.append(torch.cat((picked.new_zeros(1), picked)) * mask)
         return torch.cat(rows)
 
     def step(self, share: bool) -> Run:
