@@ -150,6 +150,7 @@ class Updates:
     async def _load(self, version: int) -> int:
         engine = self._engine
         attempt = Attempt(engine.address)
+        await self._name_adapters(are_loaded=False)
         _LAST[engine.key] = self
         try:
             await self._hold(attempt)
@@ -178,6 +179,9 @@ class Updates:
             raise
         self.version, self._left_paused = version, False
         await self._end(attempt)
+        # Not before nothing takes them away any more, as a request without its adapters would end
+        # the engine.
+        await self._name_adapters(are_loaded=True)
         return version
 
     async def _send(self, version: int, attempt: Attempt) -> int:
@@ -199,6 +203,12 @@ class Updates:
             f"version: expected one that the engine can lease within {_TRIES} tries, got a channel "
             "that is published to faster; publish less often"
         )
+
+    async def _name_adapters(self, are_loaded: bool) -> None:
+        """Have a server know the adapters' name; requests of other engines have their number."""
+        if self._adapters is not None and self._engine.address is not None:
+            name, number = self._adapters.name, self._adapters.update.number
+            await self._engine.ask(self._engine.name_adapters, name, number, are_loaded)
 
     async def _tell(self, **message: Any) -> None:
         # The address is sent each time, as the engine may have been restarted, or read another one.
