@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -62,6 +64,29 @@ def server(
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # its workers too
+
+
+class _NoRoutes(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = b'{"detail":"Not Found"}'
+        self.send_response(404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@contextmanager
+def without_routes() -> Iterator[str]:
+    """The address of a server that has none of the routes that a trainer needs."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _NoRoutes) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{other.server_port}"
+        other.shutdown()
 
 
 def _answers(address: str) -> bool:

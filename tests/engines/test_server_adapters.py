@@ -8,7 +8,7 @@ from urllib.error import HTTPError
 import pytest
 import torch
 from engine_log_probs import vary, worst_difference
-from engine_servers import answer_of, completed, free_port, generated, server
+from engine_servers import answer_of, completed, free_port, generated, server, without_routes
 from peft import LoraConfig, get_peft_model
 from tiny_engines import PROMPT, expected, tiny_model
 
@@ -179,6 +179,13 @@ class TestInTurn:
             with pytest.raises(RuntimeError, match=r"expected room .* give these the lora_name"):
                 weights.update()
             assert generated(address, model="policy")["token_ids"] == expected(adapted)
+
+
+def test_a_server_without_the_middleware_is_told_how_to_have_it(adapted):
+    with without_routes() as address, WeightChannel.create(adapted, adapters="only") as channel:
+        weights = EngineWeights(channel, address)
+        with pytest.raises(RuntimeError, match=r"--middleware fusedrl\.vllm\.Serv"):
+            weights.update()
 
 
 def test_a_name_that_the_server_gives_to_its_model(address, adapted):
