@@ -30,7 +30,8 @@ _AGAIN, _PATIENCE = 0.5, 60.0
 _TRIES = 20
 _UNSETTLED = (
     "engine: expected to go back to the version before, got: {}; it may have parts of two "
-    "versions and answers under no version's number: update it again"
+    "versions and answers under no version's number: update it again, or start a new one if it has "
+    "ended"
 )
 # The object that last gave each engine weights, by the key of the engine.
 _LAST: weakref.WeakValueDictionary[int | str, Updates] = weakref.WeakValueDictionary()
