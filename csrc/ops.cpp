@@ -4,6 +4,9 @@
 // What gradients of a linear head take as `rounds_grads`, a bool on the CPU, says whether those of
 // its logits may be rounded to bfloat16, where kernels would keep more of them: see
 // ops/_rounding.py.
+//
+// What forward passes store for backward ones, where `stored_bytes` allow it, may be empty: logits,
+// and on CUDA the tokens that are `kept`, so that the host need not wait for their number again.
 STABLE_TORCH_LIBRARY(fusedrl, m) {
   m.def(
       "token_log_probs(Tensor logits, Tensor tokens, Tensor? mask, Tensor? offsets, bool shift, "
@@ -17,7 +20,7 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "linear_token_log_probs(Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, "
       "Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
       "bool entropy, int? vocab_offset, bool batch_invariant, int stored_bytes) "
-      "-> (Tensor parts, Tensor logits)");
+      "-> (Tensor parts, Tensor logits, Tensor kept)");
   m.def(
       "linear_token_log_probs_finish(Tensor parts, Tensor temperature, bool entropy) "
       "-> (Tensor log_probs, Tensor entropy, Tensor normalizers)");
@@ -25,7 +28,7 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "linear_token_log_probs_backward(Tensor grad_log_probs, Tensor? grad_entropy, "
       "Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, Tensor? mask, Tensor? offsets, "
       "bool shift, Tensor temperature, float scale, float softcap, Tensor log_probs, "
-      "Tensor entropy, Tensor normalizers, Tensor logits, int? vocab_offset, "
+      "Tensor entropy, Tensor normalizers, Tensor logits, Tensor kept, int? vocab_offset, "
       "bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias, *, Tensor? "
       "rounds_grads=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
@@ -71,15 +74,15 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "float ref_softcap, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
       "float beta, bool entropies, bool batch_invariant, int stored_bytes) "
       "-> (Tensor divergence, Tensor entropies, Tensor statistics, Tensor logits, "
-      "Tensor ref_logits)");
+      "Tensor ref_logits, Tensor kept)");
   m.def(
       "linear_exact_kl_backward(Tensor grad_divergence, Tensor? grad_entropies, Tensor hidden, "
       "Tensor weight, Tensor? bias, float scale, float softcap, Tensor ref_hidden, "
       "Tensor ref_weight, Tensor? ref_bias, float ref_scale, float ref_softcap, Tensor? mask, "
       "Tensor? offsets, bool shift, Tensor temperature, float beta, bool batch_invariant, "
-      "Tensor entropies, Tensor statistics, Tensor logits, Tensor ref_logits, bool of_hidden, "
-      "bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias, *, "
-      "Tensor? rounds_grads=None) "
+      "Tensor entropies, Tensor statistics, Tensor logits, Tensor ref_logits, Tensor kept, "
+      "bool of_hidden, bool of_weight, bool of_bias, bool of_ref_hidden, bool of_ref_weight, "
+      "bool of_ref_bias, *, Tensor? rounds_grads=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
       "Tensor grad_ref_hidden, Tensor grad_ref_weight, Tensor grad_ref_bias)");
   m.def(
@@ -93,12 +96,12 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "linear_top_k_kl_log_probs(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, "
       "Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
       "bool batch_invariant, int stored_bytes) "
-      "-> (Tensor log_probs, Tensor normalizers, Tensor logits)");
+      "-> (Tensor log_probs, Tensor normalizers, Tensor logits, Tensor kept)");
   m.def(
       "linear_top_k_kl_log_probs_backward(Tensor grad_log_probs, Tensor hidden, Tensor weight, "
       "Tensor? bias, Tensor ids, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
       "float scale, float softcap, Tensor log_probs, Tensor normalizers, Tensor logits, "
-      "bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias, *, "
+      "Tensor kept, bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias, *, "
       "Tensor? rounds_grads=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -34,10 +36,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(folder: Path, port: int, log: Path, seconds: float = 500) -> Iterator[str]:
+def server(
+    folder: Path, port: int, log: Path, *options: str, seconds: float = 500
+) -> Iterator[str]:
     """The address of a server that answers, until the block ends."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *_OPTIONS]
+    command += ["--host", "127.0.0.1", "--port", str(port), *_OPTIONS, *options]
     path = os.pathsep.join(filter(None, sys.path))  # where its workers find the faults of a test
     environ = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
     address = f"http://127.0.0.1:{port}"
@@ -60,6 +64,29 @@ def server(folder: Path, port: int, log: Path, seconds: float = 500) -> Iterator
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # its workers too
+
+
+class _NoRoutes(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = b'{"detail":"Not Found"}'
+        self.send_response(404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@contextmanager
+def without_routes() -> Iterator[str]:
+    """The address of a server that has none of the routes that a trainer needs."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _NoRoutes) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{other.server_port}"
+        other.shutdown()
 
 
 def _answers(address: str) -> bool:
@@ -109,11 +136,15 @@ def engine_processes() -> list[int]:
 
 
 def generated(
-    address: str, prompt: list[int] = PROMPT, tokens: int = 12, temperature: float = 0
+    address: str,
+    prompt: list[int] = PROMPT,
+    tokens: int = 12,
+    temperature: float = 0,
+    model: str = "tiny",
 ) -> dict[str, Any]:
     """The tokens of a request, with their log-probs and the spans of their versions."""
     settings = {"max_tokens": tokens, "temperature": temperature, "ignore_eos": True, "logprobs": 0}
-    fields = {"model": "tiny", "token_ids": prompt, "sampling_params": settings}
+    fields = {"model": model, "token_ids": prompt, "sampling_params": settings}
     [choice] = post(address, "inference/v1/generate", fields)["choices"]
     return choice
 
@@ -128,9 +159,9 @@ def answer_of(prompt: list[int], choice: dict[str, Any]) -> Answer:
     )
 
 
-def completed(address: str) -> dict[str, Any]:
+def completed(address: str, model: str = "tiny") -> dict[str, Any]:
     """The greedy answer of the route that others know."""
     fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    fields = {"model": "tiny", "return_token_ids": True, **fields}
+    fields = {"model": model, "return_token_ids": True, **fields}
     [choice] = post(address, "v1/completions", fields)["choices"]
     return choice

@@ -104,10 +104,10 @@ def test_every_kernel_of_the_library_is_executed(built, output):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [3, 4])
 def test_checks_see_what_breaks_a_kernel(built, output, seed):
-    """Two thirds: 43 of 52 were seen, and so few changes vary by as much as that."""
-    said = built.run("ptx.mutate", 70, seed, given=output)
+    """Nine of ten are seen; of so few, in other kernels, some more may be passed."""
+    said = built.run("ptx.mutate", 54, seed, given=output)
     tried = listed(said)
     survivors = [one for one in tried if one["survived"]]
-    assert len(tried) == 70 and len(survivors) <= 70 // 3, survivors or rest_of(said)
+    assert len(tried) == 54 and len(survivors) <= 54 // 7, survivors or rest_of(said)

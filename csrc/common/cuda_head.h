@@ -37,25 +37,36 @@ inline Tensor new_zeros(const Tensor& like, std::vector<int64_t> sizes, ScalarTy
 }
 
 // The rows of a batch that are multiplied, and in which tiles. If a mask or a shift drops rows, the
-// host waits for the device to tell how many are left.
+// host waits for the device to tell how many are left, but where `known` has stored() of the same
+// batch.
 class HeadRows {
  public:
   HeadRows(const OnDeviceOf& device, const Tensor& hidden, const std::optional<Tensor>& mask,
            const std::optional<Tensor>& offsets, bool shift, const Tensor& temperature,
-           int64_t classes, HeadTiles::Options options)
+           int64_t classes, HeadTiles::Options options,
+           const std::optional<Tensor>& known = std::nullopt)
       : rows{data<bool>(mask), row_map(hidden, offsets, shift), classes,
-             scalar_argument("temperature", temperature, hidden)} {
+             scalar_argument("temperature", temperature, hidden)},
+        index_(known.value_or(empty_vector(hidden, ScalarType::Long))) {
     const int64_t tokens = rows.map.tokens;
     kept = {rows.map, nullptr, tokens};
     if ((mask.has_value() || shift) && tokens > 0) {
-      const Tensor flags =
-          torch::stable::new_empty(hidden, std::vector<int64_t>{tokens}, ScalarType::Bool);
-      device.launch(flag_rows, element_blocks(tokens), kElementThreads, rows,
-                    mutable_data<bool>(flags));
-      index_ = torch::stable::contiguous(indices_of(flags));
-      kept = {rows.map, data<int64_t>(index_), index_->numel()};
+      if (index_.numel() == 0) {
+        const Tensor flags =
+            torch::stable::new_empty(hidden, std::vector<int64_t>{tokens}, ScalarType::Bool);
+        device.launch(flag_rows, element_blocks(tokens), kElementThreads, rows,
+                      mutable_data<bool>(flags));
+        index_ = torch::stable::contiguous(indices_of(flags));
+      }
+      kept = {rows.map, data<int64_t>(index_), index_.numel()};
     }
     tiles = HeadTiles(kept.count, classes, options);
+  }
+
+  // What a backward pass may take as `known`: the tokens that are kept, empty where it may store
+  // nothing, or where there is nothing to know.
+  Tensor stored(int64_t most_bytes) const {
+    return most_bytes > 0 ? index_ : empty_vector(index_, ScalarType::Long);
   }
 
   KeptRows rows;
@@ -63,7 +74,7 @@ class HeadRows {
   HeadTiles tiles;
 
  private:
-  std::optional<Tensor> index_;
+  Tensor index_;
 };
 
 // A head over the selected rows of a batch of hidden states. `map` has their strides, if these are

@@ -78,7 +78,7 @@ std::vector<Part> reduced(const Side& p, const Side& q, const StoredPair& stored
       merge);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     Tensor hidden, Tensor weight, std::optional<Tensor> bias, double scale, double softcap,
     Tensor ref_hidden, Tensor ref_weight, std::optional<Tensor> ref_bias, double ref_scale,
     double ref_softcap, std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift,
@@ -125,7 +125,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     out.write(kept[i], mixture ? finish(normalizers_of(part), entropies_of(part), sums[i], shares)
                                : finish(part));
   }
-  return std::tuple_cat(results.tensors(), std::tuple(stored.p.tensor(), stored.q.tensor()));
+  return std::tuple_cat(results.tensors(), std::tuple(stored.p.tensor(), stored.q.tensor(),
+                                                      empty_vector(hidden, ScalarType::Long)));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
@@ -134,8 +135,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     std::optional<Tensor> ref_bias, double ref_scale, double ref_softcap,
     std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
     double beta, bool batch_invariant, Tensor entropies, Tensor statistics, Tensor logits,
-    Tensor ref_logits, bool of_hidden, bool of_weight, bool of_bias, bool of_ref_hidden,
-    bool of_ref_weight, bool of_ref_bias, std::optional<Tensor> rounds_grads) {
+    Tensor ref_logits, Tensor /*kept*/, bool of_hidden, bool of_weight, bool of_bias,
+    bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias, std::optional<Tensor> rounds_grads) {
   check_offsets(offsets, grad_divergence.numel());
   const std::vector<int64_t> kept = kept_tokens(row_map(hidden, offsets, shift), data<bool>(mask));
   const float inv_temperature = inverse_temperature(temperature);

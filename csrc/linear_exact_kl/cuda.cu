@@ -44,7 +44,7 @@ auto gradient_kernel(bool mixture, bool entropies) {
 }
 
 // backward() multiplies again, unless all logits of a head are one tile, which is stored.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     Tensor hidden, Tensor weight, std::optional<Tensor> bias, double scale, double softcap,
     Tensor ref_hidden, Tensor ref_weight, std::optional<Tensor> ref_bias, double ref_scale,
     double ref_softcap, std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift,
@@ -53,8 +53,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   const PairResults results(hidden, entropies);
   Tensor logits = empty_vector(hidden, ScalarType::Float);
   Tensor ref_logits = empty_vector(hidden, ScalarType::Float);
+  Tensor stored_rows = empty_vector(hidden, ScalarType::Long);
   const auto outputs = [&] {
-    return std::tuple_cat(results.tensors(), std::tuple(logits, ref_logits));
+    return std::tuple_cat(results.tensors(), std::tuple(logits, ref_logits, stored_rows));
   };
   Tensor divergence = results.divergence, of_both = results.entropies;
   Tensor statistics = results.statistics;
@@ -62,6 +63,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   if (divergence.numel() == 0) return outputs();
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
                       {.batch_invariant = batch_invariant});
+  stored_rows = rows.stored(stored_bytes);
   const int64_t count = rows.kept.count;
   if (count == 0) return outputs();
   const bool mixture = is_mixture(beta);
@@ -102,11 +104,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     std::optional<Tensor> ref_bias, double ref_scale, double ref_softcap,
     std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
     double beta, bool batch_invariant, Tensor entropies, Tensor statistics, Tensor logits,
-    Tensor ref_logits, bool of_hidden, bool of_weight, bool of_bias, bool of_ref_hidden,
-    bool of_ref_weight, bool of_ref_bias, std::optional<Tensor> /*rounds_grads*/) {
+    Tensor ref_logits, Tensor kept, bool of_hidden, bool of_weight, bool of_bias,
+    bool of_ref_hidden, bool of_ref_weight, bool of_ref_bias,
+    std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
-                      {.batch_invariant = batch_invariant});
+                      {.batch_invariant = batch_invariant}, kept);
   const RowMap ref_map = row_map(ref_hidden, offsets, shift);
   const bool of_p = of_hidden || of_weight || of_bias;
   const bool of_q = of_ref_hidden || of_ref_weight || of_ref_bias;

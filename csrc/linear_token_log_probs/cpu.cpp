@@ -26,12 +26,12 @@ std::vector<RowSoftmax> softmax_of(const CpuHead& head, const TileRows& tiles,
       [&](const RowSoftmax& x, const RowSoftmax& y) { return tiles.merged(x, y); });
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
-                                   Tensor tokens, std::optional<Tensor> mask,
-                                   std::optional<Tensor> offsets, bool shift, Tensor temperature,
-                                   double scale, double softcap, bool entropy,
-                                   std::optional<int64_t> vocab_offset, bool batch_invariant,
-                                   int64_t stored_bytes) {
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
+                                           Tensor tokens, std::optional<Tensor> mask,
+                                           std::optional<Tensor> offsets, bool shift,
+                                           Tensor temperature, double scale, double softcap,
+                                           bool entropy, std::optional<int64_t> vocab_offset,
+                                           bool batch_invariant, int64_t stored_bytes) {
   Tensor parts = empty_per_token(hidden, 4);
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
   if (!vocab_offset.has_value()) kept.check_targets(weight.size(0));
@@ -49,7 +49,7 @@ std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<T
     out[kept.tokens[i]] = {max, static_cast<float>(sum), static_cast<float>(dot),
                            rows[i].target_logit};
   }
-  return {parts, stored.tensor()};
+  return {parts, stored.tensor(), empty_vector(hidden, ScalarType::Long)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> combine(Tensor parts, Tensor temperature, bool entropy) {
@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tensor hidden, Tensor weight,
     std::optional<Tensor> bias, Tensor tokens, std::optional<Tensor> mask,
     std::optional<Tensor> offsets, bool shift, Tensor temperature, double scale, double softcap,
-    Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor logits,
+    Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor logits, Tensor /*kept*/,
     std::optional<int64_t> vocab_offset, bool batch_invariant, bool of_hidden, bool of_weight,
     bool of_bias, std::optional<Tensor> rounds_grads) {
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);

@@ -8,16 +8,16 @@ namespace fusedrl {
 namespace {
 
 // backward() multiplies again, unless all logits are one tile, which is stored.
-std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
-                                   Tensor tokens, std::optional<Tensor> mask,
-                                   std::optional<Tensor> offsets, bool shift, Tensor temperature,
-                                   double scale, double softcap, bool entropy,
-                                   std::optional<int64_t> vocab_offset, bool batch_invariant,
-                                   int64_t stored_bytes) {
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
+                                           Tensor tokens, std::optional<Tensor> mask,
+                                           std::optional<Tensor> offsets, bool shift,
+                                           Tensor temperature, double scale, double softcap,
+                                           bool entropy, std::optional<int64_t> vocab_offset,
+                                           bool batch_invariant, int64_t stored_bytes) {
   const OnDeviceOf device(hidden);
   Tensor parts = empty_per_token(hidden, 4);
   Tensor logits = empty_vector(hidden, ScalarType::Float);
-  if (tokens.numel() == 0) return {parts, logits};
+  if (tokens.numel() == 0) return {parts, logits, empty_vector(hidden, ScalarType::Long)};
   VocabPart* out = mutable_data<VocabPart>(parts);
   const int64_t* targets = data<int64_t>(tokens);
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
@@ -35,7 +35,7 @@ std::tuple<Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<T
     });
     logits = head.stored(stored_bytes);
   });
-  return {parts, logits};
+  return {parts, logits, rows.stored(stored_bytes)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> combine(Tensor parts, Tensor temperature, bool entropy) {
@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor grad_log_probs, std::optional<Tensor> grad_entropy, Tensor hidden, Tensor weight,
     std::optional<Tensor> bias, Tensor tokens, std::optional<Tensor> mask,
     std::optional<Tensor> offsets, bool shift, Tensor temperature, double scale, double softcap,
-    Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor logits,
+    Tensor log_probs, Tensor entropy, Tensor normalizers, Tensor logits, Tensor kept,
     std::optional<int64_t> vocab_offset, bool batch_invariant, bool of_hidden, bool of_weight,
     bool of_bias, std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);
@@ -65,7 +65,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
                                 data<float>(log_probs), data<float>(entropy),
                                 data<Normalizer>(normalizers)};
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
-                      {.batch_invariant = batch_invariant});
+                      {.batch_invariant = batch_invariant}, kept);
   std::tuple<Tensor, Tensor, Tensor> grads{hidden, hidden, hidden};
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
     CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap, std::nullopt,

@@ -70,11 +70,12 @@ std::vector<SoftmaxPart<double>> split_rows(const CpuHead& head, const TileRows&
       merged);
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
-                                           Tensor ids, std::optional<Tensor> mask,
-                                           std::optional<Tensor> offsets, bool shift,
-                                           Tensor temperature, double scale, double softcap,
-                                           bool batch_invariant, int64_t stored_bytes) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight,
+                                                   std::optional<Tensor> bias, Tensor ids,
+                                                   std::optional<Tensor> mask,
+                                                   std::optional<Tensor> offsets, bool shift,
+                                                   Tensor temperature, double scale, double softcap,
+                                                   bool batch_invariant, int64_t stored_bytes) {
   const Batch batch(hidden, ids, mask, offsets, shift, temperature);
   batch.ids.check_of(batch.tokens, weight.size(0));
   Tensor log_probs = empty_per_token(hidden, batch.ids.k + 1);
@@ -94,17 +95,15 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::op
     out_normalizers[n] = finish_top_k(rests[i], batch.ids.of(n), batch.ids.k, batch.inv_temperature,
                                       out + batch.at(n));
   }
-  return {log_probs, normalizers, stored.tensor()};
+  return {log_probs, normalizers, stored.tensor(), empty_vector(hidden, ScalarType::Long)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_log_probs, Tensor hidden, Tensor weight,
-                                            std::optional<Tensor> bias, Tensor ids,
-                                            std::optional<Tensor> mask,
-                                            std::optional<Tensor> offsets, bool shift,
-                                            Tensor temperature, double scale, double softcap,
-                                            Tensor log_probs, Tensor normalizers, Tensor logits,
-                                            bool batch_invariant, bool of_hidden, bool of_weight,
-                                            bool of_bias, std::optional<Tensor> rounds_grads) {
+std::tuple<Tensor, Tensor, Tensor> backward(
+    Tensor grad_log_probs, Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
+    std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
+    double scale, double softcap, Tensor log_probs, Tensor normalizers, Tensor logits,
+    Tensor /*kept*/, bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias,
+    std::optional<Tensor> rounds_grads) {
   const Batch batch(hidden, ids, mask, offsets, shift, temperature);
   const float factor = static_cast<float>(scale), inv_temperature = batch.inv_temperature;
   const float* up = data<float>(grad_log_probs);

@@ -10,11 +10,12 @@ namespace {
 DeviceIds ids_of(const Tensor& ids) { return {data<int64_t>(ids), ids.size(ids.dim() - 1)}; }
 
 // backward() multiplies again, unless all logits are one tile, which is stored.
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
-                                           Tensor ids, std::optional<Tensor> mask,
-                                           std::optional<Tensor> offsets, bool shift,
-                                           Tensor temperature, double scale, double softcap,
-                                           bool batch_invariant, int64_t stored_bytes) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight,
+                                                   std::optional<Tensor> bias, Tensor ids,
+                                                   std::optional<Tensor> mask,
+                                                   std::optional<Tensor> offsets, bool shift,
+                                                   Tensor temperature, double scale, double softcap,
+                                                   bool batch_invariant, int64_t stored_bytes) {
   const OnDeviceOf device(hidden);
   const DeviceIds of_tokens = ids_of(ids);
   Tensor log_probs = empty_per_token(hidden, of_tokens.k + 1);
@@ -27,7 +28,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::op
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
                       {.batch_invariant = batch_invariant});
   const int64_t tokens = rows.rows.map.tokens;
-  if (tokens == 0) return {log_probs, normalizers, logits};
+  if (tokens == 0) return {log_probs, normalizers, logits, rows.stored(stored_bytes)};
   device.launch(start_rests, element_blocks(tokens), kElementThreads, out.rest, tokens);
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
     CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap);
@@ -39,23 +40,21 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::op
     logits = head.stored(stored_bytes);
   });
   device.launch(finish_top_k_rows, element_blocks(tokens), kElementThreads, rows.rows, out);
-  return {log_probs, normalizers, logits};
+  return {log_probs, normalizers, logits, rows.stored(stored_bytes)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_log_probs, Tensor hidden, Tensor weight,
-                                            std::optional<Tensor> bias, Tensor ids,
-                                            std::optional<Tensor> mask,
-                                            std::optional<Tensor> offsets, bool shift,
-                                            Tensor temperature, double scale, double softcap,
-                                            Tensor log_probs, Tensor normalizers, Tensor logits,
-                                            bool batch_invariant, bool of_hidden, bool of_weight,
-                                            bool of_bias, std::optional<Tensor> /*rounds_grads*/) {
+std::tuple<Tensor, Tensor, Tensor> backward(
+    Tensor grad_log_probs, Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
+    std::optional<Tensor> mask, std::optional<Tensor> offsets, bool shift, Tensor temperature,
+    double scale, double softcap, Tensor log_probs, Tensor normalizers, Tensor logits, Tensor kept,
+    bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias,
+    std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);
   const Tensor of_rows = empty_per_token(hidden, 2);
   const TopKUpstream upstream{ids_of(ids), data<float>(grad_log_probs), data<float>(log_probs),
                               data<Normalizer>(normalizers), mutable_data<TopKGradient>(of_rows)};
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
-                      {.batch_invariant = batch_invariant});
+                      {.batch_invariant = batch_invariant}, kept);
   const int64_t tokens = rows.rows.map.tokens;
   if (tokens > 0) {
     device.launch(start_gradients, element_blocks(tokens), kElementThreads, rows.rows, upstream);

@@ -38,8 +38,9 @@ def offsets_of(lengths: Sequence[int] | Tensor, device: torch.device | None = No
     torch's default device is.
     """
     if not isinstance(lengths, Tensor):
-        lengths = torch.tensor(lengths, dtype=torch.int64, device=device or "cpu")
-    lengths = lengths.to(device or lengths.device, torch.int64)
+        lengths = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    # What comes from a GPU has to have arrived; what goes there need not be waited for.
+    lengths = lengths.to(device or lengths.device, torch.int64, non_blocking=lengths.is_cpu)
     offsets = lengths.new_zeros(lengths.numel() + 1)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets

@@ -1,5 +1,6 @@
 """A peft model whose adapters reach a ``vllm.LLM``, alone or merged into its weights."""
 
+import copy
 from contextlib import ExitStack
 from dataclasses import asdict
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from tiny_engines import PROMPT, completion, expected, offline, tiny_model
+from tiny_engines import PROMPT, completion, expected, offline, tiny_model, train
 
 from fusedrl import WeightChannel
 from fusedrl.channel.layout import Layout
@@ -212,9 +213,25 @@ def test_two_trainers_have_adapters_of_their_own(llm, adapted, fed):
     assert expected(models[0]) != expected(models[1])
 
 
-def test_merged_adapters_are_the_weights_of_every_request(llm, adapted, fed):
-    fed(adapted()).update()
-    assert llm.llm_engine.list_loras()
+def test_adapters_stay_when_the_weights_below_them_are_updated(llm, adapted, fed, folder):
+    model = adapted()
+    weights = fed(model)
+    weights.update()
+    base = tiny_model(folder)
+    with WeightChannel.create(base) as channel, EngineWeights(channel, llm) as own:
+        start = copy.deepcopy(base.state_dict())
+        train(base)
+        own.update()
+        assert tokens_of(llm) == expected(base)
+        below = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for name, parameter in base.named_parameters():
+                below[f"base_model.model.{name}"].copy_(parameter)
+        assert tokens_of(llm, lora_request=weights.lora_request) == expected(model)
+        own.update(start)  # as the other tests expect it
+
+
+def test_merged_adapters_are_the_weights_of_every_request(llm, adapted):
     model = adapted()
     with (
         WeightChannel.create(model, adapters="merged") as channel,
@@ -225,7 +242,6 @@ def test_merged_adapters_are_the_weights_of_every_request(llm, adapted, fed):
             train_adapters(model)
             weights.update()
             assert tokens_of(llm, lora_request=weights.lora_request) == expected(model)
-            assert not llm.llm_engine.list_loras()  # those of the former weights
         adding = expected(model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -314,12 +330,12 @@ class TestRefused:
                 llm.update_weights({"update_info": info})
 
 
-def test_a_server_takes_merged_adapters_alone(adapted):
+def test_a_name_of_adapters_that_a_channel_has_not(folder, llm):
     with (
-        WeightChannel.create(adapted(), adapters="only") as channel,
-        pytest.raises(TypeError, match="adapters='merged'"),
+        WeightChannel.create(tiny_model(folder)) as channel,
+        pytest.raises(ValueError, match=r"lora_name: expected None .* adapters='only'"),
     ):
-        EngineWeights(channel, "http://localhost:8000")
+        EngineWeights(channel, llm, lora_name="policy")
 
 
 def test_an_engine_that_was_started_without_adapters(adapted):

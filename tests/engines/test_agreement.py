@@ -6,7 +6,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from engine_ranks import agree
+from engine_ranks import agree, outlive
 from prepared import processes
 
 from fusedrl.vllm.agreement import Ranks
@@ -27,6 +27,15 @@ def test_one_failure_is_the_failure_of_all(tmp_path, failing):
         return
     said = "; ".join(f"worker {rank}: ValueError: no {rank}" for rank in failing)
     assert [value for value, _ in outcomes] == ["None", "None", said]
+
+
+def test_a_worker_whose_other_has_ended_says_what_to_do(tmp_path):
+    ours, theirs = processes.Pipe()
+    for rank in range(2):
+        arguments = theirs, tmp_path / "store", rank
+        processes.Process(target=outlive, args=arguments, daemon=True).start()
+    assert ours.poll(60), "it waits for the other one"
+    assert "start a new engine" in ours.recv()
 
 
 def test_one_worker_raises_what_was_raised():

@@ -180,7 +180,7 @@ def test_a_worker_that_is_killed_ends_the_engine(folder, model, faults, workers,
         weights.update()
         with (
             faults.told("dies", workers - 1, before),
-            pytest.raises(Exception, match=r"start a new one|EngineCore|died"),
+            pytest.raises(Exception, match=r"start a new|EngineCore|died"),
         ):
             weights.update()
         with pytest.raises(Exception, match=r"dead|died|Engine"):

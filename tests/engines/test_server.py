@@ -1,11 +1,9 @@
 """A server that a trainer feeds: by its address, and through a socket where pids do not do."""
 
-import http.server
 import os
 import random
 import signal
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +20,7 @@ from engine_servers import (
     post,
     server,
     wait_until_running,
+    without_routes,
 )
 from tiny_engines import PROMPT, expected, tiny_model, train
 
@@ -213,30 +212,11 @@ def test_a_server_that_was_restarted_gets_the_channel_again(folder, model, log):
                 assert answer["weight_versions"][0]["version"] == str(version)
 
 
-class NoRoutes(http.server.BaseHTTPRequestHandler):
-    """What a server without VLLM_SERVER_DEV_MODE has of them."""
-
-    def do_GET(self):
-        body = b'{"detail":"Not Found"}'
-        self.send_response(404)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_POST = do_GET
-
-    def log_message(self, *arguments):
-        pass
-
-
 def test_a_server_without_the_routes_is_told_how_to_have_them(model):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NoRoutes) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        with WeightChannel.create(model) as channel:
-            weights = EngineWeights(channel, f"http://127.0.0.1:{other.server_port}")
-            with pytest.raises(RuntimeError, match="VLLM_SERVER_DEV_MODE=1"):
-                weights.update()
-        other.shutdown()
+    with without_routes() as address, WeightChannel.create(model) as channel:
+        weights = EngineWeights(channel, address)
+        with pytest.raises(RuntimeError, match="VLLM_SERVER_DEV_MODE=1"):
+            weights.update()
 
 
 def test_a_server_that_says_nothing_is_not_waited_for_for_ever(model, monkeypatch):

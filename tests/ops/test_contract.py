@@ -125,7 +125,7 @@ def test_opcheck_linear_token_log_probs(kind, dtype, full):
         arguments = (*batch, full, *options, stored_bytes)
         torch.library.opcheck(ops.linear_token_log_probs.default, arguments)
     shards = [ops.linear_token_log_probs(*batch, full, first, False, 0)[0] for first in (0, 7)]
-    logits = ops.linear_token_log_probs(*batch, full, None, False, 1 << 20)[1]
+    _, *stored = ops.linear_token_log_probs(*batch, full, None, False, 1 << 20)
     arguments = (torch.stack(shards), temperature, full)
     torch.library.opcheck(ops.linear_token_log_probs_finish.default, arguments)
     results = ops.linear_token_log_probs_finish(*arguments)
@@ -133,7 +133,7 @@ def test_opcheck_linear_token_log_probs(kind, dtype, full):
     for wanted in ((True, True, full), (True, False, False), (False, False, full)):
         torch.library.opcheck(
             ops.linear_token_log_probs_backward.default,
-            (*upstream, *batch, *results, logits, *options, *wanted),
+            (*upstream, *batch, *results, *stored, *options, *wanted),
         )
 
 

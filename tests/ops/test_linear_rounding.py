@@ -98,10 +98,10 @@ def unrounded_hidden_gradient(hidden, weight, tokens, grads):
     """In float32, as the ranks of a sharded vocabulary add it up."""
     ops = torch.ops.fusedrl
     args = (hidden, weight, None, tokens, None, None, False, ONE, 1.0, 0.0)
-    parts, products = ops.linear_token_log_probs(*args, True, 0, False, 0)
+    parts, *stored = ops.linear_token_log_probs(*args, True, 0, False, 0)
     results = ops.linear_token_log_probs_finish(parts[None], ONE, True)
     return ops.linear_token_log_probs_backward(
-        *grads, *args, *results, products, 0, False, True, False, False
+        *grads, *args, *results, *stored, 0, False, True, False, False
     )[0]
 
 

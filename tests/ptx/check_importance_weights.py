@@ -35,6 +35,18 @@ def check_levels_and_modes():
         compare(p, q.to(dtype), mask, offsets, level=level, mode=mode, **options)
 
 
+def check_single_tokens():
+    """Each the only one of its sequence, whose bits come unchanged from every lane and warp."""
+    offsets, kept = torch.arange(0, 9 * 256, 256), 2 ** torch.arange(8)
+    mask = torch.zeros(8, 256, dtype=torch.bool).scatter(1, kept[:, None], True).flatten()
+    for dtype in DTYPES:
+        p, q = (0.3 * torch.randn(2, 8 * 256)).to(dtype).unbind()
+        ours = importance_weights(p, q, mask, offsets, impl="cpu")
+        exact = importance_weights(p.double(), q.double(), mask, offsets, impl="reference")
+        for mine, want in zip(ours.mismatch, exact.mismatch, strict=True):
+            torch.testing.assert_close(mine.double(), want.double(), rtol=3e-7, atol=0)
+
+
 def check_padded_and_missing():
     """Rows, one row, no rows; log-probs that are NaN or infinite."""
     for level, nan, rows in itertools.product(LEVELS, ("propagate", "missing"), (0, 1, 9)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from ptx.values import DTYPES, OFFSETS, TOLERANCE, tiles_of
+from ptx.values import DTYPES, LAYOUTS, TOLERANCE, assert_rows_are_counted_once, tiles_of
 
 from fusedrl import linear_exact_kl
 from fusedrl.ops.exact_kl import DIRECTIONS
@@ -65,12 +65,19 @@ def check_long_tiles():
             compare_linear_exact_kl(head_pair((2,), 6100, dtype, (2, 3)), **options)
 
 
+def check_rows_are_counted_once():
+    """The host need not wait for their number a second time."""
+    leaves = [x.requires_grad_() for x in head_pair((7,), 19, torch.float32)]
+    mask = torch.arange(7) % 3 != 0
+    assert_rows_are_counted_once(linear_kl(leaves, mask), leaves, mask)
+
+
 def check_many_tokens():
-    """More than the threads of a grid, few of them kept; rows wider than a block."""
+    """More than the threads of a grid, few of them kept; rows wider than four blocks."""
     mask = torch.arange(120) % 37 == 3
     for dtype in DTYPES:
         entropy = dtype == torch.float32
-        compare_linear_exact_kl(head_pair((120,), 9, dtype, (40, 3)), mask, entropy=entropy)
+        compare_linear_exact_kl(head_pair((120,), 9, dtype, (150, 3)), mask, entropy=entropy)
 
 
 def check_shapes_of_logits():
@@ -96,13 +103,13 @@ def check_betas_and_entropies():
 
 def check_shifts_and_masks():
     """Packed and padded, with dropped rows that hold NaN, and a reference of other strides."""
-    layouts = itertools.product([(7,), (2, 3)], [False, True], [False, True])
-    for (shape, shift, batch_invariant), dtype in zip(layouts, DTYPES[:2] * 4, strict=True):
+    layouts = itertools.product(LAYOUTS, [False, True], [False, True])
+    for layout, dtype in zip(layouts, DTYPES[:2] * 6, strict=True):
+        (shape, offsets), shift, batch_invariant = layout
         heads = head_pair(shape, 21, dtype)
         mask = torch.arange(heads[0][..., 0].numel()).view(shape) % 3 != 0
         rows = mask.flatten().roll(-1).view(shape) if shift else mask
         heads[0][~rows] = heads[3][~rows] = torch.nan
-        offsets = OFFSETS if len(shape) == 1 else None
         options = {"offsets": offsets, "shift": shift, "batch_invariant": batch_invariant}
         apart = [torch.cat([x, x], -1)[..., :9] if i == 3 else x for i, x in enumerate(heads)]
         compare_linear_exact_kl(apart, mask, **options)

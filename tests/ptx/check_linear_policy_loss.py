@@ -12,9 +12,10 @@ from fusedrl import linear_policy_loss, linear_token_log_probs
 
 
 def head(rows, classes, width, dtype):
-    """Hidden states, weight, bias and tokens."""
+    """Hidden states, weight, bias and tokens. Exponents relative to one class overflow."""
     tensors = torch.randn(rows, width), torch.randn(classes, width) * 0.7, torch.randn(classes)
-    return (*(x.to(dtype) for x in tensors), torch.randint(0, classes, (rows,)))
+    tensors[2][0] = -300
+    return (*(x.to(dtype) for x in tensors), torch.randint(min(1, classes - 1), classes, (rows,)))
 
 
 def compare(hidden, weight, bias, tokens, mask=None, **options):

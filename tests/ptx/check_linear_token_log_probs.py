@@ -6,32 +6,46 @@ import itertools
 
 import pytest
 import torch
-from ptx.values import DTYPES, OFFSETS, TOLERANCE, tiles_of
+from ptx.values import (
+    DTYPES,
+    LAYOUTS,
+    OFFSETS,
+    TOLERANCE,
+    assert_rows_are_counted_once,
+    tiles_of,
+)
 
 from fusedrl import VocabPart, linear_token_log_probs
 
-NO_PRODUCTS = torch.empty(0)
+NOTHING_STORED = torch.empty(0), torch.empty(0, dtype=torch.int64)
 
 
 def head(rows, classes, width, dtype):
-    """Hidden states, weight, bias and tokens."""
+    """Hidden states, weight, bias and tokens. Exponents relative to one class overflow."""
     tensors = torch.randn(rows, width), torch.randn(classes, width) * 0.7, torch.randn(classes)
+    tensors[2][classes // 2] = -300
     return (*(x.to(dtype) for x in tensors), torch.randint(0, classes, (rows,)))
 
 
 def compare_linear(hidden, weight, bias, tokens, batch_invariant=False, **options):
     """Forward and all gradients beside the reference on the same values in float64."""
+    for entropy in (True, False):
+        compare_results(hidden, weight, bias, tokens, batch_invariant, entropy, **options)
+
+
+def compare_results(hidden, weight, bias, tokens, batch_invariant, entropy, **options):
     upstream = torch.randn(2, *tokens.shape)
     inputs = [x for x in (hidden, weight, bias) if x is not None]
     results = []
     for impl, dtype in (("cpu", hidden.dtype), ("reference", torch.float64)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
         out = linear_token_log_probs(
-            *(*leaves[:2], tokens), bias=leaves[2] if bias is not None else None, entropy=True,
+            *(*leaves[:2], tokens), bias=leaves[2] if bias is not None else None, entropy=entropy,
             impl=impl, batch_invariant=batch_invariant and impl == "cpu", **options,
         )  # fmt: skip
-        grads = torch.autograd.grad(tuple(out), leaves, [up.to(out[0]) for up in upstream])
-        results.append((out, grads))
+        outputs = tuple(out) if entropy else (out,)
+        given = [up.to(x) for up, x in zip(upstream, outputs, strict=False)]
+        results.append((outputs, torch.autograd.grad(outputs, leaves, given)))
     (mine, grads), (exact, exact_grads) = results
     for got, want in zip(mine, exact, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=3e-6, atol=1e-5)
@@ -81,8 +95,7 @@ def check_options():
 
 def check_shifts_and_masks():
     """Packed, padded and strided, with dropped rows that hold NaN and tokens that are no class."""
-    shapes = [(7,), (2, 3)]
-    for dtype, shift, shape in itertools.product(DTYPES, [False, True], shapes):
+    for dtype, shift, (shape, offsets) in itertools.product(DTYPES, [False, True], LAYOUTS):
         hidden, weight, bias, tokens = head(14 if len(shape) == 1 else 12, 19, 5, dtype)
         hidden = hidden.view(*shape[:-1], 2 * shape[-1], 5)[..., ::2, :]  # every other row
         tokens = tokens[: torch.Size(shape).numel()].view(shape)
@@ -92,7 +105,7 @@ def check_shifts_and_masks():
         compare_linear(
             *(hidden, weight, bias, tokens.masked_fill(~mask, -100)),
             mask=mask,
-            offsets=OFFSETS if len(shape) == 1 else None,
+            offsets=offsets,
             shift=shift,
         )
     for mask in (torch.zeros(7, dtype=torch.bool), torch.ones(7, dtype=torch.bool)):
@@ -100,12 +113,19 @@ def check_shifts_and_masks():
     compare_linear(*head(0, 19, 5, torch.float32))
 
 
+def check_rows_are_counted_once():
+    """The host need not wait for their number a second time."""
+    hidden, weight, _, tokens = head(7, 19, 5, torch.float32)
+    leaves, mask = [hidden.requires_grad_(), weight.requires_grad_()], torch.arange(7) % 3 != 0
+    assert_rows_are_counted_once(linear_token_log_probs(*leaves, tokens, mask), leaves, mask)
+
+
 def check_many_tokens():
-    """More than the threads of a grid, few of them kept; rows wider than a block."""
+    """More than the threads of a grid, few of them kept; rows wider than four blocks."""
     mask = torch.arange(120) % 37 == 3
     for dtype in DTYPES:
         compare_linear(
-            *head(120, 9, 40, dtype), mask=mask, shift=True, offsets=torch.tensor([0, 120])
+            *head(120, 9, 150, dtype), mask=mask, shift=True, offsets=torch.tensor([0, 120])
         )
 
 
@@ -157,7 +177,7 @@ def check_shards():
         grads = [
             torch.ops.fusedrl.linear_token_log_probs_backward(
                 *(*upstream, hidden, weight[first:end], bias[first:end], tokens, mask, OFFSETS),
-                *(shift, temperature, 1.0, 0.0, *results, NO_PRODUCTS, first, False),
+                *(shift, temperature, 1.0, 0.0, *results, *NOTHING_STORED, first, False),
                 *(True, True, True),
             )
             for first, end in bounds

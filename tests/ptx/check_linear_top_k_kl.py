@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from ptx.values import DTYPES, OFFSETS, TOLERANCE, tiles_of
+from ptx.values import DTYPES, LAYOUTS, TOLERANCE, assert_rows_are_counted_once, tiles_of
 
 from fusedrl import linear_top_k_kl
 
@@ -70,7 +70,7 @@ def check_options():
 
 def check_shifts_and_masks():
     """Packed, padded and strided, with dropped rows that hold NaN, ids of no class, and gaps."""
-    for dtype, shift, shape in itertools.product(DTYPES, [False, True], [(7,), (2, 3)]):
+    for dtype, shift, (shape, offsets) in itertools.product(DTYPES, [False, True], LAYOUTS):
         wide = (*shape[:-1], 2 * shape[-1])
         hidden, weight, bias, ids, teacher = batch(wide, 19, 5, dtype)
         hidden, ids, teacher = (x[..., ::2, :] for x in (hidden, ids, teacher))  # every other row
@@ -79,17 +79,23 @@ def check_shifts_and_masks():
         rows = mask.flatten().roll(-1).view(shape) if shift else mask
         hidden[~rows] = torch.nan
         ids[..., 1], ids[~mask], teacher[~mask] = -1, 10**9, torch.nan
-        offsets = OFFSETS if len(shape) == 1 else None
         compare(hidden, weight, bias, ids, teacher, mask=mask, offsets=offsets, shift=shift)
     nothing = batch((7,), 19, 5, torch.float32)
     compare(*nothing, mask=torch.zeros(7, dtype=torch.bool), batch_invariant=True)
     compare(*batch((0,), 19, 5, torch.float32))
 
 
+def check_rows_are_counted_once():
+    """The host need not wait for their number a second time."""
+    hidden, weight, _, *known = batch((7,), 19, 5, torch.float32)
+    leaves, mask = [hidden.requires_grad_(), weight.requires_grad_()], torch.arange(7) % 3 != 0
+    assert_rows_are_counted_once(linear_top_k_kl(*leaves, *known, mask), leaves, mask)
+
+
 def check_many_tokens():
-    """More than the threads of a grid, few of them kept; rows wider than a block."""
+    """More than the threads of a grid, few of them kept; rows wider than four blocks."""
     for dtype in DTYPES:
-        hidden, weight, bias, *known = batch((120,), 9, 40, dtype)
+        hidden, weight, bias, *known = batch((120,), 9, 150, dtype)
         compare(hidden, weight, bias, *known, mask=torch.arange(120) % 37 == 3)
 
 

@@ -6,44 +6,44 @@ import itertools
 
 import pytest
 import torch
-from ptx.values import DTYPES, OFFSETS, TOLERANCE
+from ptx.values import DTYPES, LAYOUTS, TOLERANCE, spread_rows
 
 from fusedrl import token_log_probs
 
 
 def compare_log_probs(logits, tokens, **options):
     """Forward and backward beside the reference on the same values in float64."""
-    results = []
-    for x, impl in ((logits, "cpu"), (logits.double(), "reference")):
-        leaf = x.detach().requires_grad_()
-        out = token_log_probs(leaf, tokens, entropy=True, impl=impl, **options)
-        (out.log_probs * 0.7 - out.entropy * 0.3).sum().backward()
-        results.append((*out, leaf.grad))
-    (mine, entropy, grad), (exact, exact_entropy, exact_grad) = results
-    for got, want in ((mine, exact), (entropy, exact_entropy)):
-        torch.testing.assert_close(
-            got.double(), want.detach(), rtol=3e-6, atol=1e-5, equal_nan=True
-        )
-    tol = TOLERANCE[logits.dtype]
-    torch.testing.assert_close(grad.double(), exact_grad, rtol=tol, atol=1e-6, equal_nan=True)
+    for entropy in (True, False):
+        upstream, results = torch.randn(2, *tokens.shape), []
+        for x, impl in ((logits, "cpu"), (logits.double(), "reference")):
+            leaf = x.detach().requires_grad_()
+            out = token_log_probs(leaf, tokens, entropy=entropy, impl=impl, **options)
+            outputs = tuple(out) if entropy else (out,)
+            given = [up.to(y) for up, y in zip(upstream, outputs, strict=False)]
+            results.append((outputs, *torch.autograd.grad(outputs, leaf, given)))
+        (mine, grad), (exact, exact_grad) = results
+        for got, want in zip(mine, exact, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=3e-6, atol=1e-5)
+        tol = TOLERANCE[logits.dtype]
+        torch.testing.assert_close(grad.double(), exact_grad, rtol=tol, atol=1e-6)
+        assert torch.equal(grad.any(-1), exact_grad.to(grad).any(-1))  # zero rows are zero
 
 
 def check_sizes_and_dtypes():
     """Around packs, warps and batches of packs; rows and gradients start at other boundaries."""
-    sizes = [1, 2, 7, 8, 17, 129, 1001, 4095, 4096, 4097, 4099]
+    sizes = [1, 2, 7, 8, 17, 129, 1001, 2603, 4095, 4096, 4097, 4099]
     for dtype, classes in itertools.product(DTYPES, sizes):
-        logits = (torch.randn(3, classes + 1) * 4).to(dtype)[:, classes % 2 :][:, :classes]
+        logits = spread_rows(3, classes + 1).to(dtype)[:, classes % 2 :][:, :classes]
         compare_log_probs(logits, torch.randint(0, classes, (3,)), temperature=0.7)
 
 
 def check_shifts_and_masks():
     """Packed and padded, with dropped rows that hold NaN and tokens that are no class."""
-    for dtype, shift, shape in itertools.product(DTYPES, [False, True], [(7,), (2, 3)]):
+    for dtype, shift, (shape, offsets) in itertools.product(DTYPES, [False, True], LAYOUTS):
         logits, tokens = torch.randn(*shape, 65).to(dtype), torch.randint(0, 65, shape)
         mask = torch.arange(tokens.numel()).view(shape) % 3 != 0
         rows = mask.flatten().roll(-1).view(shape) if shift else mask
         logits[~rows] = float("nan")
-        offsets = OFFSETS if len(shape) == 1 else None
         options = {"mask": mask, "offsets": offsets, "shift": shift}
         compare_log_probs(logits, tokens.masked_fill(~mask, -100), **options)
 
@@ -95,9 +95,13 @@ def check_wrong_tokens_stop_the_kernel():
 
 
 def check_bits_of_few_and_many_rows():
-    """Rows that several blocks share have the bits of rows with a block each."""
-    for dtype, classes in itertools.product(DTYPES, [4100, 40_001]):
-        logits = (torch.randn(8, classes) * 4).to(dtype)
+    """Rows that several blocks share have the bits of rows with a block each.
+
+    They end in each of the packs that a thread of the second block has in flight.
+    """
+    for dtype, packs in itertools.product(DTYPES, [1000, 2100, 2700, 3200, 3700]):
+        classes = packs * 16 // dtype.itemsize + 3
+        logits = spread_rows(8, classes).to(dtype)
         tokens, upstream = torch.randint(0, classes, (8,)), torch.randn(8)
 
         def results(rows, logits=logits, tokens=tokens, upstream=upstream):

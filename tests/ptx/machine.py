@@ -46,6 +46,8 @@ class Lanes:
         self.at = np.zeros(self.count, np.int32)
         self.barriers = np.zeros(self.count, np.int32)
         self.lanes = np.arange(self.count, dtype=np.int32)
+        self.living = self.count
+        self.activate(np.full(self.count, True))
         self.special = {
             "%tid.x": (self.lanes % threads).astype(np.uint32),
             "%ctaid.x": (self.lanes // threads).astype(np.uint32),
@@ -96,6 +98,10 @@ class Lanes:
 
     def next_place(self) -> int | None:
         """Chooses the lanes that are behind all others, but for those that wait."""
+        if self.everyone and self.living == self.count:
+            place = int(self.at[0])
+            if place >= 0 and (self.at == place).all():
+                return place
         place = -1
         while True:
             later = self.at[self.at > place]
@@ -138,11 +144,9 @@ class Program:
         for i, places in enumerate(self.kernel.blocks):
             block = Block()
             block.then = i + 1 if places.stop < len(self.kernel.code) else -1
-            for instruction in self.kernel.code[places.start : places.stop]:
-                name = instruction.opcode.split(".")[0]
-                if name in ("bar", "shfl"):
-                    block.waits_for = 0 if name == "bar" else WARP
-                block.append((instruction, self._step(instruction)))
+            code = self.kernel.code[places.start : places.stop]
+            block.extend((instruction, self._step(instruction)) for instruction in code)
+            block.waits_for = {"bar": 0, "shfl": WARP}.get(code[0].opcode.split(".")[0])
             blocks.append(block)
         return blocks
 

@@ -39,7 +39,7 @@ class Access(NamedTuple):
 
 
 class Region:
-    """Memory that is contiguous, and who has used each byte of it.
+    """Memory that is contiguous, and who has used each part of it: as large as what is accessed.
 
     Two users race if one writes what the other one uses, and no barrier of their block lies
     between; none orders blocks. With ``replicas`` several may write the same by one instruction.
@@ -50,6 +50,7 @@ class Region:
         self.constant = False  # read through the cache that writes do not reach
         self._views: dict[int, Array] = {}
         self._users: tuple[Array, ...] | None = None
+        self._part = 1  # bytes
 
     def elements(self, offsets: Array, count: int, size: int) -> tuple[Array, Array]:
         """The memory in elements of ``size`` bytes, and which of them lie at offsets in bytes."""
@@ -57,15 +58,20 @@ class Region:
             self._views[size] = self.data[: len(self.data) // size * size].view(BITS[size])
         return self._views[size], offsets[:, None] // size + np.arange(count)
 
-    def note(self, offsets: Array, size: int, by: Access, *, write: bool) -> None:
-        """Each user's ``size`` bytes from its offset on."""
+    def note(self, offsets: Array, count: int, size: int, by: Access, *, write: bool) -> None:
+        """Each user's ``count`` elements of ``size`` bytes from its offset on."""
         if self._users is None:
-            nobody = np.full(len(self.data), -1, np.int32)
+            self._part = size
+            nobody = np.full(-(-len(self.data) // size), -1, np.int32)
             self._users = tuple(nobody.copy() for _ in range(5))
+        elif size < self._part:
+            self._users = tuple(np.repeat(known, self._part // size) for known in self._users)
+            self._part = size
+        parts = count * size // self._part
         # Of those that read since the barrier ``read``, the first and the last tell enough.
         writer, written, first, last, read = self._users
-        at = (offsets[:, None] + np.arange(size)).ravel()
-        me, now = np.repeat(by.users, size), np.repeat(by.barriers, size)
+        at = (offsets[:, None] // self._part + np.arange(parts)).ravel()
+        me, now = np.repeat(by.users, parts), np.repeat(by.barriers, parts)
 
         def own_block(user: Array) -> Array:
             return user[at] // by.slots == me // by.slots
@@ -130,7 +136,7 @@ class Memory:
                 raise Fault("a read past what the kernel has written")
             region.constant |= cached
             if not region.constant:
-                region.note(offsets, count * size, by.of(who), write=False)
+                region.note(offsets, count, size, by.of(who), write=False)
         return result
 
     def store(self, space: str, address: Array, values: Array, by: Access) -> None:
@@ -139,7 +145,7 @@ class Memory:
         for region, who, offsets in self._parts(space, address, count * size, by):
             if region.constant:
                 raise Fault("a write to what the kernel takes for constant")
-            region.note(offsets, count * size, by.of(who), write=True)
+            region.note(offsets, count, size, by.of(who), write=True)
             memory, at = region.elements(offsets, count, size)
             memory[at] = values[who]
             if (memory[at] != values[who]).any():
@@ -151,7 +157,7 @@ class Memory:
         """The atomic operations of several lanes, one after the other; what each found there."""
         size, found = values.dtype.itemsize, np.empty_like(values)
         for region, who, offsets in self._parts(space, address, size, by):
-            region.note(offsets, size, by.of(who).atomic(), write=True)
+            region.note(offsets, 1, size, by.of(who).atomic(), write=True)
             memory, at = region.elements(offsets, 1, size)
             for lane, place in zip(who, at[:, 0], strict=True):
                 found[lane] = memory[place]

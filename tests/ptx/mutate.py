@@ -7,19 +7,20 @@ changed; of the checks, those that execute the instruction are tried, the quicke
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-import multiprocessing
 import random
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from ptx.launches import Interpreter
+from ptx.machine import Program
 from ptx.program import Instruction, Kernel
-from ptx.run import checks_of, load
+from ptx.run import load, processes, run
 
 Change = Callable[[Instruction], Instruction | None]  # None where it does not apply
 
@@ -28,10 +29,10 @@ NOTHING = Instruction("mov.pred", ("%nothing", "0"))
 
 class Mutant(NamedTuple):
     what: str
-    kernel: Kernel
+    kernel: str
     at: int
-    new: Instruction
-    checks: list[dict]  # that execute the instruction
+    now: Instruction
+    checks: list[tuple[str, str]]  # that execute the instruction, the quickest first
 
 
 def dropped(*opcodes: str) -> Change:
@@ -83,24 +84,44 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def makes_a_difference(kernel: Kernel, at: int, new: Instruction, executed: set[int]) -> bool:
-    """Whether a change can: not of a branch of which one side is never executed.
+# What has an effect beside the register that it writes. Loads may be faults.
+EFFECTS = ("ld", "st", "cp", "atom", "bra", "bar", "call", "ret")
 
-    Nor if a branch that leaves out what would add 0, as where parts of a softmax are merged, is
-    never taken, nor of a shuffle by 16 lanes: at most 16 warps are merged after each has merged
-    its lanes, and the value that comes from further away is neutral.
+
+def registers(*operands: str) -> set[str]:
+    return set(re.findall(r"%\w+", " ".join(operands)))
+
+
+def live(kernel: Kernel) -> set[int]:
+    """The instructions on whose results an effect depends, and those that have one."""
+    found, needed, before = set[int](), set[str](), -1
+    while len(found) > before:
+        before = len(found)
+        for at in reversed(range(len(kernel.code))):
+            opcode, operands, guard = kernel.code[at]
+            if opcode.startswith(EFFECTS) or registers(operands[0]) & needed:
+                found.add(at)
+                needed |= registers(*operands, guard)
+    return found
+
+
+def is_only_quicker(kernel: Kernel, at: int, now: Instruction) -> bool:
+    """Whether a branch leads to what its other side computes too, with more instructions.
+
+    nvcc divides by 32 bits what is below 2^32, as everything is here. And ``merge`` in
+    ``softmax.h`` adds 0 if it does not leave out the lower of two parts, which it has selected, of
+    which all is -inf.
     """
-    old = kernel.code[at]
-    if old.opcode.startswith("shfl"):
-        distance = old.operands[2]
-        written = (x.operands[1] for x in kernel.code[at::-1] if x.operands[:1] == (distance,))
-        return next(written, distance) != "16"
-    if old.opcode != "bra":
-        return True
-    place = next(i for i, block in enumerate(kernel.blocks) if at in block)
-    condition = next((x for x in kernel.code[at::-1] if x.operands[:1] == (old.guard,)), old)
-    adds_nothing = re.fullmatch(r"setp\.eq\.f.. .*, 0[fd]0+", str(condition))
-    return {kernel.target(old), place + 1} <= executed and not (new is NOTHING and adds_nothing)
+
+    def origin(register: str) -> Instruction:
+        return next((x for x in kernel.code[at::-1] if x.operands[:1] == (register,)), NOTHING)
+
+    condition = origin(kernel.code[at].guard.lstrip("!"))
+    if not re.fullmatch(r"setp\.(eq|ne)\.\w+ .*, 0([fd]0+)?", str(condition)):
+        return False
+    compared = origin(condition.operands[1])
+    divides = compared.opcode == "and.b64" and compared.operands[-1] == str(-(2**32))
+    return divides or (compared.opcode.startswith("selp.f") and now == NOTHING)
 
 
 def mutants(interpreter: Interpreter, known: list[dict], seed: int) -> Iterator[Mutant]:
@@ -110,53 +131,63 @@ def mutants(interpreter: Interpreter, known: list[dict], seed: int) -> Iterator[
     known = sorted(known, key=lambda one: one["seconds"])
     for what, change in itertools.cycle(CHANGES.items()):
         for name in waiting:
-            kernel = interpreter.kernels[name]
-            executed = {place for one in known for place in one["kernels"].get(name, [])}
-            places = [
-                (place, at)
-                for place in sorted(executed)
-                for at in kernel.blocks[place]
-                if (new := change(kernel.code[at]))
-                and makes_a_difference(kernel, at, new, executed)
-            ]
-            if places:
+            if places := changes_of(interpreter.kernels[name], change, known):
                 break
         else:
             raise ValueError(f"{what}: nowhere")
         waiting.remove(name)
         waiting.append(name)
-        place, at = draw.choice(places)
-        checks = [one for one in known if place in one["kernels"].get(name, [])]
-        yield Mutant(what, kernel, at, change(kernel.code[at]), checks)
+        place, at, now = draw.choice(places)
+        checks = [
+            (one["op"], one["check"]) for one in known if place in one["kernels"].get(name, [])
+        ]
+        yield Mutant(what, name, at, now, checks)
 
 
-def survives(mutant: Mutant) -> bool:
-    """Whether all checks pass, in a process of its own."""
+def changes_of(
+    kernel: Kernel, change: Change, known: list[dict]
+) -> list[tuple[int, int, Instruction]]:
+    """Where a kernel can be changed, by block and instruction, and to what."""
+    depended_on = live(kernel)
+    executed = {place for one in known for place in one["kernels"].get(kernel.name, [])}
+    return [
+        (place, at, now)
+        for place in sorted(executed)
+        for at in kernel.blocks[place]
+        if at in depended_on and (now := change(kernel.code[at]))
+        if not is_only_quicker(kernel, at, now)
+    ]
 
-    def tried() -> None:
-        mutant.kernel.code[mutant.at] = mutant.new
-        del mutant.kernel.blocks  # a barrier that is none ends no block
-        mutant.kernel.registers["%nothing"] = "pred"
-        try:
-            for one in mutant.checks:
-                torch.manual_seed(0)
-                checks_of(one["op"])[one["check"]]()
-        except Exception:
-            sys.exit(1)
 
-    process = multiprocessing.get_context("fork").Process(target=tried)
-    process.start()
-    process.join()
-    return process.exitcode == 0
+def survives(host: str, ptx: str, mutant: Mutant) -> bool:
+    """Whether all checks pass."""
+    interpreter = load(host, ptx)
+    kernel = interpreter.kernels[mutant.kernel]
+    code = [mutant.now if at == mutant.at else x for at, x in enumerate(kernel.code)]
+    broken = replace(kernel, code=code, registers={**kernel.registers, "%nothing": "pred"})
+    interpreter.programs[kernel.name] = Program(broken)
+    try:
+        for op, check in mutant.checks:
+            run(host, ptx, op, check)
+    except Exception:
+        return False
+    finally:
+        del interpreter.programs[kernel.name]
+    return True
 
 
 def main(host: str, ptx: str, count: str, seed: str) -> None:
     interpreter = load(host, ptx)
     known = [json.loads(line) for line in sys.stdin if line.startswith("{")]
-    for one in itertools.islice(mutants(interpreter, known, int(seed)), int(count)):
-        line = {"what": one.what, "survived": survives(one), "kernel": one.kernel.name}
-        line |= {"at": one.at, "was": str(one.kernel.code[one.at]), "now": str(one.new)}
-        print(json.dumps(line), flush=True)
+    drawn = list(itertools.islice(mutants(interpreter, known, int(seed)), int(count)))
+    with processes() as pool:
+        for one, survived in zip(
+            drawn, pool.map(functools.partial(survives, host, ptx), drawn), strict=True
+        ):
+            was = str(interpreter.kernels[one.kernel].code[one.at])
+            line = {"what": one.what, "survived": survived, "kernel": one.kernel}
+            line |= {"at": one.at, "was": was, "now": str(one.now)}
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

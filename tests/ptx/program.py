@@ -47,12 +47,20 @@ class Kernel:
 
     @cached_property
     def blocks(self) -> list[range]:
-        """What runs one after the other; a barrier or a shuffle is alone."""
-        starts = {0, *self.labels.values()}
+        """What runs one after the other, once the threads that the first one waits for are there.
+
+        A barrier waits for those of a block, and a shuffle for those of a warp, which stay together
+        up to the next branch.
+        """
+        starts, together = {0, *self.labels.values()}, False
         for i, instruction in enumerate(self.code):
             name = instruction.opcode.split(".")[0]
-            if name in ("bra", "ret", "bar", "shfl"):
-                starts |= {i + 1} if name in ("bra", "ret") else {i, i + 1}
+            together &= i not in starts
+            if name == "bar" or (name == "shfl" and not together):
+                starts.add(i)
+                together = True
+            elif name in ("bra", "ret"):
+                starts.add(i + 1)
         ends = sorted({*starts, len(self.code)})
         return [range(*both) for both in itertools.pairwise(ends) if both[1] <= len(self.code)]
 

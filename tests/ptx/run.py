@@ -1,19 +1,23 @@
 """Run the compiled CUDA kernels of all ops, interpreted, against the float64 reference.
 
 ``python -m ptx.run HOST PTX`` loads the ops' host code in the place of ``_C``, so that the public
-functions launch kernels on CPU tensors. Each ``check_OP.py`` runs in a process of its own, and
-prints a line of JSON for every check that passes, up to the first that fails: with the basic blocks
-of each kernel that it has executed.
+functions launch kernels on CPU tensors. It calls the checks of every ``check_OP.py``, one on each
+core, and prints a line of JSON for each that passes: with the basic blocks of each kernel that it
+has executed. What becomes of the others is on stderr.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import multiprocessing
+import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,6 +28,7 @@ from fusedrl import native
 OPS = sorted(path.stem.removeprefix("check_") for path in Path(__file__).parent.glob("check_*.py"))
 
 
+@functools.cache  # so that processes that are forked have it
 def load(host: str, ptx: str) -> Interpreter:
     torch.set_num_threads(1)
     interpreter = Interpreter(Path(host), kernels_of(Path(ptx).read_text()))
@@ -36,30 +41,36 @@ def load(host: str, ptx: str) -> Interpreter:
     return interpreter
 
 
+def processes() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork"))
+
+
 def checks_of(op: str) -> dict[str, Callable[[], None]]:
     written = vars(importlib.import_module(f"ptx.check_{op}"))
     return {name: check for name, check in written.items() if name.startswith("check_")}
 
 
-def run(op: str, interpreter: Interpreter) -> None:
-    for name, check in checks_of(op).items():
-        for program in interpreter.programs.values():
-            program.visited.clear()
-        started = time.process_time()
-        torch.manual_seed(0)
-        check()
-        seconds = round(time.process_time() - started, 2)
-        kernels = {name: sorted(p.visited) for name, p in interpreter.programs.items() if p.visited}
-        print(json.dumps({"op": op, "check": name, "seconds": seconds, "kernels": kernels}))
+def run(host: str, ptx: str, op: str, check: str) -> str:
+    programs = load(host, ptx).programs
+    for program in programs.values():
+        program.visited.clear()
+    started = time.process_time()
+    torch.manual_seed(0)
+    checks_of(op)[check]()
+    seconds = round(time.process_time() - started, 2)
+    kernels = {name: sorted(p.visited) for name, p in programs.items() if p.visited}
+    return json.dumps({"op": op, "check": check, "seconds": seconds, "kernels": kernels})
 
 
 def main(host: str, ptx: str) -> None:
-    interpreter = load(host, ptx)
-    forking = multiprocessing.get_context("fork")
-    for op in OPS:
-        process = forking.Process(target=run, args=(op, interpreter))
-        process.start()
-        process.join()
+    load(host, ptx)
+    checks = [(op, check) for op in OPS for check in checks_of(op)]
+    with processes() as pool:
+        for done in [pool.submit(run, host, ptx, *check) for check in checks]:
+            if (error := done.exception()) is None:
+                print(done.result(), flush=True)
+            else:
+                traceback.print_exception(error)
 
 
 if __name__ == "__main__":

@@ -116,12 +116,29 @@ def _connectors(vllm_config: Any) -> Iterator[Any]:
         yield kind
 
 
+_SERVED = "vllm.entrypoints.openai.models.serving:OpenAIServingModels"
+
+
 @VLLM.needs(
-    "vllm.lora.model_manager:LoRAModelManager.remove_all_adapters",
+    f"{_SERVED}.lora_requests",
+    f"{_SERVED}.engine_client",
+    f"{_SERVED}.is_base_model",
+    "vllm.config:ParallelConfig._api_process_count",
+)
+def served_adapters(models: Any) -> tuple[dict[str, Any], int]:
+    """What a server's requests name adapters by, and how many processes have such a dict."""
+    parallel = models.engine_client.vllm_config.parallel_config
+    return models.lora_requests, parallel._api_process_count
+
+
+@VLLM.needs(
     "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA.reset_sharded_to_full_mapping",
 )
-def drop_adapters(model: nn.Module) -> Callable[[], None]:
-    """Do what vLLM does at the end of an update of a model's own weights: drop all adapters.
+def drop_adapters_of_files(model: nn.Module) -> Callable[[], None]:
+    """Drop those adapters that vLLM reads again, after an update of a model's own weights.
+
+    vLLM drops all of them then. It could not read those of a channel, and a request that names them
+    would end the engine.
 
     Returns:
         What puts them back.
@@ -132,19 +149,18 @@ def drop_adapters(model: nn.Module) -> Callable[[], None]:
     if manager is None:
         return lambda: None
     room = AdapterRoom(model)
-    former, pinned = room.adapters(), room.pinned()
-    manager.remove_all_adapters()
+    pinned = room.pinned()
+    dropped = {n: adapters for n, adapters in room.adapters().items() if n not in pinned}
+    for number in dropped:
+        manager.remove_adapter(number)
     module: Any
     for module in model.modules():
         if isinstance(module, LogitsProcessorWithLoRA):
             module.reset_sharded_to_full_mapping()
 
     def put_back() -> None:
-        for number, adapters in former.items():
-            if number in pinned:
-                room.replace(number, adapters)
-            else:
-                manager.add_adapter(adapters)
+        for adapters in dropped.values():
+            manager.add_adapter(adapters)
 
     return put_back
 
@@ -179,7 +195,7 @@ class AdapterRoom:
         return self._manager.list_adapters()
 
     def pinned(self) -> set[int]:
-        """The numbers of those that stay there; others may give place to more."""
+        """The numbers of those of channels, which stay; others may give place to more."""
         return set(self._manager._registered_adapters.pinned_items)
 
     def names_of(self, layers: Iterable[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Logits of a linear head that a forward pass stores for its backward pass."""
+"""What the forward pass of a linear head stores for its backward pass."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MOST_BYTES_ON_CUDA = 256 << 20  # a tile, which the forward pass has in memory a
 def stored_bytes(hidden: Tensor) -> int:
     """How many bytes the logits of the kept rows may take; if they take more, none are stored.
 
-    None of traced tensors, whose shapes are those of the inputs: how many rows are kept is not
-    known.
+    Of traced tensors, whose shapes are those of the inputs, nothing is stored: how many rows are
+    kept is not known.
     """
     if not _dispatch.has_values(hidden):
         return 0
     return MOST_BYTES if hidden.is_cpu else MOST_BYTES_ON_CUDA
 
 
-def fake_logits(weight: Tensor, most_bytes: int) -> Tensor:
+def fake(like: Tensor, most_bytes: int, dtype: torch.dtype) -> Tensor:
     """What is stored: a vector, whose length is known when it is known how many rows are kept."""
     count = torch.library.get_ctx().new_dynamic_size() if most_bytes else 0
-    return weight.new_empty((count,), dtype=torch.float32)
+    return like.new_empty((count,), dtype=dtype)

@@ -125,26 +125,26 @@ def entries_of(
     if mask is not None:
         keep = keep & mask.flatten()
     there = starts.diff() > 0
-    listed, count = keep & there, len(ids)
-    each = torch.arange(tokens.numel(), device=ids.device)
-    of_entries = torch.repeat_interleave(each, starts.diff(), output_size=count)
-    read, flat = listed[of_entries], tokens.flatten().to(torch.int64)
+    listed = keep & there
+    at = torch.arange(len(ids), device=ids.device)
+    of_entries = torch.repeat_interleave(starts.diff(), output_size=len(ids))
+    # Indexing with a tensor takes a CPU several times as long as index_select().
+    read, flat = listed.index_select(0, of_entries), tokens.flatten().to(torch.int64)
     inside = (ids >= 0) & (ids < classes)
     follows = torch.zeros_like(read)
     follows[1:] = (of_entries[1:] == of_entries[:-1]) & (ids[1:] <= ids[:-1])
-    own = read & (ids == flat[of_entries])
-    found = torch.zeros_like(each).index_add(0, of_entries, own.to(torch.int64))
+    own = read & (ids == flat.index_select(0, of_entries))
+    behind = torch.zeros_like(rows).index_add(0, of_entries, torch.where(own, at + 1, 0))
     problems = {
         "ids": read & ~inside,
         "order": read & follows,
-        "tokens": listed & (found == 0),
+        "tokens": listed & (behind == 0),
     }
     if ids.is_cpu and _dispatch.has_values(ids):
         _refuse(problems, ids, of_entries, tokens, classes)
     elif not ids.is_meta:
         for name, bad in problems.items():
             assert_on_device(~bad.any(), f"support: expected {_EXPECTED[name]}, got others")
-    at = torch.arange(count, device=ids.device)
     return Entries(
         torch.where(read & inside, ids, 0),
         of_entries,
@@ -152,7 +152,7 @@ def entries_of(
         starts,
         listed,
         (keep & ~there).view(tokens.shape),
-        torch.zeros_like(each).index_add(0, of_entries, torch.where(own, at, 0)),
+        (behind - 1).clamp(min=0),
     )
 
 
@@ -229,22 +229,25 @@ def _log_softmax(
 ) -> tuple[Tensor, Tensor | None]:
     """Those of the listed tokens, ``[N]``; 0 elsewhere."""
     listed, of_entries = entries.listed, entries.tokens
-    z = torch.where(listed[of_entries], values, 0).double() / temperature
+    z = torch.where(listed.index_select(0, of_entries), values, 0).double() / temperature
     zeros = z.new_zeros(len(listed))
     none = torch.full_like(zeros, -torch.inf)
-    d = z - none.scatter_reduce(0, of_entries, z.detach(), "amax")[of_entries]
+    largest = none.scatter_reduce(0, of_entries, z.detach(), "amax")
+    d = z - largest.index_select(0, of_entries)
     log_sum = torch.where(listed, zeros.index_add(0, of_entries, d.exp()), 1).log()
-    log_probs = torch.where(listed, d[entries.places] - log_sum, 0).to(values.dtype)
+    own = d.index_select(0, entries.places)
+    log_probs = torch.where(listed, own - log_sum, 0).to(values.dtype)
     if not entropy:
         return log_probs, None
-    p = (d - log_sum[of_entries]).exp()
-    p_log_p = p * (d - log_sum[of_entries]).masked_fill(p == 0, 0)
+    log_p = d - log_sum.index_select(0, of_entries)
+    p = log_p.exp()
+    p_log_p = p * log_p.masked_fill(p == 0, 0)
     row_entropy = zeros.index_add(0, of_entries, -p_log_p)
     return log_probs, torch.where(listed, row_entropy, 0).to(values.dtype)
 
 
 def of_logits(logits: Tensor, entries: Entries) -> Tensor:
     """The logits ``[S]`` of the entries, in float32."""
-    rows, length = entries.rows.clamp(min=0)[entries.tokens], logits.shape[-2]
+    rows, length = entries.rows.clamp(min=0).index_select(0, entries.tokens), logits.shape[-2]
     place = (rows,) if logits.dim() == 2 else (rows // length, rows % length)
     return logits[(*place, entries.ids)].to(_dispatch.result_dtype(logits))

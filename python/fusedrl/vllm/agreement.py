@@ -35,11 +35,21 @@ class Ranks:
         return cls(*workers_of_this_engine())
 
     def gathered(self, value: Value) -> list[Value]:
-        """The values of all workers, which have to call this together."""
+        """The values of all workers, which have to call this together.
+
+        Raises:
+            RuntimeError: one of them has ended.
+        """
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(values, value, group=self._group)
+        try:
+            torch.distributed.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "engine: expected all its workers to run, got one that has ended; start a new "
+                "engine: its log says why the worker ended"
+            ) from error
         return values
 
     def all_or_none(self, attempt: Callable[[], Value]) -> Value | None:

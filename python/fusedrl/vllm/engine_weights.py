@@ -15,7 +15,7 @@ from fusedrl.channel.checks import seconds
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.vllm.channel_socket import ChannelSocket
 from fusedrl.vllm.engines import InFlight, engine_of
-from fusedrl.vllm.lora_adapters import PeftAdapters
+from fusedrl.vllm.lora_adapters import PeftAdapters, lora_request
 from fusedrl.vllm.updates import Updates, to_its_end
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class EngineWeights:
     Args:
         channel: a channel with the weights of the engine's model, under the names of its
             checkpoint; or, with ``adapters="only"``, with its LoRA adapters alone, for requests
-            that pass :attr:`lora_request`. It is not closed here.
+            that pass :attr:`lora_request`, or :attr:`lora_name` to a server. It is not closed here.
         engine: a ``vllm.LLM``, an ``AsyncLLM``, or the address of a server that runs with
             ``VLLM_SERVER_DEV_MODE=1``, whose workers call this address too; ``None`` on ranks of a
             sharded model whose end of the channel has no slots. It runs on this machine
@@ -40,7 +40,7 @@ class EngineWeights:
             ``WeightTransferConfig(backend="fusedrl")``. An ``LLM`` takes calls of one thread at a
             time, so that no other thread may be within ``generate()`` during an update. Update an
             ``AsyncLLM`` with :meth:`update_async`. Adapters need ``enable_lora=True`` and their
-            ``max_lora_rank``, and do not work with a server.
+            ``max_lora_rank``, and in a server :class:`ServedAdapters`.
         in_flight: what happens to running requests. With ``"recompute"`` they go on, and the keys
             and values of their tokens are computed again with the new weights. With ``"wait"`` the
             update begins when they have ended.
@@ -52,11 +52,18 @@ class EngineWeights:
             engine has parts of two versions, and generates nothing until an update succeeds.
         verify: whether each update compares every layer with what an engine that starts with the
             published weights has, the layers that vLLM packs included. It takes a second load.
+        lora_name: the name of the adapters of a channel with ``adapters="only"``, in the place of
+            those that the engine has under this name; ``None`` for a name of the channel's own.
+
+    Attributes:
+        lora_name: the name of the adapters, which is the ``model`` of a server's requests that they
+            shall answer; ``None`` for a channel with all weights of a model.
 
     Raises:
-        TypeError: another kind of engine, or a server for adapters alone.
+        TypeError: another kind of engine.
         ValueError: the engine was started without the backend, or vLLM does not have such adapters,
-            for example DoRA; the message says what does not fit.
+            for example DoRA; the message says what does not fit. Or a ``lora_name`` without
+            adapters.
 
     Example:
         >>> from fusedrl import WeightChannel
@@ -78,13 +85,20 @@ class EngineWeights:
         timeout: float = 60.0,
         keep_previous: bool = True,
         verify: bool = False,
+        lora_name: str | None = None,
     ) -> None:
         if in_flight not in ("recompute", "wait"):
             raise ValueError(
                 f"in_flight: expected 'recompute' or 'wait', got {in_flight!r}; 'recompute' lets "
                 "running requests go on, 'wait' lets them end first"
             )
+        if lora_name is not None and channel.layout.adapters != "only":
+            raise ValueError(
+                "lora_name: expected None for a channel with all weights of a model, got "
+                f"{lora_name!r}; create the channel with adapters='only'"
+            )
         self.channel = channel
+        self.lora_name = lora_name
         timeout = seconds("timeout", timeout)
         self._updating = threading.Lock()
         renew_in_children(self, _updating=threading.Lock)
@@ -96,13 +110,9 @@ class EngineWeights:
                     "read them; pass the engine where channel.holds is true"
                 )
             return
-        self._adapters = PeftAdapters(channel) if channel.layout.adapters == "only" else None
-        if self._adapters is not None and isinstance(engine, str):
-            raise TypeError(
-                "engine: expected a vllm.LLM or an AsyncLLM for a channel with adapters='only', "
-                "got the address of a server, whose requests name adapters by their files; create "
-                "the channel with adapters='merged'"
-            )
+        if channel.layout.adapters == "only":
+            self._adapters = PeftAdapters(channel, lora_name)
+            self.lora_name = self._adapters.name
         called = engine_of(engine, timeout)
         self._socket = None if socket is None else ChannelSocket(channel, socket)
         self._updates = Updates(
@@ -132,8 +142,7 @@ class EngineWeights:
 
         Raises:
             RuntimeError: the engine has not got the adapters yet. A request that names them before
-                would end the engine, which looks for a file then. The same holds after an update of
-                the engine's own weights, for which vLLM drops all adapters.
+                would end the engine, which looks for a file then.
         """
         if self._adapters is None:
             return None
@@ -141,12 +150,7 @@ class EngineWeights:
             raise RuntimeError(
                 "lora_request: expected adapters that the engine has, got none; call update() first"
             )
-        from vllm.lora.request import LoRARequest
-
-        # An absolute path, as vLLM would look up any other name on the model hub.
-        return LoRARequest(
-            self._adapters.name, self._adapters.update.number, f"/{self._adapters.name}"
-        )
+        return lora_request(self._adapters.name, self._adapters.update.number)
 
     def update(self, weights: Any = None, version: int | None = None) -> int:
         """Publish weights, and wait until the engine has loaded them.

@@ -1,12 +1,14 @@
 """A peft model's adapters: what an engine has to know of them, and how its worker takes them."""
 
+# vLLM has an environment of its own, which the linters do not see.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,9 @@ from fusedrl.channel import WeightChannel
 from fusedrl.channel.adapter_merging import loaded
 from fusedrl.channel.layout import Layout, listed
 from fusedrl.compat.vllm import AdapterRoom
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 # Other initialisations change the base weights, and the engine has the base weights as they were.
 _BEGINNINGS = ("gaussian", "eva", "orthogonal")
@@ -39,9 +44,10 @@ class PeftAdapters:
 
     Args:
         channel: a channel with ``adapters="only"``.
+        name: as ``lora_name`` of :class:`~fusedrl.vllm.EngineWeights`.
 
     Attributes:
-        update: the number of these adapters, different for each channel, and the scalings of the
+        update: the number of these adapters, different for each name, and the scalings of the
             layers by their names in the channel.
         name: the name of these adapters in an engine.
 
@@ -49,14 +55,12 @@ class PeftAdapters:
         ValueError: the adapters are more than two matrices a layer; the message lists all problems.
     """
 
-    def __init__(self, channel: WeightChannel) -> None:
+    def __init__(self, channel: WeightChannel, name: str | None) -> None:
         self._layout = channel.layout
         self._template = channel.template
         # Not the session itself, which is a secret.
-        digest = hashlib.sha256(channel.handle.session.encode()).hexdigest()
-        number = int(digest[:7], 16) + 1  # vLLM keeps them in 32 bits
-        self.name = f"fusedrl-adapters-{number}"
-        self.update = AdapterUpdate(number, {})
+        self.name = name or f"fusedrl-adapters-{_number(channel.handle.session)}"
+        self.update = AdapterUpdate(_number(self.name), {})
         self.read(None)
 
     def read(self, weights: Any) -> None:
@@ -151,8 +155,9 @@ class LoraWeights:
         if update.number not in others and len(others) >= self._room.capacity:
             raise ValueError(
                 f"engine: expected room for these adapters, got {len(others)} others, numbers "
-                f"{', '.join(map(str, others))}; start it with a larger max_cpu_loras, or call its "
-                "remove_lora(number) for one that is not needed any more"
+                f"{', '.join(map(str, others))}; start it with a larger max_cpu_loras, give "
+                "these the lora_name of others that they may replace, or call remove_lora(number) "
+                "of the engine for one that is not needed any more"
             )
         if update.scalings.keys() != self._names.keys():
             differing = sorted(update.scalings.keys() ^ self._names.keys())
@@ -174,6 +179,18 @@ class LoraWeights:
         """What puts those that the model has now, if any, in their place again."""
         number = AdapterUpdate(**adapters).number
         return partial(self._room.replace, number, self._room.adapters().get(number))
+
+
+def lora_request(name: str, number: int) -> LoRARequest:
+    """What a request passes to be answered by adapters that are in an engine's memory."""
+    from vllm.lora.request import LoRARequest
+
+    # An absolute path, as vLLM would look up any other name on the model hub.
+    return LoRARequest(name, number, f"/fusedrl-adapters-{number}")
+
+
+def _number(name: str) -> int:
+    return int(hashlib.sha256(name.encode()).hexdigest()[:7], 16) + 1  # vLLM keeps them in 32 bits
 
 
 def layer_of(name: str) -> tuple[str, str, str]:

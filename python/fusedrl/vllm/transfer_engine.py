@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.layout import listed
 from fusedrl.channel.reader import Lease
-from fusedrl.compat.vllm import connectors_that_keep, drop_adapters, key_value_caches
+from fusedrl.compat.vllm import connectors_that_keep, drop_adapters_of_files, key_value_caches
 from fusedrl.vllm.agreement import Ranks
 from fusedrl.vllm.lora_adapters import LoraWeights
 from fusedrl.vllm.model_weights import ModelWeights
@@ -97,7 +97,7 @@ class Change:
         version: that the whole model has got; ``None`` while it may have parts of two.
         is_of_adapters: whether the model's own weights are as they were.
         held: the version of these, if it is to be held.
-        put_back: what puts back the adapters that were dropped with the model's own weights.
+        put_back: what puts back the adapters of files that were dropped with those.
     """
 
     attempt: str
@@ -206,7 +206,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
                 return
             change.version = update.version
             if not change.is_of_adapters:
-                change.put_back = change.put_back or drop_adapters(self.model)
+                change.put_back = change.put_back or drop_adapters_of_files(self.model)
                 if update.keep:
                     change.held = Held(lease, load)
                     leased.pop_all()

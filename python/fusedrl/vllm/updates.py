@@ -30,7 +30,8 @@ _AGAIN, _PATIENCE = 0.5, 60.0
 _TRIES = 20
 _UNSETTLED = (
     "engine: expected to go back to the version before, got: {}; it may have parts of two "
-    "versions and answers under no version's number: update it again"
+    "versions and answers under no version's number: update it again, or start a new one if it has "
+    "ended"
 )
 # The object that last gave each engine weights, by the key of the engine.
 _LAST: weakref.WeakValueDictionary[int | str, Updates] = weakref.WeakValueDictionary()
@@ -150,6 +151,7 @@ class Updates:
     async def _load(self, version: int) -> int:
         engine = self._engine
         attempt = Attempt(engine.address)
+        await self._name_adapters(are_loaded=False)
         _LAST[engine.key] = self
         try:
             await self._hold(attempt)
@@ -178,6 +180,9 @@ class Updates:
             raise
         self.version, self._left_paused = version, False
         await self._end(attempt)
+        # Not before nothing takes them away any more, as a request without its adapters would end
+        # the engine.
+        await self._name_adapters(are_loaded=True)
         return version
 
     async def _send(self, version: int, attempt: Attempt) -> int:
@@ -199,6 +204,12 @@ class Updates:
             f"version: expected one that the engine can lease within {_TRIES} tries, got a channel "
             "that is published to faster; publish less often"
         )
+
+    async def _name_adapters(self, are_loaded: bool) -> None:
+        """Have a server know the adapters' name; requests of other engines have their number."""
+        if self._adapters is not None and self._engine.address is not None:
+            name, number = self._adapters.name, self._adapters.update.number
+            await self._engine.ask(self._engine.name_adapters, name, number, are_loaded)
 
     async def _tell(self, **message: Any) -> None:
         # The address is sent each time, as the engine may have been restarted, or read another one.

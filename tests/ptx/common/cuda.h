@@ -77,8 +77,12 @@ class OnDeviceOf {
   }
 };
 
+// A kernel is told every third value, so that the two of an op and its backward pass take turns,
+// and reads the others.
 inline Scalar scalar_argument(const char*, const Tensor& tensor, const Tensor&) {
-  return {0, data<double>(tensor)};
+  static int calls = 0;
+  const bool told = ++calls % 3 == 0;
+  return told ? Scalar{*data<double>(tensor), nullptr} : Scalar{0, data<double>(tensor)};
 }
 
 }  // namespace fusedrl

@@ -239,14 +239,14 @@ class _Autograd(torch.autograd.Function):
     @_autograd.first_derivative_only("linear_exact_kl")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_kl, grad_entropies = grads
-        entropies, statistics, logits, ref_logits, *tensors = _saved_tensors.saved(ctx)
+        entropies, statistics, logits, ref_logits, kept, *tensors = _saved_tensors.saved(ctx)
         args = [c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True)]
         wanted = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
         found = torch.ops.fusedrl.linear_exact_kl_backward(
             grad_kl.contiguous(),
             grad_entropies.contiguous() if ctx.with_entropies else None,
             *args,
-            *(entropies, statistics, logits, ref_logits),
+            *(entropies, statistics, logits, ref_logits, kept),
             *wanted,
             rounds_grads=_rounding.rounds_grads(args[0], grad_kl),
         )
@@ -258,7 +258,8 @@ class _Autograd(torch.autograd.Function):
 
 def _fake(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
     *_, entropies, _, most_bytes = options
-    stored = (_stored.fake_logits(weight, most_bytes) for _ in range(2))
+    dtypes = (torch.float32, torch.float32, torch.int64)
+    stored = (_stored.fake(weight, most_bytes, dtype) for dtype in dtypes)
     return *fake_results(hidden, entropies), *stored
 
 

@@ -21,11 +21,12 @@ def statistics(chosen: str, args: tuple[Any, ...]) -> Tensor:
     return _statistics(chosen, args, 0)[0]
 
 
-def _statistics(chosen: str, args: tuple[Any, ...], most_bytes: int) -> tuple[Tensor, Tensor]:
-    """The same, and the logits that are stored."""
+def _statistics(
+    chosen: str, args: tuple[Any, ...], most_bytes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, and what is stored: logits, and the tokens that are kept."""
     if chosen == "triton":
-        parts = torch.ops.fusedrl.linear_token_log_probs_triton(*args)
-        return parts, parts.new_empty(0)
+        return torch.ops.fusedrl.linear_token_log_probs_triton(*args, most_bytes)
     return torch.ops.fusedrl.linear_token_log_probs(*args, most_bytes)
 
 
@@ -52,12 +53,12 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, chosen: str, group: Any, *args: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, tokens, mask, offsets, shift, temperature, *options = args
         scale, softcap, entropy, vocab_offset, batch_invariant = options
-        parts, logits = _statistics(chosen, args, _stored.stored_bytes(hidden))
+        parts, *stored = _statistics(chosen, args, _stored.stored_bytes(hidden))
         log_probs, row_entropy, normalizers = _finish(parts, group, args)
         _saved_tensors.save(
             ctx,
             *(hidden, weight, bias, tokens, mask, offsets, temperature),
-            *(log_probs, row_entropy, normalizers, logits),
+            *(log_probs, row_entropy, normalizers, *stored),
         )
         ctx.options = (group, shift, scale, softcap, entropy, vocab_offset, batch_invariant)
         if not entropy:
@@ -91,16 +92,13 @@ class _Autograd(torch.autograd.Function):
 
 def _fake(
     hidden: Tensor, weight: Tensor, bias: Any, tokens: Tensor, *options: Any
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     *_, most_bytes = options
-    parts = _fake_triton(hidden, weight, bias, tokens)
-    return parts, _stored.fake_logits(weight, most_bytes)
-
-
-def _fake_triton(
-    hidden: Tensor, weight: Tensor, bias: Any, tokens: Tensor, *options: Any
-) -> Tensor:
-    return hidden.new_empty((*tokens.shape, 4), dtype=_dispatch.result_dtype(hidden))
+    return (
+        hidden.new_empty((*tokens.shape, 4), dtype=_dispatch.result_dtype(hidden)),
+        _stored.fake(weight, most_bytes, torch.float32),
+        _stored.fake(weight, most_bytes, torch.int64),
+    )
 
 
 def _fake_finish(
@@ -139,7 +137,8 @@ def _triton(
     entropy: bool,
     vocab_offset: int | None,
     batch_invariant: bool,
-) -> Tensor:
+    stored_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     # A row's bits never depend on the batch here, so `batch_invariant` asks for nothing more.
     from fusedrl.ops.linear_token_log_probs import triton
 
@@ -168,7 +167,8 @@ def _triton(
     else:
         out[:, 1] = 1.0
     out[kept] = parts
-    return out.view(*tokens.shape, 4)
+    stored = kept if isinstance(kept, Tensor) and stored_bytes else tokens.new_empty(0)
+    return out.view(*tokens.shape, 4), parts.new_empty(0), stored
 
 
 def _inverse_on(hidden: Tensor, temperature: Tensor) -> Tensor:
@@ -184,6 +184,6 @@ _dispatch.register_fakes(
         "linear_token_log_probs": _fake,
         "linear_token_log_probs_finish": _fake_finish,
         "linear_token_log_probs_backward": _fake_backward,
-        "linear_token_log_probs_triton": _fake_triton,
+        "linear_token_log_probs_triton": _fake,
     }
 )

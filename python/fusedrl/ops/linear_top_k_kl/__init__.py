@@ -156,14 +156,15 @@ class _Autograd(torch.autograd.Function):
 
 def _fake(
     hidden: Tensor, weight: Tensor, bias: Any, ids: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, most_bytes = options
     rows, k = hidden.shape[:-1], ids.shape[-1]
     dtype = _dispatch.result_dtype(hidden)
     return (
         hidden.new_empty((*rows, k + 1), dtype=dtype),
         hidden.new_empty((*rows, 2), dtype=dtype),
-        _stored.fake_logits(weight, most_bytes),
+        _stored.fake(weight, most_bytes, torch.float32),
+        _stored.fake(weight, most_bytes, torch.int64),
     )
 
 
