@@ -37,12 +37,9 @@ def offsets_of(lengths: Sequence[int] | Tensor, device: torch.device | None = No
     They are on ``device``, or where the lengths are. Those of a list are on the CPU, whatever
     torch's default device is.
     """
-    if isinstance(lengths, Tensor):
-        lengths = lengths.to(device or lengths.device, torch.int64)
-    else:
-        # Nobody changes what is made here, so that its way to a GPU need not be waited for.
-        made = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-        lengths = made.to(device or "cpu", non_blocking=True)
+    if not isinstance(lengths, Tensor):
+        lengths = torch.tensor(lengths, dtype=torch.int64, device=device or "cpu")
+    lengths = lengths.to(device or lengths.device, torch.int64)
     offsets = lengths.new_zeros(lengths.numel() + 1)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
