@@ -9,9 +9,9 @@ from fusedrl import linear_token_log_probs
 
 
 def check_log_probs_and_gradients():
-    """More entries than warps, long and empty rows, widths that no vector divides, masked NaN."""
+    """More entries than warps, long and empty rows, masked NaN; widths that packs divide or not."""
     for dtype in DTYPES:
-        for width in (1, 33, 300):
+        for width in (1, 33, 300, 304):
             hidden = torch.randn(2, 9, width).to(dtype)
             weight = (torch.randn(70, width) / width**0.5).to(dtype)
             tokens, mask = torch.randint(70, (2, 9)), torch.rand(2, 9) < 0.7
