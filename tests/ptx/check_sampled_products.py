@@ -30,6 +30,18 @@ def check_log_probs_and_gradients():
                 torch.testing.assert_close(x.double(), want, rtol=rtol, atol=rtol)
 
 
+def check_bits_of_a_gradient_do_not_depend_on_where_rows_start():
+    """Rows of packs, and the same from the next element on."""
+    index, begins, ends = torch.randint(9, (20,)), torch.tensor([0, 5, 5]), torch.tensor([5, 5, 20])
+    for dtype in DTYPES:
+        rows, grads = torch.randn(9, 304).to(dtype), torch.randn(20)
+        found = [
+            torch.ops.fusedrl.sampled_products_backward(grads, index, begins, ends, matrix)
+            for matrix in (rows, torch.zeros(9, 305, dtype=dtype)[:, 1:].copy_(rows))
+        ]
+        assert torch.equal(*found) and found[0].any(1).tolist() == [True, False, True]
+
+
 def _differentiated(hidden, weight, tokens, mask, support, impl):
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     options = {"shift": True, "entropy": True, "support": support, "impl": impl}
