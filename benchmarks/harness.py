@@ -18,8 +18,8 @@ import torch
 OURS = "fusedrl"  # what the names of our own contenders begin with
 COPY = "copy"  # the ceiling of a job that memory bounds
 COPY_DEFINITION = (
-    "random bytes read and written a second by torch's copy_ between two large buffers of the device "
-    "(all threads on a CPU), the fastest of 10; a job that mostly reads can exceed it"
+    "random bytes read and written a second by torch's copy_ between two large buffers of the "
+    "device (all threads on a CPU), the fastest of 10; a job that mostly reads can exceed it"
 )
 
 Run = Callable[[Any], Any]

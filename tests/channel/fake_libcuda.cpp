@@ -25,6 +25,11 @@ int note(const char* name) {
 #define FAKE(name, ...) extern "C" __attribute__((visibility("default"))) int name(__VA_ARGS__)
 
 FAKE(cuInit, unsigned) { return note("cuInit"); }
+FAKE(cuDriverGetVersion, int* version) {
+  const char* fail = std::getenv("FAKE_CUDA_FAIL");
+  const bool known = !fail || std::string_view(fail) != "cuDriverGetVersion";
+  return *version = known ? 13010 : 0, note("cuDriverGetVersion");
+}
 FAKE(cuGetErrorName, int, const char** name) { return *name = "CUDA_ERROR_FAKE", 0; }
 FAKE(cuGetErrorString, int, const char** text) { return *text = "as asked", 0; }
 FAKE(cuDeviceGetCount, int* count) { return *count = 2, note("cuDeviceGetCount"); }

@@ -64,15 +64,32 @@ for _ in range(2):
         driver.device_count()
     except RuntimeError as error:
         print(error)
+assert driver.version() is None
 """
     try:
         _host.CudaDriver().device_count()
     except RuntimeError:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        assert done.stdout.count("expected libcuda.so.1, got") == 2, done.stderr
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("expected libcuda.so.1, got") == 2
         assert done.stdout.count('device="cpu"') == 2
     else:
         pytest.skip("this machine has a driver")
+
+
+def test_the_version_is_asked_of_a_driver_that_is_not_initialised(run):
+    script = "from fusedrl import _host; print(_host.CudaDriver().version())"
+    done = run(script)
+    assert done.stdout.split() == ["13010"]
+    assert "cuInit" not in done.stderr
+
+
+@pytest.mark.parametrize("code", ["999", "0"])
+def test_a_driver_that_does_not_say_its_version_is_not_known(run, code):
+    """It fails, or it is a stub of the toolkit, which answers nothing."""
+    script = "from fusedrl import _host; print(_host.CudaDriver().version())"
+    done = run(script, FAKE_CUDA_FAIL="cuDriverGetVersion", FAKE_CUDA_CODE=code)
+    assert done.stdout.split() == ["None"]
 
 
 def test_every_call_leaves_the_current_device_and_the_capture_mode_as_they_were(run):
