@@ -84,13 +84,13 @@ class Ended(NamedTuple):
     def outcome(self) -> Outcome:
         """What it says of the step."""
         said = [line.strip() for line in self.text.splitlines() if line.strip()]
-        last = said[-1][:300] if said else "it said nothing"
+        last = said[-1][:500] if said else "it said nothing"
         if self.status is None:
             return Outcome("unfinished", f"not done in its time: {last}")
-        if self.status == NOTHING:
-            return Outcome("skipped", last)
+        if self.status in {0, NOTHING}:
+            return Outcome("skipped" if self.status else "passed", last)
         how = f"signal {-self.status}" if self.status < 0 else f"exit status {self.status}"
-        return Outcome("failed", f"{how}: {last}") if self.status else Outcome("passed")
+        return Outcome("failed", f"{how}: {last}")
 
 
 class Bench:
@@ -109,7 +109,8 @@ class Bench:
         path = os.pathsep.join(filter(None, (str(self.site), os.environ.get("PYTHONPATH"))))
         mark = f"FUSEDRL_GPU_STEP={os.getpid()}-{time.monotonic_ns()}"
         name, _, value = mark.partition("=")
-        known = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        known = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        known |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_timeout"}
         process = subprocess.Popen(
             words,
             cwd=ROOT,
@@ -139,8 +140,9 @@ class Bench:
         head = tail = b""
         cut = 0
         while (left := self.deadline - time.monotonic()) > 0:
+            ended = process.poll() is not None
             if not select.select([process.stdout], [], [], min(left, 0.05))[0]:
-                if process.poll() is not None:
+                if ended:
                     break
                 continue
             some = os.read(process.stdout.fileno(), 1 << 16)
@@ -227,7 +229,7 @@ def tests(*arguments: str) -> Callable[[Bench], Outcome]:
 
     def step(to: Bench) -> Outcome:
         pytest = (to.python, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider")
-        ended = to.run(*pytest, "-p", "pytest_timeout", "-m", "gpu", *arguments)
+        ended = to.run(*pytest, "-m", "gpu", *arguments)
         found = re.findall(r"^(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED)\b", ended.text, re.MULTILINE)
         counts = Counter(result for _, result in found)
         wrong = [name for name, result in found if result in {"FAILED", "ERROR"}]
@@ -425,22 +427,6 @@ def follow(plan: tuple[Step, ...], to: Bench) -> int:
     return worst
 
 
-def report(results: Path) -> str:
-    """Markdown: the page of predictions with what was measured, and ours beside others."""
-    records = model.read(results)
-    found = model.measured(records)
-    lines = ["| case | contender | median | fusedrl is faster by | MiB |", "|---|---|---|---|---|"]
-    for record in (record for record in records if "rows" in record):
-        case = ", ".join(filter(None, (record["job"], record["variant"])))
-        for row in record["rows"]:
-            cells = [row["failed"]] if "failed" in row else []
-            if "median_ms" in row:
-                faster = f"{row['speedup']:.2f}x" if "speedup" in row else ""
-                cells = [f"{row['median_ms']:.3g} ms", faster, f"{row['peak_extra_mib'] or 0:.0f}"]
-            lines.append(f"| {' | '.join([case, row['contender'], *cells])} |")
-    return "\n\n".join((model.row_table(found), model.linear_table(found), "\n".join(lines))) + "\n"
-
-
 def main() -> int:
     """Follow a plan."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -459,9 +445,10 @@ def main() -> int:
     here = machine() | {"torch": torch.__version__, "cuda": torch.version.cuda}
     append(to.results, {"machine": here, "plan": args.minutes, "rehearsal": args.rehearse})
     status = follow(PLANS[args.minutes], to)
-    text = report(to.results)
-    (to.out / "measured.md").write_text(text)
-    print(text)
+    found = model.measured(model.read(to.results))
+    tables = f"{model.row_table(found)}\n\n{model.linear_table(found)}\n"
+    (to.out / "measured.md").write_text(tables)
+    print(tables)
     return status
 
 

@@ -387,18 +387,20 @@ def _measure_each(args: argparse.Namespace) -> int:
     if args.beside == "peers" and not _usable(args.device) & set(_bench("peers").THIRD_PARTY):
         print("neither Liger nor cut-cross-entropy is usable here")
         return NOTHING
-    wrong = []
+    said, status = [], 0
     for name in args.jobs:
         figures = measure(name, args.device, args.tiny, args.beside)
         known = {"job": name, "beside": args.beside, "variant": args.variant, "tiny": args.tiny}
         append(args.results, known | figures)
-        ours = figures["rows"][0]
-        print(name, ours.get("failed") or f"{ours['median_ms']:.3g} ms", flush=True)
-        differs = figures["differs"]
+        for row in figures["rows"]:
+            figure = row.get("failed") or f"{row['median_ms']:.3g} ms"
+            said.append(f"{name}: {row['contender']} {figure}")
+        ours, differs = figures["rows"][0], figures["differs"]
         if "failed" in ours or (differs is not None and not differs <= DIFFERS):
-            wrong.append(f"{name}: {ours.get('failed', f'differs by {differs:.2g}')}")
-    print(*wrong, sep="; ")
-    return int(bool(wrong))
+            said.append(f"{name} differs by {differs}")
+            status = 1
+        print(*said, sep=", ", flush=True)
+    return status
 
 
 if __name__ == "__main__":
