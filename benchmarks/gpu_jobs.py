@@ -84,11 +84,6 @@ def _bench(name: str) -> Any:
     return importlib.import_module(f"fusedrl.benchmarks.{name}")
 
 
-def _usable(device: str) -> set[str]:
-    peers = _bench("peers")
-    return set(peers.MODULES) - peers.absent(device, third_party=True).keys()
-
-
 def _differentiated(inputs: Collection[Tensor], calls: Runs) -> Runs:
     leaves = [x.detach().requires_grad_() for x in inputs]
 
@@ -101,30 +96,23 @@ def _differentiated(inputs: Collection[Tensor], calls: Runs) -> Runs:
 def _policy_loss(device: str, shape: model.Case) -> Runs:
     of, tokens = _bench("bench_linear_policy_loss"), (8, shape.rows // 8)
     job = of.make_job(device, tokens, tokens[1], shape.width, shape.classes, torch.bfloat16)
-    runs: Runs = {
+    return {
         OURS: partial(of.gradients, of.ours, job._replace(mask=None)),  # which keeps all of them
         TORCH: partial(of.gradients, of.on_kept_rows, job),
         PRODUCTS: partial(of.bare_products(job), job),
+        _bench("peers").LIGER: partial(of.gradients, of.liger, job),
     }
-    if (liger := _bench("peers").LIGER) in _usable(device):
-        runs[liger] = partial(of.gradients, of.liger, job)
-    return runs
 
 
 def _log_probs(device: str, shape: model.Case, impl: str = "auto") -> Runs:
     op, of = _op("linear_token_log_probs"), _bench("bench_linear_token_log_probs")
-    peers = _bench("peers")
     job = of.make_job(device, (1, shape.rows), shape.width, shape.classes, torch.bfloat16, 1.0)
-    others = peers.chosen(peers.LINEAR_LOG_PROB_SUM, _usable(device))
-    paths = {TORCH: of.plain_torch, **others}
+    impl = impl if device == "cuda" else "auto"
+    paths = {TORCH: of.plain_torch, **_bench("peers").LINEAR_LOG_PROB_SUM}
     paths = {name: of.on_kept_rows(path) for name, path in paths.items()}
     paths = {OURS: lambda job: op(*job[:3], impl=impl), **paths}
     runs: Runs = {name: partial(of.gradients, path, job) for name, path in paths.items()}
     return runs | {PRODUCTS: partial(of.bare_products(job)[1], job)}
-
-
-def _by_triton(device: str, shape: model.Case) -> Runs:
-    return _log_probs(device, shape, "triton" if device == "cuda" else "auto")
 
 
 def _linear_kl(device: str, shape: model.Case) -> Runs:
@@ -142,9 +130,8 @@ def _linear_kl(device: str, shape: model.Case) -> Runs:
     calls = {
         OURS: lambda *policy: op(*policy, *ref),
         TORCH: lambda *policy: of.both_logits((*policy, *ref), "reverse"),
+        peers.LIGER: lambda *policy: peers.liger_linear_mean_kl(*policy, *ref, "reverse"),
     }
-    if peers.LIGER in _usable(device):
-        calls[peers.LIGER] = lambda *policy: peers.liger_linear_mean_kl(*policy, *ref, "reverse")
     return _differentiated([hidden, weight], calls) | {PRODUCTS: products}
 
 
@@ -172,9 +159,8 @@ def _of_pairs(device: str, shape: model.Case, direction: str = "reverse") -> Run
     calls = {
         OURS: lambda *pair: op(*pair, direction=direction),
         TORCH: lambda *pair: of.plain_torch(pair, direction),
+        peers.LIGER: lambda *pair: peers.liger_mean_kl(*pair, direction),
     }
-    if peers.LIGER in _usable(device):
-        calls[peers.LIGER] = lambda *pair: peers.liger_mean_kl(*pair, direction)
     return _differentiated(of.make_pair(device, shape[::2], torch.bfloat16), calls)
 
 
@@ -218,22 +204,31 @@ OTHERS = {
     ),
     "top_k_kl": Job(PAIRS, _top_k, _rows("split_rows", "differentiate_rows")),
     "linear_top_k_kl": Job(PAIRS, _linear_top_k, _top_k_steps),
-    "linear_token_log_probs, triton": Job(model.LARGE, _by_triton, lambda case: []),
+    "linear_token_log_probs, triton": Job(
+        model.LARGE, partial(_log_probs, impl="triton"), lambda case: []
+    ),
 }
 JOBS = HEADLINES | OTHERS
-BESIDE = {
-    "nothing": lambda name: False,
-    "torch": lambda name: name in (TORCH, PRODUCTS),
-    "peers": lambda name: name not in (TORCH, PRODUCTS),
-}
 
 
-def measure(name: str, device: str, tiny: bool = False, beside: str = "nothing") -> dict[str, Any]:
+def others(beside: str, device: str) -> set[str]:
+    """What runs of a job are timed beside ours: of nothing, torch or peers."""
+    peers = _bench("peers")
+    usable = set(peers.MODULES) - peers.absent(device, third_party=True).keys()
+    named = {
+        "nothing": set(),
+        "torch": {TORCH, PRODUCTS, *({peers.LINEAR_CE} & usable)},
+        "peers": set(peers.THIRD_PARTY) & usable,
+    }
+    return named[beside]
+
+
+def measure(name: str, device: str, tiny: bool, beside: set[str]) -> dict[str, Any]:
     """Times and memory of a job and of what it is compared with, and times of its kernels."""
     harness, job = _bench("harness"), JOBS[name]
     shape = TINY if tiny else job.shape
     runs = job.prepare(device, shape)
-    runs = {way: run for way, run in runs.items() if way == OURS or BESIDE[beside](way)}
+    runs = {way: run for way, run in runs.items() if way.split(",")[0] in {OURS, *beside}}
     case = harness.Case(
         op=name,
         setting=" x ".join(map(str, shape)),
@@ -362,7 +357,7 @@ def main() -> int:
     parser.add_argument("jobs", nargs="*", metavar="JOB")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="shapes that say nothing of speed")
-    parser.add_argument("--beside", default="nothing", choices=BESIDE)
+    parser.add_argument("--beside", default="nothing", choices=("nothing", "torch", "peers"))
     parser.add_argument("--results", type=Path, default=Path("gpu.jsonl"))
     parser.add_argument("--variant", help="sizes of tiles, as in gpu.py")
     parser.add_argument("--library", type=Path, help="that has them")
@@ -384,12 +379,13 @@ def main() -> int:
 
 
 def _measure_each(args: argparse.Namespace) -> int:
-    if args.beside == "peers" and not _usable(args.device) & set(_bench("peers").THIRD_PARTY):
-        print("neither Liger nor cut-cross-entropy is usable here")
+    beside = others(args.beside, args.device)
+    if args.beside == "peers" and not beside:
+        print("no peer is usable here")
         return NOTHING
     said, status = [], 0
     for name in args.jobs:
-        figures = measure(name, args.device, args.tiny, args.beside)
+        figures = measure(name, args.device, args.tiny, beside)
         known = {"job": name, "beside": args.beside, "variant": args.variant, "tiny": args.tiny}
         append(args.results, known | figures)
         for row in figures["rows"]:

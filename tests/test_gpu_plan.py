@@ -360,7 +360,7 @@ def test_what_would_tell_nothing_is_refused(machine, options, refused):
     assert not machine.to.results.exists()
 
 
-@pytest.mark.parametrize("beside", gpu_jobs.BESIDE)
+@pytest.mark.parametrize("beside", ["nothing", "torch", "peers"])
 def test_jobs_are_measured_beside_others(machine, beside):
     jobs = gpu_jobs.JOBS if beside == "nothing" else gpu_jobs.HEADLINES
     arguments = (*jobs, "--beside", beside, "--device", "cpu", "--tiny")
