@@ -236,12 +236,13 @@ def measure(name: str, device: str, tiny: bool, beside: set[str]) -> dict[str, A
         make_input=lambda: None,
     )
     rows = [asdict(row) for row in harness.measure(case, SECONDS, device)]
-    here = machine()
+    rows = [{key: x for key, x in row.items() if x is not None} for row in rows]
+    here, failed = machine(), "failed" in rows[0]
     return {
         "shape": shape,
-        "rows": [{key: x for key, x in row.items() if x is not None} for row in rows],
-        "differs": _difference(runs),
-        "kernels": _kernels(runs[OURS], device, job.steps(shape), here),
+        "rows": rows,
+        "differs": None if failed else _difference(runs),
+        "kernels": {} if failed else _kernels(runs[OURS], device, job.steps(shape), here),
         "machine": here,
         **_ceilings(harness, device, tiny),
     }
