@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / "build/gpu-wheels"  # of what PY may lack, by `make gpu-wheels`
 SOURCES = ("pyproject.toml", "CMakeLists.txt", "cmake", "csrc", "setup_helpers", "python")
 LOGGED = 200_000  # bytes of what a command prints: its first ones, and its last ones
+ASKED = 2.0  # seconds before a command is killed: by Ctrl-C, so that pytest tells of failures
 # What the sanitizer watches, and the kernels that ncu counts with the jobs that run them.
 MAIN = (*HEADLINES, "top_k_kl")
 COUNTED = {
@@ -124,9 +125,8 @@ class Bench:
         try:
             with (self.out / "gpu.log").open("ab", buffering=0) as log:
                 log.write(f"\n$ {shlex.join(words)}\n".encode())
-                text = self._follow(process, log)
+                status, text = self._follow(process, log)
         finally:
-            status = process.poll()
             _kill(mark)
             with suppress(subprocess.TimeoutExpired):  # what waits for the driver cannot be killed
                 process.wait(2)
@@ -134,30 +134,30 @@ class Bench:
             process.stdout.close()
         return Ended(status, text.decode(errors="replace"))
 
-    def _follow(self, process: subprocess.Popen[bytes], log: Any) -> bytes:
+    def _follow(self, process: subprocess.Popen[bytes], log: Any) -> tuple[int | None, bytes]:
         """What it prints until it ends or has to: the beginning is logged at once, then the end."""
         assert process.stdout is not None
         head = tail = b""
-        cut = 0
+        cut, asked, open_ = 0, False, True
         while (left := self.deadline - time.monotonic()) > 0:
             ended = process.poll() is not None
-            if not select.select([process.stdout], [], [], min(left, 0.05))[0]:
-                if ended:
-                    break
-                continue
-            some = os.read(process.stdout.fileno(), 1 << 16)
-            if not some:  # it may go on without its output
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(left)
+            if left < ASKED and not asked:
+                process.send_signal(signal.SIGINT)
+                asked = True
+            if open_ and select.select([process.stdout], [], [], min(left, 0.05))[0]:
+                some = os.read(process.stdout.fileno(), 1 << 16)
+                open_, room = bool(some), LOGGED - len(head)
+                log.write(some[:room])
+                head, tail = head + some[:room], tail + some[room:]
+                cut, tail = cut + max(len(tail) - LOGGED, 0), tail[-LOGGED:]
+            elif ended:
                 break
-            room = LOGGED - len(head)
-            log.write(some[:room])
-            head, tail = head + some[:room], tail + some[room:]
-            cut, tail = cut + max(len(tail) - LOGGED, 0), tail[-LOGGED:]
+            elif not open_:
+                time.sleep(min(left, 0.05))
         if cut:
             log.write(f"\n[{cut} bytes left out]\n".encode())
         log.write(tail)
-        return head + tail
+        return None if asked else process.poll(), head + tail
 
     def run_jobs(self, mode: str, *arguments: object) -> list[object]:
         """The command that does so."""
@@ -322,13 +322,16 @@ def sweep(to: Bench) -> Outcome:
         return Outcome("skipped", "nvcc is not on PATH")
     builds = "".join(f"({_build_of(to, variant)}) & " for variant in VARIANTS)
     built, wrong = to.run("sh", "-c", f"{builds} wait").outcome(), {}
+    if built.how != "passed":  # a shell that waits for all of them
+        return built
     for variant in VARIANTS:
-        outcome, library = built, to.built / variant / "made/_C_cuda.abi3.so"
+        outcome, library = (
+            Outcome("failed", "no library"),
+            to.built / variant / "made/_C_cuda.abi3.so",
+        )
         if library.is_file():
             options = ("--variant", variant, "--library", library)
             outcome = to.run(*to.run_jobs("measure", *SWEPT, *options)).outcome()
-        elif built.how == "passed":  # a shell that waits for all of them
-            outcome = Outcome("failed", "no library")
         if outcome.how != "passed":
             wrong[variant] = outcome
     how = min((outcome.how for outcome in wrong.values()), default="passed")  # failed first

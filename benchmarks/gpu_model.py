@@ -337,7 +337,7 @@ def measured(records: list[dict[str, Any]]) -> dict[str, str]:
     """Cells of the tables: a row kernel's share of the bandwidth, and an op's time and factor."""
     cells = {}
     for record in records:
-        if "kernels" not in record or record["variant"] is not None or record["tiny"]:
+        if "rows" not in record or record["variant"] is not None or record["tiny"]:
             continue
         for name, figures in record["kernels"].items():
             if "share" in figures:

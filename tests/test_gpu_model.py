@@ -139,7 +139,7 @@ def test_what_was_measured_stands_beside_its_prediction(tmp_path):
         return {"contender": contender, "median_ms": milliseconds}
 
     records = [
-        {"step": "build", "outcome": "passed"},
+        {"step": "memcheck", "outcome": "passed", "kernels": []},
         record(
             "linear_policy_loss",
             rows=[row("fusedrl", 60.0), row("bare products", 48.0)],

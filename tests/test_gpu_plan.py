@@ -65,6 +65,7 @@ class Machine:
         self.tools.mkdir()
         patch.setenv("PATH", f"{self.tools}{os.pathsep}/usr/bin{os.pathsep}/bin")
         patch.setattr(gpu, "WHEELS", folder / "wheels")
+        patch.setattr(gpu, "ASKED", 0.2)
         scripts = {"cmake": CMAKE, "nvcc": "true", "ncu": NCU, "compute-sanitizer": SANITIZER}
         for name, script in {**scripts, "python": PYTHON, "nvidia-smi": NVIDIA_SMI}.items():
             self.tool(name, script)
@@ -293,6 +294,16 @@ def test_what_tests_may_say(machine, says, outcome):
     machine.tool("python", says)
     machine.follow(10, {"graphs": 1.0}, only="graphs")
     assert outcome in machine.steps()["graphs"][1]
+
+
+def test_tests_are_asked_to_tell_of_failures_before_they_are_killed(machine):
+    says = "trap 'echo the traceback; exit 2' INT; echo 'tests/a.py::b FAILED [ 1%]'"
+    machine.tool("python", f"{says}; while true; do sleep 0.02; done")
+    machine.follow(10, {"graphs": 1.0}, only="graphs")
+    assert machine.steps()["graphs"] == (
+        "failed",
+        "1 of 1 tests, tests/a.py::b first; not done in its time: the traceback",
+    )
 
 
 def test_tiles_are_swept_for_the_ops_that_they_matter_to(machine):
