@@ -160,7 +160,7 @@ class Bench:
         return None if asked else process.poll(), head + tail
 
     def run_jobs(self, mode: str, *arguments: object) -> list[object]:
-        """The command that does so."""
+        """The command of ``gpu_jobs.py``, whose processes append to the same results."""
         script = Path(__file__).with_name("gpu_jobs.py")
         tiny = ["--tiny"] if self.rehearsal else []
         options = ("--device", self.device, *tiny, "--results", self.results)
