@@ -280,7 +280,7 @@ def _metrics(text: str) -> dict[str, dict[str, str]]:
     found = {}
     for launch in launches:
         row = dict(zip(names, launch, strict=False))
-        kernel = re.match(r"(?:void )?(?:\w+::|\(.*?\)::)*(\w+)", row.get("Kernel Name", ""))
+        kernel = re.search(r"(\w+)[<(]", row.get("Kernel Name", ""))
         if kernel is not None and kernel[1] in COUNTED:
             cells = zip(names, units, launch, strict=False)
             found[kernel[1]] = {f"{n} {u}".strip(): x for n, u, x in cells if n in METRICS}

@@ -36,7 +36,7 @@ echo '"ID","Kernel Name","dram__bytes_read.sum","other"'
 echo '"","","byte","%"'
 echo '"0","void at::native::reduce_kernel<512>(T)","7","5"'
 for kernel in policy_rows differentiate_tile forward_rows; do
-    echo '"1","void fusedrl::'$kernel'<false, c10::BFloat16>(Rows)","9","5"'
+    echo '"1","void fusedrl::<unnamed>::'$kernel'<(bool)0>(Rows)","9","5"'
     echo '"2","void fusedrl::(anonymous namespace)::'$kernel'<false>(Rows)","1,024","5"'
 done
 """
@@ -412,7 +412,7 @@ def test_a_publish_is_timed_until_another_process_has_computed_with_it(machine):
 def test_each_job_is_predicted_by_the_kernels_that_it_runs(name, monkeypatch):
     """Also those that ncu is told to look at, at the shape that is measured on a GPU."""
     job = gpu_jobs.JOBS[name]
-    steps, times = job.steps(job.shape), {}
+    steps = job.steps(job.shape)
     names = {step.name for step in steps if step.name in gpu_jobs.model.KERNELS}
     monkeypatch.setattr(gpu_jobs, "_kernel_times", lambda run, names: dict.fromkeys(names, 2.0))
     times = gpu_jobs._kernels(lambda: None, "cuda", steps, {"name": "NVIDIA H100 80GB HBM3"})
