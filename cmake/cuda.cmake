@@ -2,6 +2,10 @@
 include(CheckLanguage)
 
 set(FUSEDRL_CUDA_ARCHS_BUILT "")
+if(NOT FUSEDRL_CUDA MATCHES "^(auto|on|off)$")
+  message(FATAL_ERROR "fusedrl: FUSEDRL_CUDA: expected auto, on or off, got '${FUSEDRL_CUDA}'; give pip the "
+                      "setting, -C cmake.define.FUSEDRL_CUDA=..., which takes pypi, too")
+endif()
 if(FUSEDRL_CUDA STREQUAL "off")
   return()
 endif()
@@ -9,7 +13,8 @@ set(CMAKE_CUDA_ARCHITECTURES "${FUSEDRL_CUDA_ARCHS}")
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
   if(FUSEDRL_CUDA STREQUAL "on")
-    message(FATAL_ERROR "fusedrl: FUSEDRL_CUDA=on expected nvcc, found none; put nvcc on PATH, or use auto")
+    message(FATAL_ERROR "fusedrl: FUSEDRL_CUDA=on expected nvcc, found none; put nvcc on PATH, or use pypi, "
+                        "which brings one, or auto")
   endif()
   message(STATUS "fusedrl: no nvcc, building without _C_cuda")
   return()
