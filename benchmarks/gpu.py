@@ -205,8 +205,8 @@ def build(to: Bench) -> Outcome:
 def _digest(to: Bench) -> str:
     """Of what a build is made of, by which results are known where git does not know a commit."""
     digest = hashlib.sha256(f"{sys.version} {torch.__version__} {_defines(to)}".encode())
-    benchmarks = sorted(ROOT.glob("benchmarks/*.py"))
-    for source in (*(ROOT / name for name in SOURCES), *benchmarks, WHEELS):
+    shipped = sorted(ROOT.glob("benchmarks/[!g]*.py"))  # not gpu*.py
+    for source in (*(ROOT / name for name in SOURCES), *shipped, WHEELS):
         for path in [source] if source.is_file() else sorted(source.rglob("*")):
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(path.read_bytes())
