@@ -157,7 +157,8 @@ class Bench:
         if cut:
             log.write(f"\n[{cut} bytes left out]\n".encode())
         log.write(tail)
-        return None if asked else process.poll(), head + tail
+        status = process.poll()
+        return None if asked and status else status, head + tail
 
     def run_jobs(self, mode: str, *arguments: object) -> list[object]:
         """The command of ``gpu_jobs.py``, whose processes append to the same results."""
