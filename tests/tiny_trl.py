@@ -63,6 +63,7 @@ def options(out: Any, **more: Any) -> dict[str, Any]:
         "max_steps": 2,
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-2,
+        "adam_epsilon": 1e-4,  # or Adam makes whole steps of the rounding of gradients that cancel
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
