@@ -2,6 +2,9 @@
 include(CheckLanguage)
 
 set(FUSEDRL_CUDA_ARCHS_BUILT "")
+# Static: a binary of CUDA 13 also runs beside a torch of CUDA 12. `make test-cuda-build` links it to a
+# runtime that is played.
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static CACHE STRING "Runtime of _C_cuda: Static or Shared")
 if(FUSEDRL_CUDA STREQUAL "off")
   return()
 endif()
@@ -34,6 +37,5 @@ target_compile_options(_C_cuda PRIVATE
   $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda -Xcompiler=-fvisibility=hidden>)
 target_link_options(_C_cuda PRIVATE -Wl,--no-as-needed)
 set_target_properties(_C_cuda PROPERTIES
-  PREFIX "" SUFFIX ".abi3.so" SKIP_BUILD_RPATH ON CUDA_STANDARD 20 CUDA_RUNTIME_LIBRARY Static
-  CUDA_VISIBILITY_PRESET hidden)
+  PREFIX "" SUFFIX ".abi3.so" SKIP_BUILD_RPATH ON CUDA_STANDARD 20 CUDA_VISIBILITY_PRESET hidden)
 install(TARGETS _C_cuda LIBRARY DESTINATION fusedrl)

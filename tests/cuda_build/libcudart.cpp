@@ -1,0 +1,364 @@
+// A runtime of CUDA over the driver of libcuda.cpp: one H100. A launch computes nothing; it is refused
+// where an H100 would refuse it, and is a line of the file FAKE_CUDA_LAUNCHES names. Copies copy.
+//
+// The prototypes are ours, as those of CUDA 12 and 13 differ in arguments that nothing here reads.
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <driver_types.h>
+#include <vector_types.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+// NOLINTBEGIN: the names of the driver's functions
+extern "C" {
+int cuDriverGetVersion(int*);
+int cuDeviceGetCount(int*);
+int cuMemAlloc_v2(unsigned long long*, size_t);
+int cuMemFree_v2(unsigned long long);
+int cuMemGetInfo_v2(size_t*, size_t*);
+int cuPointerGetAttribute(void*, int, unsigned long long);
+int cuStreamBeginCapture_v2(void*, int);
+int cuStreamEndCapture(void*, void**);
+int cuStreamIsCapturing(void*, int*);
+}
+// NOLINTEND
+
+namespace {
+
+constexpr size_t kSharedMemory = 48 << 10, kMostSharedMemory = 227 << 10;
+constexpr int kProcessors = 132;
+
+struct Kernel {
+  std::string name;
+  size_t shared_memory = kSharedMemory;
+};
+
+std::mutex guard;
+std::unordered_map<const void*, Kernel>& kernels() {
+  static std::unordered_map<const void*, Kernel> known;  // made before libraries register theirs
+  return known;
+}
+std::map<const char*, size_t> pinned;
+thread_local cudaError_t last_error = cudaSuccess;
+
+cudaError_t noted(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+cudaError_t noted(int error) { return noted(static_cast<cudaError_t>(error)); }
+
+unsigned long long address(const void* pointer) {
+  return reinterpret_cast<unsigned long long>(pointer);
+}
+
+template <typename Handle>
+cudaError_t make(Handle* handle) {
+  *handle = static_cast<Handle>(std::malloc(8));
+  return cudaSuccess;
+}
+
+bool is_pinned(const void* pointer) {
+  std::lock_guard<std::mutex> lock(guard);
+  const char* byte = static_cast<const char*>(pointer);
+  auto after = pinned.upper_bound(byte);
+  return after != pinned.begin() && byte < (--after)->first + after->second;
+}
+
+bool is_legal(dim3 grid, dim3 block, size_t shared_memory, size_t most_shared_memory) {
+  const bool of_grid = grid.x >= 1 && grid.x <= 2147483647u && grid.y >= 1 && grid.y <= 65535 &&
+                       grid.z >= 1 && grid.z <= 65535;
+  const bool of_block = block.x >= 1 && block.y >= 1 && block.z >= 1 && block.z <= 64 &&
+                        size_t(block.x) * block.y * block.z <= 1024;
+  return of_grid && of_block && shared_memory <= most_shared_memory;
+}
+
+void log_launch(const std::string& name, dim3 grid, dim3 block, size_t shared_memory, bool legal) {
+  const char* path = std::getenv("FAKE_CUDA_LAUNCHES");
+  if (path == nullptr) return;
+  char* demangled = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, nullptr);
+  if (std::FILE* file = std::fopen(path, "a")) {
+    std::fprintf(file, "%u,%u,%u %u,%u,%u %zu %s %s\n", grid.x, grid.y, grid.z, block.x, block.y,
+                 block.z, shared_memory, legal ? "runs" : "refused",
+                 demangled ? demangled : name.c_str());
+    std::fclose(file);
+  }
+  std::free(demangled);
+}
+
+cudaError_t launch(const void* function, dim3 grid, dim3 block, size_t shared_memory) {
+  Kernel kernel;
+  {
+    std::lock_guard<std::mutex> lock(guard);
+    kernel = kernels()[function];
+  }
+  const bool legal = is_legal(grid, block, shared_memory, kernel.shared_memory);
+  log_launch(kernel.name, grid, block, shared_memory, legal);
+  return noted(legal ? cudaSuccess : cudaErrorInvalidConfiguration);
+}
+
+struct Configuration {
+  dim3 grid, block;
+  size_t shared_memory;
+  void* stream;
+};
+thread_local Configuration pushed;
+
+int nothing() { return 0; }
+
+}  // namespace
+
+#define FAKE(type, name, ...) \
+  extern "C" __attribute__((visibility("default"))) type name(__VA_ARGS__)
+
+// The device.
+
+FAKE(cudaError_t, cudaGetDeviceCount, int* count) {
+  if (cuDeviceGetCount(count) != 0 || *count == 0) return noted(cudaErrorNoDevice);
+  int version = 0;
+  cuDriverGetVersion(&version);
+  return noted(version / 1000 < FAKE_CUDA_MAJOR ? cudaErrorInsufficientDriver : cudaSuccess);
+}
+FAKE(cudaError_t, cudaGetDevice, int* device) { return *device = 0, cudaSuccess; }
+FAKE(cudaError_t, cudaSetDevice, int device) {
+  return noted(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
+}
+FAKE(cudaError_t, cudaDriverGetVersion, int* version) { return noted(cuDriverGetVersion(version)); }
+FAKE(cudaError_t, cudaRuntimeGetVersion, int* version) {
+  return *version = 1000 * FAKE_CUDA_MAJOR, cudaSuccess;
+}
+FAKE(cudaError_t, cudaGetDeviceProperties, cudaDeviceProp* properties, int) {
+  *properties = {};
+  std::strcpy(properties->name, "NVIDIA H100 (played)");
+  properties->major = 9;
+  properties->totalGlobalMem = size_t(80) << 30;
+  properties->multiProcessorCount = kProcessors;
+  properties->maxThreadsPerMultiProcessor = 2048;
+  properties->maxThreadsPerBlock = 1024;
+  properties->warpSize = 32;
+  properties->sharedMemPerBlock = kSharedMemory;
+  properties->sharedMemPerBlockOptin = kMostSharedMemory;
+  properties->sharedMemPerMultiprocessor = 228 << 10;
+  properties->regsPerBlock = properties->regsPerMultiprocessor = 65536;
+  properties->l2CacheSize = 50 << 20;
+  for (int i = 0; i < 3; ++i) {
+    properties->maxThreadsDim[i] = i < 2 ? 1024 : 64;
+    properties->maxGridSize[i] = i < 1 ? 2147483647 : 65535;
+  }
+  properties->textureAlignment = 512;
+  properties->unifiedAddressing = 1;
+  return cudaSuccess;
+}
+// As CUDA 12 names it.
+FAKE(cudaError_t, cudaGetDeviceProperties_v2, cudaDeviceProp* properties, int device) {
+  return cudaGetDeviceProperties(properties, device);
+}
+FAKE(cudaError_t, cudaDeviceGetAttribute, int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
+    case cudaDevAttrMultiProcessorCount: *value = kProcessors; break;
+    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
+    case cudaDevAttrMaxSharedMemoryPerBlock: *value = kSharedMemory; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kMostSharedMemory; break;
+    case cudaDevAttrMaxGridDimX: *value = 2147483647; break;
+    case cudaDevAttrWarpSize: *value = 32; break;
+    default: *value = 0;
+  }
+  return cudaSuccess;
+}
+FAKE(cudaError_t, cudaDeviceGetStreamPriorityRange, int* least, int* greatest) {
+  return *least = 0, *greatest = -5, cudaSuccess;
+}
+FAKE(cudaError_t, cudaDeviceCanAccessPeer, int* can, int, int) { return *can = 0, cudaSuccess; }
+
+// Errors.
+
+FAKE(cudaError_t, cudaGetLastError) { return std::exchange(last_error, cudaSuccess); }
+FAKE(cudaError_t, cudaPeekAtLastError) { return last_error; }
+FAKE(const char*, cudaGetErrorName, cudaError_t) { return "cudaErrorPlayed"; }
+FAKE(const char*, cudaGetErrorString, cudaError_t error) {
+  switch (error) {
+    case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorNoDevice: return "no CUDA-capable device is detected";
+    case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient";
+    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+    default: return "an error of the runtime that is played";
+  }
+}
+
+// Memory.
+
+FAKE(cudaError_t, cudaMalloc, void** pointer, size_t nbytes) {
+  unsigned long long allocated = 0;
+  const int error = nbytes ? cuMemAlloc_v2(&allocated, nbytes) : 0;
+  *pointer = reinterpret_cast<void*>(allocated);
+  return noted(error);
+}
+FAKE(cudaError_t, cudaFree, void* pointer) {
+  return noted(pointer ? cuMemFree_v2(address(pointer)) : 0);
+}
+FAKE(cudaError_t, cudaMemGetInfo, size_t* free, size_t* total) {
+  return noted(cuMemGetInfo_v2(free, total));
+}
+FAKE(cudaError_t, cudaHostAlloc, void** pointer, size_t nbytes, unsigned) {
+  if (posix_memalign(pointer, 4096, nbytes) != 0) return noted(cudaErrorMemoryAllocation);
+  std::lock_guard<std::mutex> lock(guard);
+  pinned[static_cast<char*>(*pointer)] = nbytes;
+  return cudaSuccess;
+}
+FAKE(cudaError_t, cudaFreeHost, void* pointer) {
+  std::lock_guard<std::mutex> lock(guard);
+  if (pinned.erase(static_cast<char*>(pointer)) == 0) return noted(cudaErrorInvalidValue);
+  std::free(pointer);
+  return cudaSuccess;
+}
+FAKE(cudaError_t, cudaPointerGetAttributes, cudaPointerAttributes* attributes, const void* pointer) {
+  int type = 0;
+  *attributes = {};
+  if (cuPointerGetAttribute(&type, 2, address(pointer)) == 0) {
+    attributes->type = cudaMemoryTypeDevice;
+    attributes->devicePointer = const_cast<void*>(pointer);
+  } else {
+    attributes->type = is_pinned(pointer) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+  }
+  return cudaSuccess;
+}
+FAKE(cudaError_t, cudaMemcpyAsync, void* to, const void* from, size_t nbytes, int, void*) {
+  return std::memmove(to, from, nbytes), cudaSuccess;
+}
+FAKE(cudaError_t, cudaMemcpy, void* to, const void* from, size_t nbytes, int kind) {
+  return cudaMemcpyAsync(to, from, nbytes, kind, nullptr);
+}
+FAKE(cudaError_t, cudaMemcpy2DAsync, void* to, size_t to_pitch, const void* from, size_t from_pitch,
+     size_t width, size_t height, int, void*) {
+  for (size_t row = 0; row < height; ++row) {
+    std::memmove(static_cast<char*>(to) + row * to_pitch,
+                 static_cast<const char*>(from) + row * from_pitch, width);
+  }
+  return cudaSuccess;
+}
+FAKE(cudaError_t, cudaMemsetAsync, void* to, int value, size_t nbytes, void*) {
+  return std::memset(to, value, nbytes), cudaSuccess;
+}
+FAKE(cudaError_t, cudaMemset, void* to, int value, size_t nbytes) {
+  return cudaMemsetAsync(to, value, nbytes, nullptr);
+}
+
+// Streams, events and captures.
+
+FAKE(cudaError_t, cudaStreamCreate, void** stream) { return make(stream); }
+FAKE(cudaError_t, cudaStreamCreateWithFlags, void** stream, unsigned) { return make(stream); }
+FAKE(cudaError_t, cudaStreamCreateWithPriority, void** stream, unsigned, int) {
+  return make(stream);
+}
+FAKE(cudaError_t, cudaStreamSynchronize, void* stream) {
+  int captures = 0;
+  cuStreamIsCapturing(stream, &captures);
+  return noted(captures ? cudaErrorStreamCaptureUnsupported : cudaSuccess);
+}
+FAKE(cudaError_t, cudaEventCreate, void** event) { return make(event); }
+FAKE(cudaError_t, cudaEventCreateWithFlags, void** event, unsigned) { return make(event); }
+FAKE(cudaError_t, cudaEventDestroy, void* event) { return std::free(event), cudaSuccess; }
+FAKE(cudaError_t, cudaEventElapsedTime, float* ms, void*, void*) { return *ms = 1, cudaSuccess; }
+FAKE(cudaError_t, cudaStreamBeginCapture, void* stream, int mode) {
+  return noted(cuStreamBeginCapture_v2(stream, mode));
+}
+FAKE(cudaError_t, cudaStreamEndCapture, void* stream, void** graph) {
+  return noted(cuStreamEndCapture(stream, graph));
+}
+FAKE(cudaError_t, cudaStreamIsCapturing, void* stream, int* status) {
+  return noted(cuStreamIsCapturing(stream, status));
+}
+FAKE(cudaError_t, cudaStreamGetCaptureInfo, void* stream, int* status, unsigned long long* id) {
+  if (id != nullptr) *id = 1;
+  return cudaStreamIsCapturing(stream, status);
+}
+// As CUDA 12 names it.
+FAKE(cudaError_t, cudaStreamGetCaptureInfo_v2, void* stream, int* status, unsigned long long* id) {
+  return cudaStreamGetCaptureInfo(stream, status, id);
+}
+FAKE(cudaError_t, cudaGraphInstantiateWithFlags, void** executable, void*, unsigned long long) {
+  return make(executable);
+}
+FAKE(cudaError_t, cudaGraphInstantiate, void** executable, void*, unsigned long long) {
+  return make(executable);
+}
+FAKE(cudaError_t, cudaGraphGetNodes, void*, void*, size_t* count) { return *count = 1, cudaSuccess; }
+
+// Kernels.
+
+FAKE(void**, __cudaRegisterFatBinary, void*) {
+  static void* handle;
+  return &handle;
+}
+FAKE(char, __cudaInitModule, void**) { return 1; }
+FAKE(void, __cudaRegisterFunction, void**, const char* function, char*, const char* name) {
+  std::lock_guard<std::mutex> lock(guard);
+  kernels()[function].name = name;
+}
+FAKE(unsigned, __cudaPushCallConfiguration, dim3 grid, dim3 block, size_t shared_memory, void* stream) {
+  return pushed = {grid, block, shared_memory, stream}, 0;
+}
+FAKE(cudaError_t, __cudaPopCallConfiguration, dim3* grid, dim3* block, size_t* shared_memory,
+     void** stream) {
+  *grid = pushed.grid;
+  *block = pushed.block;
+  *shared_memory = pushed.shared_memory;
+  *stream = pushed.stream;
+  return cudaSuccess;
+}
+FAKE(cudaError_t, __cudaGetKernel, const void** kernel, const void* function) {
+  return *kernel = function, cudaSuccess;
+}
+FAKE(cudaError_t, cudaLaunchKernel, const void* function, dim3 grid, dim3 block, void**,
+     size_t shared_memory, void*) {
+  return launch(function, grid, block, shared_memory);
+}
+FAKE(cudaError_t, __cudaLaunchKernel, const void* kernel, dim3 grid, dim3 block, void**,
+     size_t shared_memory, void*) {
+  return launch(kernel, grid, block, shared_memory);
+}
+FAKE(cudaError_t, cudaLaunchKernelExC, const cudaLaunchConfig_t* asked, const void* function, void**) {
+  return launch(function, asked->gridDim, asked->blockDim, asked->dynamicSmemBytes);
+}
+FAKE(cudaError_t, cudaFuncGetAttributes, cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  attributes->binaryVersion = attributes->ptxVersion = 90;
+  attributes->maxThreadsPerBlock = 1024;
+  attributes->numRegs = 32;
+  return cudaSuccess;
+}
+FAKE(cudaError_t, cudaFuncSetAttribute, const void* function, int attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  if (value < 0 || size_t(value) > kMostSharedMemory) return noted(cudaErrorInvalidValue);
+  std::lock_guard<std::mutex> lock(guard);
+  kernels()[function].shared_memory = static_cast<size_t>(value);
+  return cudaSuccess;
+}
+FAKE(cudaError_t, cudaOccupancyMaxActiveBlocksPerMultiprocessor, int* count, const void*, int, size_t) {
+  return *count = 2, cudaSuccess;
+}
+FAKE(cudaError_t, cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, int* count, const void*, int,
+     size_t, unsigned) {
+  return *count = 2, cudaSuccess;
+}
+FAKE(cudaError_t, cudaGetDriverEntryPointByVersion, const char* name, void** function, unsigned,
+     unsigned long long, cudaDriverEntryPointQueryResult* found) {
+  *function = dlsym(RTLD_DEFAULT, name);
+  if (*function == nullptr) *function = reinterpret_cast<void*>(&nothing);
+  if (found != nullptr) *found = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+// As CUDA 12 names it.
+FAKE(cudaError_t, cudaGetDriverEntryPoint, const char* name, void** function, unsigned long long,
+     cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPointByVersion(name, function, 0, 0, found);
+}
