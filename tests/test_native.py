@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,53 @@ def test_cuda_library_under_a_cpu_build_of_torch_is_explained():
         native.require("_C_cuda")
 
 
+# A build of torch for CUDA on a machine without a GPU, as it looks from Python. The package's own
+# `_C_cuda`, if there is one, does not load into the build for the CPU that this really is.
+ON_A_CUDA_BUILD = """
+import pytest
+import torch
+
+torch.version.cuda = "13.0"
+from fusedrl import _host, native
+
+if {driver!r} != "as it is":
+    _host.CudaDriver.version = lambda self: {driver!r}
+find = native.find
+native.find = lambda name: None if name == "_C_cuda" and not {has_library} else find(name)
+from fusedrl import token_log_probs
+from fusedrl.cli import info
+
+uniform = token_log_probs(torch.zeros(2, 3), torch.tensor([0, 1]))
+torch.testing.assert_close(uniform.exp(), torch.full((2,), 1 / 3))
+with pytest.raises(native.NativeLibraryError, match="fusedrl._C_cuda: "):
+    native.require("_C_cuda")
+print(info.collect()["libraries"]["_C_cuda"])
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is a CUDA build")
+@pytest.mark.parametrize("driver", ["as it is", None, 12080, 13000])
+@pytest.mark.parametrize("has_library", [True, False])
+def test_cpu_ops_and_info_on_a_cuda_build_whatever_is_known_of_the_driver(driver, has_library):
+    done = run_at("", ON_A_CUDA_BUILD.format(driver=driver, has_library=has_library))
+    assert done.returncode == 0, done.stderr
+    if not has_library or native.find("_C_cuda") is None:
+        assert "expected a compiled library beside" in done.stdout
+    elif driver == 12080:
+        assert "expected a driver for CUDA 13.0 or newer, got one for CUDA 12.8" in done.stdout
+    else:
+        assert "does not load: " in done.stdout
+
+
+def test_without_the_host_library_an_op_library_is_loaded_or_explained(monkeypatch, fresh_load):
+    monkeypatch.setitem(sys.modules, "fusedrl._host", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert native.load_error("_C") is None
+    error = native.load_error("_C_cuda")
+    assert error is None or error.startswith("fusedrl._C_cuda: ")
+    assert "unknown (the _host library does not load either)" in native.built_for()
+
+
 RELEASE = "80-real 90-real 100"
 
 
@@ -140,7 +188,7 @@ def gpus(monkeypatch, fresh_load):
         monkeypatch.setattr(native, "find", lambda name: Path(__file__))
         monkeypatch.setattr(torch.version, "cuda", "12.6")
         monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+        monkeypatch.setattr(_host.CudaDriver, "version", lambda self: driver)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
         monkeypatch.setattr(_dispatch, "_warned", set())
@@ -163,7 +211,7 @@ def test_a_driver_older_than_the_library_leaves_the_reference(gpus, caplog):
         chosen(0, "cuda")
 
 
-@pytest.mark.parametrize("driver", [13000, 13020, 14000, 0])
+@pytest.mark.parametrize("driver", [13000, 13020, 14000, None])
 def test_a_driver_that_is_as_new_or_absent_does_not_stand_in_the_way(gpus, driver):
     gpus(driver=driver)
     assert native.load_error("_C_cuda") is None

@@ -72,8 +72,10 @@ struct Api {
   Result initialised;
 };
 
+void* open_library() { return dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL); }
+
 Api load() {
-  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  void* library = open_library();
   if (library == nullptr) {
     throw std::runtime_error(
         std::string("CUDA driver: expected libcuda.so.1, got ") + dlerror() +
@@ -195,6 +197,17 @@ std::string bytes_of(const IpcHandle& handle) { return {handle.bytes, sizeof han
 void* pointer(uint64_t handle) { return reinterpret_cast<void*>(handle); }
 
 }  // namespace
+
+std::optional<int> CudaDriver::version() const {
+  void* library = open_library();
+  if (library == nullptr) return std::nullopt;
+  Result (*get)(int*);
+  void* symbol = dlsym(library, "cuDriverGetVersion");
+  std::memcpy(&get, &symbol, sizeof symbol);
+  int version = 0;
+  if (symbol == nullptr || get(&version) != kSuccess || version <= 0) return std::nullopt;
+  return version;
+}
 
 int CudaDriver::device_count() const {
   if (api().initialised == kNoDevice) return 0;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -14,6 +15,11 @@ class CudaDriver {
   using Address = uint64_t;
   using Event = uint64_t;   // CUevent
   using Stream = uint64_t;  // CUstream; 0 is the default stream of the device
+
+  // The newest CUDA that the driver runs, 1000 times the major version and 10 times the minor one;
+  // nothing where there is no driver, or none that says. It asks for no device and initialises
+  // nothing, so that a process that has asked may still fork.
+  std::optional<int> version() const;
 
   int device_count() const;
   // 8-4-4-4-12 hexadecimal digits; those of the MIG instance, if there is one.

@@ -1,6 +1,8 @@
 // Bindings of the CUDA driver: plain integers and bytes. Each call lets other threads run.
 #include "host/cuda_module.h"
 
+#include <pybind11/stl.h>
+
 #include "host/cuda_driver.h"
 #include "host/dlpack.h"
 
@@ -31,6 +33,9 @@ void bind_cuda(py::module_& m) {
   py::class_<CudaDriver>(m, "CudaDriver",
                          "The CUDA driver's shared memory and events; loaded at the first call.")
       .def(py::init<>())
+      .def("version", &CudaDriver::version, Unlocked(),
+           "1000 times the major version of the CUDA that it runs and 10 times the minor one; None "
+           "where that is not known.")
       .def("device_count", &CudaDriver::device_count, Unlocked(), "Devices this process sees.")
       .def("uuid", &CudaDriver::uuid, py::arg("device"), Unlocked(),
            "The device's UUID, in hexadecimal digits and dashes.")

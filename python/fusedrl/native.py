@@ -12,10 +12,11 @@ import importlib.util
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fusedrl.compat.torch import constant_in_traces, cuda_driver_version
+from fusedrl.compat.torch import constant_in_traces
 
 REMEDY = "reinstall it, `pip install --force-reinstall --no-deps` with its wheel or checkout"
 
@@ -30,24 +31,28 @@ def find(name: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 
+def _host_library() -> Any:
+    """``fusedrl._host``, or ``None`` where it does not load, and nothing that it says is known."""
+    try:
+        return importlib.import_module("fusedrl._host")
+    except ImportError:
+        return None
+
+
 def built_for() -> str:
     """What the installed binaries were compiled for, as one phrase."""
-    try:
-        from fusedrl import _host
-    except ImportError:
+    if (host := _host_library()) is None:
         return "unknown (the _host library does not load either)"
-    facts = _host.build_info()
+    facts = host.build_info()
     return f"torch >= {facts['torch_target']} on {facts['system']} {facts['machine']}"
 
 
 def _cpu_level_error() -> str | None:
     """Why ``_C`` would refuse FUSEDRL_CPU_LEVEL, which it can only do by aborting the process."""
-    try:
-        from fusedrl import _host
-
-        _host.cpu_level()
-    except ImportError:
+    if (host := _host_library()) is None:
         return None
+    try:
+        host.cpu_level()
     except RuntimeError as error:
         return str(error)
     return None
@@ -62,7 +67,7 @@ _outcomes: dict[str, str | None] = {}
 
 
 def load_error(name: str) -> str | None:
-    """Load the op library ``name`` once; ``None`` on success, else the explanation."""
+    """Load the op library ``name`` once; ``None`` on success, else why not. It never raises."""
     if name not in _outcomes:
         _outcomes[name] = _load(name)
     return _outcomes[name]
@@ -87,7 +92,7 @@ def _load(name: str) -> str | None:
         return f"fusedrl.{name}: {driver_error}"
     try:
         torch.ops.load_library(str(path))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # of the linker, and of ops that are there already
         return (
             f"fusedrl.{name}: {path} does not load: {error}. Built for: {built_for()}. "
             f"There is: {_present()}; {REMEDY}"
@@ -99,13 +104,13 @@ def _driver_error() -> str | None:
     """Why the driver does not run a binary of our compiler, whose runtime is in ``_C_cuda``.
 
     A driver for CUDA n.0 runs all of CUDA n. Torch brings a runtime of its own, which may be older.
+    A version that is not known is no reason: without a driver there is no GPU to serve.
     """
-    from fusedrl import _host
-
-    compiler = _host.build_info()["cuda_compiler"].partition(".")[0]
-    version = cuda_driver_version()
+    if (host := _host_library()) is None or (version := host.CudaDriver().version()) is None:
+        return None
+    compiler = host.build_info()["cuda_compiler"].partition(".")[0]
     major, rest = divmod(version, 1000)
-    if not 0 < major < int(compiler or 0):  # 0: there is none, and no GPU that it could serve
+    if major >= int(compiler or 0):
         return None
     return (
         f"expected a driver for CUDA {compiler}.0 or newer, got one for CUDA {major}.{rest // 10}; "
@@ -127,12 +132,12 @@ def device_error(index: int) -> str | None:
 
 def _architecture_error(index: int) -> str | None:
     """Why the binary has no code for a GPU: none of its generation, and no PTX of an older one."""
-    from fusedrl import _host
-
-    if index >= torch.cuda.device_count():  # a traced graph may name a device of another machine
+    host = _host_library()
+    # A traced graph may name a device of another machine.
+    if host is None or index >= torch.cuda.device_count():
         return None
     major, minor = torch.cuda.get_device_capability(index)
-    built = _host.build_info()["cuda_architectures"]
+    built = host.build_info()["cuda_architectures"]
     for arch, form in re.findall(r"(\d+)[a-z]?(-real|-virtual)?", built):
         generation, least = divmod(int(arch), 10)
         of_generation = form != "-virtual" and (generation == major and least <= minor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from fusedrl._host import TreeKind, Trees
 from fusedrl.compat.tensordict import is_as_known, tensordict_of
-from fusedrl.compat.torch import clone_all
 
 IDS = ("collector", "traj_ids")
 
@@ -143,12 +142,4 @@ def _clones_of(columns: Columns) -> Columns:
 
     A pickle has the whole storage of each tensor in it, and a tensor that is kept keeps all of it.
     """
-    tensors = list(chain(*columns))
-    if tensors and all(type(tensor) is Tensor for tensor in tensors):
-        try:
-            clones = iter(clone_all(tensors))
-        except RuntimeError:  # of nested tensors, for example
-            clones = (tensor.clone() for tensor in tensors)
-    else:
-        clones = (tensor.clone() for tensor in tensors)
-    return [list(islice(clones, len(column))) for column in columns]
+    return [[tensor.clone() for tensor in column] for column in columns]

@@ -80,12 +80,6 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     torch.ops.aten._assert_async.msg(condition, message)
 
 
-@TORCH.needs("torch._C:_cuda_getDriverVersion")
-def cuda_driver_version() -> int:
-    """The version of CUDA that the driver runs, 1000 times the major one, or 0 without a driver."""
-    return torch._C._cuda_getDriverVersion()  # pyright: ignore[reportAttributeAccessIssue]
-
-
 _JAGGED = "torch.nested._internal.nested_tensor:NestedTensor"
 
 
@@ -276,10 +270,13 @@ def class_of(module: Any) -> type:
     return kind.__mro__[kind._orig_cls_mro_index] if is_fully_sharded(module) else kind
 
 
-@TORCH.needs(f"{_FSDP_MODULE}._get_fsdp_state", f"{_FSDP_STATE}:FSDPState._fsdp_param_groups")
+@TORCH.needs(f"{_FSDP_MODULE}._get_fsdp_state", f"{_FSDP_STATE}:FSDPState._fsdp_param_group")
 def fsdp_meshes(module: Any) -> list[Any]:
     """The meshes over which ``fully_shard`` has spread a module, whose parameters may be whole."""
-    return [group.mesh_info.mesh for group in module._get_fsdp_state()._fsdp_param_groups]
+    state = vars(module._get_fsdp_state())
+    # Up to torch 2.11 a module has one group or None, from 2.12 on a list of groups.
+    groups = state.get("_fsdp_param_groups", [state.get("_fsdp_param_group")])
+    return [group.mesh_info.mesh for group in groups if group is not None]
 
 
 # Traces.
@@ -340,9 +337,3 @@ def writes(op: Any) -> bool:
 map_leaves = TORCH.take(
     "torch.utils._pytree:tree_map", "states are dicts and lists of tensors, nested as they come"
 )
-
-
-@TORCH.needs("torch:_foreach_clone")
-def clone_all(tensors: list[Tensor]) -> list[Tensor]:
-    """Clones by one call, which takes two thirds of the time of a call for each tensor."""
-    return list(torch._foreach_clone(tensors))  # pyright: ignore[reportPrivateImportUsage]
