@@ -1,4 +1,4 @@
-"""NVIDIA's libraries for a machine without a GPU, so that a CUDA build of torch loads and runs there.
+"""NVIDIA's libraries, played, so that a CUDA build of torch runs on a machine without a GPU.
 
 They are what the libraries in some folders need and do not have, with the names and versions that
 these ask for. What ``libcuda.cpp`` and the files beside it define does what they say; every other
@@ -44,13 +44,13 @@ class Needed:
                 self.functions[version].add(function)
 
 
-def make(out: Path, folders: Iterable[Path], headers: Iterable[Path] = ()) -> None:
+def make(out: Path, folders: Iterable[Path], headers: Path | None = None) -> None:
     """Make in ``out`` what the libraries in the folders need and none of them is.
 
     Args:
         out: made anew.
         folders: those of the packages torch and fusedrl.
-        headers: of CUDA, where torch is of another major version of it than nvcc.
+        headers: a folder with CUDA's, where torch is of another major version of it than nvcc.
     """
     there = {path.name: path for folder in folders for path in folder.rglob("*.so*")}
     needed = Needed()
@@ -65,7 +65,7 @@ def make(out: Path, folders: Iterable[Path], headers: Iterable[Path] = ()) -> No
 
 
 def _compile(
-    out: Path, library: str, version: str, functions: set[str], headers: Iterable[Path]
+    out: Path, library: str, version: str, functions: set[str], headers: Path | None
 ) -> None:
     build = out / "build" / library
     build.mkdir(parents=True)
@@ -90,14 +90,14 @@ def _compile(
     _output("g++", *flags, build / "rest.o", *objects, "-o", out / library)
 
 
-def _includes(major: int, headers: Iterable[Path]) -> list[str]:
+def _includes(major: int, headers: Path | None) -> list[str]:
     """The headers of that version of CUDA, and nvcc's for what is a package of its own."""
     everything = _output("nvcc", "-E", "-x", "cu", "/dev/null")
     ours = Path(re.findall(r'"(\S+)/cuda_runtime\.h"', everything)[0])
-    for folder in (*headers, ours):
-        text = (folder / "cuda_runtime_api.h").read_text()
-        if re.search(rf"#define CUDART_VERSION +{major}\d{{3}}\b", text):
-            return [f"-isystem{folder}", f"-isystem{ours}"]
+    others = sorted(headers.rglob("cuda_runtime_api.h")) if headers else []
+    for path in (*others, ours / "cuda_runtime_api.h"):
+        if re.search(rf"#define CUDART_VERSION +{major}\d{{3}}\b", path.read_text()):
+            return [f"-isystem{path.parent}", f"-isystem{ours}"]
     raise SystemExit(f"--headers: expected those of CUDA {major}, got none; name their folder")
 
 
@@ -109,6 +109,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder for LD_LIBRARY_PATH, made anew")
     parser.add_argument("folders", type=Path, nargs="+", help="the packages torch and fusedrl")
-    parser.add_argument("--headers", type=Path, action="append", default=[], help="of CUDA")
+    parser.add_argument("--headers", type=Path, help="CUDA's, where nvcc's are of another version")
     arguments = parser.parse_args()
     make(arguments.out, arguments.folders, arguments.headers)

@@ -1,9 +1,9 @@
-// A driver of CUDA without a GPU. Device memory is a file in memory, which another process opens by its
-// handle; streams are done with everything at once.
+// A driver of CUDA without a GPU. Device memory is a file in memory, which another process opens by
+// its handle; streams are done with everything at once.
 //
-// FAKE_CUDA_DRIVER is its version (13000), FAKE_CUDA_DEVICES how many GPUs it has (1). It fails at the
-// function that FAKE_CUDA_FAIL names, with FAKE_CUDA_CODE (1); the stream FAKE_CUDA_CAPTURED is captured
-// from the start; and with FAKE_CUDA_NOTES=1 it notes its calls on stderr.
+// FAKE_CUDA_DRIVER is its version (13000), FAKE_CUDA_DEVICES how many GPUs it has (1). It fails at
+// the function that FAKE_CUDA_FAIL names, with FAKE_CUDA_CODE (1); the stream FAKE_CUDA_CAPTURED is
+// captured from the start; and with FAKE_CUDA_NOTES=1 it notes its calls on stderr.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -52,7 +52,8 @@ int number(const char* name, int otherwise) {
 }
 
 int note(const char* name) {
-  if (number("FAKE_CUDA_NOTES", 0)) std::fprintf(stderr, "%s depth=%d mode=%d\n", name, depth, mode);
+  if (number("FAKE_CUDA_NOTES", 0))
+    std::fprintf(stderr, "%s depth=%d mode=%d\n", name, depth, mode);
   const char* fail = std::getenv("FAKE_CUDA_FAIL");
   return fail && std::string(fail) == name ? number("FAKE_CUDA_CODE", 1) : 0;
 }
@@ -60,7 +61,7 @@ int note(const char* name) {
 void* captured = reinterpret_cast<void*>(static_cast<size_t>(number("FAKE_CUDA_CAPTURED", 0)));
 
 uint64_t file_of(int fd) {
-  struct stat status {};
+  struct stat status{};
   return fstat(fd, &status) == 0 ? status.st_ino : 0;
 }
 
@@ -111,6 +112,7 @@ FAKE(cuDevicePrimaryCtxRetain, void** context, int device) {
   *context = reinterpret_cast<void*>(static_cast<size_t>(device));
   return note("cuDevicePrimaryCtxRetain");
 }
+FAKE(cuCtxGetCurrent, void** context) { return *context = &depth, 0; }
 FAKE(cuCtxPushCurrent_v2, void* context) {
   if (number("FAKE_CUDA_NOTES", 0)) {
     std::fprintf(stderr, "push %zu\n", reinterpret_cast<size_t>(context));
@@ -146,7 +148,8 @@ FAKE(cuMemGetInfo_v2, size_t* free, size_t* total) {
   *total = kTotal;
   return note("cuMemGetInfo");
 }
-// Only the question whether a pointer is into memory of the device: CU_POINTER_ATTRIBUTE_MEMORY_TYPE.
+// Only the question whether a pointer is into memory of the device:
+// CU_POINTER_ATTRIBUTE_MEMORY_TYPE.
 FAKE(cuPointerGetAttribute, void* answer, int attribute, Address address) {
   if (attribute != 2) return kInvalid;
   std::lock_guard<std::mutex> lock(guard);

@@ -1,5 +1,6 @@
-// A runtime of CUDA over the driver of libcuda.cpp: one H100. A launch computes nothing; it is refused
-// where an H100 would refuse it, and is a line of the file FAKE_CUDA_LAUNCHES names. Copies copy.
+// A runtime of CUDA over the driver of libcuda.cpp: one H100. A launch computes nothing; it is
+// refused where an H100 would refuse it, and is a line of the file FAKE_CUDA_LAUNCHES names. Copies
+// copy.
 //
 // The prototypes are ours, as those of CUDA 12 and 13 differ in arguments that nothing here reads.
 #include <cxxabi.h>
@@ -16,7 +17,6 @@
 #include <unordered_map>
 #include <utility>
 
-// NOLINTBEGIN: the names of the driver's functions
 extern "C" {
 int cuDriverGetVersion(int*);
 int cuDeviceGetCount(int*);
@@ -28,16 +28,16 @@ int cuStreamBeginCapture_v2(void*, int);
 int cuStreamEndCapture(void*, void**);
 int cuStreamIsCapturing(void*, int*);
 }
-// NOLINTEND
 
 namespace {
 
-constexpr size_t kSharedMemory = 48 << 10, kMostSharedMemory = 227 << 10;
+constexpr int kSharedMemory = 48 << 10, kMostSharedMemory = 227 << 10;  // of a block
+constexpr int kMostBlocks = 2147483647, kMostOthers = 65535;            // of a grid: x, y and z
 constexpr int kProcessors = 132;
 
 struct Kernel {
   std::string name;
-  size_t shared_memory = kSharedMemory;
+  size_t most_shared_memory = kSharedMemory;
 };
 
 std::mutex guard;
@@ -73,24 +73,30 @@ bool is_pinned(const void* pointer) {
 }
 
 bool is_legal(dim3 grid, dim3 block, size_t shared_memory, size_t most_shared_memory) {
-  const bool of_grid = grid.x >= 1 && grid.x <= 2147483647u && grid.y >= 1 && grid.y <= 65535 &&
-                       grid.z >= 1 && grid.z <= 65535;
-  const bool of_block = block.x >= 1 && block.y >= 1 && block.z >= 1 && block.z <= 64 &&
-                        size_t(block.x) * block.y * block.z <= 1024;
-  return of_grid && of_block && shared_memory <= most_shared_memory;
+  const auto within = [](unsigned count, int most) {
+    return count >= 1 && count <= unsigned(most);
+  };
+  return within(grid.x, kMostBlocks) && within(grid.y, kMostOthers) &&
+         within(grid.z, kMostOthers) && within(block.x, 1024) && within(block.y, 1024) &&
+         within(block.z, 64) && within(block.x * block.y * block.z, 1024) &&
+         shared_memory <= most_shared_memory;
+}
+
+std::string demangled(const std::string& name) {
+  char* text = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, nullptr);
+  const std::string found = text ? text : name;
+  std::free(text);
+  return found;
 }
 
 void log_launch(const std::string& name, dim3 grid, dim3 block, size_t shared_memory, bool legal) {
   const char* path = std::getenv("FAKE_CUDA_LAUNCHES");
   if (path == nullptr) return;
-  char* demangled = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, nullptr);
   if (std::FILE* file = std::fopen(path, "a")) {
     std::fprintf(file, "%u,%u,%u %u,%u,%u %zu %s %s\n", grid.x, grid.y, grid.z, block.x, block.y,
-                 block.z, shared_memory, legal ? "runs" : "refused",
-                 demangled ? demangled : name.c_str());
+                 block.z, shared_memory, legal ? "runs" : "refused", demangled(name).c_str());
     std::fclose(file);
   }
-  std::free(demangled);
 }
 
 cudaError_t launch(const void* function, dim3 grid, dim3 block, size_t shared_memory) {
@@ -99,7 +105,7 @@ cudaError_t launch(const void* function, dim3 grid, dim3 block, size_t shared_me
     std::lock_guard<std::mutex> lock(guard);
     kernel = kernels()[function];
   }
-  const bool legal = is_legal(grid, block, shared_memory, kernel.shared_memory);
+  const bool legal = is_legal(grid, block, shared_memory, kernel.most_shared_memory);
   log_launch(kernel.name, grid, block, shared_memory, legal);
   return noted(legal ? cudaSuccess : cudaErrorInvalidConfiguration);
 }
@@ -122,8 +128,11 @@ int nothing() { return 0; }
 
 FAKE(cudaError_t, cudaGetDeviceCount, int* count) {
   if (cuDeviceGetCount(count) != 0 || *count == 0) return noted(cudaErrorNoDevice);
-  int version = 0;
-  cuDriverGetVersion(&version);
+  static const int version = [] {  // of the process, as a driver does not change
+    int found = 0;
+    cuDriverGetVersion(&found);
+    return found;
+  }();
   return noted(version / 1000 < FAKE_CUDA_MAJOR ? cudaErrorInsufficientDriver : cudaSuccess);
 }
 FAKE(cudaError_t, cudaGetDevice, int* device) { return *device = 0, cudaSuccess; }
@@ -150,7 +159,7 @@ FAKE(cudaError_t, cudaGetDeviceProperties, cudaDeviceProp* properties, int) {
   properties->l2CacheSize = 50 << 20;
   for (int i = 0; i < 3; ++i) {
     properties->maxThreadsDim[i] = i < 2 ? 1024 : 64;
-    properties->maxGridSize[i] = i < 1 ? 2147483647 : 65535;
+    properties->maxGridSize[i] = i < 1 ? kMostBlocks : kMostOthers;
   }
   properties->textureAlignment = 512;
   properties->unifiedAddressing = 1;
@@ -161,17 +170,17 @@ FAKE(cudaError_t, cudaGetDeviceProperties_v2, cudaDeviceProp* properties, int de
   return cudaGetDeviceProperties(properties, device);
 }
 FAKE(cudaError_t, cudaDeviceGetAttribute, int* value, cudaDeviceAttr attribute, int) {
-  switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
-    case cudaDevAttrMultiProcessorCount: *value = kProcessors; break;
-    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *value = kSharedMemory; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kMostSharedMemory; break;
-    case cudaDevAttrMaxGridDimX: *value = 2147483647; break;
-    case cudaDevAttrWarpSize: *value = 32; break;
-    default: *value = 0;
-  }
-  return cudaSuccess;
+  static const std::map<cudaDeviceAttr, int> known{
+      {cudaDevAttrComputeCapabilityMajor, 9},
+      {cudaDevAttrMultiProcessorCount, kProcessors},
+      {cudaDevAttrMaxThreadsPerBlock, 1024},
+      {cudaDevAttrMaxSharedMemoryPerBlock, kSharedMemory},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, kMostSharedMemory},
+      {cudaDevAttrMaxGridDimX, kMostBlocks},
+      {cudaDevAttrWarpSize, 32},
+  };
+  const auto found = known.find(attribute);
+  return *value = found == known.end() ? 0 : found->second, cudaSuccess;
 }
 FAKE(cudaError_t, cudaDeviceGetStreamPriorityRange, int* least, int* greatest) {
   return *least = 0, *greatest = -5, cudaSuccess;
@@ -184,14 +193,15 @@ FAKE(cudaError_t, cudaGetLastError) { return std::exchange(last_error, cudaSucce
 FAKE(cudaError_t, cudaPeekAtLastError) { return last_error; }
 FAKE(const char*, cudaGetErrorName, cudaError_t) { return "cudaErrorPlayed"; }
 FAKE(const char*, cudaGetErrorString, cudaError_t error) {
-  switch (error) {
-    case cudaErrorInvalidConfiguration: return "invalid configuration argument";
-    case cudaErrorMemoryAllocation: return "out of memory";
-    case cudaErrorNoDevice: return "no CUDA-capable device is detected";
-    case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient";
-    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
-    default: return "an error of the runtime that is played";
-  }
+  static const std::map<cudaError_t, const char*> known{
+      {cudaErrorInvalidConfiguration, "invalid configuration argument"},
+      {cudaErrorMemoryAllocation, "out of memory"},
+      {cudaErrorNoDevice, "no CUDA-capable device is detected"},
+      {cudaErrorInsufficientDriver, "CUDA driver version is insufficient"},
+      {cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing"},
+  };
+  const auto found = known.find(error);
+  return found == known.end() ? "an error of a runtime that is played" : found->second;
 }
 
 // Memory.
@@ -220,7 +230,8 @@ FAKE(cudaError_t, cudaFreeHost, void* pointer) {
   std::free(pointer);
   return cudaSuccess;
 }
-FAKE(cudaError_t, cudaPointerGetAttributes, cudaPointerAttributes* attributes, const void* pointer) {
+FAKE(cudaError_t, cudaPointerGetAttributes, cudaPointerAttributes* attributes,
+     const void* pointer) {
   int type = 0;
   *attributes = {};
   if (cuPointerGetAttribute(&type, 2, address(pointer)) == 0) {
@@ -291,7 +302,9 @@ FAKE(cudaError_t, cudaGraphInstantiateWithFlags, void** executable, void*, unsig
 FAKE(cudaError_t, cudaGraphInstantiate, void** executable, void*, unsigned long long) {
   return make(executable);
 }
-FAKE(cudaError_t, cudaGraphGetNodes, void*, void*, size_t* count) { return *count = 1, cudaSuccess; }
+FAKE(cudaError_t, cudaGraphGetNodes, void*, void*, size_t* count) {
+  return *count = 1, cudaSuccess;
+}
 
 // Kernels.
 
@@ -304,7 +317,18 @@ FAKE(void, __cudaRegisterFunction, void**, const char* function, char*, const ch
   std::lock_guard<std::mutex> lock(guard);
   kernels()[function].name = name;
 }
-FAKE(unsigned, __cudaPushCallConfiguration, dim3 grid, dim3 block, size_t shared_memory, void* stream) {
+// Writes the names of all kernels that libraries have brought: what a test compares launches with.
+FAKE(void, fake_cuda_kernels, const char* path) {
+  std::lock_guard<std::mutex> lock(guard);
+  if (std::FILE* file = std::fopen(path, "w")) {
+    for (const auto& [function, kernel] : kernels()) {
+      std::fprintf(file, "%s\n", demangled(kernel.name).c_str());
+    }
+    std::fclose(file);
+  }
+}
+FAKE(unsigned, __cudaPushCallConfiguration, dim3 grid, dim3 block, size_t shared_memory,
+     void* stream) {
   return pushed = {grid, block, shared_memory, stream}, 0;
 }
 FAKE(cudaError_t, __cudaPopCallConfiguration, dim3* grid, dim3* block, size_t* shared_memory,
@@ -326,7 +350,8 @@ FAKE(cudaError_t, __cudaLaunchKernel, const void* kernel, dim3 grid, dim3 block,
      size_t shared_memory, void*) {
   return launch(kernel, grid, block, shared_memory);
 }
-FAKE(cudaError_t, cudaLaunchKernelExC, const cudaLaunchConfig_t* asked, const void* function, void**) {
+FAKE(cudaError_t, cudaLaunchKernelExC, const cudaLaunchConfig_t* asked, const void* function,
+     void**) {
   return launch(function, asked->gridDim, asked->blockDim, asked->dynamicSmemBytes);
 }
 FAKE(cudaError_t, cudaFuncGetAttributes, cudaFuncAttributes* attributes, const void*) {
@@ -338,16 +363,17 @@ FAKE(cudaError_t, cudaFuncGetAttributes, cudaFuncAttributes* attributes, const v
 }
 FAKE(cudaError_t, cudaFuncSetAttribute, const void* function, int attribute, int value) {
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-  if (value < 0 || size_t(value) > kMostSharedMemory) return noted(cudaErrorInvalidValue);
+  if (value < 0 || value > kMostSharedMemory) return noted(cudaErrorInvalidValue);
   std::lock_guard<std::mutex> lock(guard);
-  kernels()[function].shared_memory = static_cast<size_t>(value);
+  kernels()[function].most_shared_memory = static_cast<size_t>(value);
   return cudaSuccess;
 }
-FAKE(cudaError_t, cudaOccupancyMaxActiveBlocksPerMultiprocessor, int* count, const void*, int, size_t) {
+FAKE(cudaError_t, cudaOccupancyMaxActiveBlocksPerMultiprocessor, int* count, const void*, int,
+     size_t) {
   return *count = 2, cudaSuccess;
 }
-FAKE(cudaError_t, cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, int* count, const void*, int,
-     size_t, unsigned) {
+FAKE(cudaError_t, cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, int* count, const void*,
+     int, size_t, unsigned) {
   return *count = 2, cudaSuccess;
 }
 FAKE(cudaError_t, cudaGetDriverEntryPointByVersion, const char* name, void** function, unsigned,
