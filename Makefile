@@ -168,7 +168,7 @@ test-torch: .venv-torch/installed-$(PACKAGE)
 CUDA_BUILD := build/cuda-build
 CUDA_HEADERS := nvidia-cuda-runtime-cu12==12.8.90 nvidia-cuda-runtime==13.0.96
 CUDA_BUILD_BASE := filelock typing-extensions sympy networkx jinja2 fsspec numpy \
-	cloudpickle importlib-metadata orjson packaging pyvers transformers rich pytest pytest-timeout
+	cloudpickle importlib-metadata orjson packaging pyvers 'transformers<5.24' rich pytest pytest-timeout
 
 $(CUDA_BUILD)/headers/made:
 	$(PY) $(INSTALL) --no-deps --target $(@D) $(CUDA_HEADERS)
@@ -181,6 +181,7 @@ $(CUDA_BUILD)/wheel/made: $(BUILD) $(shell find python -type f -not -name '*.pyc
 		FUSEDRL_CUDA=on FUSEDRL_CUDA_ARCHS=90-real CMAKE_CUDA_RUNTIME_LIBRARY=Shared)
 	touch $@
 
+.PRECIOUS: $(CUDA_BUILD)/torch-%/base
 $(CUDA_BUILD)/torch-%/base:
 	$(PY) -m venv $(@D)
 	$(@D)/bin/python $(INSTALL) $(CUDA_BUILD_BASE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,8 @@ def row_of(environment: Path, headers: Path | None) -> dict[str, str]:
     make(libraries, [packages / "torch", packages / "fusedrl"], headers)
     said = subprocess.run([python, "-c", VERSIONS], check=True, stdout=subprocess.PIPE, text=True)
     found = dict(zip(PACKAGES, said.stdout.split(), strict=True))
+    build = (packages / "torch" / "version.py").read_text()
+    found["torch"] = re.findall(r"__version__ = '(.*)'", build)[0]  # with the version of CUDA
     (environment / "log").mkdir(exist_ok=True)
     for step, (gpus, arguments) in STEPS.items():
         played = {"LD_LIBRARY_PATH": str(libraries), "FAKE_CUDA_DEVICES": str(gpus)}
