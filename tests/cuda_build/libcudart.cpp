@@ -8,6 +8,7 @@
 #include <driver_types.h>
 #include <vector_types.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -46,6 +47,7 @@ std::unordered_map<const void*, Kernel>& kernels() {
   return known;
 }
 std::map<const char*, size_t> pinned;
+std::atomic<unsigned long long> captures = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 
 cudaError_t noted(cudaError_t error) {
@@ -271,15 +273,16 @@ FAKE(cudaError_t, cudaStreamCreateWithPriority, void** stream, unsigned, int) {
   return make(stream);
 }
 FAKE(cudaError_t, cudaStreamSynchronize, void* stream) {
-  int captures = 0;
-  cuStreamIsCapturing(stream, &captures);
-  return noted(captures ? cudaErrorStreamCaptureUnsupported : cudaSuccess);
+  int is_captured = 0;
+  cuStreamIsCapturing(stream, &is_captured);
+  return noted(is_captured ? cudaErrorStreamCaptureUnsupported : cudaSuccess);
 }
 FAKE(cudaError_t, cudaEventCreate, void** event) { return make(event); }
 FAKE(cudaError_t, cudaEventCreateWithFlags, void** event, unsigned) { return make(event); }
 FAKE(cudaError_t, cudaEventDestroy, void* event) { return std::free(event), cudaSuccess; }
 FAKE(cudaError_t, cudaEventElapsedTime, float* ms, void*, void*) { return *ms = 1, cudaSuccess; }
 FAKE(cudaError_t, cudaStreamBeginCapture, void* stream, int mode) {
+  ++captures;
   return noted(cuStreamBeginCapture_v2(stream, mode));
 }
 FAKE(cudaError_t, cudaStreamEndCapture, void* stream, void** graph) {
@@ -289,7 +292,7 @@ FAKE(cudaError_t, cudaStreamIsCapturing, void* stream, int* status) {
   return noted(cuStreamIsCapturing(stream, status));
 }
 FAKE(cudaError_t, cudaStreamGetCaptureInfo, void* stream, int* status, unsigned long long* id) {
-  if (id != nullptr) *id = 1;
+  if (id != nullptr) *id = captures;
   return cudaStreamIsCapturing(stream, status);
 }
 // As CUDA 12 names it.

@@ -31,11 +31,17 @@ for package in {PACKAGES}:
     print(version(package))
 """
 TESTS = ("-m", "pytest", "-q", "--no-header", "-rfE", "-p", "no:cacheprovider")
-# By column: whether there is a GPU, and what Python runs.
+OPS = (
+    "tests/cuda_build/test_device.py",
+    "tests/cuda_build/test_ops.py",
+    # What else of the tests for a GPU reads no value.
+    "tests/ops/test_cuda_capture.py::test_no_op_waits_for_the_device",
+)
+# By column: how many GPUs there are, and what Python runs.
 STEPS = {
     "imports": (0, ("-c", IMPORTS)),
     "CPU ops": (0, ("-m", "fusedrl", "check")),
-    "CUDA ops": (1, (*TESTS, "tests/cuda_build/test_ops.py", "tests/cuda_build/test_device.py")),
+    "CUDA ops": (1, (*TESTS, *OPS)),
     "channel, collector": (1, (*TESTS, "tests/cuda_build/test_channel.py")),
 }
 
