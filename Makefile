@@ -167,8 +167,11 @@ test-torch: .venv-torch/installed-$(PACKAGE)
 # runtime of _C_cuda is shared here, as one inside of it could not be played.
 CUDA_BUILD := build/cuda-build
 CUDA_HEADERS := nvidia-cuda-runtime-cu12==12.8.90 nvidia-cuda-runtime==13.0.96
-CUDA_BUILD_BASE := filelock typing-extensions sympy networkx jinja2 fsspec numpy \
-	cloudpickle importlib-metadata orjson packaging pyvers 'transformers<5.24' rich pytest pytest-timeout
+CUDA_BUILD_BASE := filelock typing-extensions sympy networkx jinja2 fsspec numpy cloudpickle \
+	importlib-metadata orjson packaging pyvers psutil datasets 'transformers<5.24' rich pytest \
+	pytest-timeout
+# what asks for torch itself
+CUDA_BUILD_OVER := 'tensordict==0.14.*' 'torchrl==0.14.*' hoptorch 'trl<1.17' accelerate
 
 $(CUDA_BUILD)/headers/made:
 	$(PY) $(INSTALL) --no-deps --target $(@D) $(CUDA_HEADERS)
@@ -185,7 +188,7 @@ $(CUDA_BUILD)/wheel/made: $(BUILD) $(shell find python -type f -not -name '*.pyc
 $(CUDA_BUILD)/torch-%/base:
 	$(PY) -m venv $(@D)
 	$(@D)/bin/python $(INSTALL) $(CUDA_BUILD_BASE)
-	$(@D)/bin/python $(INSTALL) --no-deps torch===$* 'tensordict==0.14.*' 'torchrl==0.14.*' hoptorch
+	$(@D)/bin/python $(INSTALL) --no-deps torch===$* $(CUDA_BUILD_OVER)
 	touch $@
 
 $(CUDA_BUILD)/torch-%/installed: $(CUDA_BUILD)/wheel/made | $(CUDA_BUILD)/torch-%/base

@@ -43,7 +43,7 @@ struct Block {
 
 thread_local int depth = 0, mode = 0;
 std::mutex guard;
-std::map<Address, Block> blocks;
+std::map<Address, Block>& blocks = *new std::map<Address, Block>;  // torch frees at the very end
 size_t used = 0;
 
 int number(const char* name, int otherwise) {

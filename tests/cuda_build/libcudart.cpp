@@ -43,10 +43,11 @@ struct Kernel {
 
 std::mutex guard;
 std::unordered_map<const void*, Kernel>& kernels() {
-  static std::unordered_map<const void*, Kernel> known;  // made before libraries register theirs
-  return known;
+  static auto* known =
+      new std::unordered_map<const void*, Kernel>;  // libraries register theirs early
+  return *known;
 }
-std::map<const char*, size_t> pinned;
+std::map<const char*, size_t>& pinned = *new std::map<const char*, size_t>;
 std::atomic<unsigned long long> captures = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 

@@ -18,12 +18,17 @@ from pathlib import Path
 from fake_libraries import make
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("torch", "tensordict", "torchrl", "transformers")
+PACKAGES = ("torch", "tensordict", "torchrl", "transformers", "trl")
 IMPORTS = """
 import fusedrl, fusedrl.models, fusedrl.vllm, transformers
 for name in fusedrl.__all__:
     getattr(fusedrl, name)
 print(len(fusedrl.__all__), "names")
+"""
+TRL = """
+import fusedrl
+from trl import GRPOTrainer
+print(fusedrl.patch_trl())
 """
 VERSIONS = f"""
 from importlib.metadata import version
@@ -40,6 +45,7 @@ OPS = (
 # By column: how many GPUs there are, and what Python runs.
 STEPS = {
     "imports": (0, ("-c", IMPORTS)),
+    "patches TRL": (0, ("-c", TRL)),
     "CPU ops": (0, ("-m", "fusedrl", "check")),
     "CUDA ops": (1, (*TESTS, *OPS)),
     "channel, collector": (1, (*TESTS, "tests/cuda_build/test_channel.py")),

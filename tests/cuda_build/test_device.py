@@ -72,10 +72,7 @@ def test_info_lists_the_gpu():
 def test_info_says_that_the_driver_is_too_old():
     facts = info(FAKE_CUDA_DRIVER="11080")
     assert facts["libraries"]["_C"] == "loaded"
-    assert (
-        "expected a driver for CUDA 13.0 or newer, got one for CUDA 12.8"
-        in (facts["libraries"]["_C_cuda"])
-    )
+    assert TOO_OLD in facts["libraries"]["_C_cuda"]
 
 
 def test_the_reference_runs_where_the_driver_is_too_old(tmp_path):
