@@ -2,8 +2,8 @@
 PY ?= python3
 # Installed only where $(PY) has no torch; add pip options for another build of it.
 TORCH ?= torch==2.13.0
-# auto (where there is nvcc), on or off; unless it is given, `make demo` compiles for the GPUs of this
-# machine alone, and nothing where it has none
+# auto (where there is nvcc), on, off, or pypi for a wheel by the nvcc of PyPI's packages; unless it is
+# given, `make demo` compiles for the GPUs of this machine alone, and nothing where it has none
 CUDA ?= auto
 # fewer than CMakeLists.txt names take less time: CUDA_ARCHS=80 is machine code for one, and PTX
 CUDA_ARCHS ?=
@@ -110,7 +110,7 @@ $(TOOLS):
 
 $(WHEEL): $(BUILD) README.md $(shell find python benchmarks -type f -not -name '*.pyc') | .venv/wheel-tools
 	rm -rf dist wheelhouse
-	python -m build --no-isolation --outdir dist $(addprefix -Ccmake.define.,$(DEFINES_dev))
+	python -m build $(if $(filter pypi,$(CUDA)),,--no-isolation) --outdir dist $(addprefix -Ccmake.define.,$(DEFINES_dev))
 	auditwheel repair --wheel-dir wheelhouse \
 		--exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcuda*' dist/*.whl
 	touch $@
@@ -221,9 +221,11 @@ wheel: $(WHEEL)
 # .github/workflows/wheels.yml uploads, for a tag.
 release:
 	.ci/release
-	$(MAKE) wheel
+	$(MAKE) wheel CUDA=pypi CUDA_ARCHS=
 	python $(INSTALL) twine
+	python $(INSTALL) --upgrade --target build/cuobjdump nvidia-cuda-cuobjdump
 	twine check --strict dist/*.tar.gz wheelhouse/*.whl
+	PATH=build/cuobjdump/nvidia/cu13/bin:$$PATH .ci/release-wheel wheelhouse/*.whl
 	@echo "A tag would upload the first of these, and such a wheel for each Python and machine:"
 	@ls -sh1 dist/*.tar.gz wheelhouse/*.whl
 

@@ -2,9 +2,10 @@
 include(CheckLanguage)
 
 set(FUSEDRL_CUDA_ARCHS_BUILT "")
-# Static: a binary of CUDA 13 also runs beside a torch of CUDA 12. `make test-cuda-build` links it to a
-# runtime that is played.
-set(CMAKE_CUDA_RUNTIME_LIBRARY Static CACHE STRING "Runtime of _C_cuda: Static or Shared")
+if(NOT FUSEDRL_CUDA MATCHES "^(auto|on|off)$")
+  message(FATAL_ERROR "fusedrl: FUSEDRL_CUDA: expected auto, on or off, got '${FUSEDRL_CUDA}'; give pip the "
+                      "setting, -C cmake.define.FUSEDRL_CUDA=..., which takes pypi, too")
+endif()
 if(FUSEDRL_CUDA STREQUAL "off")
   return()
 endif()
@@ -12,11 +13,14 @@ set(CMAKE_CUDA_ARCHITECTURES "${FUSEDRL_CUDA_ARCHS}")
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
   if(FUSEDRL_CUDA STREQUAL "on")
-    message(FATAL_ERROR "fusedrl: FUSEDRL_CUDA=on expected nvcc, found none; put nvcc on PATH, or use auto")
+    message(FATAL_ERROR "fusedrl: FUSEDRL_CUDA=on expected nvcc, found none; put nvcc on PATH, or use pypi, "
+                        "which brings one, or auto")
   endif()
   message(STATUS "fusedrl: no nvcc, building without _C_cuda")
   return()
 endif()
+# Static, so that a binary of CUDA 13 also runs beside a torch of CUDA 12; `make test-cuda-build` plays it.
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static CACHE STRING "The runtime of _C_cuda: Static or Shared")
 enable_language(CUDA)
 string(REPLACE ";" " " FUSEDRL_CUDA_ARCHS_BUILT "${FUSEDRL_CUDA_ARCHS}")
 

@@ -3,7 +3,7 @@
 Build isolation hides site-packages, and a plain ``requires = ["torch"]`` would download a second
 torch of several gigabytes to compile against. This backend looks for the installed one first, hands
 its folder to CMake as ``FUSEDRL_TORCH_DIR``, and requires torch for the build only when there is
-none.
+none. In the same way it brings PyPI's nvcc for ``FUSEDRL_CUDA=pypi``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ from scikit_build_core import build as _skbuild
 
 MIN_TORCH = (2, 10)
 TORCH_REQUIREMENT = "torch>=" + ".".join(map(str, MIN_TORCH))
+
+# nvcc, and what it compiles and links with. Not newer: what CUDA 13.0 made runs under each driver
+# that a torch for CUDA 13.0 takes.
+NVCC_REQUIREMENT = "cuda-toolkit[cccl,nvcc]==13.0.*"
+CUDA_SETTING = "cmake.define.FUSEDRL_CUDA"
 
 
 def _of_target() -> Iterator[Path]:
@@ -99,26 +104,57 @@ def _point_cmake_at_torch() -> None:
     os.environ["FUSEDRL_TORCH_DIR"] = str(torch_dir)
 
 
+def _wants_nvcc_of_pypi(config_settings: Any) -> bool:
+    return (config_settings or {}).get(CUDA_SETTING) == "pypi"
+
+
+def _nvcc_requirement(config_settings: Any) -> list[str]:
+    return [NVCC_REQUIREMENT] if _wants_nvcc_of_pypi(config_settings) else []
+
+
+def _point_cmake_at_nvcc(config_settings: Any) -> Any:
+    """The settings for CMake, which knows no ``FUSEDRL_CUDA=pypi``."""
+    if not _wants_nvcc_of_pypi(config_settings):
+        return config_settings
+    toolkits = (Path(entry) / "nvidia" / "cu13" for entry in sys.path)
+    toolkit = next((path for path in toolkits if (path / "bin" / "nvcc").is_file()), None)
+    if toolkit is None:
+        sys.exit(
+            "fusedrl: FUSEDRL_CUDA: expected the nvcc of PyPI's packages in the environment of the "
+            "build, found none; build in isolation on Linux, or run "
+            f"`pip install '{NVCC_REQUIREMENT}'` first"
+        )
+    # nvcc looks for its runtime in lib64, and the packages have it in lib.
+    paths = [str(toolkit / "lib"), os.environ.get("LIBRARY_PATH")]
+    os.environ["LIBRARY_PATH"] = os.pathsep.join(filter(None, paths))
+    compiler = {"cmake.define.CMAKE_CUDA_COMPILER": str(toolkit / "bin" / "nvcc")}
+    return {**config_settings, CUDA_SETTING: "on", **compiler}
+
+
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    return _skbuild.get_requires_for_build_wheel(config_settings) + _torch_requirement()
+    requires = _skbuild.get_requires_for_build_wheel(config_settings)
+    return requires + _torch_requirement() + _nvcc_requirement(config_settings)
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
-    return _skbuild.get_requires_for_build_editable(config_settings) + _torch_requirement()
+    requires = _skbuild.get_requires_for_build_editable(config_settings)
+    return requires + _torch_requirement() + _nvcc_requirement(config_settings)
 
 
 def build_wheel(
     wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
 ) -> str:
     _point_cmake_at_torch()
-    return _skbuild.build_wheel(wheel_directory, config_settings, metadata_directory)
+    settings = _point_cmake_at_nvcc(config_settings)
+    return _skbuild.build_wheel(wheel_directory, settings, metadata_directory)
 
 
 def build_editable(
     wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
 ) -> str:
     _point_cmake_at_torch()
-    name = _skbuild.build_editable(wheel_directory, config_settings, metadata_directory)
+    settings = _point_cmake_at_nvcc(config_settings)
+    name = _skbuild.build_editable(wheel_directory, settings, metadata_directory)
     _keep_paths_within(Path.cwd(), Path(wheel_directory, name))
     return name
 

@@ -1,10 +1,13 @@
-"""The in-tree build backend: which torch it finds, and what it says when it cannot go on."""
+"""The in-tree build backend: which torch and nvcc it takes, and why it cannot go on."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import importlib.util
+import os
+import shutil
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -14,6 +17,7 @@ import pytest
 
 pytest.importorskip("scikit_build_core")
 ROOT = Path(__file__).parents[1]
+OF_PYPI = {"cmake.define.FUSEDRL_CUDA": "pypi", "cmake.define.FUSEDRL_CUDA_ARCHS": "80"}
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -37,7 +41,7 @@ def backend(monkeypatch, tmp_path):
     monkeypatch.setattr(module.site, "getusersitepackages", lambda: str(empty))
     monkeypatch.setattr(module.sys, "base_prefix", str(empty))
     monkeypatch.setenv("PATH", str(empty))
-    for name in ("FUSEDRL_TORCH_DIR", "VIRTUAL_ENV", "CONDA_PREFIX"):
+    for name in ("FUSEDRL_TORCH_DIR", "VIRTUAL_ENV", "CONDA_PREFIX", "LIBRARY_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(empty)
     return module
@@ -129,6 +133,64 @@ def test_build_without_torch_stops_in_one_line(backend, tmp_path, kind):
     assert "expected an installed torch to compile against, found none" in message
     assert "pip install 'torch>=2.10'" in message
     assert "FUSEDRL_TORCH_DIR" in message
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+@pytest.mark.parametrize("cuda", [None, "auto", "on", "off", "pypi"])
+def test_nvcc_is_required_only_where_that_of_pypi_is_asked_for(backend, monkeypatch, kind, cuda):
+    requires = getattr(backend, f"get_requires_for_build_{kind}")
+    monkeypatch.chdir(ROOT)
+    more = set(requires({"cmake.define.FUSEDRL_CUDA": cuda} if cuda else None)) - set(requires())
+    assert more == ({"cuda-toolkit[cccl,nvcc]==13.0.*"} if cuda == "pypi" else set())
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_nvcc_of_pypi_compiles_where_there_is_another_too(backend, monkeypatch, tmp_path, kind):
+    nvcc, other = tmp_path / "environment/nvidia/cu13/bin/nvcc", tmp_path / "other/nvcc"
+    for path in (nvcc, other):
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+    monkeypatch.setenv("PATH", str(other.parent))
+    monkeypatch.setenv("LIBRARY_PATH", "/before")
+    monkeypatch.setattr(backend.sys, "path", [str(tmp_path), str(tmp_path / "environment")])
+    monkeypatch.setattr(backend, "_point_cmake_at_torch", lambda: None)
+    monkeypatch.setattr(backend, "_keep_paths_within", lambda *_: None)
+    given = []
+    monkeypatch.setattr(backend._skbuild, f"build_{kind}", lambda *a: given.append(a) or "a.whl")
+    build = getattr(backend, f"build_{kind}")
+    build("folder", OF_PYPI)
+    assert given.pop()[1] == {
+        "cmake.define.FUSEDRL_CUDA": "on",
+        "cmake.define.FUSEDRL_CUDA_ARCHS": "80",
+        "cmake.define.CMAKE_CUDA_COMPILER": str(nvcc),
+    }
+    libraries = nvcc.parents[1] / "lib"  # where nvcc does not look
+    assert os.environ["LIBRARY_PATH"] == f"{libraries}{os.pathsep}/before"
+    for settings in (None, {"cmake.define.FUSEDRL_CUDA": "on"}):
+        build("folder", settings)
+        assert given.pop()[1] == settings
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_a_build_without_nvcc_of_pypi_stops_in_one_line(backend, monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(backend.sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(backend, "_point_cmake_at_torch", lambda: None)
+    with pytest.raises(SystemExit) as refusal:
+        getattr(backend, f"build_{kind}")(str(tmp_path), OF_PYPI)
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert "FUSEDRL_CUDA: expected the nvcc of PyPI's packages" in message
+    assert "pip install 'cuda-toolkit[cccl,nvcc]==13.0.*'" in message
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake on PATH")
+@pytest.mark.parametrize("value", ["pypi", "OFF", ""])
+def test_cmake_refuses_a_value_that_it_does_not_know(value):
+    """Or ``pypi`` past the backend would take whichever nvcc is on PATH."""
+    command = ["cmake", f"-DFUSEDRL_CUDA={value}", "-P", str(ROOT / "cmake/cuda.cmake")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert f"FUSEDRL_CUDA: expected auto, on or off, got '{value}'" in " ".join(done.stderr.split())
 
 
 def test_an_editable_install_has_no_path_beside_the_checkout(backend, monkeypatch, tmp_path):

@@ -1,10 +1,11 @@
-"""`.ci/release`: what it lets pass, and the sentence for each thing in the way."""
+"""`.ci/release` and `.ci/release-wheel`: what they let pass, and what they say is in the way."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,59 @@ def test_everything_in_the_way_is_said_at_once(checkout):
     found = checkout.refused()
     assert len(found) == 3
     assert "expected a clean checkout, got 2 changed files; commit them" in found
+
+
+CODE = "ELF sm_80", "ELF sm_90", "ELF sm_100", "PTX sm_100"
+
+
+@pytest.fixture
+def check_wheel(tmp_path):
+    """Runs the check on a wheel whose library has these files, twice each, as of two sources."""
+
+    def check(code=CODE, content=b"code", name="fusedrl/_C_cuda.abi3.so"):
+        files = [(*kind.split(), source) for kind in code for source in (1, 2)]
+        lines = [f"echo {kind} file {n}: a.{n}.{arch}.x" for kind, arch, n in files]
+        cuobjdump = tmp_path / "cuobjdump"
+        cuobjdump.write_text("\n".join(["#!/bin/sh", 'test -s "$3" || exit 9', *lines, ""]))
+        cuobjdump.chmod(0o755)
+        with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+            wheel.writestr(name, content)
+        environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+        command = [str(ROOT / ".ci/release-wheel"), str(tmp_path / "a.whl")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == bool(done.stderr)
+        return done.stdout, done.stderr
+
+    return check
+
+
+def test_a_wheel_for_all_architectures_passes_and_says_what_it_has(check_wheel):
+    said, refused = check_wheel()
+    assert refused == ""
+    counts = [line.split() for line in said.splitlines()[1:5]]
+    assert sorted(counts) == sorted(["2", *kind.split()] for kind in CODE)
+    assert "4 of _C_cuda" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("without", CODE)
+def test_a_wheel_that_lacks_an_architecture_or_ptx_is_refused(check_wheel, without):
+    has = sorted(set(CODE) - {without})
+    _, refused = check_wheel(has)
+    expected = " ".join(sorted(CODE))
+    assert f"_C_cuda: expected {expected}, got {' '.join(has)}; build with CUDA_ARCHS=" in refused
+
+
+def test_a_wheel_with_more_code_than_is_named_is_refused(check_wheel):
+    _, refused = check_wheel([*CODE, "PTX sm_90"])
+    assert "_C_cuda: expected" in refused
+
+
+def test_a_wheel_without_cuda_is_refused(check_wheel):
+    _, refused = check_wheel(name="fusedrl/_C.abi3.so")
+    assert refused == "a.whl: expected the library _C_cuda, got none; build with CUDA=pypi\n"
+
+
+def test_a_wheel_that_is_too_large_is_refused(check_wheel):
+    _, refused = check_wheel(content=bytes(15_000_000))
+    assert "expected at most 15000000 bytes, got 15000" in refused
+    assert len(refused.splitlines()) == 1

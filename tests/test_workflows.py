@@ -123,6 +123,21 @@ def test_only_a_tag_is_published_and_only_through_an_environment():
     assert any(step.get("run") == '.ci/release "$GITHUB_REF_NAME"' for step in first)
 
 
+def test_a_release_compiles_cuda_as_its_wheels_do():
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    (theirs,) = re.findall(r'"cmake\.define\.FUSEDRL_CUDA" = "(\w+)"', pyproject)
+    (for_linux,) = re.findall(
+        r"^\[tool\.cibuildwheel\.linux\]\n((?:.+\n)+)", pyproject, re.MULTILINE
+    )
+    assert f'config-settings = {{ "cmake.define.FUSEDRL_CUDA" = "{theirs}" }}' in for_linux
+    (release,) = re.findall(r"^release:\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE)
+    # Given, since CI compiles less; no isolated build, no nvcc of its own.
+    assert f"\t$(MAKE) wheel CUDA={theirs} CUDA_ARCHS=\n" in release
+    assert "python -m build $(if $(filter pypi,$(CUDA)),,--no-isolation)" in MAKEFILE
+    assert ".ci/release-wheel wheelhouse/*.whl\n" in release
+    assert theirs == "pypi"
+
+
 def test_released_wheels_leave_out_what_ours_do_and_use_the_same_torch():
     pyproject = (ROOT / "pyproject.toml").read_text()
     ours, theirs = (re.findall(r"--exclude '(.*?)'", text) for text in (MAKEFILE, pyproject))

@@ -7,7 +7,31 @@
 #include <atomic>
 #include <cstdint>
 
+// Of MKL, where torch multiplies by it: on how many threads a product of the calling thread runs, 0
+// for as many as torch has. Answers what was in force.
+extern "C" [[gnu::weak]] int MKL_Set_Num_Threads_Local(int threads);
+
 namespace fusedrl {
+
+// In its scope, products run on the thread that calls. Torch tells MKL not to look whether it is
+// called in a parallel region, and there it still splits the sums of narrow products on Intel's
+// CPUs into as many parts as torch has threads, so that bits would depend on their number.
+class ProductsOnOneThread {
+ public:
+  ProductsOnOneThread() {
+    torch::stable::get_num_threads();  // first in a thread, it tells MKL the number that torch has
+    before_ = tell(1);
+  }
+  ~ProductsOnOneThread() { tell(before_); }
+  ProductsOnOneThread(const ProductsOnOneThread&) = delete;
+  ProductsOnOneThread& operator=(const ProductsOnOneThread&) = delete;
+
+ private:
+  static int tell(int threads) {
+    return MKL_Set_Num_Threads_Local == nullptr ? 0 : MKL_Set_Num_Threads_Local(threads);
+  }
+  int before_ = 0;
+};
 
 // Consecutive rows or classes.
 struct Span {
@@ -55,6 +79,7 @@ void share(int64_t items, const MakeRoom& make_room, const F& f) {
   torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     int64_t item = next++;
     if (item >= items) return;
+    const ProductsOnOneThread alone;
     auto room = make_room();
     for (; item < items; item = next++) f(room, item);
   });

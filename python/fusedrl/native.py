@@ -86,7 +86,7 @@ def _load(name: str) -> str | None:
         return (
             f"fusedrl.{name}: expected a compiled library beside {__file__}, found none "
             f"(built for: {built_for()}; there is: {_present()}); {REMEDY}"
-            + (", with nvcc on PATH" if name == "_C_cuda" else "")
+            + (", with `-C cmake.define.FUSEDRL_CUDA=pypi`" if name == "_C_cuda" else "")
         )
     if name == "_C_cuda" and (driver_error := _driver_error()) is not None:
         return f"fusedrl.{name}: {driver_error}"

@@ -76,9 +76,9 @@ def _cuda() -> dict[str, str]:
         )
     if native.find("_C_cuda") is None:
         found["CUDA kernels"] = (
-            "fusedrl was compiled without them; needed for GPUs: with nvcc on PATH, in a checkout, "
-            "`make dev CUDA=on`, or "
-            "`pip install --force-reinstall --no-deps -C cmake.define.FUSEDRL_CUDA=on .`"
+            "fusedrl was compiled without them; needed for GPUs: in a checkout, "
+            "`pip install --force-reinstall --no-deps -C cmake.define.FUSEDRL_CUDA=pypi .`, which "
+            "brings nvcc"
         )
     elif torch.version.cuda is not None and (error := native.load_error("_C_cuda")) is not None:
         found["CUDA kernels"] = f"needed for GPUs: {error}"

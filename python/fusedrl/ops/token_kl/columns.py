@@ -141,7 +141,7 @@ def _gradient(
             return grad
         coeff = torch.full((), coeff, dtype=torch.float64, device="cpu")
     # Asking first is cheaper than a copy of nothing.
-    given = (x if x is None or x.is_contiguous() else x.contiguous() for x in columns)
+    given = [x if x is None or x.is_contiguous() else x.contiguous() for x in columns]
     return torch.ops.fusedrl.token_kl_backward.default(*given, coeff, estimator, missing)
 
 
