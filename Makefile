@@ -179,7 +179,7 @@ $(CUDA_BUILD)/headers/made:
 
 $(CUDA_BUILD)/wheel/made: $(BUILD) $(shell find python -type f -not -name '*.pyc') | $(TOOLS)
 	rm -rf $(@D)
-	python -m pip wheel --no-deps --no-build-isolation --wheel-dir $(@D) . \
+	python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(@D) . \
 		--config-settings=build-dir=$(CUDA_BUILD)/compiled $(call settings, \
 		FUSEDRL_CUDA=on FUSEDRL_CUDA_ARCHS=90-real CMAKE_CUDA_RUNTIME_LIBRARY=Shared)
 	touch $@
