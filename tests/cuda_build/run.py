@@ -23,12 +23,11 @@ IMPORTS = """
 import fusedrl, fusedrl.models, fusedrl.vllm, transformers
 for name in fusedrl.__all__:
     getattr(fusedrl, name)
-print(len(fusedrl.__all__), "names")
 """
 TRL = """
 import fusedrl
 from trl import GRPOTrainer
-print(fusedrl.patch_trl())
+fusedrl.patch_trl()
 """
 VERSIONS = f"""
 from importlib.metadata import version
@@ -77,8 +76,8 @@ def row_of(environment: Path, headers: Path | None) -> dict[str, str]:
         (environment / "log" / f"{step}.txt").write_text(done.stdout)
         last = (done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
         passed = done.returncode == 0 and "skipped" not in last
-        print(f"torch {found['torch']}, {step}: {last}", flush=True)
         found[step] = "yes" if passed else f"no: {last}"
+        print(f"torch {found['torch']}, {step}: {found[step]}", flush=True)
     return found
 
 
