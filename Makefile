@@ -21,8 +21,11 @@ CUDA_TESTS := tests/ops tests/transforms tests/test_native.py tests/compat/test_
 	tests/compat/test_library.py --ignore=tests/transforms/test_ray.py
 # the builds of torch for CUDA that `make test-cuda-build` tries, the oldest and the newest included
 CUDA_TORCHES ?= 2.10.0 2.11.0 2.13.0 2.14.1
-# of `make gpu`
-PART ?= build,check,bench,profile
+# of `make gpu`: 10, and afterwards 3; and its folder of results
+MINUTES ?= 10
+OUT ?= gpu-out
+# the Python there
+GPU_PYTHON ?= 3.12
 # processes that share the tests, a file at a time; for two cores, as a third of them wait for others
 JOBS ?= 3
 # files, folders and other arguments for pytest; all tests unless some are given
@@ -68,7 +71,7 @@ $(1)/bin/python -c 'import torch' 2>/dev/null || $(1)/bin/python $(INSTALL) $(TO
 endef
 
 .PHONY: help dev wheelhouse demo test test-slow test-torch test-cuda-build test-vllm bench lint wheel \
-	release gpu clean asked-for
+	release gpu gpu-wheels clean asked-for
 
 help:
 	@echo "make demo    train a tiny policy by GRPO and score its drift, into demo-out/"
@@ -82,7 +85,8 @@ help:
 	@echo "make lint    ruff, clang-format, pyright, actionlint"
 	@echo "make wheel   build, repair and check a wheel, in wheelhouse/"
 	@echo "make release  what stands in the way of a release, else what one uploads; uploads nothing"
-	@echo "make gpu     what needs a GPU: PART=build,check,bench,profile, with the torch of PY=python3"
+	@echo "make gpu-wheels  what make gpu may lack where there is no network, in build/gpu-wheels"
+	@echo "make gpu     what needs a GPU, with the torch of PY=python3: MINUTES=10, afterwards MINUTES=3"
 	@echo "make clean   remove what the other targets made"
 
 dev: .venv/dev-$(PACKAGE)
@@ -229,11 +233,19 @@ release:
 	@echo "A tag would upload the first of these, and such a wheel for each Python and machine:"
 	@ls -sh1 dist/*.tar.gz wheelhouse/*.whl
 
-# No environment and no network: a copy of the package in build/gpu, by and for what $(PY) has (a CUDA
-# build of torch, scikit-build-core, pybind11, cmake, ninja, rich, pytest with its plugins). A slice of
-# nine minutes, of use alone; GPU="--only linear_policy_loss --seconds 120 --out folder" changes it.
+# pip would bring torch with them, so each that they need is named, too.
+GPU_WHEELS := 'tensordict>=0.14,<0.15' orjson pyvers cloudpickle 'importlib-metadata<10' zipp \
+	scikit-build-core pybind11 pathspec packaging rich markdown-it-py mdurl pygments \
+	pytest iniconfig pluggy pytest-timeout liger-kernel cut-cross-entropy
+gpu-wheels:
+	rm -rf build/gpu-wheels
+	$(PY) -m pip download --disable-pip-version-check --no-deps --only-binary=:all: \
+		--python-version $(GPU_PYTHON) --implementation cp $(addprefix --platform manylinux,_2_28_x86_64 \
+		_2_17_x86_64 2014_x86_64) --dest build/gpu-wheels $(GPU_WHEELS)
+
+# No environment and no network: a copy of the package in build/gpu, by and for what $(PY) has.
 gpu:
-	$(PY) benchmarks/gpu.py --part $(PART) $(GPU)
+	$(PY) benchmarks/gpu.py --minutes $(MINUTES) --out $(OUT)
 
 clean:
 	rm -rf .venv .venv-vllm .venv-torch build dist wheelhouse demo-out bench-out gpu-out

@@ -1,20 +1,20 @@
-"""What a machine with a GPU is needed for, in slices: ``make gpu PART=build,check,bench,profile``.
+"""What a machine with a GPU is needed for, on one that is there for fifteen minutes.
 
-A slice ends within its seconds, and starts no case when they are over. The outcome of each case is
-a line of ``gpu.jsonl``, written when it is known, so that a kill loses the case that runs; the most
-valuable come first. Cases run in processes of their own, since no kernel can be launched after one
-that accessed memory that is not there. The package is built into build/gpu, by and for the
-interpreter that runs this, without network. ``--rehearse`` takes the same way on the CPU.
+``make gpu MINUTES=10``, then ``make gpu MINUTES=3``: a plan is a list of steps, the most valuable
+first. A step is killed when its seconds are over, with all that it started, and what it left over
+goes to the last one. Its outcome is a line of ``gpu.jsonl``, on disk when the next begins. The
+package is built into build/gpu, by and for the interpreter that runs this, without network.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
+import ctypes
 import hashlib
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -22,50 +22,29 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import gpu_model as model
 import torch
-from gpu_jobs import JOBS, NO_TIME, Results, case_of, machine
+from gpu_jobs import HEADLINES, NOTHING, OTHERS, append, machine
 
 ROOT = Path(__file__).resolve().parent.parent
+WHEELS = ROOT / "build/gpu-wheels"  # of what PY may lack, by `make gpu-wheels`
 SOURCES = ("pyproject.toml", "CMakeLists.txt", "cmake", "csrc", "setup_helpers", "python")
-SECONDS = 540.0  # of a slice, of which a case may take at most:
-LIMITS = {"build": 420.0, "check": 150.0, "variants": 200.0, "profile": 60.0}
-LOGGED = 200_000  # characters of what a case prints, its last ones
-
-CHECKS = (
-    "fusedrl check",
-    "tests/ops/test_cuda_capture.py",
-    "tests/ops/test_cuda_linear.py",
-    "tests/ops/test_cuda.py",
-    "memcheck",
-    "racecheck",
-    "tests/ops/test_cuda_linear_exact_kl.py",
-    "tests/ops/test_cuda_exact_kl.py",
-    "tests/ops/test_cuda_top_k_kl.py",
-    "tests/ops/test_cuda_importance_weights.py",
-    "initcheck",
-    "synccheck",
-    "tests/models/test_cuda.py",
-    "tests/channel/test_cuda_gpu.py",
-    "tests/engines/test_gpu.py",
-)
-# The kernels that take most of the time, and the job that runs each of them.
-MAIN_KERNELS = {
+LOGGED = 200_000  # bytes of what a command prints: its first ones, and its last ones
+ASKED = 2.0  # seconds before a command is killed: by Ctrl-C, so that pytest tells of failures
+# What the sanitizer watches, and the kernels that ncu counts with the jobs that run them.
+MAIN = (*HEADLINES, "top_k_kl")
+COUNTED = {
     "policy_rows": "linear_policy_loss",
-    "add_tile": "linear_token_log_probs",
     "differentiate_tile": "linear_token_log_probs",
     "forward_rows": "token_log_probs",
-    "backward_rows": "token_log_probs",
-    "add_pair_tile": "linear_exact_kl",
-    "differentiate_pair_tile": "linear_exact_kl",
-    "forward_pairs": "exact_kl",
-    "backward_pairs": "exact_kl",
-    "split_rows": "top_k_kl",
 }
 METRICS = (
     "gpu__time_duration.sum",
@@ -80,262 +59,288 @@ METRICS = (
 # Sizes of csrc/common/tile_sizes.h, in units of 2^20 elements, and the ops that they matter to. The
 # rows of a tile of `linear_policy_loss` are TileElements divided by the number of classes.
 VARIANTS = (
-    "TileElements=32",
     "TileElements=128",
     "TileElements=256",
+    "TileElements=32",
     "GradientElements=1024",
     "TermElements=64",
 )
 SWEPT = ("linear_policy_loss", "linear_token_log_probs")
 
 
+class Outcome(NamedTuple):
+    """How a step ended: passed, failed, unfinished (its time was over) or skipped."""
+
+    how: str
+    why: str = ""
+    figures: Mapping[str, Any] = MappingProxyType({})
+
+
 class Ended(NamedTuple):
-    """How a process ended: without status if its time was over."""
+    """How a command ended: without status if the time of its step was over."""
 
     status: int | None
     text: str
 
-    def outcome(self) -> tuple[str, str]:
-        """What to record of the case that it was, and why."""
-        if self.status == 0:
-            return "passed", ""
+    def outcome(self) -> Outcome:
+        """What it says of the step."""
+        said = [line.strip() for line in self.text.splitlines() if line.strip()]
+        last = said[-1][:300] if said else "it said nothing"
         if self.status is None:
-            return "failed", "not done in its time"
+            return Outcome("unfinished", f"not done in its time: {last}")
+        if self.status in {0, NOTHING}:
+            return Outcome("skipped" if self.status else "passed", last)
         how = f"signal {-self.status}" if self.status < 0 else f"exit status {self.status}"
-        said = [line for line in self.text.splitlines() if line.strip()]
-        return "failed", f"{how}: {said[-1].strip()[:300] if said else 'it said nothing'}"
+        return Outcome("failed", f"{how}: {last}")
 
 
-class Slice:
-    """What a command runs, where its results go, and how much of its time is left."""
+class Bench:
+    """Where the package is built and the results go, and when the step that runs has to end."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.out, self.only = args.out.resolve(), args.only
-        self.built = args.build.resolve()
-        self.site = self.built / "site"
-        self.device = "cpu" if args.rehearse else "cuda"
-        self.results = Results(self.out / "gpu.jsonl", args.rehearse)
-        self.end = time.monotonic() + args.seconds
-        self.failed = False
+    def __init__(self, out: Path, built: Path = ROOT / "build/gpu", rehearsal: bool = False):
+        self.out, self.built, self.site = out.resolve(), built, built / "site"
+        self.rehearsal, self.python = rehearsal, sys.executable
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.results, self.deadline = self.out / "gpu.jsonl", 0.0
+        self.out.mkdir(parents=True, exist_ok=True)
 
-    def left(self) -> float:
-        """Seconds."""
-        return self.end - time.monotonic()
-
-    def record(self, part: str, case: str, outcome: str, why: str = "", **figures: Any) -> None:
-        """Say how a case ended."""
-        self.failed = self.failed or outcome == "failed"
-        self.results.add(part, case, outcome, why, **figures)
-
-    def outcome(self, ended: Ended) -> tuple[str, str]:
-        """What to record of a case; one that the end of the slice cut off did not fail."""
-        if ended.status is None and self.left() <= 0:
-            return "skipped", "cut off when the time was over"
-        return ended.outcome()
-
-    def asked(self, part: str, cases: Collection[str]) -> Iterator[str]:
-        """The cases that are asked for, while time is left; of the others it is said."""
-        for case in cases:
-            if any(name in case for name in self.only or [case]):
-                if self.left() > 0:
-                    yield case
-                else:
-                    self.record(part, case, "skipped", NO_TIME)
-
-    def run(self, log: str, limit: float, *command: object, **environment: str) -> Ended:
-        """Run a command on the package that was built; what it starts ends with it."""
+    def run(self, *command: object, **environment: str) -> Ended:
+        """Run a command on the package that was built, until the time of the step is over."""
+        words = [str(word) for word in command]
         path = os.pathsep.join(filter(None, (str(self.site), os.environ.get("PYTHONPATH"))))
-        with (self.out / log).open("a+b") as file:
-            start = file.seek(0, os.SEEK_END)
-            process = subprocess.Popen(
-                [str(part) for part in command],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                status = process.wait(min(limit, max(self.left(), 0.1)))
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            file.seek(start)
-            text = file.read().decode(errors="replace")[-LOGGED:]
-            file.truncate(start)
-            file.write(text.encode())
-        return Ended(status, text)
+        mark = f"FUSEDRL_GPU_STEP={os.getpid()}-{time.monotonic_ns()}"
+        name, _, value = mark.partition("=")
+        known = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        known |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_timeout"}
+        process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=os.environ | known | environment | {name: value},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL),  # PR_SET_PDEATHSIG
+        )
+        try:
+            with (self.out / "gpu.log").open("ab", buffering=0) as log:
+                log.write(f"\n$ {shlex.join(words)}\n".encode())
+                status, text = self._follow(process, log)
+        finally:
+            _kill(mark)
+            with suppress(subprocess.TimeoutExpired):  # what waits for the driver cannot be killed
+                process.wait(2)
+            assert process.stdout is not None
+            process.stdout.close()
+        return Ended(status, text.decode(errors="replace"))
 
-    def run_jobs(self, mode: str, *jobs: str) -> list[object]:
-        """The command that does so."""
+    def _follow(self, process: subprocess.Popen[bytes], log: Any) -> tuple[int | None, bytes]:
+        """What it prints until it ends or has to: the beginning is logged at once, then the end."""
+        assert process.stdout is not None
+        head = tail = b""
+        cut, asked, open_ = 0, False, True
+        while (left := self.deadline - time.monotonic()) > 0:
+            ended = process.poll() is not None
+            if left < ASKED and not asked:
+                process.send_signal(signal.SIGINT)
+                asked = True
+            if open_ and select.select([process.stdout], [], [], min(left, 0.05))[0]:
+                some = os.read(process.stdout.fileno(), 1 << 16)
+                open_, room = bool(some), LOGGED - len(head)
+                log.write(some[:room])
+                head, tail = head + some[:room], tail + some[room:]
+                cut, tail = cut + max(len(tail) - LOGGED, 0), tail[-LOGGED:]
+            elif ended:
+                break
+            elif not open_:
+                time.sleep(min(left, 0.05))
+        if cut:
+            log.write(f"\n[{cut} bytes left out]\n".encode())
+        log.write(tail)
+        status = process.poll()
+        return None if asked and status else status, head + tail
+
+    def run_jobs(self, mode: str, *arguments: object) -> list[object]:
+        """The command of ``gpu_jobs.py``, whose processes append to the same results."""
         script = Path(__file__).with_name("gpu_jobs.py")
-        return [sys.executable, script, mode, *jobs, "--device", self.device]
+        tiny = ["--tiny"] if self.rehearsal else []
+        options = ("--device", self.device, *tiny, "--results", self.results)
+        return [self.python, script, mode, *arguments, *options]
 
 
-def build(to: Slice) -> bool:
-    """Build the package for this GPU, unless it was built of these sources; whether to go on."""
-    made_of = f"{to.device} {_digest()}"
+def _kill(mark: str) -> None:
+    """Kill every process with a mark in its environment, whatever group or session it is in."""
+    for _ in range(10):
+        found = False
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark.encode() in path.read_bytes().split(b"\0"):
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+                    found = True
+        if not found:
+            return
+        time.sleep(0.05)
+
+
+def build(to: Bench) -> Outcome:
+    """Install the wheels that were carried, and build the package, for this GPU alone."""
+    made_of = _digest(to)
     known = to.built / "made-of"
     if known.is_file() and known.read_text() == made_of:
-        to.record("build", "package", "passed", "it is there", sources=made_of)
-        return True
-    if to.left() <= 0:
-        to.record("build", "package", "skipped", NO_TIME)
-        return True  # nothing will start
+        return Outcome("passed", "it is there", {"sources": made_of})
     shutil.rmtree(to.built, ignore_errors=True)
-    pip = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-index")
-    options = ("--no-deps", "--no-build-isolation", "--target", to.site)
-    defines = [f"--config-settings=cmake.define.{define}" for define in _cuda(to)]
-    start = time.monotonic()
-    ended = to.run("build.log", LIMITS["build"], *pip, *options, *defines, ROOT)
-    took = round(time.monotonic() - start)
-    to.record("build", "package", *ended.outcome(), seconds=took, sources=made_of)
-    if ended.status != 0:
-        print(*ended.text.splitlines()[-60:], sep="\n")
-        return False
-    to.built.mkdir(parents=True, exist_ok=True)
-    known.write_text(made_of)
-    return True
+    pip = (to.python, "-m", "pip", "install", "--disable-pip-version-check", "--no-index")
+    options = ("--no-deps", "--no-compile", "--upgrade", "--target", to.site)
+    if wheels := sorted(WHEELS.glob("*.whl")):
+        outcome = to.run(*pip, *options, *wheels).outcome()
+        if outcome.how != "passed":
+            return outcome
+    defines = [f"--config-settings=cmake.define.{define}" for define in _defines(to)]
+    outcome = to.run(*pip, "--no-build-isolation", *options, *defines, ROOT).outcome()
+    if outcome.how == "passed":
+        to.built.mkdir(parents=True, exist_ok=True)
+        known.write_text(made_of)
+    return outcome._replace(figures={"sources": made_of})
 
 
-def _digest() -> str:
+def _digest(to: Bench) -> str:
     """Of what a build is made of, by which results are known where git does not know a commit."""
-    digest = hashlib.sha256(f"{sys.version} {torch.__version__} {_architecture()}".encode())
-    for source in (ROOT / name for name in SOURCES):
-        files = [source] if source.is_file() else sorted(source.rglob("*"))
-        for path in files:
+    digest = hashlib.sha256(f"{sys.version} {torch.__version__} {_defines(to)}".encode())
+    shipped = sorted(ROOT.glob("benchmarks/[!g]*.py"))  # not gpu*.py
+    for source in (*(ROOT / name for name in SOURCES), *shipped, WHEELS):
+        for path in [source] if source.is_file() else sorted(source.rglob("*")):
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _architecture() -> str:
-    """The GPU's, as CMake names machine code for it alone."""
-    return f"{machine().get('compute_cap', '').replace('.', '')}-real"
+def _defines(to: Bench) -> list[str]:
+    """CMake's, for machine code of the GPU that is here."""
+    architecture = machine().get("compute_cap", "").replace(".", "")
+    on = ["FUSEDRL_CUDA=on", f"FUSEDRL_CUDA_ARCHS={architecture}-real"]
+    return on if to.device == "cuda" else ["FUSEDRL_CUDA=off"]
 
 
-def _cuda(to: Slice) -> list[str]:
-    if to.device == "cpu":
-        return ["FUSEDRL_CUDA=off"]
-    return ["FUSEDRL_CUDA=on", f"FUSEDRL_CUDA_ARCHS={_architecture()}"]
+def check(to: Bench) -> Outcome:
+    """Every op against float64."""
+    return to.run(to.python, "-m", "fusedrl", "check", "--failed").outcome()
 
 
-def check(to: Slice) -> None:
-    """The ops against float64, the tests that need a GPU, and the kernels under the sanitizer."""
-    for case in to.asked("check", CHECKS):
-        if case == "fusedrl check":
-            ended = to.run("check.log", LIMITS["check"], sys.executable, "-m", "fusedrl", "check")
-            to.record("check", case, *to.outcome(ended))
-        elif case.endswith(".py"):
-            _test(to, case)
-        else:
-            _sanitize(to, case)
+def tests(*arguments: str) -> Callable[[Bench], Outcome]:
+    """The tests in some files that need a GPU."""
+
+    def step(to: Bench) -> Outcome:
+        pytest = (to.python, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider")
+        ended = to.run(*pytest, "-m", "gpu", *arguments)
+        found = re.findall(r"^(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED)\b", ended.text, re.MULTILINE)
+        counts = Counter(result for _, result in found)
+        wrong = [name for name, result in found if result in {"FAILED", "ERROR"}]
+        outcome = ended.outcome()._replace(figures={"tests": counts, "wrong": wrong[:100]})
+        if wrong:
+            why = f"{len(wrong)} of {len(found)} tests, {wrong[0]} first"
+            return outcome._replace(how="failed", why=f"{why}; {outcome.why}")
+        if ended.status in {0, 5} and not counts["PASSED"]:
+            return outcome._replace(how="skipped", why="none of its tests runs here")
+        return outcome
+
+    return step
 
 
-def _test(to: Slice, file: str) -> None:
-    pytest = (sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider")
-    ended = to.run("check.log", LIMITS["check"], *pytest, "-m", "gpu", file)
-    tests = Counter(re.findall(r"::.* (PASSED|FAILED|ERROR|SKIPPED)\b", ended.text))
-    outcome, why = to.outcome(ended)
-    absent = re.search(r"No module named '([\w.]+)'", ended.text)
-    if ended.status in (2, 4) and absent is not None:  # torchrl's, where nothing can be installed
-        outcome, why = "skipped", f"{absent[1]} is not installed"
-    elif ended.status in (0, 5) and not tests["PASSED"]:
-        outcome, why = "skipped", "none of its tests runs here"
-    to.record("check", file, outcome, why, tests=tests)
+def measure(beside: str, *jobs: str) -> Callable[[Bench], Outcome]:
+    """Jobs, timed beside others."""
+    return lambda to: to.run(*to.run_jobs("measure", *jobs, "--beside", beside)).outcome()
 
 
-def _sanitize(to: Slice, tool: str, job: str | None = None) -> None:
-    """Run the main kernels under a tool; what it finds in other kernels is counted, no failure."""
-    if shutil.which("compute-sanitizer") is None:
-        return to.record("check", tool, "skipped", "compute-sanitizer is not on PATH")
-    jobs = list(dict.fromkeys(MAIN_KERNELS.values()))
-    # Blocks that torch caches would hide an access past their end.
-    ended = to.run(
-        *("check.log", LIMITS["check"], "compute-sanitizer", "--tool", tool, "--print-limit", 100),
-        *("--error-exitcode", 9, *to.run_jobs("small", *([job] if job else jobs))),
-        PYTORCH_NO_CUDA_MEMORY_CACHING="1",
-    )
-    if "Device not supported" in ended.text:
-        return to.record("check", tool, "skipped", "compute-sanitizer does not support this device")
-    found = sum(int(n) for n in re.findall(r"SUMMARY: (\d+) (?:error|hazard)", ended.text))
-    lines = (line for line in ended.text.splitlines() if line.startswith("==="))
-    told = "\n".join(line for line in lines if "Host Frame" not in line)
-    kernels = {name.partition("<")[0] for name in model.FACTS["90"]}
-    ours = sorted(name for name in kernels if name in told)
-    outcome, why = ("failed", f"in {', '.join(ours)}") if ours else to.outcome(ended)
-    if ended.status == 9 and not ours:
-        outcome, why = "passed", f"{found} findings in kernels of others"
-    case = f"{tool}, {job}" if job else tool
-    to.record("check", case, outcome, why, found=found, kernels=ours)
-    if outcome == "failed" and job is None:  # the first error may end all that follow
-        alone = {f"{tool}, {job}": job for job in jobs}
-        for case in to.asked("check", alone):
-            _sanitize(to, tool, alone[case])
+def publish(to: Bench) -> Outcome:
+    """A version of 1 GB, into the channel and to another process."""
+    return to.run(*to.run_jobs("publish")).outcome()
 
 
-def bench(to: Slice) -> None:
-    """The ops at the shapes of the predictions, then with other tiles; prints both side by side."""
-    _measure(to, JOBS)
-    _sweep(to)
-    found = table(to.results.read())
-    print(found)
-    (to.out / "predictions.md").write_text(found)
+def profile(to: Bench) -> Outcome:
+    """What ncu counts of some kernels; it leaves the clocks as they are."""
+    if shutil.which("ncu") is None:
+        return Outcome("skipped", "ncu is not on PATH")
+    ncu = ("ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none")
+    chosen = ("--metrics", ",".join(METRICS), "-k", f"regex:^({'|'.join(COUNTED)})$")
+    ended = to.run(*ncu, *chosen, *to.run_jobs("profile", *COUNTED.values()))
+    said = re.search(r"ERR_NVGPUCTRPERM|LibraryNotLoaded|Failed to initialize", ended.text)
+    if said is not None:
+        return Outcome("skipped", f"ncu may not read the counters here: {said[0]}")
+    counted, outcome = _metrics(ended.text), ended.outcome()
+    if outcome.how == "passed":
+        why = f"counted {', '.join(counted) or 'none'} of {', '.join(COUNTED)}"
+        outcome = Outcome("passed" if counted.keys() == COUNTED.keys() else "failed", why)
+    return outcome._replace(figures={"counted": counted})
 
 
-def _measure(to: Slice, jobs: Collection[str], variant: str | None = None) -> None:
-    """Measure jobs in one process, and in a new one those that are left when it ends."""
-    cases = {case_of(job, variant): job for job in jobs}
-    waiting = [cases[case] for case in to.asked("bench", cases)]
-    options = ["--results", to.results.path]
-    if variant is not None:
-        options += ["--variant", variant, "--library", _library(to, variant)]
-    while waiting:
-        known = len(to.results.read())
-        command = to.run_jobs("measure", *waiting)
-        ended = to.run("bench.log", to.left(), *command, "--seconds", to.left(), *options)
-        new = to.results.read()[known:]
-        for record in new:
-            print(f"gpu: bench: {record['case']}: {record['outcome']}: {record['why']}", flush=True)
-        waiting = waiting[len(new) :]
-        if any(record["outcome"] == "failed" for record in new):
-            to.failed = True
-        elif waiting:
-            to.record("bench", case_of(waiting.pop(0), variant), *to.outcome(ended))
+def _metrics(text: str) -> dict[str, dict[str, str]]:
+    """The metrics of the last launch of each kernel, with their units behind their names."""
+    names, units, *launches = list(
+        csv.reader(line for line in text.splitlines() if line.startswith('"'))
+    ) or ([], [])
+    found = {}
+    for launch in launches:
+        row = dict(zip(names, launch, strict=False))
+        kernel = re.search(r"(\w+)[<(]", row.get("Kernel Name", ""))
+        if kernel is not None and kernel[1] in COUNTED:
+            cells = zip(names, units, launch, strict=False)
+            found[kernel[1]] = {f"{n} {u}".strip(): x for n, u, x in cells if n in METRICS}
+    return found
 
 
-def _sweep(to: Slice) -> None:
-    """Build the linear ops with other sizes of tiles, all variants at once, and measure them."""
-    asked = list(to.asked("bench", [f"sweep {variant}" for variant in VARIANTS]))
-    if to.device == "cpu" and shutil.which("nvcc") is None:
-        for case in asked:
-            to.record("bench", case, "skipped", "nvcc is not on PATH")
-        return
-    if not asked:
-        return
-    variants = {case.removeprefix("sweep "): case for case in asked}
-    builds = "".join(f"({_build_of(to, variant)}) & " for variant in variants)
-    ended = to.run("bench.log", LIMITS["variants"], "sh", "-c", f"{builds} wait")
-    for variant, case in variants.items():
-        if _library(to, variant).is_file():
-            to.record("bench", case, "passed")
-            _measure(to, SWEPT, variant)
-        else:
-            outcome, why = to.outcome(ended)
-            to.record("bench", case, *(("failed", "no library") if not why else (outcome, why)))
+def sanitize(tool: str) -> Callable[[Bench], Outcome]:
+    """The main kernels under a tool; what it finds in kernels of others is counted, no failure."""
+
+    def step(to: Bench) -> Outcome:
+        if shutil.which("compute-sanitizer") is None:
+            return Outcome("skipped", "compute-sanitizer is not on PATH")
+        ended = to.run(
+            *("compute-sanitizer", "--tool", tool, "--print-limit", 100, "--error-exitcode", 9),
+            *to.run_jobs("small", *MAIN),
+            PYTORCH_NO_CUDA_MEMORY_CACHING="1",  # or blocks hide an access past their end
+        )
+        if "Device not supported" in ended.text:
+            return Outcome("skipped", "compute-sanitizer does not support this device")
+        found = sum(int(n) for n in re.findall(r"SUMMARY: (\d+) (?:error|hazard)", ended.text))
+        lines = (line for line in ended.text.splitlines() if line.startswith("==="))
+        told = "\n".join(line for line in lines if "Host Frame" not in line)
+        ours = sorted(
+            x for x in {name.partition("<")[0] for name in model.FACTS["90"]} if x in told
+        )
+        outcome = ended.outcome()
+        if ours:
+            outcome = Outcome("failed", f"in {', '.join(ours)}")
+        elif ended.status == 9:
+            outcome = Outcome("passed", f"{found} findings in kernels of others")
+        return outcome._replace(figures={"found": found, "kernels": ours})
+
+    return step
 
 
-def _library(to: Slice, variant: str) -> Path:
-    return to.built / variant / "made/_C_cuda.abi3.so"
+def sweep(to: Bench) -> Outcome:
+    """Build the linear ops with other sizes of tiles, all at once, and measure them."""
+    if shutil.which("nvcc") is None:
+        return Outcome("skipped", "nvcc is not on PATH")
+    builds = "".join(f"({_build_of(to, variant)}) & " for variant in VARIANTS)
+    built, wrong = to.run("sh", "-c", f"{builds} wait").outcome(), {}
+    if built.how != "passed":  # a shell that waits for all of them
+        return built
+    for variant in VARIANTS:
+        outcome, library = (
+            Outcome("failed", "no library"),
+            to.built / variant / "made/_C_cuda.abi3.so",
+        )
+        if library.is_file():
+            options = ("--variant", variant, "--library", library)
+            outcome = to.run(*to.run_jobs("measure", *SWEPT, *options)).outcome()
+        if outcome.how != "passed":
+            wrong[variant] = outcome
+    how = min((outcome.how for outcome in wrong.values()), default="passed")  # failed first
+    return Outcome(how, "; ".join(f"{variant}: {x.why}" for variant, x in wrong.items()))
 
 
-def _build_of(to: Slice, variant: str) -> str:
+def _build_of(to: Bench, variant: str) -> str:
     """What compiles ``_C_cuda`` for the ops that are swept alone, from a copy of the sources."""
-    import pybind11
-
     folder, (name, value) = to.built / variant, variant.split("=")
     shutil.rmtree(folder, ignore_errors=True)
     for part in ("cmake", "csrc"):
@@ -352,105 +357,104 @@ def _build_of(to: Slice, variant: str) -> str:
         "CMAKE_BUILD_TYPE=Release",
         f"FUSEDRL_TORCH_DIR={Path(torch.__file__).parent}",
         f"Python_EXECUTABLE={sys.executable}",
-        f"pybind11_DIR={pybind11.get_cmake_dir()}",
-        *_cuda(to),
+        *_defines(to),
     )
     made = str(folder / "made")
     configure = ("cmake", "-S", str(folder), "-B", made, *(f"-D{define}" for define in defines))
+    found = f'-Dpybind11_DIR="$({shlex.quote(to.python)} -m pybind11 --cmakedir)"'
     compile_it = ("cmake", "--build", made, "--target", "_C_cuda", "--parallel", "4")
-    return f"{shlex.join(configure)} && {shlex.join(compile_it)}"
+    return f"{shlex.join(configure)} {found} && {shlex.join(compile_it)}"
 
 
-def profile(to: Slice) -> None:
-    """What ncu counts of the main kernels; it leaves the clocks as they are."""
-    ncu = ("ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none")
-    refused = "ncu is not on PATH" if shutil.which("ncu") is None else ""
-    mode = "profile" if to.device == "cuda" else "tiny"
-    for kernel in to.asked("profile", MAIN_KERNELS):
-        if refused:
-            to.record("profile", kernel, "skipped", refused)
-            continue
-        chosen = ("--metrics", ",".join(METRICS), "-k", f"regex:{kernel}", "-c", 1)
-        command = (*ncu, *chosen, *to.run_jobs(mode, MAIN_KERNELS[kernel]))
-        ended = to.run("profile.log", LIMITS["profile"], *command)
-        said = re.search(r"ERR_NVGPUCTRPERM|LibraryNotLoaded|Failed to initialize", ended.text)
-        if said is not None:
-            refused = f"ncu may not read the counters here: {said[0]}"
-            to.record("profile", kernel, "skipped", refused)
-            continue
-        counted, (outcome, why) = _metrics(ended.text), to.outcome(ended)
-        if outcome == "passed" and not counted:
-            outcome, why = "failed", "ncu counted no kernel"
-        to.record("profile", kernel, outcome, why, counted=counted)
+class Step(NamedTuple):
+    """A part of a plan, and the most seconds that it may take."""
+
+    name: str
+    seconds: float
+    run: Callable[[Bench], Outcome]
 
 
-def _metrics(text: str) -> dict[str, str]:
-    """The metrics of the first kernel, with their units behind their names."""
-    rows = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))
-    found = zip(*rows[:3], strict=False) if len(rows) > 2 else ()
-    return {f"{name} {unit}".strip(): value for name, unit, value in found if name in METRICS}
+OF_OPS = (
+    "tests/ops/test_cuda_linear.py",
+    "tests/ops/test_cuda.py",
+    "tests/ops/test_cuda_linear_exact_kl.py",
+    "tests/ops/test_cuda_exact_kl.py",
+    "tests/ops/test_cuda_top_k_kl.py",
+    "tests/ops/test_cuda_importance_weights.py",
+)
+OTHER_TESTS = ("tests/models/test_cuda.py", "tests/engines/test_gpu.py", OF_OPS[0])
+PLANS = {  # by the minutes that they end in
+    10: (
+        Step("build", 100, build),
+        Step("fusedrl check", 25, check),
+        Step("tests of ops", 65, tests(*OF_OPS, "-k", "not triton")),
+        Step("linear_policy_loss", 30, measure("torch", "linear_policy_loss")),
+        Step("linear_token_log_probs", 30, measure("torch", "linear_token_log_probs")),
+        Step("linear_exact_kl", 30, measure("torch", "linear_exact_kl")),
+        Step("token_log_probs", 20, measure("torch", "token_log_probs")),
+        Step("exact_kl", 20, measure("torch", "exact_kl")),
+        Step("peers", 40, measure("peers", *HEADLINES)),
+        Step("tests of the channel", 50, tests("tests/channel/test_cuda_gpu.py")),
+        Step("publish", 20, publish),
+        Step("ncu", 35, profile),
+        Step("graphs", 60, tests("tests/ops/test_cuda_capture.py")),
+        Step("other timings", 25, measure("nothing", *OTHERS)),
+        Step("other tests", 10, tests(*OTHER_TESTS, "-k", "triton or models or engines")),
+    ),
+    3: (
+        Step("build", 65, build),  # where MINUTES=10 did not build
+        Step("memcheck", 40, sanitize("memcheck")),
+        Step("racecheck", 40, sanitize("racecheck")),
+        Step("sweep", 30, sweep),
+    ),
+}
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    """Markdown: what was measured beside what was predicted, of cases and of their kernels."""
-    heading = (
-        *("case", "rows x hidden x classes", "kernel", "measured", "predicted", "ratio"),
-        *("predicted with the rates here", "ratio", "copy", "product", "SM clock"),
-    )
-    lines = [heading, ("---",) * len(heading)]
-    for record in (record for record in records if "ms" in record):
-        stated, here = (record.get(name, {}) for name in ("predicted_ms", "predicted_here_ms"))
-        rows = {"all": (record["ms"], sum(stated.values()), sum(here.values()))}
-        for name, measured in record["kernel_ms"].items():
-            rows[name] = (measured, stated.get(name, 0.0), here.get(name, 0.0))
-        for kernel, (measured, *predictions) in rows.items():
-            cells = [f"{measured:.3g} ms"]
-            for one in predictions:
-                cells += [f"{one:.3g} ms", f"{measured / one:.2f}"] if one else ["-", "-"]
-            beside = (
-                f"{record['copy_gb_s']:.0f} GB/s",
-                f"{record['product_tflop_s']:.3g} TFLOP/s",
-                f"{record['machine'].get('clocks.sm', '?')} MHz",
-            )
-            shape = " x ".join(map(str, record["shape"]))
-            lines.append((record["case"], shape, kernel, *cells, *beside))
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-PARTS = {"build": lambda to: None, "check": check, "bench": bench, "profile": profile}
+def follow(plan: tuple[Step, ...], to: Bench) -> int:
+    """Take the steps one after the other; 0 if none failed and all ended in their time."""
+    start = time.monotonic()
+    end, worst = start + sum(step.seconds for step in plan), 0
+    for step in plan:
+        began = time.monotonic()
+        to.deadline = end if step is plan[-1] else began + step.seconds
+        try:
+            outcome = step.run(to)
+        except Exception as error:
+            outcome = Outcome("failed", f"{type(error).__name__}: {error}")
+        how, why, figures = outcome
+        now = time.monotonic()
+        known = {"step": step.name, "outcome": how, "why": why, "rehearsal": to.rehearsal}
+        append(to.results, {**known, "seconds": round(now - began, 1), **figures})
+        print(f"gpu: {now - start:4.0f} s: {step.name}: {how}{why and f': {why}'}", flush=True)
+        worst = max(worst, how in {"failed", "unfinished"})
+        if step.run is build and how != "passed":
+            break
+    return worst
 
 
 def main() -> int:
-    """Run the parts that are asked for, one after the other, within the seconds of one slice."""
+    """Follow a plan."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", default=",".join(PARTS), help="default: %(default)s")
-    parser.add_argument("--only", action="append", help="part of the names of cases (repeatable)")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="default: %(default)s")
+    parser.add_argument("--minutes", type=int, choices=PLANS, default=10)
     parser.add_argument("--out", type=Path, default=Path("gpu-out"), help="default: %(default)s")
-    parser.add_argument("--build", type=Path, default=ROOT / "build/gpu", help="of the package")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, on tiny shapes")
+    parser.add_argument("--rehearse", action="store_true", help="on tiny shapes, without a GPU too")
     args = parser.parse_args()
-    parts = args.part.split(",")
-    if unknown := set(parts) - set(PARTS):
-        parser.error(f"--part: expected some of {', '.join(PARTS)}, got {', '.join(unknown)}")
-    if args.rehearse and (ROOT / "benchmarks/results") in args.out.resolve().parents:
-        parser.error("--out: expected a folder outside of benchmarks/results in a rehearsal")
     if not args.rehearse and not (torch.cuda.is_available() and machine()):
         parser.error("expected a GPU of torch's and nvidia-smi's; --rehearse does without")
-    if not args.rehearse and find_spec("fusedrl") is not None:
+    if find_spec("fusedrl") is not None:
         parser.error(
             "expected a Python without fusedrl, which may hide what is built; name another"
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C, so that children end
-    args.out.mkdir(parents=True, exist_ok=True)
-    to = Slice(args)
+    to = Bench(args.out, rehearsal=args.rehearse)
     here = machine() | {"torch": torch.__version__, "cuda": torch.version.cuda}
-    to.record("machine", here.get("name") or "no GPU", "passed", machine=here)
-    if build(to):
-        for part in parts:
-            PARTS[part](to)
-    print(f"gpu: results in {to.out}, after {args.seconds - to.left():.0f} s")
-    return int(to.failed)
+    append(to.results, {"machine": here, "plan": args.minutes, "rehearsal": args.rehearse})
+    status = follow(PLANS[args.minutes], to)
+    found = model.measured(model.read(to.results))
+    tables = f"{model.row_table(found)}\n\n{model.linear_table(found)}\n"
+    (to.out / "measured.md").write_text(tables)
+    print(tables)
+    return status
 
 
 if __name__ == "__main__":

@@ -1,37 +1,40 @@
-"""The ops that ``gpu.py`` runs on a GPU, and what the model predicts of each.
+"""The ops that ``gpu.py`` runs on a GPU, each in a process of its own.
 
-``python gpu_jobs.py measure JOB...`` times jobs at the shapes of the predictions and appends a line
-of results after each; another mode runs them once at shapes of its own, for tools that watch the
-kernels.
+``measure JOB...`` times jobs at the shapes of the predictions and appends a line of results after
+each; ``small`` and ``profile`` run them once, for tools that watch the kernels; ``publish`` times
+the channel.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpu_model as model
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-Run = Callable[[], Any]
-REST = "products and the rest"
-NO_TIME = "no time is left"
-SECONDS, MOST_SECONDS = 1.0, 60  # of repetitions, and of a job with all that it needs
+Run = Callable[..., Any]
+Runs = dict[str, Run]
+OURS, TORCH, PRODUCTS = "fusedrl", "torch", "bare products"
+NOTHING = 77  # exit status: there is nothing here to measure
+SECONDS = 1.0  # of repetitions of a contender
+DIFFERS = 0.05  # at most, of the norm of the gradient: bfloat16 on both sides
+TINY = model.Case(16, 32, 300)
 ONCE = {
-    "tiny": [model.Case(16, 32, 300)],
     "small": [model.Case(304, 64, 1031), model.Case(16, 64, 40009)],  # several blocks a row, too
     "profile": [model.Case(1024, 1024, 151936)],
 }
@@ -52,110 +55,119 @@ def machine() -> dict[str, str]:
     return dict(zip(QUERY, map(str.strip, values), strict=True))
 
 
-class Results:
-    """The file of results: a line for each case, whole whenever its writer is killed."""
-
-    def __init__(self, path: Path, rehearsal: bool):
-        self.path, self.rehearsal = path, rehearsal
-
-    def add(self, part: str, case: str, outcome: str, why: str = "", **figures: Any) -> None:
-        """Print how a case ended, and append it."""
-        print(f"gpu: {part}: {case}: {outcome}{why and f': {why}'}", flush=True)
-        known = {"part": part, "case": case, "outcome": outcome, "why": why}
-        line = json.dumps(known | {"rehearsal": self.rehearsal} | figures) + "\n"
-        with self.path.open("ab", buffering=0) as file:
-            file.write(line.encode())
-            os.fsync(file.fileno())
-
-    def read(self) -> list[dict[str, Any]]:
-        """All that were added, by earlier commands too."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        return [json.loads(line) for line in lines]
+def append(path: Path, record: dict[str, Any]) -> None:
+    """A line of results, whole and on disk whenever its writer is killed."""
+    with path.open("ab", buffering=0) as file:
+        file.write((json.dumps(record) + "\n").encode())
+        os.fsync(file.fileno())
 
 
 class Job(NamedTuple):
-    """An op and its gradients.
+    """An op with its gradients, beside other ways to them.
 
     Args:
         shape: of the predictions.
-        prepare: makes the inputs on a device, and what runs the op on them.
-        steps: what the model says that the op runs.
+        prepare: makes the inputs on a device, and what runs on them: ours first.
+        steps: what the model says that ours runs.
     """
 
     shape: model.Case
-    prepare: Callable[[str, model.Case], Run]
+    prepare: Callable[[str, model.Case], Runs]
     steps: Callable[[model.Case], list[model.Step]]
 
 
-def _op(name: str) -> Callable[..., Any]:
+def _op(name: str) -> Run:
     return getattr(importlib.import_module("fusedrl"), name)
 
 
-def _bench(op: str) -> Any:
-    return importlib.import_module(f"fusedrl.benchmarks.bench_{op}")
+def _bench(name: str) -> Any:
+    return importlib.import_module(f"fusedrl.benchmarks.{name}")
 
 
-def _differentiated(call: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
+def _differentiated(inputs: Collection[Tensor], calls: Runs) -> Runs:
     leaves = [x.detach().requires_grad_() for x in inputs]
-    return lambda: torch.autograd.grad(call(*leaves).sum(), leaves)
+
+    def run(call: Run) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(*leaves).sum(), leaves)
+
+    return {name: partial(run, call) for name, call in calls.items()}
 
 
-def _policy_loss(device: str, shape: model.Case) -> Run:
-    of, tokens = _bench("linear_policy_loss"), (8, shape.rows // 8)
+def _policy_loss(device: str, shape: model.Case) -> Runs:
+    of, tokens = _bench("bench_linear_policy_loss"), (8, shape.rows // 8)
     job = of.make_job(device, tokens, tokens[1], shape.width, shape.classes, torch.bfloat16)
-    job = job._replace(mask=None)  # which keeps all of them
-    return lambda: of.gradients(of.ours, job)
+    return {
+        OURS: partial(of.gradients, of.ours, job._replace(mask=None)),  # which keeps all of them
+        TORCH: partial(of.gradients, of.on_kept_rows, job),
+        PRODUCTS: partial(of.bare_products(job), job),
+        _bench("peers").LIGER: partial(of.gradients, of.liger, job),
+    }
 
 
-def _log_probs(device: str, shape: model.Case, impl: str = "auto") -> Run:
-    op, of = _op("linear_token_log_probs"), _bench("linear_token_log_probs")
+def _log_probs(device: str, shape: model.Case, impl: str = "auto") -> Runs:
+    op, of = _op("linear_token_log_probs"), _bench("bench_linear_token_log_probs")
     job = of.make_job(device, (1, shape.rows), shape.width, shape.classes, torch.bfloat16, 1.0)
-    return _differentiated(lambda *head: op(*head, job.tokens, impl=impl), job[:2])
+    impl = impl if device == "cuda" else "auto"
+    paths = {TORCH: of.plain_torch, **_bench("peers").LINEAR_LOG_PROB_SUM}
+    paths = {name: of.on_kept_rows(path) for name, path in paths.items()}
+    paths = {OURS: lambda job: op(*job[:3], impl=impl), **paths}
+    runs: Runs = {name: partial(of.gradients, path, job) for name, path in paths.items()}
+    return runs | {PRODUCTS: partial(of.bare_products(job)[1], job)}
 
 
-def _by_triton(device: str, shape: model.Case) -> Run:
-    return _log_probs(device, shape, "triton" if device == "cuda" else "auto")
+def _linear_kl(device: str, shape: model.Case) -> Runs:
+    op, of, peers = _op("linear_exact_kl"), _bench("bench_linear_exact_kl"), _bench("peers")
+    hidden, weight, *ref = of.make_heads(device, shape, torch.bfloat16)
+    logits = hidden.new_empty(shape.rows, shape.classes)
+    grads = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def products() -> None:
+        for states, head in 2 * [(hidden, weight), ref]:
+            torch.mm(states, head.T, out=logits)
+        torch.mm(logits, weight, out=grads[0])
+        torch.mm(logits.T, hidden, out=grads[1])
+
+    calls = {
+        OURS: lambda *policy: op(*policy, *ref),
+        TORCH: lambda *policy: of.both_logits((*policy, *ref), "reverse"),
+        peers.LIGER: lambda *policy: peers.liger_linear_mean_kl(*policy, *ref, "reverse"),
+    }
+    return _differentiated([hidden, weight], calls) | {PRODUCTS: products}
 
 
-def _linear_kl(device: str, shape: model.Case) -> Run:
-    op = _op("linear_exact_kl")
-    heads = _bench("linear_exact_kl").make_heads(device, shape, torch.bfloat16)
-    return _differentiated(lambda *policy: op(*policy, *heads[2:]), heads[:2])
-
-
-def _linear_top_k(device: str, shape: model.Case) -> Run:
-    op, of = _op("linear_top_k_kl"), _bench("linear_top_k_kl")
+def _linear_top_k(device: str, shape: model.Case) -> Runs:
+    op, of = _op("linear_top_k_kl"), _bench("bench_linear_top_k_kl")
     job = of.make_job(device, shape, torch.bfloat16)
-    return _differentiated(lambda *head: op(*head, *job[2:]), job[:2])
+    return _differentiated(job[:2], {OURS: lambda *head: op(*head, *job[2:])})
 
 
-def _of_logits(device: str, shape: model.Case, entropy: bool = False) -> Run:
+def _of_logits(device: str, shape: model.Case, entropy: bool = False) -> Runs:
     op = _op("token_log_probs")
     logits = torch.randn(shape.rows, shape.classes, device=device, dtype=torch.bfloat16)
     tokens = torch.randint(0, shape.classes, (shape.rows,), device=device)
     if entropy:
-        return _differentiated(lambda x: sum(op(x, tokens, entropy=True)), [logits])
-    return _differentiated(lambda x: op(x, tokens), [logits])
+        return _differentiated([logits], {OURS: lambda x: sum(op(x, tokens, entropy=True))})
+    calls = {
+        OURS: lambda x: op(x, tokens),
+        TORCH: lambda x: -F.cross_entropy(x.float(), tokens, reduction="none"),
+    }
+    return _differentiated([logits], calls)
 
 
-def _with_entropy(device: str, shape: model.Case) -> Run:
-    return _of_logits(device, shape, entropy=True)
+def _of_pairs(device: str, shape: model.Case, direction: str = "reverse") -> Runs:
+    op, of, peers = _op("exact_kl"), _bench("bench_exact_kl"), _bench("peers")
+    calls = {
+        OURS: lambda *pair: op(*pair, direction=direction),
+        TORCH: lambda *pair: of.plain_torch(pair, direction),
+        peers.LIGER: lambda *pair: peers.liger_mean_kl(*pair, direction),
+    }
+    return _differentiated(of.make_pair(device, shape[::2], torch.bfloat16), calls)
 
 
-def _of_pairs(device: str, shape: model.Case, direction: str = "reverse") -> Run:
-    op, rows = _op("exact_kl"), (shape.rows, shape.classes)
-    pair = _bench("exact_kl").make_pair(device, rows, torch.bfloat16)
-    return _differentiated(lambda *pair: op(*pair, direction=direction), pair)
-
-
-def _mixture(device: str, shape: model.Case) -> Run:
-    return _of_pairs(device, shape, "jensen_shannon")
-
-
-def _top_k(device: str, shape: model.Case) -> Run:
-    op, rows = _op("top_k_kl"), (shape.rows, shape.classes)
-    logits, *teacher = _bench("top_k_kl").make_job(device, rows, torch.bfloat16)
-    return _differentiated(lambda x: op(x, *teacher), [logits])
+def _top_k(device: str, shape: model.Case) -> Runs:
+    op, of = _op("top_k_kl"), _bench("bench_top_k_kl")
+    logits, *teacher = of.make_job(device, shape[::2], torch.bfloat16)
+    return _differentiated([logits], {OURS: lambda x: op(x, *teacher)})
 
 
 def _rows(*kernels: str) -> Callable[[model.Case], list[model.Step]]:
@@ -170,114 +182,164 @@ def _top_k_steps(case: model.Case) -> list[model.Step]:
     ]
 
 
-# The most valuable first.
 PAIRS = model.LARGE._replace(rows=4096)
-JOBS = {
+HEADLINES = {  # each beside plain torch and the products alone, the most valuable first
     "linear_policy_loss": Job(model.LARGE, _policy_loss, model.policy_loss),
     "linear_token_log_probs": Job(model.LARGE, _log_probs, model.log_probs),
-    "token_log_probs": Job(model.LARGE, _of_logits, _rows("forward_rows", "backward_rows")),
     "linear_exact_kl": Job(model.LARGE, _linear_kl, model.exact_kl),
+    "token_log_probs": Job(model.LARGE, _of_logits, _rows("forward_rows", "backward_rows")),
     "exact_kl": Job(PAIRS, _of_pairs, _rows("forward_pairs", "backward_pairs")),
+}
+OTHERS = {
     "linear_token_log_probs, few rows": Job(model.SMALL, _log_probs, model.log_probs),
     "token_log_probs, entropy": Job(
-        model.LARGE, _with_entropy, _rows("forward_rows, entropy", "backward_rows")
+        model.LARGE,
+        partial(_of_logits, entropy=True),
+        _rows("forward_rows, entropy", "backward_rows"),
     ),
     "exact_kl, mixture": Job(
-        PAIRS, _mixture, _rows("forward_pairs, mixture", "backward_pairs, mixture")
+        PAIRS,
+        partial(_of_pairs, direction="jensen_shannon"),
+        _rows("forward_pairs, mixture", "backward_pairs, mixture"),
     ),
     "top_k_kl": Job(PAIRS, _top_k, _rows("split_rows", "differentiate_rows")),
     "linear_top_k_kl": Job(PAIRS, _linear_top_k, _top_k_steps),
-    "linear_token_log_probs, triton": Job(model.LARGE, _by_triton, model.log_probs),
+    "linear_token_log_probs, triton": Job(
+        model.LARGE, partial(_log_probs, impl="triton"), lambda case: []
+    ),
 }
+JOBS = HEADLINES | OTHERS
 
 
-def predicted(steps: list[model.Step], gpu: model.Gpu) -> dict[str, float]:
-    """Milliseconds by kernel; products, their sums and roundings together."""
-    times: dict[str, float] = {}
-    for step in steps:
-        name = step.name.split(",")[0] if step.name in model.KERNELS else REST
-        times[name] = times.get(name, 0.0) + 1e3 * step.seconds(gpu)
-    return times
+def others(beside: str, device: str) -> set[str]:
+    """What runs of a job are timed beside ours: of nothing, torch or peers."""
+    peers = _bench("peers")
+    usable = set(peers.MODULES) - peers.absent(device, third_party=True).keys()
+    named = {
+        "nothing": set(),
+        "torch": {TORCH, PRODUCTS, *({peers.LINEAR_CE} & usable)},
+        "peers": set(peers.THIRD_PARTY) & usable,
+    }
+    return named[beside]
 
 
-def measure(name: str, device: str) -> dict[str, Any]:
-    """Median times of a job, of its kernels and of what bounds them, beside what is predicted.
-
-    ``predicted_ms`` is by what NVIDIA states of the GPU, and ``predicted_here_ms`` by its clock and
-    by the copy and the product that are timed here.
-    """
-    clock = importlib.import_module("fusedrl.benchmarks.harness").Clock(device, host_bound=False)
-    ceilings = _ceilings(clock, device)
-    shape = JOBS[name].shape if device == "cuda" else ONCE["tiny"][0]
-    run, steps = JOBS[name].prepare(device, shape), JOBS[name].steps(shape)
-    if not all(bool(x.isfinite().all()) for x in run()):
-        raise ValueError("expected finite gradients, got others")
-    peak = _peak_mib(run, device)
-    times: list[float] = []
-    while len(times) < 3 or (len(times) < 50 and sum(times) < 1e3 * SECONDS):
-        times.append(1e3 * clock(lambda _: run(), None))
-    here = machine()
-    found = {name: predicted(steps, gpu) for name, gpu in _gpus(here, ceilings).items()}
-    kernels = _kernel_times(run, device, found.get("predicted_ms", {}))
+def measure(name: str, device: str, tiny: bool, beside: set[str]) -> dict[str, Any]:
+    """Times and memory of a job and of what it is compared with, and times of its kernels."""
+    harness, job = _bench("harness"), JOBS[name]
+    shape = TINY if tiny else job.shape
+    runs = job.prepare(device, shape)
+    runs = {way: run for way, run in runs.items() if way.split(",")[0] in {OURS, *beside}}
+    case = harness.Case(
+        op=name,
+        setting=" x ".join(map(str, shape)),
+        contenders={way: lambda _, run=run: run() for way, run in runs.items()},
+        make_input=lambda: None,
+    )
+    rows = [asdict(row) for row in harness.measure(case, SECONDS, device)]
+    rows = [{key: x for key, x in row.items() if x is not None} for row in rows]
+    here, failed = machine(), "failed" in rows[0]
     return {
         "shape": shape,
-        "ms": statistics.median(times),
-        "least_ms": min(times),
-        "most_ms": max(times),
-        "repetitions": len(times),
-        "kernel_ms": kernels,
-        "peak_extra_mib": peak,
+        "rows": rows,
+        "differs": None if failed else _difference(runs),
+        "kernels": {} if failed else _kernels(runs[OURS], device, job.steps(shape), here),
         "machine": here,
-        **ceilings,
-        **found,
+        **_ceilings(harness, device, tiny),
     }
 
 
-def _gpus(here: dict[str, str], ceilings: dict[str, float]) -> dict[str, model.Gpu]:
-    """This GPU as NVIDIA states it, and with the rates and the clock that it has here."""
-    known = (gpu for gpu in (*model.GPUS, model.H200) if gpu.name in here.get("name", ""))
-    if (stated := next(known, None)) is None:
-        return {}
-    megahertz = re.fullmatch(r"\d+", here["clocks.sm"])
-    actual = stated._replace(
-        clock=stated.clock if megahertz is None else 1e6 * int(megahertz[0]),
-        bandwidth=1e9 * ceilings["copy_gb_s"] / stated.REACHED_BANDWIDTH,
-        tensor_rate=1e12 * ceilings["product_tflop_s"] / stated.REACHED_PRODUCTS,
-    )
-    return {"predicted_ms": stated, "predicted_here_ms": actual}
+def _difference(runs: Runs) -> float | None:
+    """Of our first gradient from plain torch's, relative to its norm; NaN where ours is one."""
+    mine = runs[OURS]()[0].float()
+    if TORCH not in runs:
+        return None if bool(mine.isfinite().all()) else float("nan")
+    other = runs[TORCH]()[0].float()
+    return ((mine - other).norm() / other.norm()).item()
 
 
-def _ceilings(clock: Any, device: str) -> dict[str, float]:
+def _ceilings(harness: Any, device: str, tiny: bool) -> dict[str, float]:
     """What a large copy moves, and a large product of bfloat16 computes, in a second."""
-    copy = importlib.import_module("fusedrl.benchmarks.harness").copy_bandwidth(device)
-    n = 8192 if device == "cuda" else 256
+    if tiny:
+        return {}
+    clock, n = harness.Clock(device, host_bound=False), 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     product = statistics.median([clock(lambda _: a @ b, None) for _ in range(10)][3:])
+    copy = harness.copy_bandwidth(device)
     return {"copy_gb_s": copy / 1e9, "product_tflop_s": 2 * n**3 / product / 1e12}
 
 
-def _peak_mib(run: Run, device: str) -> float | None:
-    if device == "cpu":
-        return None
-    return importlib.import_module("fusedrl.benchmarks.harness").peak_extra_mib(
-        lambda _: run(), None, device
-    )
+def _kernels(
+    run: Run, device: str, steps: list[model.Step], here: dict[str, str]
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of each row kernel of ``steps``, its share of the bandwidth, and the model's."""
+    of_rows = {x.name: x for x in steps if x.name in model.KERNELS}
+    gpu = next((x for x in (*model.GPUS, model.H200) if x.name in here.get("name", "")), None)
+    names = {name.split(",")[0]: name for name in of_rows}
+    found = {}
+    for base, milliseconds in _kernel_times(run, names if device == "cuda" else ()).items():
+        found[names[base]] = {"ms": milliseconds}
+        if gpu is not None:
+            elements = sum(x.rows * x.columns for x in steps if x.name == names[base])
+            size = sum(one.read + one.written for one in model.KERNELS[names[base]])
+            found[names[base]] |= {
+                "share": elements * size / (milliseconds / 1e3) / gpu.bandwidth,
+                "predicted_ms": 1e3 * elements * model.seconds(names[base], gpu),
+            }
+    return found
 
 
-def _kernel_times(run: Run, device: str, names: Collection[str]) -> dict[str, float]:
-    """Milliseconds of each kernel that is named, and of all others together."""
+def _kernel_times(run: Run, names: Collection[str]) -> dict[str, float]:
+    """Milliseconds of each kernel that is named."""
     times: dict[str, float] = {}
-    if device == "cpu":
+    if not names:
         return times
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         run()
         torch.cuda.synchronize()
     for event in profiled.events() or []:
-        if event.device_type.name == "CUDA":
-            base = re.search(r"(\w+)[<(]", event.name)
-            name = base[1] if base is not None and base[1] in names else REST
-            times[name] = times.get(name, 0.0) + event.time_range.elapsed_us() / 1e3
+        base = re.search(r"(\w+)[<(]", event.name)
+        if event.device_type.name == "CUDA" and base is not None and base[1] in names:
+            times[base[1]] = times.get(base[1], 0.0) + event.time_range.elapsed_us() / 1e3
     return times
+
+
+def publish(device: str, tiny: bool = False) -> dict[str, Any]:
+    """Milliseconds that a version of 1 GB takes, and until another process has computed with it."""
+    channels, workers = importlib.import_module("fusedrl.channel"), _bench("channel_workers")
+    numbers = 625 if tiny else 625_000
+    weights = {str(n): torch.randn(numbers, device=device) for n in range(400)}
+    source = torch.cat(list(weights.values()))
+    target = torch.empty_like(source)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    times: dict[str, list[float]] = {"copy": [], "publish": [], "computed": []}
+    with channels.WeightChannel.create(weights) as channel:
+        channel.publish(weights)
+        reader = workers.Worker(_read, channel.handle)
+        reader.answer()
+        for _ in range(23):
+            for name, run in ("copy", lambda: target.copy_(source)), ("publish", channel.publish):
+                wait()
+                start = time.perf_counter()
+                run()
+                wait()
+                times[name].append(time.perf_counter() - start)
+            version = reader.ask(channel.version, lambda: None)
+            times["computed"].append(time.perf_counter() - start)
+            if version != channel.version:
+                raise ValueError(f"expected version {channel.version}, got {version}")
+        reader.close()
+    medians = {f"{name}_ms": 1e3 * statistics.median(some[3:]) for name, some in times.items()}
+    return {"bytes": source.nbytes, **medians}
+
+
+def _read(handle: Any, pipe: Any) -> None:
+    """Whenever it is asked, compute with all of the newest weights, and say which they were."""
+    with handle.open() as reader:
+        pipe.send("open")
+        while pipe.recv():
+            with reader.lease() as lease:
+                torch.stack([x.sum() for x in lease.weights.values(True, True)]).sum().item()
+                pipe.send(lease.version)
 
 
 def use(variant: str, library: Path) -> None:
@@ -290,49 +352,52 @@ def use(variant: str, library: Path) -> None:
 
 
 def main() -> int:
-    """Run jobs: this process is a child of ``gpu.py``, and ends with it."""
+    """Run what ``gpu.py`` asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=("measure", *ONCE))
-    parser.add_argument("jobs", nargs="+", choices=JOBS, metavar="JOB")
+    parser.add_argument("mode", choices=("measure", "publish", *ONCE))
+    parser.add_argument("jobs", nargs="*", metavar="JOB")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no job after")
+    parser.add_argument("--tiny", action="store_true", help="shapes that say nothing of speed")
+    parser.add_argument("--beside", default="nothing", choices=("nothing", "torch", "peers"))
     parser.add_argument("--results", type=Path, default=Path("gpu.jsonl"))
     parser.add_argument("--variant", help="sizes of tiles, as in gpu.py")
     parser.add_argument("--library", type=Path, help="that has them")
     args = parser.parse_args()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     torch.manual_seed(0)
     if args.variant is not None:
         use(args.variant, args.library)
-    if args.mode != "measure":
-        for shape in ONCE[args.mode]:
-            for name in args.jobs:
-                JOBS[name].prepare(args.device, shape)()
+    if args.mode == "publish":
+        figures = publish(args.device, args.tiny)
+        append(args.results, {"job": "publish", **figures})
+        print(figures)
         return 0
-    return _measure_each(args, Results(args.results, args.device == "cpu"))
-
-
-def _measure_each(args: argparse.Namespace, results: Results) -> int:
-    end = time.monotonic() + args.seconds
-    for name in args.jobs:
-        case = case_of(name, args.variant)
-        if time.monotonic() > end:
-            results.add("bench", case, "skipped", NO_TIME)
-            continue
-        signal.alarm(MOST_SECONDS)  # which ends this process, in a kernel too
-        try:
-            figures = measure(name, args.device)
-        except Exception as error:
-            said = (str(error).strip() or "no message").splitlines()[0][:300]
-            results.add("bench", case, "failed", f"{type(error).__name__}: {said}")
-            return 1  # the device may be of no use to this process any more
-        results.add("bench", case, "passed", f"{figures['ms']:.3g} ms", **figures)
+    if args.mode == "measure":
+        return _measure_each(args)
+    for shape in [TINY] if args.tiny else ONCE[args.mode]:
+        for name in args.jobs:
+            JOBS[name].prepare(args.device, shape)[OURS]()
     return 0
 
 
-def case_of(job: str, variant: str | None) -> str:
-    """The name of a job in the results."""
-    return job if variant is None else f"{job}, {variant}"
+def _measure_each(args: argparse.Namespace) -> int:
+    beside = others(args.beside, args.device)
+    if args.beside == "peers" and not beside:
+        print("no peer is usable here")
+        return NOTHING
+    said, status = [], 0
+    for name in args.jobs:
+        figures = measure(name, args.device, args.tiny, beside)
+        known = {"job": name, "beside": args.beside, "variant": args.variant, "tiny": args.tiny}
+        append(args.results, known | figures)
+        for row in figures["rows"]:
+            figure = row.get("failed") or f"{row['median_ms']:.3g} ms"
+            said.append(f"{name}: {row['contender']} {figure}")
+        ours, differs = figures["rows"][0], figures["differs"]
+        if "failed" in ours or (differs is not None and not differs <= DIFFERS):
+            said.append(f"{name} differs by {differs}")
+            status = 1
+        print(*said, sep=", ", flush=True)
+    return status
 
 
 if __name__ == "__main__":

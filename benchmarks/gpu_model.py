@@ -323,14 +323,40 @@ LINEAR = {
 }
 
 
-def row_table() -> str:
-    """Markdown: what limits each row kernel, and the share of the bandwidth that it reaches."""
+RESULTS = ROOT / "benchmarks/results/h100/gpu.jsonl"  # of `make gpu`, once there are some
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    """The lines that are there."""
+    return (
+        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    )
+
+
+def measured(records: list[dict[str, Any]]) -> dict[str, str]:
+    """Cells of the tables: a row kernel's share of the bandwidth, and an op's time and factor."""
+    cells = {}
+    for record in records:
+        if "rows" not in record or record["variant"] is not None or record["tiny"]:
+            continue
+        for name, figures in record["kernels"].items():
+            if "share" in figures:
+                cells[name] = f"{100 * figures['share']:.0f} %"
+        medians = {row["contender"]: row.get("median_ms") for row in record["rows"]}
+        ours, products = medians.get("fusedrl"), medians.get("bare products")
+        if ours is not None and products is not None:
+            cells[record["job"]] = f"{ours:.1f} ms, {ours / products:.2f}x"
+    return cells
+
+
+def row_table(found: dict[str, str]) -> str:
+    """Markdown: what limits each row kernel, the share of the bandwidth, and what was measured."""
     facts = FACTS["90"]
     lines = [
         "| kernel | registers | loads in flight | instructions | special functions | "
         + " | ".join(gpu.name for gpu in GPUS)
-        + " |",
-        "|---|---|---|---|---|" + "---|" * len(GPUS),
+        + " | measured |",
+        "|---|---|---|---|---|---|" + "---|" * len(GPUS),
     ]
     for name, passes in KERNELS.items():
         loops = [facts[one.kernel][one.loop] for one in passes]
@@ -345,15 +371,17 @@ def row_table() -> str:
         for gpu in GPUS:
             limit, share = predict(name, gpu)
             cells.append(f"{100 * share:.0f} %, {limit}")
+        cells.append(found.get(name, ""))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def linear_table() -> str:
+def linear_table(found: dict[str, str]) -> str:
     """Markdown: the time of the linear ops, and how many bare products they take as long as."""
+    names = " | ".join(gpu.name for gpu in GPUS)
     lines = [
-        "| op | rows x hidden x classes | products | " + " | ".join(g.name for g in GPUS) + " |",
-        "|---|---|---|" + "---|" * len(GPUS),
+        f"| op | rows x hidden x classes | products | {names} | measured |",
+        "|---|---|---|---|" + "---|" * len(GPUS),
     ]
     for name, (op, case, count) in LINEAR.items():
         run = op(case)
@@ -361,9 +389,10 @@ def linear_table() -> str:
         for gpu in GPUS:
             time, bare = total(run, gpu), bare_product(case, gpu)
             cells.append(f"{1e3 * time:.1f} ms, {time / bare / count:.2f}x")
+        cells.append(found.get(name.split("`")[1], ""))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(row_table(), linear_table(), sep="\n\n")
+    print(row_table(measured(read(RESULTS))), linear_table(measured(read(RESULTS))), sep="\n\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,40 @@ def test_few_rows_are_multiplied_three_times():
 
 
 def test_the_page_has_the_tables():
-    page = PAGE.read_text()
-    for table in (model.row_table(), model.linear_table()):
+    page, found = PAGE.read_text(), model.measured(model.read(model.RESULTS))
+    for table in (model.row_table(found), model.linear_table(found)):
         assert table in page, f"the page has another table; replace it with\n{table}"
+
+
+def test_the_page_says_what_each_number_would_change():
+    _, _, notes = PAGE.read_text().partition("## What a measurement would change")
+    assert notes
+    for name in (*model.KERNELS, *model.LINEAR):
+        assert f"`{name.strip('`').split(',')[0].split('`')[0]}`" in notes
+
+
+def test_what_was_measured_stands_beside_its_prediction(tmp_path):
+    def record(job, **figures):
+        return {"job": job, "variant": None, "tiny": False, "rows": [], "kernels": {}} | figures
+
+    def row(contender, milliseconds):
+        return {"contender": contender, "median_ms": milliseconds}
+
+    records = [
+        {"step": "memcheck", "outcome": "passed", "kernels": []},
+        record(
+            "linear_policy_loss",
+            rows=[row("fusedrl", 60.0), row("bare products", 48.0)],
+            kernels={"policy_rows": {"ms": 2.0, "share": 0.874}, "unknown GPU": {"ms": 1.0}},
+        ),
+        record("linear_policy_loss", rows=[row("fusedrl", 60.0), row("Liger", 90.0)]),
+        record("linear_policy_loss", variant="TileElements=32", kernels={"add_tile": {"share": 1}}),
+        record("linear_policy_loss", tiny=True, kernels={"add_tile": {"share": 1}}),
+    ]
+    results = tmp_path / "gpu.jsonl"
+    results.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = model.measured(model.read(results))
+    assert found == {"policy_rows": "87 %", "linear_policy_loss": "60.0 ms, 1.25x"}
+    assert "| 87 % |" in model.row_table(found)
+    assert "| 60.0 ms, 1.25x |" in model.linear_table(found)
+    assert model.measured(model.read(tmp_path / "none")) == {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -176,7 +178,17 @@ def test_tests_can_be_chosen(checkout):
     assert checkout.make("test", "TESTS=tests/ops --lf").startswith("pytest tests/ops --lf -m")
 
 
-def test_a_slice_on_a_gpu_needs_no_environment(checkout):
-    planned = checkout.make("gpu", "PART=check,bench", "GPU=--seconds 60", f"PY={sys.executable}")
-    assert planned == f"{sys.executable} benchmarks/gpu.py --part check,bench --seconds 60\n"
-    assert "--part build,check,bench,profile" in checkout.make("gpu")
+def test_a_plan_for_a_gpu_needs_no_environment(checkout):
+    planned = checkout.make("gpu", "MINUTES=3", "OUT=there", f"PY={sys.executable}")
+    assert planned == f"{sys.executable} benchmarks/gpu.py --minutes 3 --out there\n"
+    assert "--minutes 10 --out gpu-out" in checkout.make("gpu")
+
+
+def test_wheels_for_a_gpu_are_what_the_package_asks_for_and_bring_no_torch(checkout):
+    planned = checkout.make("gpu-wheels", "GPU_PYTHON=3.13", f"PY={sys.executable}")
+    words = shlex.split(planned.replace("\\\n", " "))
+    assert "--no-deps" in words and words[words.index("--python-version") + 1] == "3.13"
+    named = words[words.index("--dest") + 2 :]
+    assert "tensordict>=0.14,<0.15" in named
+    assert '"tensordict>=0.14,<0.15"' in (ROOT / "pyproject.toml").read_text()
+    assert not {name for name in named if re.match(r"torch|nvidia|triton", name)}

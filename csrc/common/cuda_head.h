@@ -36,9 +36,9 @@ inline Tensor new_zeros(const Tensor& like, std::vector<int64_t> sizes, ScalarTy
   return torch::stable::new_zeros(like, sizes, dtype);
 }
 
-// The rows of a batch that are multiplied, and in which tiles. If a mask or a shift drops rows, the
-// host waits for the device to tell how many are left, but where `known` has stored() of the same
-// batch.
+// The rows of a batch that are multiplied, and in which tiles. If a mask drops rows, or a shift the
+// first of sequences at offsets, the host waits for the device to tell how many are left, but where
+// `known` has stored() of the same batch.
 class HeadRows {
  public:
   HeadRows(const OnDeviceOf& device, const Tensor& hidden, const std::optional<Tensor>& mask,
@@ -52,11 +52,7 @@ class HeadRows {
     kept = {rows.map, nullptr, tokens};
     if ((mask.has_value() || shift) && tokens > 0) {
       if (index_.numel() == 0) {
-        const Tensor flags =
-            torch::stable::new_empty(hidden, std::vector<int64_t>{tokens}, ScalarType::Bool);
-        device.launch(flag_rows, element_blocks(tokens), kElementThreads, rows,
-                      mutable_data<bool>(flags));
-        index_ = torch::stable::contiguous(indices_of(flags));
+        index_ = mask.has_value() || offsets.has_value() ? flagged(device) : shifted(device);
       }
       kept = {rows.map, data<int64_t>(index_), index_.numel()};
     }
@@ -74,6 +70,25 @@ class HeadRows {
   HeadTiles tiles;
 
  private:
+  Tensor flagged(const OnDeviceOf& device) const {
+    const int64_t tokens = rows.map.tokens;
+    const Tensor flags =
+        torch::stable::new_empty(index_, std::vector<int64_t>{tokens}, ScalarType::Bool);
+    device.launch(flag_rows, element_blocks(tokens), kElementThreads, rows,
+                  mutable_data<bool>(flags));
+    return torch::stable::contiguous(indices_of(flags));
+  }
+
+  Tensor shifted(const OnDeviceOf& device) const {
+    const int64_t count = rows.map.tokens - rows.map.tokens / rows.map.period;
+    Tensor index = torch::stable::new_empty(index_, std::vector<int64_t>{count});
+    if (count > 0) {
+      device.launch(list_shifted, element_blocks(count), kElementThreads, rows.map.period, count,
+                    mutable_data<int64_t>(index));
+    }
+    return index;
+  }
+
   Tensor index_;
 };
 

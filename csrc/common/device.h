@@ -90,6 +90,17 @@ struct Pack {
   }
 };
 
+// Rounds elements and writes them with one instruction, where `to` is a multiple of their bytes.
+template <typename T, typename From, int kSize>
+__device__ __forceinline__ void store(T* to, const From (&values)[kSize]) {
+  struct alignas(kSize * sizeof(T)) Elements {
+    T at[kSize];
+  } elements;
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) elements.at[j] = T(values[j]);
+  *reinterpret_cast<Elements*>(to) = elements;
+}
+
 FUSEDRL_HD unsigned bytes_past_boundary(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) % 16);
 }

@@ -21,6 +21,14 @@ static __global__ void flag_rows(KeptRows rows, bool* kept) {
   }
 }
 
+// Lists the tokens that a shift leaves of padded rows: all but the first of each.
+static __global__ void list_shifted(int64_t period, int64_t count, int64_t* tokens) {
+  const int64_t stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
+    tokens[i] = i + i / (period - 1) + 1;
+  }
+}
+
 // The rows that some of the tokens read.
 struct Selection {
   RowMap map;
@@ -31,19 +39,31 @@ struct Selection {
   __device__ int64_t element(int64_t i) const { return map.element_of_row(map.row_of(token(i))); }
 };
 
+// Rounds a row with a block: in packs, where both rows start on the boundaries that these need.
+template <typename From, typename T>
+__device__ void copy_row(const From* from, T* to, int64_t width) {
+  constexpr int kSize = Pack<From>::kSize;
+  const bool starts_pack =
+      bytes_past_boundary(from) == 0 && bytes_past_boundary(to) % (kSize * sizeof(T)) == 0;
+  const int64_t packs = starts_pack ? width / kSize : 0;
+  for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
+    const Pack<From> pack{__ldg(reinterpret_cast<const uint4*>(from) + i)};
+    store(to + i * kSize, pack.elements().at);
+  }
+  for (int64_t k = packs * kSize + threadIdx.x; k < width; k += blockDim.x) to[k] = T(from[k]);
+}
+
 template <typename T>
 __global__ void gather_rows(Selection kept, const T* from, int64_t width, T* to) {
   for (int64_t i = blockIdx.x; i < kept.count; i += gridDim.x) {
-    const T* row = from + kept.element(i);
-    for (int64_t k = threadIdx.x; k < width; k += blockDim.x) to[i * width + k] = row[k];
+    copy_row(from + kept.element(i), to + i * width, width);
   }
 }
 
 template <typename T>
 __global__ void scatter_rows(Selection kept, const float* from, int64_t width, T* to) {
   for (int64_t i = blockIdx.x; i < kept.count; i += gridDim.x) {
-    T* row = to + kept.element(i);
-    for (int64_t k = threadIdx.x; k < width; k += blockDim.x) row[k] = T(from[i * width + k]);
+    copy_row(from + i * width, to + kept.element(i), width);
   }
 }
 
@@ -174,17 +194,6 @@ __device__ __forceinline__ void for_each_pack(const float* const (&rows)[kRows],
     for (int k = 0; k < kRows; ++k) elements[k].at[0] = rows[k][last];
     f(elements, last);
   }
-}
-
-// Rounds elements and writes them with one instruction, where `to` is a multiple of their bytes.
-template <typename T, int kSize>
-__device__ __forceinline__ void store(T* to, const Floats<kSize>& values) {
-  struct alignas(kSize * sizeof(T)) Elements {
-    T at[kSize];
-  } elements;
-#pragma unroll
-  for (int j = 0; j < kSize; ++j) elements.at[j] = T(values.at[j]);
-  *reinterpret_cast<Elements*>(to) = elements;
 }
 
 }  // namespace fusedrl

@@ -1,5 +1,6 @@
 // The CUDA driver, found at run time: memory and events that processes share. Nothing is loaded
-// before the first call, and no call waits for the device or changes the caller's current device.
+// before the first call, and no call changes the caller's current device. The driver may wait for
+// the device where memory is freed or closed, and nowhere else.
 #pragma once
 
 #include <cstdint>

@@ -13,7 +13,7 @@ __global__ void shape_tile(Tile<T> tile, float* products) {
   for (int64_t r = blockIdx.x; r < tile.rows; r += gridDim.x) {
     for_each_pack<kPacksInFlight>({tile.row(r)}, tile.classes, [&](auto& elements, int first) {
       tile.shape(elements[0].at, first);
-      store(products + r * tile.stride_row + first, elements[0]);
+      store(products + r * tile.stride_row + first, elements[0].at);
     });
   }
 }
@@ -81,11 +81,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
           }
           if (grads.first != nullptr) {
             tile.shape.chain(of_p.at, logits[0].at);
-            store(grads.row(r) + first, of_p);
+            store(grads.row(r) + first, of_p.at);
           }
           if (ref_grads.first != nullptr) {
             ref_tile.shape.chain(of_q.at, logits[1].at);
-            store(ref_grads.row(r) + first, of_q);
+            store(ref_grads.row(r) + first, of_q.at);
           }
         });
   }

@@ -83,7 +83,7 @@ __device__ void differentiate_row(const Tile<T>& tile, const float* row, T* grad
     auto grads = logits[0];
     gradients(grads.at, first);
     tile.shape.chain(grads.at, logits[0].at);
-    store(grad + first, grads);
+    store(grad + first, grads.at);
   });
 }
 

@@ -25,6 +25,7 @@ def read_slot(pipe, manifest, devices, seconds):
     driver.drain()
     del slot
     memory.close()
+    cuda._wait_for_dropped_memory()
     pipe.send((seen.tolist(), released(), driver.violations, driver.balance()))
 
 

@@ -230,8 +230,10 @@ def test_closing_both_ends_gives_everything_back(driver):
     reader.close()
     channel.close()
     del channel, reader, lease
+    cuda._wait_for_dropped_memory()
     assert driver.balance()[0] == 1  # the slot under the view
     assert view.tolist() == [1.0] * 512
     del view
+    cuda._wait_for_dropped_memory()
     allocated, opened, _ = driver.balance()
     assert (allocated, opened) == (0, 0)

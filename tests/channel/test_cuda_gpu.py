@@ -14,7 +14,7 @@ import torch
 from channel import gpu_workers as workers
 from torch import nn
 
-from fusedrl.channel import WeightChannel
+from fusedrl.channel import WeightChannel, cuda
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,6 +118,7 @@ def test_closed_channels_give_their_memory_back():
                 total = lease.weights["a"].sum().item()
         del channel, reader, lease
         assert total == NUMBERS
+    cuda._wait_for_dropped_memory()
     assert before - torch.cuda.mem_get_info()[0] <= 8 << 20
 
 

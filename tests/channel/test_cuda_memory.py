@@ -18,6 +18,7 @@ from fusedrl.channel import cuda
 from fusedrl.channel.cuda import CudaMemory
 
 NBYTES = 4096
+NOTHING = (0, 0, 0)
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -28,8 +29,6 @@ def _no_wait_for_a_device(monkeypatch):
 
     for name in ("synchronize", "Stream.synchronize", "Event.synchronize"):
         monkeypatch.setattr(f"torch.cuda.{name}", refuse)
-    yield
-    cuda._retired.clear()
 
 
 @pytest.fixture
@@ -70,6 +69,12 @@ def read(memory, driver, seconds=0.0, stream=2):
         memory.before_read(0)
         driver.copy(seen, memory.slot(0), seconds)
         return seen, memory.after_read(0)
+
+
+def balance_of(*drivers):
+    """What drivers have left once the memory of dropped slots was given back."""
+    cuda._wait_for_dropped_memory()
+    return [driver.balance() for driver in drivers]
 
 
 def finish(*drivers):
@@ -224,10 +229,9 @@ def test_an_export_opened_often_is_opened_once_and_closed_once(publisher, reader
     view = opened[3].slot(1)[7:].view(-1)
     for each in opened:
         each.close()
-    assert reader.calls["close"] == 1  # slot 0 has no tensor left
-    assert reader.balance()[1] == 1
+    assert balance_of(reader)[0][1] == reader.calls["close"] == 1  # slot 0 has no tensor left
     del view
-    assert reader.balance() == (0, 0, 0)
+    assert balance_of(reader) == [NOTHING]
 
 
 def test_threads_that_open_at_once_open_once(publisher, reader):
@@ -267,7 +271,7 @@ def test_views_outlive_close_on_both_sides(publisher, reader, last):
         views.append(views)
         del views
         gc.collect()
-    assert publisher.balance() == reader.balance() == (0, 0, 0)
+    assert balance_of(publisher, reader) == [NOTHING, NOTHING]
 
 
 def test_memory_stays_while_a_stream_works_with_it(publisher, reader):
@@ -277,11 +281,49 @@ def test_memory_stays_while_a_stream_works_with_it(publisher, reader):
     seen, _ = read(there, reader, seconds=0.2)
     there.close()
     memory.close()
-    assert reader.balance()[1] == publisher.balance()[0] == 1
+    (allocated, _, _), (_, opened, _) = balance_of(publisher, reader)
+    assert allocated == opened == 1
     finish(publisher, reader)
     assert seen.tolist() == [5] * NBYTES
-    cuda._close_retired()
-    assert reader.balance()[1] == publisher.balance()[0] == 0
+    deadline = time.monotonic() + 5  # no later call is needed
+    while publisher.balance()[0] or reader.balance()[1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("side", ["publisher", "reader"])
+def test_whoever_drops_a_slot_does_not_wait_for_the_driver(publisher, reader, monkeypatch, side):
+    """Which may wait for the device until it unmaps memory."""
+    driver, name = (publisher, "free") if side == "publisher" else (reader, "close_memory")
+    device_is_done, give_back = threading.Event(), getattr(driver, name)
+
+    def waits(*slot):
+        assert device_is_done.wait(5)
+        give_back(*slot)
+
+    monkeypatch.setattr(driver, name, waits)
+    memory = create(publisher)
+    there = open_elsewhere(memory, reader)
+    memory.close()
+    there.close()
+    assert driver.calls["free"] == driver.calls["close"] == 0
+    device_is_done.set()
+    assert balance_of(publisher, reader) == [NOTHING, NOTHING]
+
+
+def test_memory_that_the_driver_does_not_take_back_is_no_others_concern(
+    publisher, reader, monkeypatch, caplog
+):
+    def fail(*_):
+        raise RuntimeError("the context is gone")
+
+    monkeypatch.setattr(reader, "close_memory", fail)
+    memory = create(publisher)
+    there = open_elsewhere(memory, reader)
+    there.close()
+    memory.close()
+    assert balance_of(publisher) == [NOTHING]
+    assert "the context is gone" in caplog.text
 
 
 def test_what_was_given_back_is_not_readable_any_more(publisher):
@@ -334,7 +376,7 @@ def test_a_failure_while_opening_leaves_nothing_open(publisher, reader, monkeypa
     with pytest.raises(RuntimeError, match="no second event"):
         open_elsewhere(memory, reader)
     gc.collect()
-    assert reader.balance() == (0, 0, 0)
+    assert balance_of(reader) == [NOTHING]
 
 
 @pytest.mark.parametrize("failing", ["create_event", "export_memory", "export_event"])
@@ -345,7 +387,7 @@ def test_a_failure_while_allocating_leaves_nothing_allocated(publisher, monkeypa
     monkeypatch.setattr(publisher, failing, fail)
     with pytest.raises(RuntimeError, match="not on this device"):
         create(publisher)
-    assert publisher.balance() == (0, 0, 0)
+    assert publisher.balance() == NOTHING
 
 
 @pytest.mark.parametrize("name", ["before_write", "after_write", "before_read", "after_read"])

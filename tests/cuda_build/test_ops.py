@@ -35,7 +35,7 @@ LARGE["linear_token_log_probs, many rows"] = Case(
     fusedrl.linear_token_log_probs,
     "many rows",
     {"hidden": torch.zeros(1, 16384, 8), "weight": torch.zeros(151936, 8)},
-    {"tokens": torch.zeros(1, 16384, dtype=torch.int64)},
+    {"tokens": torch.zeros(1, 16384, dtype=torch.int64), "shift": True},
 )
 
 

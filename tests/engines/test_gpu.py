@@ -1,17 +1,15 @@
 """A ``vllm.LLM`` on a GPU that a trainer on the same one feeds."""
 
-from importlib.util import find_spec
-
 import pytest
+
+pytest.importorskip("vllm")
+
 from tiny_engines import completion, expected, offline, tiny_model, train
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

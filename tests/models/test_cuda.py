@@ -7,13 +7,18 @@ import importlib.util
 import pytest
 import torch
 
+pytest.importorskip("transformers")  # which a machine with a GPU may lack
+
 from fusedrl.models import causal_log_probs
 from fusedrl.models.capabilities import capabilities_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import definition, model_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2", "opt"])

@@ -270,6 +270,7 @@ def test_lists_of_samples(dtype):
 
 
 def test_kl_computation_is_one_kernel_over_a_stack():
+    pytest.importorskip("torchrl")
     from tensordict import TensorDict, lazy_stack
 
     from fusedrl import KLComputation

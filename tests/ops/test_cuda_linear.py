@@ -200,6 +200,19 @@ def test_shards_combine_to_the_whole(impl):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_a_shift_of_padded_rows_does_not_wait_for_the_device():
+    """The host knows which rows it drops. A mask, or sequences at offsets, are on the device."""
+    *inputs, tokens = problem((3, 4), 1001, 40, torch.bfloat16)
+    upstream = torch.randn(2, 3, 4, device=DEVICE)
+    expected = results(ours, inputs, tokens, upstream, impl="cuda", shift=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mine = results(ours, inputs, tokens, upstream, impl="cuda", shift=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, mine, expected))
+
+
 @impls
 def test_runs_on_the_current_stream(impl):
     target, weight, bias, tokens = problem((64,), 8001, 64, torch.bfloat16)

@@ -12,6 +12,7 @@ from ptx.values import (
     OFFSETS,
     TOLERANCE,
     assert_rows_are_counted_once,
+    rows_counted_on_device,
     tiles_of,
 )
 
@@ -113,6 +114,22 @@ def check_shifts_and_masks():
     compare_linear(*head(0, 19, 5, torch.float32))
 
 
+def check_rows_that_a_shift_drops_are_counted_on_the_host():
+    """Of padded rows, few and many: no token is flagged. Offsets and masks are on the device."""
+    for shape, options, counted in [
+        ((3, 4), {}, False),
+        ((100, 5), {}, False),
+        ((12, 1), {}, False),
+        ((12,), {"offsets": torch.tensor([0, 5, 12])}, True),
+        ((3, 4), {"mask": torch.ones(3, 4, dtype=torch.bool)}, True),
+    ]:
+        hidden, weight, bias, tokens = head(torch.Size(shape).numel(), 5, 3, torch.float32)
+        before = rows_counted_on_device()
+        rows = hidden.view(*shape, 3), weight, bias, tokens.view(shape)
+        compare_results(*rows, batch_invariant=False, entropy=True, shift=True, **options)
+        assert (rows_counted_on_device() > before) == counted
+
+
 def check_rows_are_counted_once():
     """The host need not wait for their number a second time."""
     hidden, weight, _, tokens = head(7, 19, 5, torch.float32)
@@ -121,12 +138,16 @@ def check_rows_are_counted_once():
 
 
 def check_many_tokens():
-    """More than the threads of a grid, few of them kept; rows wider than four blocks."""
+    """More than the threads of a grid, few of them kept; rows wider than four blocks.
+
+    All, some or few of the rows start where packs do, and threads have several batches of these.
+    """
     mask = torch.arange(120) % 37 == 3
-    for dtype in DTYPES:
-        compare_linear(
-            *head(120, 9, 150, dtype), mask=mask, shift=True, offsets=torch.tensor([0, 120])
-        )
+    options = {"mask": mask, "shift": True, "offsets": torch.tensor([0, 120])}
+    for dtype, (width, first) in itertools.product(DTYPES, [(1040, 0), (150, 0), (1040, 1)]):
+        hidden, *others = head(120, 9, width, dtype)
+        hidden = torch.zeros(120, first + width, dtype=dtype)[:, first:].copy_(hidden)
+        compare_linear(hidden, *others, **options)
 
 
 def check_infinities():

@@ -9,9 +9,9 @@ from fusedrl import linear_token_log_probs
 
 
 def check_log_probs_and_gradients():
-    """More entries than warps, long and empty rows, widths that no vector divides, masked NaN."""
+    """More entries than warps, long and empty rows, masked NaN; widths that packs divide or not."""
     for dtype in DTYPES:
-        for width in (1, 33, 300):
+        for width in (1, 33, 300, 304):
             hidden = torch.randn(2, 9, width).to(dtype)
             weight = (torch.randn(70, width) / width**0.5).to(dtype)
             tokens, mask = torch.randint(70, (2, 9)), torch.rand(2, 9) < 0.7
@@ -28,6 +28,18 @@ def check_log_probs_and_gradients():
             eps = max(torch.finfo(dtype).eps, 2e-6)
             for x, want, rtol in zip(found, exact, (3e-6, 3e-6, eps, eps), strict=True):
                 torch.testing.assert_close(x.double(), want, rtol=rtol, atol=rtol)
+
+
+def check_bits_of_a_gradient_do_not_depend_on_where_rows_start():
+    """Rows of packs, and the same from the next element on."""
+    index, begins, ends = torch.randint(9, (20,)), torch.tensor([0, 5, 5]), torch.tensor([5, 5, 20])
+    for dtype in DTYPES:
+        rows, grads = torch.randn(9, 304).to(dtype), torch.randn(20)
+        found = [
+            torch.ops.fusedrl.sampled_products_backward(grads, index, begins, ends, matrix)
+            for matrix in (rows, torch.zeros(9, 305, dtype=dtype)[:, 1:].copy_(rows))
+        ]
+        assert torch.equal(*found) and found[0].any(1).tolist() == [True, False, True]
 
 
 def _differentiated(hidden, weight, tokens, mask, support, impl):

@@ -41,12 +41,21 @@ def assert_rows_are_counted_once(outputs, leaves, mask: torch.Tensor) -> None:
         assert torch.equal(got, want)
 
 
+def rows_counted_on_device() -> int:
+    """How often the host has waited for the number of rows that are kept."""
+    return _of_host("rows_counted").value
+
+
 @contextlib.contextmanager
 def tiles_of(elements: int) -> Iterator[None]:
     """Larger tiles of the linear heads, in which a thread has several packs of a row."""
-    size = ctypes.c_int64.in_dll(ctypes.CDLL(str(native.find("_C"))), "tile_elements")
+    size = _of_host("tile_elements")
     before, size.value = size.value, elements
     try:
         yield
     finally:
         size.value = before
+
+
+def _of_host(name: str) -> ctypes.c_int64:
+    return ctypes.c_int64.in_dll(ctypes.CDLL(str(native.find("_C"))), name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import queue
 import secrets
 import threading
 import time
@@ -44,8 +46,8 @@ class CudaMemory(Memory):
     """The slots in a GPU's memory, as one process sees them.
 
     Copies and kernels are asynchronous: events order the streams of the publisher and the readers,
-    and no thread waits for a device. A slot stays mapped until the last tensor over it is freed,
-    whatever was closed before.
+    and no thread that computes waits for a device. A slot stays mapped until the last tensor over
+    it is freed, whatever was closed before; a thread unmaps it then.
 
     Example:
         >>> from fusedrl.channel.cuda import CudaMemory
@@ -89,7 +91,7 @@ class CudaMemory(Memory):
             raise ValueError(f"device: expected a CUDA device, got {device}; name one as 'cuda:0'")
         index = device.index
         ordinal = torch.cuda.current_device() if index is None else index
-        _close_retired()
+        _wait_for_dropped_memory()
         made = [_Slot.allocate(driver, ordinal, nbytes) for _ in range(slots)]
         _slots.update({(_process(), _process(), slot.memory_handle): slot for slot in made})
         return cls(driver, ordinal, made, nbytes)
@@ -109,7 +111,7 @@ class CudaMemory(Memory):
         """
         driver = driver or _DRIVER
         ordinal = _ordinal(driver, manifest["uuid"])
-        _close_retired()
+        _wait_for_dropped_memory()
         slots = [
             _opened(driver, ordinal, manifest["process"], **each) for each in manifest["slots"]
         ]
@@ -253,7 +255,7 @@ class _Slot:
             return True
 
         # Not at exit: tensors may still be in use then, and the driver frees all memory anyway.
-        weakref.finalize(self, _retire, close).atexit = False
+        weakref.finalize(self, _dropped.put, close).atexit = False
 
 
 # The slots that this process has, whose handles CUDA does not let it open again: by this process,
@@ -262,15 +264,18 @@ class _Slot:
 _slots: weakref.WeakValueDictionary[tuple[str, str, bytes], _Slot] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
 _kept: list[_Slot] = []
-_retired: deque[_Poll] = deque()
+# What gives back the memory of each slot that is dropped, or tells that its device works with it. A
+# thread calls it: the driver may wait for the device there, and a slot is dropped anywhere.
+_dropped: queue.SimpleQueue[_Poll | None] = queue.SimpleQueue()
+_giver: threading.Thread | None = None
 # Events that have completed and can be recorded again, by driver and device.
 _events: weakref.WeakKeyDictionary[Any, dict[int, list[int]]] = weakref.WeakKeyDictionary()
 _TOKEN = secrets.token_hex(8)
 
 
 def _renew() -> None:
-    global _opening
-    _opening = threading.Lock()
+    global _opening, _dropped, _giver
+    _opening, _dropped, _giver = threading.Lock(), queue.SimpleQueue(), None
 
 
 # In a child, the lock may belong to a thread that does not exist there.
@@ -308,15 +313,32 @@ def _ordinal(driver: Any, uuid: str) -> int:
     return seen.index(uuid)
 
 
-def _retire(close: _Poll) -> None:
-    """Close memory that the device has finished with; for other memory, try at a later call."""
-    if not close():
-        _retired.append(close)
+def _give_back(dropped: queue.SimpleQueue[_Poll | None]) -> None:
+    """Give back what is dropped, once its device has finished with it; ``None`` ends the thread."""
+    while (close := dropped.get()) is not None:
+        try:
+            done = close()
+        except RuntimeError:
+            logger.exception("a slot's memory on a GPU stays allocated until this process ends")
+            continue
+        if not done:
+            dropped.put(close)
+            time.sleep(_POLL_S)
 
 
-def _close_retired() -> None:
-    for _ in range(len(_retired)):
-        _retire(_retired.popleft())
+def _wait_for_dropped_memory() -> None:
+    """Wait until what was dropped is given back, but for memory that a device works with."""
+    global _giver
+    with _opening:
+        if _giver is None:
+            _giver = threading.Thread(target=_give_back, args=(_dropped,), daemon=True)
+            _giver.start()
+            # It must not be in a call of the driver when the interpreter is gone.
+            atexit.register(_giver.join)
+            atexit.register(_dropped.put, None)
+    tried = threading.Event()
+    _dropped.put(lambda: tried.set() is None)
+    tried.wait()
 
 
 def _recorded(driver: Any, ordinal: int, stream: int) -> _Poll:

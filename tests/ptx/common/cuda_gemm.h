@@ -30,7 +30,12 @@ inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   torch::stable::copy_(target, product);
 }
 
+extern "C" {
+__attribute__((visibility("default"))) inline int64_t rows_counted = 0;
+}
+
 inline Tensor indices_of(const Tensor& flags) {
+  ++rows_counted;
   AtenTensorHandle found;
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_nonzero(flags.get(), &found));
   return torch::stable::select(Tensor(found), 1, 0);

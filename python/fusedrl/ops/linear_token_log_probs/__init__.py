@@ -102,8 +102,8 @@ def linear_token_log_probs(
     the weights of a tile), at most 256 MiB on CUDA (and 512 MiB of gradients in half precision), or
     none (Triton). The backward pass computes them again, but where those of the kept rows take at
     most 64 MiB on the CPU or 256 MiB on CUDA, and are stored (never with ``batch_invariant`` or
-    under ``torch.compile``); it sums every gradient in float32 and rounds it once. On CUDA, a mask
-    or a shift makes the host wait for the number of kept rows.
+    under ``torch.compile``); it sums every gradient in float32 and rounds it once. On CUDA, a mask,
+    or a shift of packed rows, makes the host wait for the number of kept rows.
 
     In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
     the gradients of logits to bfloat16 before they are multiplied, which is faster.
