@@ -19,6 +19,8 @@ CUDA_TORCH ?= torch==2.14.1
 # what of it does not depend on other libraries than torchrl
 CUDA_TESTS := tests/ops tests/transforms tests/test_native.py tests/compat/test_torch.py \
 	tests/compat/test_library.py --ignore=tests/transforms/test_ray.py
+# the builds of torch for CUDA that `make test-cuda-build` tries, the oldest and the newest included
+CUDA_TORCHES ?= 2.10.0 2.11.0 2.13.0 2.14.1
 # of `make gpu`: 10, and afterwards 3; and its folder of results
 MINUTES ?= 10
 OUT ?= gpu-out
@@ -68,8 +70,8 @@ test -x $(1)/bin/python || $(PY) -m venv $$($(PY) -c 'import importlib.util as u
 $(1)/bin/python -c 'import torch' 2>/dev/null || $(1)/bin/python $(INSTALL) $(TORCH)
 endef
 
-.PHONY: help dev wheelhouse demo test test-slow test-torch test-vllm bench lint wheel release gpu \
-	gpu-wheels clean asked-for
+.PHONY: help dev wheelhouse demo test test-slow test-torch test-cuda-build test-vllm bench lint wheel \
+	release gpu gpu-wheels clean asked-for
 
 help:
 	@echo "make demo    train a tiny policy by GRPO and score its drift, into demo-out/"
@@ -77,6 +79,7 @@ help:
 	@echo "make test    the tests, on the CPU"
 	@echo "make test-slow  the repetitions that make test leaves out"
 	@echo "make test-torch  the ops and transforms on PyPI's torch, a CUDA build, in .venv-torch (6 GB)"
+	@echo "make test-cuda-build  \"CUDA\" tensors without a GPU, on several builds of torch (7 GB in build/)"
 	@echo "make test-vllm  the tests of vLLM's engines, in .venv-vllm, which takes 3 GB"
 	@echo "make bench   every op timed against plain torch"
 	@echo "make lint    ruff, clang-format, pyright, actionlint"
@@ -162,6 +165,43 @@ test-torch: .venv-torch/installed-$(PACKAGE)
 	cd .venv-torch && bin/fusedrl check
 	.venv-torch/bin/python -m pytest $(CUDA_TESTS) -m "not gpu and not slow" \
 		--numprocesses $(JOBS) --no-loadscope-reorder --durations=20
+
+# What works with which build of torch, whose CUDA is played: build/cuda-build/table.json. NVIDIA's
+# libraries are not installed, so that torch is without what it depends on: these are its others. The
+# runtime of _C_cuda is shared here, as one inside of it could not be played.
+CUDA_BUILD := build/cuda-build
+CUDA_HEADERS := nvidia-cuda-runtime-cu12==12.8.90 nvidia-cuda-runtime==13.0.96
+CUDA_BUILD_BASE := filelock typing-extensions sympy networkx jinja2 fsspec numpy cloudpickle \
+	importlib-metadata orjson packaging pyvers psutil datasets 'transformers<5.24' rich pytest \
+	pytest-timeout
+# what asks for torch itself
+CUDA_BUILD_OVER := 'tensordict==0.14.*' 'torchrl==0.14.*' hoptorch 'trl<1.17' accelerate
+
+$(CUDA_BUILD)/headers/made:
+	$(PY) $(INSTALL) --no-deps --target $(@D) $(CUDA_HEADERS)
+	touch $@
+
+$(CUDA_BUILD)/wheel/made: $(BUILD) $(shell find python -type f -not -name '*.pyc') | $(TOOLS)
+	rm -rf $(@D)
+	python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(@D) . \
+		--config-settings=build-dir=$(CUDA_BUILD)/compiled $(call settings, \
+		FUSEDRL_CUDA=on FUSEDRL_CUDA_ARCHS=90-real CMAKE_CUDA_RUNTIME_LIBRARY=Shared)
+	touch $@
+
+.PRECIOUS: $(CUDA_BUILD)/torch-%/base
+$(CUDA_BUILD)/torch-%/base:
+	$(PY) -m venv $(@D)
+	$(@D)/bin/python $(INSTALL) $(CUDA_BUILD_BASE)
+	$(@D)/bin/python $(INSTALL) --no-deps torch===$* $(CUDA_BUILD_OVER)
+	touch $@
+
+$(CUDA_BUILD)/torch-%/installed: $(CUDA_BUILD)/wheel/made | $(CUDA_BUILD)/torch-%/base
+	$(@D)/bin/python $(INSTALL) --no-deps --force-reinstall $(CUDA_BUILD)/wheel/*.whl
+	touch $@
+
+test-cuda-build: $(CUDA_TORCHES:%=$(CUDA_BUILD)/torch-%/installed) $(CUDA_BUILD)/headers/made
+	$(PY) tests/cuda_build/run.py --json $(CUDA_BUILD)/table.json \
+		--headers $(CUDA_BUILD)/headers $(CUDA_TORCHES:%=$(CUDA_BUILD)/torch-%)
 
 bench: dev
 	fusedrl bench

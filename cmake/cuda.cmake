@@ -19,6 +19,8 @@ if(NOT CMAKE_CUDA_COMPILER)
   message(STATUS "fusedrl: no nvcc, building without _C_cuda")
   return()
 endif()
+# Static, so that a binary of CUDA 13 also runs beside a torch of CUDA 12; `make test-cuda-build` plays it.
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static CACHE STRING "The runtime of _C_cuda: Static or Shared")
 enable_language(CUDA)
 string(REPLACE ";" " " FUSEDRL_CUDA_ARCHS_BUILT "${FUSEDRL_CUDA_ARCHS}")
 
@@ -39,6 +41,5 @@ target_compile_options(_C_cuda PRIVATE
   $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda -Xcompiler=-fvisibility=hidden>)
 target_link_options(_C_cuda PRIVATE -Wl,--no-as-needed)
 set_target_properties(_C_cuda PROPERTIES
-  PREFIX "" SUFFIX ".abi3.so" SKIP_BUILD_RPATH ON CUDA_STANDARD 20 CUDA_RUNTIME_LIBRARY Static
-  CUDA_VISIBILITY_PRESET hidden)
+  PREFIX "" SUFFIX ".abi3.so" SKIP_BUILD_RPATH ON CUDA_STANDARD 20 CUDA_VISIBILITY_PRESET hidden)
 install(TARGETS _C_cuda LIBRARY DESTINATION fusedrl)

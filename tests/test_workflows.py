@@ -88,10 +88,15 @@ def test_variables_exist():
 def test_every_test_file_runs_in_one():
     run = set().union(*map(chosen, makes("ci", "nightly")))
     every = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
-    engines = {path for path in every if path.startswith("tests/engines/")}
+    # These run in environments of their own.
+    others = [
+        {path for path in every if path.startswith(folder)}
+        for folder in ("tests/engines/", "tests/cuda_build/")
+    ]
     assert [x for x in makes("ci") if x[0].startswith("test-")] == [["test-vllm"], ["test-torch"]]
-    assert engines
-    assert run == every - engines
+    assert ["test-cuda-build"] in list(makes("nightly"))
+    assert all(others)
+    assert run == every.difference(*others)
 
 
 @pytest.mark.parametrize(("workflow", "name", "job"), jobs())

@@ -38,14 +38,20 @@ def run(tmp_path_factory):
     if sys.platform != "linux" or COMPILER is None:
         pytest.skip("needs g++ on Linux")
     folder = tmp_path_factory.mktemp("fake")
-    source = Path(__file__).with_name("fake_libcuda.cpp")
+    source = Path(__file__).parents[1] / "cuda_build" / "libcuda.cpp"
     flags = ["-std=c++20", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
     subprocess.run([COMPILER, *flags, source, "-o", folder / "libcuda.so.1"], check=True)
+    played = {
+        "LD_LIBRARY_PATH": str(folder),
+        "FAKE_CUDA_NOTES": "1",
+        "FAKE_CUDA_DEVICES": "2",
+        "FAKE_CUDA_CAPTURED": "5",
+    }
 
     def run(script, **environment):
         return subprocess.run(
             [sys.executable, "-c", script],
-            env=os.environ | {"LD_LIBRARY_PATH": str(folder)} | environment,
+            env=os.environ | played | environment,
             capture_output=True,
             text=True,
             check=False,
@@ -79,16 +85,21 @@ assert driver.version() is None
 
 def test_the_version_is_asked_of_a_driver_that_is_not_initialised(run):
     script = "from fusedrl import _host; print(_host.CudaDriver().version())"
-    done = run(script)
+    done = run(script, FAKE_CUDA_DRIVER="13010")
     assert done.stdout.split() == ["13010"]
     assert "cuInit" not in done.stderr
 
 
-@pytest.mark.parametrize("code", ["999", "0"])
-def test_a_driver_that_does_not_say_its_version_is_not_known(run, code):
-    """It fails, or it is a stub of the toolkit, which answers nothing."""
+@pytest.mark.parametrize(
+    "driver",
+    [
+        {"FAKE_CUDA_FAIL": "cuDriverGetVersion", "FAKE_CUDA_CODE": "999"},
+        {"FAKE_CUDA_DRIVER": "0"},  # a stub of the toolkit, which answers nothing
+    ],
+)
+def test_a_driver_that_does_not_say_its_version_is_not_known(run, driver):
     script = "from fusedrl import _host; print(_host.CudaDriver().version())"
-    done = run(script, FAKE_CUDA_FAIL="cuDriverGetVersion", FAKE_CUDA_CODE=code)
+    done = run(script, **driver)
     assert done.stdout.split() == ["None"]
 
 

@@ -23,7 +23,8 @@ def rows_of_tokens(tokens: Tensor, offsets: Tensor | None, shift: bool) -> tuple
             first = offsets[:-1]
         else:
             first = torch.arange(0, count, max(tokens.shape[-1], 1), device=tokens.device)
-        present[first] = False
+        # An assignment by index would copy its value from the host, and wait for the device.
+        present.index_fill_(0, first.to(torch.int64), False)
         rows = rows - 1
     return rows, present[:-1]
 
