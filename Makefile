@@ -166,7 +166,7 @@ test-torch: .venv-torch/installed-$(PACKAGE)
 	.venv-torch/bin/python -m pytest $(CUDA_TESTS) -m "not gpu and not slow" \
 		--numprocesses $(JOBS) --no-loadscope-reorder --durations=20
 
-# What works with which build of torch, whose CUDA is played: build/cuda-build/table.json. NVIDIA's
+# What works with which build of torch, whose CUDA is played: the install page's table. NVIDIA's
 # libraries are not installed, so that torch is without what it depends on: these are its others. The
 # runtime of _C_cuda is shared here, as one inside of it could not be played.
 CUDA_BUILD := build/cuda-build
@@ -200,7 +200,7 @@ $(CUDA_BUILD)/torch-%/installed: $(CUDA_BUILD)/wheel/made | $(CUDA_BUILD)/torch-
 	touch $@
 
 test-cuda-build: $(CUDA_TORCHES:%=$(CUDA_BUILD)/torch-%/installed) $(CUDA_BUILD)/headers/made
-	$(PY) tests/cuda_build/run.py --json $(CUDA_BUILD)/table.json \
+	$(PY) tests/cuda_build/run.py --page docs/start/install.md \
 		--headers $(CUDA_BUILD)/headers $(CUDA_TORCHES:%=$(CUDA_BUILD)/torch-%)
 
 bench: dev

@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 from importlib import metadata, resources
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 import fusedrl
 
+ROOT = Path(__file__).parents[1]
 FORMER = {"aSyncDataCollector": "AsyncCollector"}  # a second name of a class
 PUBLIC = [name for name in fusedrl.__all__ if name != "__version__"]
 
@@ -98,3 +100,22 @@ def test_only_libraries_whose_private_names_are_used_have_an_upper_bound():
         name: bound for name, bound in following.items() if name not in {"torch", "accelerate"}
     } | {"mkdocs": "2", "mkdocs-material": "10"}  # a next major version is of another make
     assert following.keys() >= {"torchrl", "tensordict", "transformers", "trl", "peft", "vllm"}
+
+
+def test_every_torch_that_is_promised_was_tried():
+    """By `make test-cuda-build`, which writes the install page's table."""
+    page = (ROOT / "docs" / "start" / "install.md").read_text()
+    rows = dict(re.findall(r"^\| (\d+\.\d+\.\d+)\S* \| (.*) \|$", page, re.MULTILINE))
+    makefile = (ROOT / "Makefile").read_text()
+    [named] = re.findall(r"^CUDA_TORCHES \?= (.*)$", makefile, re.MULTILINE)
+    assert rows.keys() == set(named.split())
+    assert {cell for row in rows.values() for cell in row.split(" | ")[4:]} == {"yes"}
+    [newest] = re.findall(r"^CUDA_TORCH \?= torch==(.*)$", makefile, re.MULTILINE)
+    requirements = [Requirement(line) for line in metadata.requires("fusedrl") or []]
+    [torch] = [one.specifier for one in requirements if one.name == "torch"]
+    assert f"{torch}.0" == f">={min(rows, key=version_of)}"
+    assert newest == max(rows, key=version_of)
+
+
+def version_of(text: str) -> list[int]:
+    return [int(number) for number in text.split(".")]

@@ -1,14 +1,14 @@
 """What of fusedrl works with which CUDA build of torch: ``make test-cuda-build`` runs it.
 
 Each folder that is named is an environment with a build of torch, without NVIDIA's libraries, and
-with fusedrl. What they show is a table, in Markdown and as JSON; the exit code is 1 if anything
-fails. What the steps print is in the environment's folder ``log``.
+with fusedrl. What they show are rows of the install page's table, where they replace those of the
+same versions; the exit code is 1 if anything fails. What the steps print is in the environment's
+folder ``log``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -34,6 +34,7 @@ from importlib.metadata import version
 for package in {PACKAGES}:
     print(version(package))
 """
+TABLE = re.compile(r"^\| torch \|.*\n\|---.*\n((?:\|.*\n)*)", re.MULTILINE)
 TESTS = ("-m", "pytest", "-q", "--no-header", "-rfE", "-p", "no:cacheprovider")
 OPS = (
     "tests/cuda_build/test_device.py",
@@ -45,6 +46,7 @@ OPS = (
 STEPS = {
     "imports": (0, ("-c", IMPORTS)),
     "patches TRL": (0, ("-c", TRL)),
+    "private names": (0, (*TESTS, "tests/compat/test_torch.py")),
     "CPU ops": (0, ("-m", "fusedrl", "check")),
     "CUDA ops": (1, (*TESTS, *OPS)),
     "channel, collector": (1, (*TESTS, "tests/cuda_build/test_channel.py")),
@@ -81,18 +83,31 @@ def row_of(environment: Path, headers: Path | None) -> dict[str, str]:
     return found
 
 
+def update(page: Path, rows: list[dict[str, str]]) -> None:
+    """Write the rows into the page's table, whose others stay."""
+    text = page.read_text()
+    [table] = TABLE.finditer(text)
+    columns = [*PACKAGES, *STEPS]
+    heading = [_line(columns), f"|{'---|' * len(columns)}"]
+    by_torch = {line.split(" | ")[0]: line for line in table[1].splitlines()}
+    by_torch |= {f"| {row['torch']}": _line([row[c] for c in columns]) for row in rows}
+    lines = sorted(by_torch.values(), key=lambda line: [*map(int, re.findall(r"\d+", line)[:3])])
+    page.write_text(text.replace(table[0], "".join(f"{line}\n" for line in heading + lines)))
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> int:
-    """Write the table of all environments."""
+    """Update the table by all environments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("environments", type=Path, nargs="+", help="folders with bin/python")
     parser.add_argument("--headers", type=Path, help="folder with those of each version of CUDA")
-    parser.add_argument("--json", type=Path, required=True, help="where the table goes")
+    parser.add_argument("--page", type=Path, required=True, help="Markdown with the table")
     arguments = parser.parse_args()
     rows = [row_of(each.absolute(), arguments.headers) for each in arguments.environments]
-    arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
-    columns = [*PACKAGES, *STEPS]
-    for cells in (columns, ["---"] * len(columns), *([row[c] for c in columns] for row in rows)):
-        print(f"| {' | '.join(cells)} |")
+    update(arguments.page, rows)
     return int(any(each[step] != "yes" for each in rows for step in STEPS))
 
 

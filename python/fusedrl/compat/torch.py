@@ -263,11 +263,13 @@ def is_fully_sharded(module: Any) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-@TORCH.needs(f"{_FSDP_MODULE}._orig_cls_mro_index")
 def class_of(module: Any) -> type:
     """The class that a module was made of, of which ``fully_shard`` makes another one."""
     kind: Any = type(module)
-    return kind.__mro__[kind._orig_cls_mro_index] if is_fully_sharded(module) else kind
+    if not is_fully_sharded(module):
+        return kind
+    # Up to torch 2.10, behind the class that was made and FSDPModule; from 2.11 on, the class says.
+    return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]
 
 
 @TORCH.needs(f"{_FSDP_MODULE}._get_fsdp_state", f"{_FSDP_STATE}:FSDPState._fsdp_param_group")
