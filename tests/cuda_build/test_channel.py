@@ -11,6 +11,7 @@ from cuda_build import workers
 from torch import nn
 
 from fusedrl import LLMCollector, PolicyVersion, WeightChannel
+from fusedrl.channel.cuda import _wait_for_dropped_memory
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -49,15 +50,20 @@ def test_another_process_reads_the_same_memory(channel):
         child.kill()
 
 
+def free_memory():
+    _wait_for_dropped_memory()
+    return torch.cuda.mem_get_info()[0]
+
+
 def test_a_closed_channel_gives_its_memory_back():
-    before = torch.cuda.mem_get_info()[0]
+    before = free_memory()
     with WeightChannel.create(workers.weights_of(0), device="cuda") as channel:
-        assert torch.cuda.mem_get_info()[0] < before
+        assert free_memory() < before
         channel.publish(workers.weights_of(1))
         with channel.handle.open() as reader, reader.lease():
             pass
     del channel, reader
-    assert torch.cuda.mem_get_info()[0] == before
+    assert free_memory() == before
 
 
 def test_a_module_on_the_gpu_is_published(channel):
