@@ -136,6 +136,7 @@ EXTRA_vllm := llm,peft
 BASE_torch = '$(CUDA_TORCH)' hypothesis numpy
 EXTRA_torch := score,peft
 
+.PRECIOUS: .venv-%/base
 .venv-%/base:
 	$(PY) -m venv .venv-$*
 	.venv-$*/bin/python $(INSTALL) $(BASE_$*) scikit-build-core pybind11 cmake ninja \
