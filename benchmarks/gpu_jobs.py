@@ -51,8 +51,8 @@ def machine() -> dict[str, str]:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return {}
-    values = done.stdout.splitlines()[0].split(",")
-    return dict(zip(QUERY, map(str.strip, values), strict=True))
+    values = [value.strip() for value in done.stdout.partition("\n")[0].split(",")]
+    return dict(zip(QUERY, values, strict=True)) if len(values) == len(QUERY) else {}
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
@@ -238,6 +238,7 @@ def measure(name: str, device: str, tiny: bool, beside: set[str]) -> dict[str, A
     rows = [asdict(row) for row in harness.measure(case, SECONDS, device)]
     rows = [{key: x for key, x in row.items() if x is not None} for row in rows]
     here, failed = machine(), "failed" in rows[0]
+    runs = {row["contender"]: runs[row["contender"]] for row in rows if "failed" not in row}
     return {
         "shape": shape,
         "rows": rows,

@@ -240,8 +240,12 @@ def test_tools_that_are_not_there_are_skipped(machine):
             ("skipped", "compute-sanitizer does not support this device"),
         ),
         ("echo broken; exit 3", ("failed", "exit status 3: broken")),
+        (
+            OF_OTHERS.replace("exit 9", "echo 'Target application returned an error'; exit 9"),
+            ("failed", "exit status 9: Target application returned an error"),
+        ),
     ],
-    ids=["ours", "ours, then none", "of others", "not supported", "broken"],
+    ids=["ours", "ours, then none", "of others", "not supported", "broken", "cut short"],
 )
 def test_what_the_sanitizer_may_say(machine, says, outcome):
     machine.tool("compute-sanitizer", says)
@@ -273,7 +277,9 @@ def test_what_the_profiler_may_say(machine, says, outcome):
     assert machine.steps()["ncu"] == outcome
 
 
-def test_the_profiler_counts_the_last_launch_of_each_kernel(machine):
+@pytest.mark.parametrize("first", ["", "echo 'UserWarning: Failed to initialize NumPy'"])
+def test_the_profiler_counts_the_last_launch_of_each_kernel(machine, first):
+    machine.tool("ncu", first + NCU)
     machine.follow(10, only="ncu")
     (record,) = machine.records()
     counted = {"dram__bytes_read.sum byte": "1,024"}

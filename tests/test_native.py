@@ -175,6 +175,17 @@ def test_without_the_host_library_an_op_library_is_loaded_or_explained(monkeypat
     assert "unknown (the _host library does not load either)" in native.built_for()
 
 
+def test_a_host_library_that_is_older_than_the_sources_is_explained(monkeypatch, fresh_load):
+    """As in an editable install whose sources have changed."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(native, "find", lambda name: Path(__file__))
+    monkeypatch.delattr(_host.CudaDriver, "version")
+    error = native.load_error("_C_cuda")
+    assert error is not None
+    assert error.startswith("fusedrl._C_cuda: AttributeError: ")
+    assert "pip install --force-reinstall" in error
+
+
 RELEASE = "80-real 90-real 100"
 
 

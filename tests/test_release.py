@@ -148,6 +148,11 @@ def test_a_wheel_with_more_code_than_is_named_is_refused(check_wheel):
     assert "_C_cuda: expected" in refused
 
 
+def test_a_wheel_one_of_whose_sources_lacks_an_architecture_is_refused(check_wheel):
+    _, refused = check_wheel([*CODE, *CODE[:-1]])
+    assert "_C_cuda: expected as many files of each kind" in refused
+
+
 def test_a_wheel_without_cuda_is_refused(check_wheel):
     _, refused = check_wheel(name="fusedrl/_C.abi3.so")
     assert refused == "a.whl: expected the library _C_cuda, got none; build with CUDA=pypi\n"

@@ -7,9 +7,11 @@
 #include <atomic>
 #include <cstdint>
 
+#if defined(__linux__)
 // Of MKL, where torch multiplies by it: on how many threads a product of the calling thread runs, 0
 // for as many as torch has. Answers what was in force.
 extern "C" [[gnu::weak]] int MKL_Set_Num_Threads_Local(int threads);
+#endif
 
 namespace fusedrl {
 
@@ -27,8 +29,11 @@ class ProductsOnOneThread {
   ProductsOnOneThread& operator=(const ProductsOnOneThread&) = delete;
 
  private:
-  static int tell(int threads) {
-    return MKL_Set_Num_Threads_Local == nullptr ? 0 : MKL_Set_Num_Threads_Local(threads);
+  static int tell([[maybe_unused]] int threads) {
+#if defined(__linux__)
+    if (MKL_Set_Num_Threads_Local != nullptr) return MKL_Set_Num_Threads_Local(threads);
+#endif
+    return 0;
   }
   int before_ = 0;
 };

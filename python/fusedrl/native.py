@@ -69,7 +69,10 @@ _outcomes: dict[str, str | None] = {}
 def load_error(name: str) -> str | None:
     """Load the op library ``name`` once; ``None`` on success, else why not. It never raises."""
     if name not in _outcomes:
-        _outcomes[name] = _load(name)
+        try:
+            _outcomes[name] = _load(name)
+        except Exception as error:  # of a _host that is older than this file, for example
+            _outcomes[name] = f"fusedrl.{name}: {type(error).__name__}: {error}; {REMEDY}"
     return _outcomes[name]
 
 
@@ -112,9 +115,14 @@ def _driver_error() -> str | None:
     major, rest = divmod(version, 1000)
     if major >= int(compiler or 0):
         return None
+    here = (
+        ""
+        if (torch.version.cuda or "").startswith(f"{major}.")
+        else f" a torch for CUDA {major}, and"
+    )
     return (
         f"expected a driver for CUDA {compiler}.0 or newer, got one for CUDA {major}.{rest // 10}; "
-        f"update NVIDIA's driver, or compile fusedrl with nvcc of CUDA {major}"
+        f"update NVIDIA's driver, or install{here} a fusedrl compiled with nvcc of CUDA {major}"
     )
 
 

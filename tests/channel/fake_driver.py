@@ -55,6 +55,9 @@ class FakeDriver:
 
     # What the driver has.
 
+    def version(self):
+        return 13000
+
     def device_count(self):
         return len(self.devices)
 

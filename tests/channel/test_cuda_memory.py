@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
+import queue
 import threading
 import time
 
@@ -311,11 +312,12 @@ def test_whoever_drops_a_slot_does_not_wait_for_the_driver(publisher, reader, mo
     assert balance_of(publisher, reader) == [NOTHING, NOTHING]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
 def test_memory_that_the_driver_does_not_take_back_is_no_others_concern(
-    publisher, reader, monkeypatch, caplog
+    publisher, reader, monkeypatch, caplog, error
 ):
     def fail(*_):
-        raise RuntimeError("the context is gone")
+        raise error("the context is gone")
 
     monkeypatch.setattr(reader, "close_memory", fail)
     memory = create(publisher)
@@ -324,6 +326,30 @@ def test_memory_that_the_driver_does_not_take_back_is_no_others_concern(
     memory.close()
     assert balance_of(publisher) == [NOTHING]
     assert "the context is gone" in caplog.text
+
+
+def test_a_thread_that_does_not_start_is_started_by_a_later_call(publisher, monkeypatch):
+    monkeypatch.setattr(cuda, "_giver", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            create(publisher)
+    create(publisher).close()
+    assert balance_of(publisher) == [NOTHING]
+
+
+def test_no_call_waits_for_a_thread_that_has_ended(publisher, monkeypatch):
+    """As where memory is opened while Python exits."""
+    create(publisher).close()
+    monkeypatch.setattr(cuda, "_dropped", queue.SimpleQueue())
+    monkeypatch.setattr(cuda, "_GIVE_BACK_S", 0.01)
+    memory = create(publisher)
+    assert memory.slot(0).numel() == NBYTES
+    memory.close()
+
+
+def _no_thread(_):
+    raise RuntimeError("can't start new thread")
 
 
 def test_what_was_given_back_is_not_readable_any_more(publisher):

@@ -78,21 +78,32 @@ def row_of(environment: Path, headers: Path | None) -> dict[str, str]:
         (environment / "log" / f"{step}.txt").write_text(done.stdout)
         last = (done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
         passed = done.returncode == 0 and "skipped" not in last
-        found[step] = "yes" if passed else f"no: {last}"
-        print(f"torch {found['torch']}, {step}: {found[step]}", flush=True)
+        found[step] = "yes" if passed else "no"
+        why = "" if passed else f": {last}"
+        print(f"torch {found['torch']}, {step}: {found[step]}{why}", flush=True)
+    return found
+
+
+def table_of(page: Path) -> re.Match[str]:
+    """The table in the page; an error that says so where there is none."""
+    found = TABLE.search(page.read_text())
+    if found is None:
+        raise SystemExit(
+            f"--page: expected a table that begins with '| torch |' in {page}, got none"
+        )
     return found
 
 
 def update(page: Path, rows: list[dict[str, str]]) -> None:
-    """Write the rows into the page's table, whose others stay."""
-    text = page.read_text()
-    [table] = TABLE.finditer(text)
-    columns = [*PACKAGES, *STEPS]
+    """Write the rows into the page's table; its others stay if they are of the same steps."""
+    columns, table = [*PACKAGES, *STEPS], table_of(page)
     heading = [_line(columns), f"|{'---|' * len(columns)}"]
-    by_torch = {line.split(" | ")[0]: line for line in table[1].splitlines()}
+    known = table[1].splitlines() if table[0].startswith(heading[0]) else []
+    by_torch = {line.split(" | ")[0]: line for line in known}
     by_torch |= {f"| {row['torch']}": _line([row[c] for c in columns]) for row in rows}
     lines = sorted(by_torch.values(), key=lambda line: [*map(int, re.findall(r"\d+", line)[:3])])
-    page.write_text(text.replace(table[0], "".join(f"{line}\n" for line in heading + lines)))
+    made = "".join(f"{line}\n" for line in heading + lines)
+    page.write_text(page.read_text().replace(table[0], made))
 
 
 def _line(cells: list[str]) -> str:
@@ -106,6 +117,7 @@ def main() -> int:
     parser.add_argument("--headers", type=Path, help="folder with those of each version of CUDA")
     parser.add_argument("--page", type=Path, required=True, help="Markdown with the table")
     arguments = parser.parse_args()
+    table_of(arguments.page)  # before what takes minutes
     rows = [row_of(each.absolute(), arguments.headers) for each in arguments.environments]
     update(arguments.page, rows)
     return int(any(each[step] != "yes" for each in rows for step in STEPS))

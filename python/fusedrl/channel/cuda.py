@@ -27,6 +27,7 @@ __all__ = ["CudaMemory"]
 _BLOCK = 2 << 20
 # Seconds between two looks whether a GPU has finished with a slot.
 _POLL_S = 0.0005
+_GIVE_BACK_S = 5.0
 
 _Poll = Callable[[], bool]
 logger = logging.getLogger("fusedrl")
@@ -318,7 +319,7 @@ def _give_back(dropped: queue.SimpleQueue[_Poll | None]) -> None:
     while (close := dropped.get()) is not None:
         try:
             done = close()
-        except RuntimeError:
+        except Exception:  # or the slots that are dropped after this one would stay, too
             logger.exception("a slot's memory on a GPU stays allocated until this process ends")
             continue
         if not done:
@@ -327,18 +328,22 @@ def _give_back(dropped: queue.SimpleQueue[_Poll | None]) -> None:
 
 
 def _wait_for_dropped_memory() -> None:
-    """Wait until what was dropped is given back, but for memory that a device works with."""
+    """Wait until what was dropped is given back, but for memory that a device works with.
+
+    For some seconds at most: the driver may not return, and no thread is left where Python exits.
+    """
     global _giver
     with _opening:
         if _giver is None:
-            _giver = threading.Thread(target=_give_back, args=(_dropped,), daemon=True)
-            _giver.start()
-            # It must not be in a call of the driver when the interpreter is gone.
-            atexit.register(_giver.join)
+            giver = threading.Thread(target=_give_back, args=(_dropped,), daemon=True)
+            giver.start()
+            _giver = giver
+            # It should not be in a call of the driver when the interpreter is gone.
+            atexit.register(giver.join, _GIVE_BACK_S)
             atexit.register(_dropped.put, None)
     tried = threading.Event()
     _dropped.put(lambda: tried.set() is None)
-    tried.wait()
+    tried.wait(_GIVE_BACK_S)
 
 
 def _recorded(driver: Any, ordinal: int, stream: int) -> _Poll:
