@@ -78,7 +78,7 @@ def test_a_machine_without_a_gpu_is_told_so(machine, monkeypatch):
 
 def test_kernels_that_were_not_compiled_are_named(machine, monkeypatch):
     monkeypatch.setattr(native, "find", lambda name: None)
-    assert "`make dev CUDA=on`" in missing.missing()["CUDA kernels"]
+    assert "FUSEDRL_CUDA=pypi" in missing.missing()["CUDA kernels"]
 
 
 def test_kernels_that_do_not_load_say_why(machine, monkeypatch):
