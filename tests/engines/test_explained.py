@@ -1,6 +1,7 @@
 """Planted differences of an engine and its trainer are named, and none where none is planted."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -208,7 +209,12 @@ def test_the_command_prints_what_the_page_shows(folder, capsys):
     printed = capsys.readouterr().out
     print(printed)
     page = Path(__file__).parents[2] / "docs/reference/vllm.md"
-    assert_prints(texts(page, "console"), printed, figures=False)
+    assert_prints(any_operation(texts(page, "console")), any_operation(printed), figures=False)
+
+
+def any_operation(text: str) -> str:
+    """Which operation is the first to differ depends on the CPU's kernels."""
+    return re.sub("(first other bits): .* in .*,", r"\1: OPERATION in MODULE,", text)
 
 
 def test_engines_that_cannot_be_watched_are_refused(llm, explained, monkeypatch):
