@@ -306,9 +306,8 @@ def sanitize(tool: str) -> Callable[[Bench], Outcome]:
         found = sum(int(n) for n in re.findall(r"SUMMARY: (\d+) (?:error|hazard)", ended.text))
         lines = (line for line in ended.text.splitlines() if line.startswith("==="))
         told = "\n".join(line for line in lines if "Host Frame" not in line)
-        ours = sorted(
-            x for x in {name.partition("<")[0] for name in model.FACTS["90"]} if x in told
-        )
+        kernels = {name.partition("<")[0] for name in model.FACTS["90"]}
+        ours = sorted(name for name in kernels if name in told)
         outcome = ended.outcome()
         if ours:
             outcome = Outcome("failed", f"in {', '.join(ours)}")
@@ -328,10 +327,8 @@ def sweep(to: Bench) -> Outcome:
     if built.how != "passed":  # a shell that waits for all of them
         return built
     for variant in VARIANTS:
-        outcome, library = (
-            Outcome("failed", "no library"),
-            to.built / variant / "made/_C_cuda.abi3.so",
-        )
+        outcome = Outcome("failed", "no library")
+        library = to.built / variant / "made/_C_cuda.abi3.so"
         if library.is_file():
             options = ("--variant", variant, "--library", library)
             outcome = to.run(*to.run_jobs("measure", *SWEPT, *options)).outcome()

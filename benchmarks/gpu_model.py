@@ -328,9 +328,8 @@ RESULTS = ROOT / "benchmarks/results/h100/gpu.jsonl"  # of `make gpu`, once ther
 
 def read(results: Path) -> list[dict[str, Any]]:
     """The lines that are there."""
-    return (
-        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    )
+    lines = results.read_text().splitlines() if results.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def measured(records: list[dict[str, Any]]) -> dict[str, str]:
@@ -395,4 +394,5 @@ def linear_table(found: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    print(row_table(measured(read(RESULTS))), linear_table(measured(read(RESULTS))), sep="\n\n")
+    cells = measured(read(RESULTS))
+    print(row_table(cells), linear_table(cells), sep="\n\n")
