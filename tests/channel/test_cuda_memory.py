@@ -330,6 +330,8 @@ def test_memory_that_the_driver_does_not_take_back_is_no_others_concern(
 
 def test_a_thread_that_does_not_start_is_started_by_a_later_call(publisher, monkeypatch):
     monkeypatch.setattr(cuda, "_giver", None)
+    # The thread that other tests have started would take what is dropped here from the old queue.
+    monkeypatch.setattr(cuda, "_dropped", queue.SimpleQueue())
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", _no_thread)
         with pytest.raises(RuntimeError, match="can't start new thread"):
