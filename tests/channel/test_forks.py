@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import os
 import random
 import signal
@@ -44,11 +46,24 @@ def held_by_another_thread(*locks: object) -> Iterator[None]:
         thread.join()
 
 
+def end_by_signals() -> None:
+    """Let signals end this child, one that hangs by SIGALRM after 20 seconds.
+
+    Handlers of pytest and of libraries that other tests have imported, and the garbage of other
+    tests, would run in it without the threads that they may wait for.
+    """
+    gc.disable()
+    faulthandler.disable()
+    for number in (signal.SIGSEGV, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.alarm(20)
+
+
 def in_child(run: Callable[[], None]) -> int:
-    """How a forked child ends that calls ``run``; one that hangs is ended by SIGALRM."""
+    """How a forked child ends that calls ``run``."""
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        end_by_signals()
         try:
             run()
         except BaseException:
@@ -111,7 +126,7 @@ def test_a_child_of_a_thread_that_has_the_lock_itself_ends_its_block(channel, re
     assert fork_within() == 0
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        end_by_signals()
         os._exit(0)
     os.waitpid(child, 0)
     assert publish(channel) == 2
@@ -132,7 +147,7 @@ def test_a_child_that_leaves_the_writing_block_of_its_parent_changes_nothing(cha
                         view.fill_(writing.version)
                     child = os.fork()
                     if child == 0:
-                        signal.alarm(20)
+                        end_by_signals()
                         os.read(told, 1)
                         if ends == "writes":
                             writing.views[0].fill_(-1)
