@@ -2,75 +2,22 @@
 
 from __future__ import annotations
 
-import faulthandler
-import gc
 import os
 import random
 import signal
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import channel_workers as workers
 import pytest
 import torch
 from channel_workers import publish
+from children import end_by_signals, held_by_another_thread, in_child
 from torch import nn
 
 from fusedrl.channel import WeightChannel
 from fusedrl.channel.following import Follower
-
-
-@contextmanager
-def held_by_another_thread(*locks: object) -> Iterator[None]:
-    """Locks that a thread has, which a child will not have."""
-    taken, end = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        for lock in locks:
-            lock.acquire()
-        taken.set()
-        end.wait()
-        for lock in locks:
-            lock.release()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    taken.wait()
-    try:
-        yield
-    finally:
-        end.set()
-        thread.join()
-
-
-def end_by_signals() -> None:
-    """Let signals end this child, one that hangs by SIGALRM after 20 seconds.
-
-    Handlers of pytest and of libraries that other tests have imported, and the garbage of other
-    tests, would run in it without the threads that they may wait for.
-    """
-    gc.disable()
-    faulthandler.disable()
-    for number in (signal.SIGSEGV, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)
-    signal.alarm(20)
-
-
-def in_child(run: Callable[[], None]) -> int:
-    """How a forked child ends that calls ``run``."""
-    child = os.fork()
-    if child == 0:
-        end_by_signals()
-        try:
-            run()
-        except BaseException:
-            os.write(2, traceback.format_exc().encode())
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def model() -> nn.Module:
@@ -124,11 +71,7 @@ def test_a_child_of_a_thread_that_has_the_lock_itself_ends_its_block(channel, re
             return in_child(lambda: refused(lambda: publish(channel)))
 
     assert fork_within() == 0
-    child = os.fork()
-    if child == 0:
-        end_by_signals()
-        os._exit(0)
-    os.waitpid(child, 0)
+    assert in_child(lambda: None) == 0
     assert publish(channel) == 2
 
 

@@ -13,6 +13,7 @@ import channel_workers as workers
 import pytest
 import torch
 from channel_workers import publish
+from children import in_child
 from torch import nn
 
 from fusedrl.channel import WeightChannel
@@ -82,14 +83,12 @@ def test_a_forked_child_has_to_open_the_handle_itself(channel, reader, what):
     publish(channel)
     lease = reader.lease()
     use = reader.lease if what == "reader" else lambda: lease.weights
-    child = os.fork()
-    if child == 0:
-        try:
+
+    def use_it() -> None:
+        with pytest.raises(RuntimeError, match="open the handle again in this process"):
             use()
-        except RuntimeError as error:
-            os._exit(0 if "open the handle again in this process" in str(error) else 1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    assert in_child(use_it) == 0
     assert [r.alive for r in channel.readers()] == [True]
     lease.release()
 

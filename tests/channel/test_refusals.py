@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import signal
 import socket
 from contextlib import contextmanager
 
 import channel_workers as workers
 import pytest
 from channel_workers import publish
+from children import in_child
 
 from fusedrl import _host
 from fusedrl.channel import WeightChannel
@@ -121,23 +121,20 @@ def test_memory_that_is_refused_at_last_has_the_same_remedy(monkeypatch, number)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
 def test_a_publisher_of_another_user(channel):
     publish(channel)
-    child = os.fork()
-    if child == 0:
+
+    def open_it() -> None:
         os.setresuid(65534, 65534, 65534)
-        try:
+        with pytest.raises(RuntimeError, match=r"of this user \(uid 65534\)"):
             channel.handle.open()
-        except RuntimeError as error:
-            os._exit(0 if "of this user (uid 65534)" in str(error) else 1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    assert in_child(open_it) == 0
 
 
 def test_address_space_that_is_used_up(channel):
     """A child's own limit, far below what the mapping needs."""
     publish(channel)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
+
+    def open_it() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
         try:
             channel.handle.open()
@@ -146,4 +143,5 @@ def test_address_space_that_is_used_up(channel):
         except MemoryError:
             os._exit(0)  # Python itself came first
         os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    assert in_child(open_it) == 0

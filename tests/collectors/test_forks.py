@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from async_workers import Loading
 from channel_collector import Says, policy_of
+from children import held_by_another_thread, in_child
 from counting_dialogs import Counting
 
 from fusedrl import AsyncCollector, LLMCollector
-
-
-def succeeds_in_a_child(check: Callable[[], bool], held: Any) -> bool:
-    """What a function returns in a process that is forked while a thread holds a lock."""
-    holding, over = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with held:
-            holding.set()
-            over.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    holding.wait()
-    child = os.fork()
-    if not child:
-        os._exit(0 if check() else 1)
-    over.set()
-    thread.join()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_child_counts_versions():
@@ -40,13 +16,14 @@ def test_a_child_counts_versions():
         Counting(), policy=policy_of(Says()), dialog_turns_per_batch=2, track_policy_version=True
     )
 
-    def count() -> bool:
+    def count() -> None:
         free = collector._versions._counting.acquire(blocking=False)
         collector._versions._counting.release()
         collector.increment_version()
-        return free and collector.policy_version == 1
+        assert free and collector.policy_version == 1
 
-    assert succeeds_in_a_child(count, collector._versions._counting)
+    with held_by_another_thread(collector._versions._counting):
+        assert in_child(count) == 0
 
 
 def test_a_child_collects():
@@ -54,20 +31,22 @@ def test_a_child_collects():
     collector = LLMCollector(Counting(), policy=policy_of(Says()), dialog_turns_per_batch=2)
     collector.next()
 
-    def collect() -> bool:
+    def collect() -> None:
         free = collector._stream.taking.acquire(blocking=False)
-        return free and collector.next().numel() == 2
+        assert free and collector.next().numel() == 2
 
-    assert succeeds_in_a_child(collect, collector._stream.taking)
+    with held_by_another_thread(collector._stream.taking):
+        assert in_child(collect) == 0
 
 
 @pytest.mark.usefixtures("forked")
 def test_a_child_shuts_down_what_is_not_its_own():
     with AsyncCollector(Loading, frames_per_batch=4, prefetch=0) as collector:
 
-        def end() -> bool:
+        def end() -> None:
             collector.shutdown()
-            return collector.closed
+            assert collector.closed
 
-        assert succeeds_in_a_child(end, collector._ending)
+        with held_by_another_thread(collector._ending):
+            assert in_child(end) == 0
         assert collector.next().shape == (4,)

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from children import end_by_signals
 from engine_log_probs import vary, worst_difference
 from engine_publishers import updater
 from engine_servers import (
@@ -245,6 +246,7 @@ def test_a_forked_child_is_refused_whatever_its_parent_did_at_the_fork(model):
             with weights._updating:
                 child = os.fork()
             if not child:
+                end_by_signals()
                 try:
                     weights.update()
                 except BaseException as error:

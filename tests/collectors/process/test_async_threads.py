@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from async_workers import Deaf, Failing, Loading, Parent, Slow, SlowToTell, no_env
+from children import end_by_signals
 from counting_dialogs import Counting, policy
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.testing.mocking_classes import CountingEnv
@@ -287,6 +288,7 @@ def test_a_process_that_is_forked_from_the_trainer_has_no_collector(make):
     collector.next()
     reading, writing = os.pipe()
     if not os.fork():
+        end_by_signals()
         told = b"nothing"
         try:
             collector.next()
