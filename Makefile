@@ -237,7 +237,7 @@ release:
 # pip would bring torch with them, so each that they need is named, too.
 GPU_WHEELS := 'tensordict>=0.14,<0.15' orjson pyvers cloudpickle 'importlib-metadata<10' zipp \
 	scikit-build-core pybind11 pathspec packaging rich markdown-it-py mdurl pygments \
-	pytest iniconfig pluggy pytest-timeout liger-kernel cut-cross-entropy
+	pytest iniconfig pluggy pytest-timeout liger-kernel cut-cross-entropy 'torchrl>=0.14,<0.15'
 gpu-wheels:
 	rm -rf build/gpu-wheels
 	$(PY) -m pip download --disable-pip-version-check --no-deps --only-binary=:all: \

@@ -135,7 +135,7 @@ def made(job: str, whose: str, wrapping: str, tokens: int) -> Callable[[Any], An
         return torch.no_grad()(lambda share: score(chats.data(share)))
     if job == "KL":
         kl: Any = RetrieveKL(actor, chats.wrapper(reference, "ref_log_probs"), coeff=0.1)
-        return torch.no_grad()(lambda share: kl(chats.data(share, reward=True)))
+        return torch.no_grad()(lambda share: kl(chats.data(share, reward_on="cpu")))
     loss_of: Any = GRPOLoss(actor, masking_strategy="rlhf", entropy_bonus=False)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-6)
 

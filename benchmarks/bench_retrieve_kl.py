@@ -93,19 +93,20 @@ def wrapper(network: Any, key: str = "log_probs") -> Any:
         generate=False,
         return_log_probs=True,
         log_probs_key=key,
+        device=network.device,
     )
 
 
-def data(chats: Any, reward: bool = False) -> Any:
-    """The conversations as a collector delivers them."""
+def data(chats: Any, reward_on: str | None = None) -> Any:
+    """The conversations as a collector delivers them, with rewards on a device if it is named."""
     from tensordict import TensorDict, lazy_stack
     from torchrl.data.llm import History
     from torchrl.modules.llm.policies import ChatHistory
 
     history = lazy_stack([History.from_chats([chat])[0] for chat in chats])
     td = TensorDict(history=ChatHistory(full=history), batch_size=(len(chats),)).to_lazystack(0)
-    if reward:
-        td["reward"] = torch.ones(len(chats), 1, 1)
+    if reward_on is not None:
+        td["reward"] = torch.ones(len(chats), 1, 1, device=reward_on)
     return td
 
 
@@ -181,7 +182,7 @@ def kl_case(chats: Any, hidden: int, vocab: int, device: str) -> Case:
     return Case(
         op="RetrieveKL",
         setting=f"{len(chats)} x ~270 tokens, 30% kept, hidden {hidden}, V {vocab}",
-        make_input=lambda: data(chats, reward=True),
+        make_input=lambda: data(chats, reward_on=device),
         contenders={
             "torchrl": torch.no_grad()(Reference(*pair, coeff=0.1)),
             "fusedrl": RetrieveKL(*pair, coeff=0.1),

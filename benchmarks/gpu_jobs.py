@@ -274,7 +274,7 @@ def _kernels(
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of each row kernel of ``steps``, its share of the bandwidth, and the model's."""
     of_rows = {x.name: x for x in steps if x.name in model.KERNELS}
-    gpu = next((x for x in (*model.GPUS, model.H200) if x.name in here.get("name", "")), None)
+    gpu = next((x for x in model.GPUS if x.name in here.get("name", "")), None)
     names = {name.split(",")[0]: name for name in of_rows}
     found = {}
     for base, milliseconds in _kernel_times(run, names if device == "cuda" else ()).items():
@@ -343,13 +343,13 @@ def _read(handle: Any, pipe: Any) -> None:
                 pipe.send(lease.version)
 
 
-def use(variant: str, library: Path) -> None:
+def use(library: Path) -> None:
     """Take another library of CUDA ops, and tell the model about its tiles."""
     from fusedrl import native
 
-    find, (size, value) = native.find, variant.split("=")
+    find = native.find
     native.find = lambda name: library if name == "_C_cuda" else find(name)
-    model.SIZES[size] = int(value) << 20
+    model.SIZES |= model.sizes_of(library.parents[1] / "csrc/common/tile_sizes.h")
 
 
 def main() -> int:
@@ -362,11 +362,11 @@ def main() -> int:
     parser.add_argument("--beside", default="nothing", choices=("nothing", "torch", "peers"))
     parser.add_argument("--results", type=Path, default=Path("gpu.jsonl"))
     parser.add_argument("--variant", help="sizes of tiles, as in gpu.py")
-    parser.add_argument("--library", type=Path, help="that has them")
+    parser.add_argument("--library", type=Path, help="that has them, in a folder of its sources")
     args = parser.parse_args()
     torch.manual_seed(0)
-    if args.variant is not None:
-        use(args.variant, args.library)
+    if args.library is not None:
+        use(args.library)
     if args.mode == "publish":
         figures = publish(args.device, args.tiny)
         append(args.results, {"job": "publish", **figures})

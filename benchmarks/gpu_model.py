@@ -45,9 +45,9 @@ class Gpu(NamedTuple):
 GPUS = (
     Gpu("A100", "80", 108, 1.41e9, 2.04e12, 312e12),
     Gpu("H100", "90", 132, 1.755e9, 3.35e12, 989e12),
+    Gpu("H200", "90", 132, 1.755e9, 4.8e12, 989e12),
     Gpu("B200", "100", 148, 1.85e9, 8.0e12, 2250e12),
 )
-H200 = GPUS[1]._replace(name="H200", bandwidth=4.8e12)
 BLOCK_THREADS = 512  # a row of a large vocabulary
 
 
@@ -132,15 +132,16 @@ def predict(name: str, gpu: Gpu) -> Prediction:
     return Prediction(max(of_slowest, key=lambda limit: of_slowest[limit]), share)
 
 
-def _constants() -> dict[str, int]:
-    text = (ROOT / "csrc/common/tile_sizes.h").read_text()
+def sizes_of(header: Path) -> dict[str, int]:
+    """The constants of a ``tile_sizes.h``, by their names without the k."""
     found = re.findall(
-        r"constexpr int(?:64_t)? k(\w+) = (?:int64_t\((\d+)\) << (\d+)|(\d+));", text
+        r"constexpr int(?:64_t)? k(\w+) = (?:int64_t\((\d+)\) << (\d+)|(\d+));",
+        header.read_text(),
     )
     return {name: int(plain) if plain else int(n) << int(bits) for name, n, bits, plain in found}
 
 
-SIZES = _constants()
+SIZES = sizes_of(ROOT / "csrc/common/tile_sizes.h")
 
 
 class Extent(NamedTuple):
@@ -166,7 +167,7 @@ def tiles_of(
     classes: int,
     batch_invariant: bool = False,
     whole_rows: bool = False,
-    gradient_elements: int = SIZES["GradientElements"],
+    gradient_elements: int | None = None,
 ) -> Tiles:
     """The tiles of products, and the blocks of gradients, of ``count`` kept rows."""
 
@@ -177,6 +178,7 @@ def tiles_of(
         return max(multiple(elements // others, step), step)
 
     elements, column = SIZES["TileElements"], SIZES["ColumnStep"]
+    gradient_elements = gradient_elements or SIZES["GradientElements"]
     every = math.ceil(classes / column) * column
     most = multiple(elements // every, SIZES["RowStep"]) if whole_rows else SIZES["MostRows"]
     rows = max(1, min(count, most, SIZES["MostRows"]))
@@ -323,7 +325,7 @@ LINEAR = {
 }
 
 
-RESULTS = ROOT / "benchmarks/results/h100/gpu.jsonl"  # of `make gpu`, once there are some
+RESULTS = ROOT / "benchmarks/results/h200/gpu.jsonl"  # of `make gpu`
 
 
 def read(results: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-// How much of a head's logits exists at a time on CUDA. *Not yet verified* on a GPU.
+// How much of a head's logits exists at a time on CUDA.
 #pragma once
 
 #include <cstdint>

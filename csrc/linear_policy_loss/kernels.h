@@ -1,5 +1,5 @@
 // CUDA kernel: rows of a head's matrix products become log-probs, terms of a loss and gradients,
-// one block a row. *Not yet verified* on a GPU.
+// one block a row.
 #pragma once
 
 #include "linear_policy_loss/math.h"

@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2) forward_rows(Rows<T> rows, Out
 // Where rows are too few to occupy the device, their batches are shared among blocks: every thread
 // leaves its part of a batch in `parts`, and merge_batches merges them in the order of
 // forward_rows: the same operations, hence the same bits unless the compiler contracts one of the
-// kernels otherwise (*not yet verified* on a GPU).
+// kernels otherwise.
 template <bool kEntropy, typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     forward_batches(Rows<T> rows, int64_t batches, SoftmaxPart<float>* parts) {

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from programs import python
 import fusedrl
 from fusedrl import _host
 from fusedrl.cli import COMMANDS, NEEDS, NEXT, check, info, main
-from fusedrl.ops import OPS, token_kl
+from fusedrl.ops import OPS, _head, token_kl
+from fusedrl.ops.cases import cases_of
 from fusedrl.ops.token_kl import cases
 
 from .conftest import pasted
@@ -378,6 +380,44 @@ def test_check_shows_each_error_beside_the_one_that_is_allowed(monkeypatch, two_
         assert verdict == ("pass" if all(within) else "FAIL")
     assert "allowed" in out and f"plus {check.TOLERANCE:.1e}" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+class _Rounded(torch.autograd.Function):
+    """Logits whose gradients are rounded, as CUDA kernels write them and as plain torch does."""
+
+    @staticmethod
+    def forward(ctx, logits, dtype, factor):
+        ctx.dtype, ctx.factor = dtype, factor
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (ctx.factor * grad).to(ctx.dtype).to(grad.dtype), None, None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_check_allows_a_head_on_a_gpu_the_rounding_of_its_logits_gradients(
+    monkeypatch, dtype, factor
+):
+    """It makes the errors that were seen on an H200; gradients that are 10 % off fail."""
+    evaluate, logits = check._evaluate, _head.scaled_and_capped
+
+    def rounded(x, *options):
+        return logits(_Rounded.apply(x, dtype, factor), *options)
+
+    def on_gpu(case, inputs, impl):
+        with monkeypatch.context() as patch:
+            if impl == "cuda":
+                patch.setattr(_head, "scaled_and_capped", rounded)
+            return evaluate(case, inputs, "reference")
+
+    monkeypatch.setattr(check, "_evaluate", on_gpu)
+    for op in ("linear_token_log_probs", "linear_policy_loss", "linear_exact_kl"):
+        for case in cases_of(op):
+            result = check._compare(op, case, dtype, SimpleNamespace(type="cuda"))
+            assert result.gradient is not None
+            assert result.passed == (factor == 1.0), (op, case.name)
 
 
 def test_check_lists_the_cases_that_failed_below_their_op(monkeypatch, two_ops, capsys):

@@ -280,7 +280,10 @@ def test_kl_computation_is_one_kernel_over_a_stack():
         made = [torch.randn(3, n, generator=generator).to(device) for n in range(1, 257)]
         keys = (("log_probs", "full"), ("ref_log_probs", "full"), "reward")
         return lazy_stack(
-            [TensorDict(zip(keys, (*x[:2].clone(), x[2:].mT.clone()), strict=True)) for x in made]
+            [
+                TensorDict(dict(zip(keys, (*x[:2].clone(), x[2:].mT.clone()), strict=True)))
+                for x in made
+            ]
         )
 
     transform, data, expected = KLComputation(coeff=0.1), of(DEVICE), of("cpu")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusedrl import linear_token_log_probs, token_kl, token_log_probs
+from fusedrl.ops import _dispatch
 
 from .every_case import CONSTANT, EVERY, leaves_of
 
@@ -101,6 +102,14 @@ def test_a_graph_holds_an_op_and_its_backward_pass(name, device):
         graph.replay()
     for got, want in zip(captured, step(), strict=True):
         torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@each_but([name for name in EVERY if name in WAITS or not name.startswith("linear")])
+def test_numbers_may_be_captured_that_an_op_makes_tensors_of(name, monkeypatch):
+    """A tensor of the caller's on the CPU is refused; one that is made of a number is not."""
+    monkeypatch.setattr(_dispatch, "is_capturing", lambda device: True)
+    case = case_of(name, "cpu")
+    case.call(leaves_of(case))
 
 
 SLOW_ON_CPU = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=GPU)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _support
+from fusedrl.ops import _autograd, _dispatch, _support
 from fusedrl.ops.importance_weights import importance_weights
 from fusedrl.ops.linear_policy_loss import autograd
 from fusedrl.ops.linear_policy_loss.autograd import REINFORCE, Task, Terms
@@ -113,6 +113,10 @@ def _log_probs(
     task: Task, vocab_offset: int | None = None, group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor | None]:
     head, rows = task.head, task.rows
+    temperature = rows.temperature
+    # Made of a number: a capture was refused a tensor of the caller's that is on the CPU.
+    if temperature.is_cpu and _dispatch.is_capturing(head.hidden.device):
+        temperature = temperature.item()
     result = linear_token_log_probs(
         head.hidden,
         head.weight,
@@ -123,7 +127,7 @@ def _log_probs(
         scale=head.scale,
         offsets=rows.offsets,
         shift=rows.shift,
-        temperature=rows.temperature,
+        temperature=temperature,
         entropy=task.entropy,
         vocab_offset=vocab_offset,
         vocab_group=group,
