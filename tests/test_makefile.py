@@ -189,6 +189,7 @@ def test_wheels_for_a_gpu_are_what_the_package_asks_for_and_bring_no_torch(check
     words = shlex.split(planned.replace("\\\n", " "))
     assert "--no-deps" in words and words[words.index("--python-version") + 1] == "3.13"
     named = words[words.index("--dest") + 2 :]
-    assert "tensordict>=0.14,<0.15" in named
-    assert '"tensordict>=0.14,<0.15"' in (ROOT / "pyproject.toml").read_text()
-    assert not {name for name in named if re.match(r"torch|nvidia|triton", name)}
+    for package in ("tensordict>=0.14,<0.15", "torchrl>=0.14,<0.15"):
+        assert package in named
+        assert f'"{package}"' in (ROOT / "pyproject.toml").read_text()
+    assert not {name for name in named if re.match(r"torch(?!rl)|nvidia|triton", name)}
