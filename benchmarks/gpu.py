@@ -39,8 +39,7 @@ WHEELS = ROOT / "build/gpu-wheels"  # of what PY may lack, by `make gpu-wheels`
 SOURCES = ("pyproject.toml", "CMakeLists.txt", "cmake", "csrc", "setup_helpers", "python")
 LOGGED = 200_000  # bytes of what a command prints: its first ones, and its last ones
 ASKED = 2.0  # seconds before a command is killed: by Ctrl-C, so that pytest tells of failures
-# What the sanitizer watches, and the kernels that ncu counts with the jobs that run them.
-MAIN = (*HEADLINES, "top_k_kl")
+# The kernels that ncu counts with the jobs that run them.
 COUNTED = {
     "policy_rows": "linear_policy_loss",
     "differentiate_tile": "linear_token_log_probs",
@@ -298,7 +297,7 @@ def sanitize(tool: str) -> Callable[[Bench], Outcome]:
             return Outcome("skipped", "compute-sanitizer is not on PATH")
         ended = to.run(
             *("compute-sanitizer", "--tool", tool, "--print-limit", 100, "--error-exitcode", 9),
-            *to.run_jobs("small", *MAIN),
+            *to.run_jobs("small", *HEADLINES),
             PYTORCH_NO_CUDA_MEMORY_CACHING="1",  # or blocks hide an access past their end
         )
         if "Device not supported" in ended.text:
@@ -379,8 +378,6 @@ OF_OPS = (
     "tests/ops/test_cuda.py",
     "tests/ops/test_cuda_linear_exact_kl.py",
     "tests/ops/test_cuda_exact_kl.py",
-    "tests/ops/test_cuda_top_k_kl.py",
-    "tests/ops/test_cuda_importance_weights.py",
 )
 OTHER_TESTS = ("tests/models/test_cuda.py", "tests/engines/test_gpu.py", OF_OPS[0])
 PLANS = {  # by the minutes that they end in

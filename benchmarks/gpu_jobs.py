@@ -135,12 +135,6 @@ def _linear_kl(device: str, shape: model.Case) -> Runs:
     return _differentiated([hidden, weight], calls) | {PRODUCTS: products}
 
 
-def _linear_top_k(device: str, shape: model.Case) -> Runs:
-    op, of = _op("linear_top_k_kl"), _bench("bench_linear_top_k_kl")
-    job = of.make_job(device, shape, torch.bfloat16)
-    return _differentiated(job[:2], {OURS: lambda *head: op(*head, *job[2:])})
-
-
 def _of_logits(device: str, shape: model.Case, entropy: bool = False) -> Runs:
     op = _op("token_log_probs")
     logits = torch.randn(shape.rows, shape.classes, device=device, dtype=torch.bfloat16)
@@ -164,22 +158,8 @@ def _of_pairs(device: str, shape: model.Case, direction: str = "reverse") -> Run
     return _differentiated(of.make_pair(device, shape[::2], torch.bfloat16), calls)
 
 
-def _top_k(device: str, shape: model.Case) -> Runs:
-    op, of = _op("top_k_kl"), _bench("bench_top_k_kl")
-    logits, *teacher = of.make_job(device, shape[::2], torch.bfloat16)
-    return _differentiated([logits], {OURS: lambda x: op(x, *teacher)})
-
-
 def _rows(*kernels: str) -> Callable[[model.Case], list[model.Step]]:
     return lambda case: [model.Step(name, case.rows, case.classes, 0, 0) for name in kernels]
-
-
-def _top_k_steps(case: model.Case) -> list[model.Step]:
-    tiles = model.tiles_of(case.rows, case.classes)
-    return [
-        *model.steps(tiles, case.width, "split_tile", False),
-        *model.steps(tiles, case.width, "differentiate_top_k_tile", True),
-    ]
 
 
 PAIRS = model.LARGE._replace(rows=4096)
@@ -202,8 +182,6 @@ OTHERS = {
         partial(_of_pairs, direction="jensen_shannon"),
         _rows("forward_pairs, mixture", "backward_pairs, mixture"),
     ),
-    "top_k_kl": Job(PAIRS, _top_k, _rows("split_rows", "differentiate_rows")),
-    "linear_top_k_kl": Job(PAIRS, _linear_top_k, _top_k_steps),
     "linear_token_log_probs, triton": Job(
         model.LARGE, partial(_log_probs, impl="triton"), lambda case: []
     ),

@@ -72,8 +72,6 @@ KERNELS: dict[str, tuple[Pass, ...]] = {
         Pass("forward_pairs<true, false, BFloat16>", "scores", 4),
     ),
     "backward_pairs, mixture": (Pass("backward_pairs<true, false, BFloat16>", "writes", 4, 4),),
-    "split_rows": (Pass("split_rows<true, BFloat16>", "reads", 2),),
-    "differentiate_rows": (Pass("differentiate_rows<BFloat16>", "writes", 2, 2),),
     "add_tile": (Pass("add_tile<false, BFloat16>", "reads", 4),),
     "differentiate_tile": (Pass("differentiate_tile<BFloat16>", "writes", 4, 2),),
     "policy_rows": (
@@ -88,8 +86,6 @@ KERNELS: dict[str, tuple[Pass, ...]] = {
     "differentiate_pair_tile, mixture": (
         Pass("differentiate_pair_tile<true, false, BFloat16>", "writes", 8, 4),
     ),
-    "split_tile": (Pass("split_tile<BFloat16>", "reads", 4),),
-    "differentiate_top_k_tile": (Pass("differentiate_top_k_tile<BFloat16>", "writes", 4, 2),),
 }
 
 

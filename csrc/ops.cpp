@@ -37,15 +37,8 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
       "Tensor advantages, Tensor? old_log_probs, Tensor? ref_log_probs, Tensor weights, "
       "int surrogate, float low, float high, float most, int estimator, bool entropy, "
-      "bool of_hidden, bool of_weight, bool of_bias, bool weight_in_float, *, "
-      "Tensor? rounds_grads=None) "
+      "bool of_hidden, bool of_weight, bool of_bias, *, Tensor? rounds_grads=None) "
       "-> (Tensor rows, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
-  // Entry s is the product of hidden[rows[s]] and weight[ids[s]], or 0 where rows[s] < 0. One side
-  // of its gradient: row r is the sum of grads[s] matrix[index[s]] over s in [begins[r], ends[r]).
-  m.def("sampled_products(Tensor hidden, Tensor weight, Tensor rows, Tensor ids) -> Tensor");
-  m.def(
-      "sampled_products_backward(Tensor grads, Tensor index, Tensor begins, Tensor ends, "
-      "Tensor matrix) -> Tensor");
   m.def(
       "token_kl(Tensor log_probs, Tensor ref_log_probs, Tensor? mask, Tensor? reward, "
       "Tensor coeff, int estimator, bool nan_missing) -> (Tensor kl, Tensor reward)");
@@ -53,10 +46,6 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "token_kl_backward(Tensor? grad_kl, Tensor? grad_reward, Tensor log_probs, "
       "Tensor ref_log_probs, Tensor? mask, Tensor coeff, int estimator, bool nan_missing) "
       "-> Tensor grad_log_probs");
-  m.def(
-      "importance_weights(Tensor log_probs, Tensor rollout_log_probs, Tensor? mask, "
-      "Tensor? offsets, Tensor low, Tensor high, int level, bool masks, bool nan_missing) "
-      "-> (Tensor weights, Tensor counts, Tensor sums)");
   // beta = 1: KL(p || q), p of the logits and q of the reference's; below 1 the mixture of both.
   // The entropies are those of p and of q.
   m.def(
@@ -85,23 +74,4 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "bool of_ref_bias, *, Tensor? rounds_grads=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
       "Tensor grad_ref_hidden, Tensor grad_ref_weight, Tensor grad_ref_bias)");
-  m.def(
-      "top_k_kl_log_probs(Tensor logits, Tensor ids, Tensor? mask, Tensor? offsets, bool shift, "
-      "Tensor temperature) -> (Tensor log_probs, Tensor normalizers)");
-  m.def(
-      "top_k_kl_log_probs_backward(Tensor grad_log_probs, Tensor logits, Tensor ids, Tensor? mask, "
-      "Tensor? offsets, bool shift, Tensor temperature, Tensor log_probs, Tensor normalizers) "
-      "-> Tensor grad_logits");
-  m.def(
-      "linear_top_k_kl_log_probs(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, "
-      "Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
-      "bool batch_invariant, int stored_bytes) "
-      "-> (Tensor log_probs, Tensor normalizers, Tensor logits, Tensor kept)");
-  m.def(
-      "linear_top_k_kl_log_probs_backward(Tensor grad_log_probs, Tensor hidden, Tensor weight, "
-      "Tensor? bias, Tensor ids, Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, "
-      "float scale, float softcap, Tensor log_probs, Tensor normalizers, Tensor logits, "
-      "Tensor kept, bool batch_invariant, bool of_hidden, bool of_weight, bool of_bias, *, "
-      "Tensor? rounds_grads=None) "
-      "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
 }

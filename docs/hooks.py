@@ -14,7 +14,6 @@ from typing import Any
 
 import griffe
 from latex2mathml.converter import convert
-from messages import REASONS, Message, compiled_messages, messages_of
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
@@ -27,8 +26,6 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>
 FUNCTION = re.compile(r"(<m[io]>(?:log|exp|min|max|tanh)</m[io]>)")
 ROLE = re.compile(r":(?:class|func|meth|attr|mod):`~?([^`]+)`")
 ROWS = re.compile(r"<!-- rows: (\S+) -->")
-MESSAGES = re.compile(r"<!-- every error message -->")
-FILLED_IN = re.compile(r"\{([\w. ]+)\}")
 PICTURE = re.compile(r'<p><img alt="([^"]*)" src="[^"]*pictures/([a-z-]+\.svg)" ?/?></p>')
 
 
@@ -44,7 +41,6 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in tables, lead links that leave ``docs/`` to the copies, split pictures by scheme."""
     markdown = ROWS.sub(_rows, markdown)
-    markdown = MESSAGES.sub(lambda _: _messages(), markdown)
     # A repository's viewer shows ``<picture>``, but the switch of the site's colours cannot reach
     # it: the theme shows one of two images by the end of their addresses.
     markdown = TWO_SCHEMES.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", markdown)
@@ -79,32 +75,6 @@ def _rows(found: re.Match[str]) -> str:
         )
         table.append(f"| {' | '.join((*names, *figures))} |")
     return "\n    ".join(table)
-
-
-def _messages() -> str:
-    """What every error says and, behind its semicolon, what to do, by the package."""
-    rows: dict[str, list[str]] = {}
-    package = ROOT / "python" / "fusedrl"
-    for message in messages_of(package):
-        home = message.path.relative_to(package).with_suffix("").parts[0]
-        home = f"fusedrl.{home}".removesuffix(".__init__")
-        rows.setdefault(home, []).append(_message_row(message))
-    rows["compiled code"] = [_message_row(message) for message in compiled_messages(ROOT / "csrc")]
-    head = ["", "| message | what to do |", "|---|---|"]
-    return "\n\n".join(
-        "\n    ".join([f'??? note "{home}"', *head, *dict.fromkeys(found)])
-        for home, found in rows.items()
-    )
-
-
-def _message_row(message: Message) -> str:
-    """A message and its remedy, as Markdown; a value that is filled in stands in italics."""
-    said = re.sub(r"([*_<>|\[\]`])", r"\\\1", " ".join(message.text.split()))
-    text, _, remedy = said.partition("; ")
-    if FILLED_IN.fullmatch(remedy):
-        remedy = "the message says it"
-    remedy = remedy or REASONS.get(message.error, "the message around it says it")
-    return FILLED_IN.sub(r"<em>\1</em>", f"| {text} | {remedy} |")
 
 
 def _formula(found: re.Match[str]) -> str:

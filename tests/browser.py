@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -75,12 +74,6 @@ class Page:
         """The part of the page that is seen, in CSS pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-
-    def screenshot(self, path: Path, width: int, height: int) -> None:
-        """A PNG of the top of the page."""
-        self.resize(width, height)
-        image = self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(image["data"]))
 
     def close(self) -> None:
         """Ends the browser, which then writes nothing more into its profile."""

@@ -35,7 +35,6 @@ LONGEST = (
     "test_one_version.py",
     "test_async_lifecycle.py",
     "test_docs.py",
-    "test_site.py",
     "test_triton.py",
     "test_tied_weights.py",
     "test_sync_scheme.py",

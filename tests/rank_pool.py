@@ -18,11 +18,11 @@ PATIENCE = 60  # seconds that a rank waits for another in a collective
 class RankPool:
     """So many ranks, on one thread each, until :meth:`close`."""
 
-    def __init__(self, size: int, folder: Path, patience: int = PATIENCE) -> None:
+    def __init__(self, size: int, folder: Path) -> None:
         self._pipes, self.workers = [], []
         for rank in range(size):
             ours, theirs = processes.Pipe()
-            arguments = theirs, rank, size, str(folder / f"store{size}"), patience
+            arguments = theirs, rank, size, str(folder / f"store{size}")
             worker = processes.Process(target=_serve, args=arguments, daemon=True)
             worker.start()
             theirs.close()
@@ -55,9 +55,9 @@ class RankPool:
             worker.kill()
 
 
-def _serve(pipe: Any, rank: int, size: int, store: str, seconds: int) -> None:
+def _serve(pipe: Any, rank: int, size: int, store: str) -> None:
     torch.set_num_threads(1)
-    patience = timedelta(seconds=seconds)
+    patience = timedelta(seconds=PATIENCE)
     dist.init_process_group("gloo", f"file://{store}", patience, rank=rank, world_size=size)
     while True:
         try:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedrl.models import causal_log_probs, out_of_step
+from fusedrl.models import causal_log_probs
 from fusedrl.models.capabilities import capabilities_of
 from fusedrl.models.shared_rows import sharing_prefixes
 from fusedrl.ops.token_log_probs import TokenLogProbs
@@ -325,6 +325,15 @@ def accumulates(way: str) -> None:
     check_gradients(gradients(model), gradients(whole), 2e-5)
 
 
+def said(model: Any, *data: Any) -> str:
+    """The text of the error of a call of ours, or none."""
+    try:
+        causal_log_probs(model, *data)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def errors(way: str) -> list[str]:
     """What each rank raises if one has tokens that are refused; then all go on."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -335,11 +344,7 @@ def errors(way: str) -> list[str]:
         own = tokens.clone()
         if rank == wrong:
             own[0] = VOCAB
-        try:
-            causal_log_probs(model, own, lengths, mask)
-            found.append("")
-        except (ValueError, RuntimeError) as error:
-            found.append(f"{type(error).__name__}: {error}")
+        found.append(said(model, own, lengths, mask))
     causal_log_probs(model, tokens, lengths, mask).sum().backward()
     return found
 
@@ -350,15 +355,6 @@ def fails_at_head(*_: Any, **__: Any) -> Any:
 
 def fails_in_layer(*_: Any) -> Any:
     raise torch.OutOfMemoryError("no room for a layer")
-
-
-def said(function: Any, *args: Any) -> str:
-    """The text of the error of a call, or none."""
-    try:
-        function(*args)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def errors_within(way: str, place: str) -> list[str]:
@@ -379,7 +375,7 @@ def errors_within(way: str, place: str) -> list[str]:
             layer = inner(getattr(model, "module", model)).model.layers[1]
             hook = layer.register_forward_pre_hook(fails_in_layer)
         try:
-            found.append(said(causal_log_probs, model, *data[rank]))
+            found.append(said(model, *data[rank]))
         finally:
             module.linear_token_log_probs = plain
             if hook is not None:
@@ -389,23 +385,6 @@ def errors_within(way: str, place: str) -> list[str]:
         (definition(whole, *one).sum() / ranks).backward()
     check_gradients(gradients(model), gradients(whole), 2e-5)
     return found
-
-
-def errors_among_gathers(failing: list[int]) -> list[str]:
-    """What each rank raises if some fail between two gathers of weights, and in the next call."""
-    rank = dist.get_rank()
-    model = sharded(model_of("llama"))
-    data = data_of(0, dist.get_world_size())[rank]
-    causal_log_probs(model, *data)
-    hook = None
-    if rank in failing:
-        hook = model.model.layers[0].mlp.register_forward_pre_hook(fails_in_layer)
-    found = [said(causal_log_probs, model, *data)]
-    if hook is not None:
-        hook.remove()
-    if failing == [1]:  # the other one waits in a collective
-        out_of_step.PATIENCE = 1.0
-    return [*found, said(causal_log_probs, model, *data)]
 
 
 def meets_a_dead_rank() -> str:

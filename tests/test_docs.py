@@ -45,7 +45,6 @@ FIGURES_VARY = {"docs/start/first-loss.md"}
 # page -> the tests that run it
 ELSEWHERE = {
     "docs/tutorials/weights-into-vllm.md": "tests/engines/test_docs.py",
-    "docs/reference/vllm.md": "tests/engines/test_explained.py",
     "docs/tutorials/ray-cluster.md": "tests/collectors/cluster/test_ray_docs.py",
 }
 SECOND_NAMES = {"aSyncDataCollector"}  # of classes, which have the examples of the first
@@ -136,7 +135,6 @@ SUBMODULES = (
     "fusedrl.objectives",
     "fusedrl.models",
     "fusedrl.channel",
-    "fusedrl.channel.broadcast",
     "fusedrl.weights",
     "fusedrl.collectors",
     "fusedrl.vllm",

@@ -257,7 +257,7 @@ def test_the_sanitizer_runs_the_main_ops(machine):
     machine.tool("compute-sanitizer", 'echo "$@"')
     machine.follow(3, only="memcheck")
     assert "--tool memcheck" in machine.log
-    assert f"small {' '.join(gpu.MAIN)} --device cuda --tiny" in machine.log
+    assert f"small {' '.join(gpu.HEADLINES)} --device cuda --tiny" in machine.log
 
 
 @pytest.mark.parametrize(

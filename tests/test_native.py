@@ -270,8 +270,7 @@ def test_a_traced_graph_takes_the_answer_about_a_gpu_as_a_constant(gpus):
 COMPARE = """
 import torch
 from fusedrl import (
-    _host, exact_kl, importance_weights, linear_exact_kl, linear_policy_loss,
-    linear_token_log_probs, token_log_probs
+    _host, exact_kl, linear_exact_kl, linear_policy_loss, linear_token_log_probs, token_log_probs
 )
 
 torch.set_num_threads(1)
@@ -302,11 +301,6 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
             )
             (divergence * torch.arange(7)).sum().backward()
             result += [divergence, *(x.grad for x in heads)]
-        pair = [(x[0] / 40).to(dtype).to(kind) for x in (draw, other)]
-        for level in ("token", "sequence"):
-            options = {"offsets": torch.tensor([0, 7, 4099]), "level": level, "impl": impl}
-            weights, mismatch = importance_weights(*pair, high=1e6, **options)
-            result += [weights, mismatch.tokens, mismatch.ess, mismatch.max_ratio]
         for softcap in (None, 5.0):
             hidden, weight, bias = leaves = [
                 x.to(dtype).to(kind).detach().requires_grad_() for x in head

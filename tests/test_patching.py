@@ -337,12 +337,6 @@ def test_a_method_that_is_not_there_is_refused(heirs, name):
         replace("toys", [Replacement("toys.shelf", name, abs)])
 
 
-def test_the_report_says_what_runs_in_part(toys):
-    with replace("toys", [], in_part=lambda: {"Thing": "all but its size"}) as report:
-        assert report.in_part == {"Thing": "all but its size"}
-        assert "in part:\n  Thing: all but its size" in str(report)
-
-
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [("RetrieveKl", "RetrieveKL"), ("grpoloss", "GRPOLoss"), ("Retrieve", "RetrieveKL")],

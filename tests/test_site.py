@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ PAGES = sorted(p.relative_to(DOCS).with_suffix(".html").as_posix() for p in DOCS
 NEEDS = ("mkdocs", "material", "mkdocstrings", "latex2mathml", "ruff")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         not all(importlib.util.find_spec(name) for name in NEEDS), reason="needs fusedrl[docs]"
     ),
@@ -68,92 +68,6 @@ def test_a_browser_shows_the_page(site, tab, page):
     assert tab.problems == []
     asked = {url for url in tab.requests if not url.startswith(("data:", "blob:", "about:"))}
     assert asked and all(url.startswith(site + "/") for url in asked), asked
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_no_code_is_cut(site, tab, page):
-    """Signatures neither, on a screen of 1400 pixels."""
-    tab.resize(1400, 900)
-    tab.open(f"{site}/{page}")
-    code = "[...document.querySelectorAll('article pre code')]"
-    assert tab.run(f"{code}.filter(c => c.scrollWidth > c.clientWidth).map(c => c.innerText)") == []
-
-
-WITH_FORMULAS = [page for page in PAGES if "$" in (DOCS / page).with_suffix(".md").read_text()]
-TEX = r"/\\[(\[]|\\(frac|sum|log)|\$[^$ ]/g"
-
-
-@pytest.mark.parametrize("page", WITH_FORMULAS)
-def test_formulas_are_drawn(site, tab, page):
-    tab.open(f"{site}/{page}")
-    formulas = "[...document.querySelectorAll('.formula math')]"
-    widths = tab.run(f"{formulas}.map(m => m.getBoundingClientRect().width)")
-    assert widths and all(width > 0 for width in widths)
-    assert tab.run(f"document.querySelector('article').innerText.match({TEX})") is None
-
-
-PICTURES = sorted(path.name for path in (DOCS / "pictures").glob("*.svg"))
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_pictures_stand_in_their_pages(site, tab, name):
-    (page,) = [p for p in DOCS.rglob("*.md") if f"pictures/{name}" in p.read_text()]
-    tab.open(f"{site}/{page.relative_to(DOCS).with_suffix('.html').as_posix()}")
-    box = "document.querySelector('figure svg.picture').getBoundingClientRect()"
-    assert tab.run(f"{box}.width") > 500
-    assert tab.run("document.querySelector('figure').getAttribute('aria-label').length") > 20
-
-
-def test_colours_follow_the_system_and_the_switch(site, tmp_path):
-    """In a browser of its own, which remembers what was switched to."""
-    with chromium(tmp_path) as tab:
-        tab.open(f"{site}/how-it-works/rows.html", "light")
-        page, paper = colours(tab)
-        assert page > 200
-        tab.open(f"{site}/how-it-works/rows.html", "dark")
-        dark_page, dark_paper = colours(tab)
-        assert dark_page < 80 and dark_paper < paper - 50
-        tab.run("document.querySelector('label[for=__palette_1]').click()")  # to the light ones
-        assert colours(tab) == (page, paper)
-
-
-def colours(tab):
-    """How bright the page is, and how bright the paper of its picture."""
-    page = tab.run("getComputedStyle(document.body).backgroundColor")
-    paper = tab.run("getComputedStyle(document.querySelector('.kept')).fill")
-    return brightness(page), brightness(paper)
-
-
-def brightness(colour):
-    return sum(float(part) for part in re.findall(r"[\d.]+", colour)[:3]) / 3
-
-
-WITH_SCHEMES = [
-    page for page in PAGES if "<picture>" in (DOCS / page).with_suffix(".md").read_text()
-]
-
-
-@pytest.mark.parametrize("page", WITH_SCHEMES)
-def test_each_picture_is_shown_once_in_the_colours_of_the_page(site, tmp_path, page):
-    """In those of the system, and in those that a reader switches to."""
-    pictures = (DOCS / page).with_suffix(".md").read_text().count("<picture>")
-    with chromium(tmp_path) as tab:
-        for scheme in ("light", "dark"):
-            tab.open(f"{site}/{page}", scheme)
-            assert set(endings(shown(tab), pictures)) == {scheme}
-        tab.run("document.querySelector('label[for=__palette_1]').click()")  # to the light ones
-        assert set(endings(shown(tab), pictures)) == {"light"}
-
-
-def shown(tab):
-    """The addresses of the images that take up room."""
-    images = "[...document.querySelectorAll('article img')]"
-    return tab.run(f"{images}.filter(i => i.offsetWidth).map(i => i.src)")
-
-
-def endings(addresses, count):
-    assert len(addresses) == count
-    return [re.search(r"-(light|dark)\.\w+#", address)[1] for address in addresses]
 
 
 @pytest.mark.parametrize("where", ["server", "folder"])

@@ -30,7 +30,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
     double scale, double softcap, Tensor advantages, std::optional<Tensor> old_log_probs,
     std::optional<Tensor> ref_log_probs, Tensor weights, int64_t surrogate, double low, double high,
     double most, int64_t estimator, bool entropy, bool of_hidden, bool of_weight, bool of_bias,
-    bool weight_in_float, std::optional<Tensor> rounds_grads) {
+    std::optional<Tensor> rounds_grads) {
   Tensor out = empty_per_token(hidden, kPolicyRowFloats);
   PolicyRow* results = mutable_data<PolicyRow>(out);
   std::fill_n(results, tokens.numel(), PolicyRow());
@@ -42,7 +42,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
                                             surrogate, low, high, most, estimator);
 
   const int64_t rows = kept.tokens.size();
-  const bool in_half = !weight_in_float && weight.scalar_type() != ScalarType::Float;
+  // Float16 holds no gradients of tokens that count as one among many: the caller scales them.
+  const bool in_half = weight.scalar_type() == ScalarType::BFloat16;
   const int64_t block_of_rows = rows_of_block(rows, weight, of_weight && in_half);
   const bool one_block = rows <= block_of_rows;
   const ScalarType sums = in_half && one_block ? weight.scalar_type() : ScalarType::Float;

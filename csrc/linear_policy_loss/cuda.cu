@@ -16,7 +16,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
     double scale, double softcap, Tensor advantages, std::optional<Tensor> old_log_probs,
     std::optional<Tensor> ref_log_probs, Tensor weights, int64_t surrogate, double low, double high,
     double most, int64_t estimator, bool entropy, bool of_hidden, bool of_weight, bool of_bias,
-    bool weight_in_float, std::optional<Tensor> /*rounds_grads*/) {
+    std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);
   std::vector<int64_t> sizes(tokens.sizes().begin(), tokens.sizes().end());
   sizes.push_back(kPolicyRowFloats);
@@ -37,7 +37,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
     std::optional<CudaHeadGradient<T>> gradient;
     if (of_hidden || of_weight || of_bias) {
       gradient.emplace(device, rows, head, hidden, weight, of_hidden, of_weight, of_bias,
-                       weight_in_float);
+                       weight.scalar_type() == ScalarType::Half);
     }
     const auto run = entropy ? policy_rows<true, T> : policy_rows<false, T>;
     for_each_tile(

@@ -1,7 +1,7 @@
 """Compiled kernels and drop-in torchrl classes for LLM post-training.
 
-Every public name can be imported from here and loads on first use. So ``import fusedrl`` takes
-almost no time, an op loads torch, and a transform loads torchrl. ``fusedrl.models`` and
+Names can be imported from here and load on first use. So ``import fusedrl`` takes almost no time,
+an op loads torch, and a transform loads torchrl. ``fusedrl.channel``, ``fusedrl.models`` and
 ``fusedrl.vllm`` have further names.
 """
 
@@ -29,6 +29,7 @@ _HOME = {
     "PolicyLoss": "fusedrl.ops",
     "importance_weights": "fusedrl.ops",
     "sampling_support": "fusedrl.ops",
+    "support_log_probs": "fusedrl.ops",
     "ImportanceWeights": "fusedrl.ops",
     "Mismatch": "fusedrl.ops",
     "KLComputation": "fusedrl.transforms",
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
     from fusedrl.ops import linear_token_log_probs as linear_token_log_probs
     from fusedrl.ops import linear_top_k_kl as linear_top_k_kl
     from fusedrl.ops import sampling_support as sampling_support
+    from fusedrl.ops import support_log_probs as support_log_probs
     from fusedrl.ops import token_kl as token_kl
     from fusedrl.ops import token_log_probs as token_log_probs
     from fusedrl.ops import top_k_kl as top_k_kl

@@ -18,12 +18,11 @@ from collections.abc import (
     Collection,
     Iterable,
     Iterator,
-    Mapping,
     MutableMapping,
     Sequence,
 )
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -91,8 +90,6 @@ class Report:
         changes: Iterable[Change],
         already: Iterable[str],
         held: Iterable[tuple[str, str]],
-        untouched: Callable[[], Mapping[str, str]],
-        in_part: Callable[[], Mapping[str, str]],
     ) -> None:
         self.package = patch.package
         self.changes = tuple(changes)
@@ -100,24 +97,6 @@ class Report:
         self.held = tuple(held)
         self.active = True
         self._patch = patch
-        self._find_untouched = untouched
-        self._find_in_part = in_part
-
-    @cached_property
-    def untouched(self) -> Mapping[str, str]:
-        """Parts of the package that run as before, by name, each with the reason.
-
-        They are looked for when they are first asked for, which may take a second.
-        """
-        return self._find_untouched()
-
-    @cached_property
-    def in_part(self) -> Mapping[str, str]:
-        """Parts of the package that use ours only partly or on a condition, by name, each with how.
-
-        They are looked for when they are first asked for, as :attr:`untouched` is.
-        """
-        return self._find_in_part()
 
     def revert(self) -> None:
         """Put back everything that this patch replaced; a second call does nothing.
@@ -165,12 +144,6 @@ class Report:
         if self.held:
             lines.append("held elsewhere and left as they are:")
             lines += [f"  {module}.{name}" for module, name in self.held]
-        if self.in_part:
-            lines.append("in part:")
-            lines += [f"  {name}: {part}" for name, part in self.in_part.items()]
-        if self.untouched:
-            lines.append("not touched:")
-            lines += [f"  {name}: {reason}" for name, reason in self.untouched.items()]
         return "\n".join(lines)
 
 
@@ -200,12 +173,7 @@ def _nearest(name: object, known: Sequence[str]) -> str:
     return f"did you mean {by_case[found[0]]!r}? Or " if found else ""
 
 
-def replace(
-    package: str,
-    replacements: Iterable[Replacement],
-    untouched: Callable[[], Mapping[str, str]] = dict,
-    in_part: Callable[[], Mapping[str, str]] = dict,
-) -> Report:
+def replace(package: str, replacements: Iterable[Replacement]) -> Report:
     """Replace objects wherever loaded modules of ``package`` hold them as globals.
 
     Modules that are imported later take the new object from the patched ones. The patch does not
@@ -218,8 +186,6 @@ def replace(
         package: name of the package, such as ``"torchrl"``.
         replacements: what to replace. A ``new`` that needs its original has to hold a reference to
             it before this call.
-        untouched: finds, for the report, the parts of the package that run as before, with reasons.
-        in_part: finds, for the report, the parts that use ours only partly, and how.
 
     Returns:
         The report of what was replaced, which puts it back with :meth:`Report.revert`.
@@ -251,7 +217,7 @@ def replace(
         originals += [old for old in already.values() if old is not None]
         held = _held_outside(package, originals)
         names = [name for _, name in already]
-        return Report(patch, patch.apply(), names, held, untouched, in_part)
+        return Report(patch, patch.apply(), names, held)
 
 
 class _Methods(MutableMapping[str, Any]):

@@ -351,7 +351,7 @@ def two_ops(monkeypatch):
     monkeypatch.setattr(check, "OPS", TWO)
 
 
-TWO = ("token_kl", "importance_weights")
+TWO = ("token_kl", "token_log_probs")
 
 
 def slightly_wrong(*args, impl, **options):
@@ -365,7 +365,7 @@ def test_check_prints_a_row_an_op_and_a_summary(two_ops, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert [line[0] for line in lines if line[-1] == "pass"] == list(TWO)
     assert [line[1:4] for line in lines if line[0] == "token_kl"] == [["27", "of", "27"]]
-    assert ["cpu:", "42", "passed,", "0", "failed"] in lines
+    assert ["cpu:", "54", "passed,", "0", "failed"] in lines
 
 
 def test_check_shows_each_error_beside_the_one_that_is_allowed(monkeypatch, two_ops, capsys):
@@ -373,7 +373,7 @@ def test_check_shows_each_error_beside_the_one_that_is_allowed(monkeypatch, two_
     main(["check", "-v"])
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.rstrip().endswith(("pass", "FAIL"))]
-    assert len(rows) == 42
+    assert len(rows) == 54
     for *_, error, allowed, gradient_error, gradient_allowed, verdict in rows:
         pairs = [(error, allowed), (gradient_error, gradient_allowed)]
         within = [float(x) <= float(most) for x, most in pairs if x != "-"]
@@ -429,7 +429,7 @@ def test_check_lists_the_cases_that_failed_below_their_op(monkeypatch, two_ops, 
         ["15", "of", "27", "FAIL"]
     ]
     assert sum(line[-1] == "FAIL" for line in lines) == 1 + 12
-    assert "30 passed, 12 failed" in out
+    assert "42 passed, 12 failed" in out
 
 
 def test_check_fails_when_a_kernel_is_off(monkeypatch, two_ops, capsys):

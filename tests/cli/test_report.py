@@ -173,6 +173,7 @@ def test_histogram_of_values_of_any_size(value):
         assert sum(bar["count"] for bar in bars) == len(values)
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_chromium_draws_the_page(page_path, tmp_path):
     from pyarrow import parquet
@@ -188,6 +189,7 @@ def test_chromium_draws_the_page(page_path, tmp_path):
     assert "おはようございます" in "".join(page.cells)
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_controls_recolour_sort_and_filter(page_path, tmp_path):
     use = """<script>
@@ -250,6 +252,7 @@ def test_a_scale_has_two_sides_only_where_values_can_be_negative(page_path):
     assert scale == "scale"
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_a_token_is_chosen_by_a_click_and_by_keys(page_path, tmp_path):
     use = """<script>
@@ -272,6 +275,7 @@ def test_a_token_is_chosen_by_a_click_and_by_keys(page_path, tmp_path):
     assert "<title>[true,true,true,true,true,false,false]</title>" in drawn
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_the_page_is_no_wider_than_a_phone(page_path, tmp_path):
     frame = tmp_path / "frame.html"

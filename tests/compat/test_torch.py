@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
 
 from fusedrl.compat import torch as words
@@ -29,12 +28,3 @@ def test_a_trace_takes_the_answer_of_a_marked_function_as_a_constant():
 
     compiled = torch.compile(lambda x: x + 1 if answer() else x, backend="eager", fullgraph=True)
     assert compiled(torch.zeros(1)) == 1
-
-
-def test_a_marked_function_is_in_no_graph_of_its_caller():
-    @words.in_no_graph_of_its_caller
-    def add(x):
-        return x + 1
-
-    with pytest.raises(Unsupported, match="disable"):
-        torch.compile(lambda x: add(x) * 2, backend="eager", fullgraph=True)(torch.zeros(1))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-import textwrap
 import types
-from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ from trl.trainer import utils as theirs
 
 import fusedrl
 from fusedrl.integrations import trl as ours
-from fusedrl.integrations import trl_trainers
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
 
@@ -232,72 +228,6 @@ def test_a_module_of_the_user_that_holds_a_function_is_reported(monkeypatch):
     with fusedrl.patch_trl() as report:
         assert ("my_training_script", "log_probs") in report.held
         assert mine.log_probs is not ours.selective_log_softmax
-
-
-def test_the_report_names_the_trainers_that_it_does_not_touch():
-    with fusedrl.patch_trl() as report:
-        untouched, printed = report.untouched, str(report)
-    assert {"GOLDTrainer", "IWOPDTrainer", "OnlineDPOTrainer"} <= untouched.keys()
-    touched = {"GRPO", "RLOO", "DPO", "KTO", "SFT", "AsyncGRPO", "GMPO", "CPO", "ORPO", "TPO"}
-    touched |= {"GKD", "Distillation"}
-    assert not untouched.keys() & {f"{name}Trainer" for name in touched}
-    assert untouched["GOLDTrainer"] == "its loss is of kl_div, log_softmax, logsumexp"
-    assert untouched["RewardTrainer"] == "it takes no log-probs of tokens"
-    assert "not touched:\n" in printed
-    for name, reason in untouched.items():
-        assert f"\n  {name}: {reason}" in printed
-
-
-def test_what_is_not_touched_depends_on_what_is_replaced():
-    with fusedrl.patch_trl(["selective_log_softmax"]) as report:
-        assert "CPOTrainer" not in report.untouched
-        assert {"GRPOTrainer", "GKDTrainer"} <= report.untouched.keys()
-
-
-@pytest.mark.parametrize("trainer", ["gold", "online_dpo"])
-def test_a_trainer_that_is_not_touched_holds_nothing_of_ours(trainer):
-    """The report reads sources; the modules that they make agree with it."""
-    module = importlib.import_module(f"trl.experimental.{trainer}.{trainer}_trainer")
-    with fusedrl.patch_trl() as report:
-        assert module.__name__ not in {change.module for change in report}
-
-
-SOURCES = {
-    "trainer/utils.py": """
-        from ..kernels import Head as _Head
-        def log_probs(model): return _Head.apply(model)
-        def add_head(model): model.forward = lambda: log_probs(model)
-        """,
-    "trainer/own_trainer.py": """
-        from .utils import add_head
-        class OwnTrainer(Base):
-            def __init__(self): add_head(self)
-            def compute_loss(self): return 1
-        """,
-    "trainer/heir_trainer.py": "class HeirTrainer(OwnTrainer): pass",
-    "trainer/second_heir_trainer.py": "class SecondHeirTrainer(HeirTrainer): pass",
-    "trainer/other_trainer.py": """
-        class OtherTrainer(OwnTrainer):
-            def compute_loss(self): return F.kl_div(a.log_softmax(-1), b)
-        """,
-    "trainer/reward_trainer.py": "class RewardTrainer(Base): pass",
-    "trainer/base.py": "class _BaseTrainer(Base): pass",
-}
-
-
-def test_what_a_trainer_calls_is_read_from_sources(tmp_path, monkeypatch):
-    for name, source in SOURCES.items():
-        path = tmp_path / "trl" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(source))
-    spec = ModuleSpec("trl", None, is_package=True)
-    spec.submodule_search_locations = [str(tmp_path / "trl")]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    assert trl_trainers.without(["Head"]) == {
-        "OtherTrainer": "its loss is of kl_div, log_softmax",
-        "RewardTrainer": "it takes no log-probs of tokens",
-    }
-    assert "OwnTrainer" in trl_trainers.without(["Body"])
 
 
 def test_names_that_are_not_known_are_refused_before_anything_changes():

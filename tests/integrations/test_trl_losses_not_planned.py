@@ -250,18 +250,6 @@ def test_the_patch_changes_the_two_methods_and_puts_them_back():
         assert vars(gmpo)["_compute_loss"] is own
 
 
-def test_the_report_says_which_losses_are_fused():
-    with fusedrl.patch_trl() as report:
-        in_part, printed = report.in_part, str(report)
-    assert "loss_type sapo and vespo" in in_part["GRPOTrainer"]
-    assert in_part["RLOOTrainer"].startswith("log-probs; the loss too")
-    for name in ("GMPOTrainer", "DPOTrainer", "SFTTrainer"):
-        assert in_part[name] == "log-probs; the loss is its own"
-    assert f"\nin part:\n  A2POTrainer: {in_part['A2POTrainer']}" in printed
-    with fusedrl.patch_trl(["ChunkedLogProbFunction"]) as report:
-        assert report.in_part["GRPOTrainer"] == "log-probs; the loss is its own"
-
-
 def test_a_loss_is_not_patched_without_its_head_or_with_other_arguments(monkeypatch, said):
     with pytest.raises(ValueError, match="speaks to ChunkedLogProbFunction, which is not replaced"):
         fusedrl.patch_trl(NAMES)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 import fusedrl
 from fusedrl.integrations import trl as ours
-from fusedrl.integrations import trl_distillation, trl_gkd, trl_head
+from fusedrl.integrations import trl_head
 
 __all__ = ["one_thread"]
 
@@ -31,12 +31,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def called(monkeypatch):
     """Counts the calls of the fused ops, by their name."""
-    places = [
-        (ours, "token_log_probs"),
-        (trl_head, "linear_token_log_probs"),
-        (trl_distillation, "head_divergence"),
-        (trl_gkd, "exact_kl"),
-    ]
+    places = [(ours, "token_log_probs"), (trl_head, "linear_token_log_probs")]
     counts = {name: 0 for _, name in places}
 
     def counting(name, op):
@@ -106,44 +101,6 @@ def tpo(folder: str, out: Any) -> Any:
     return TPOTrainer(folder, args=args, train_dataset=Dataset.from_dict(rows))
 
 
-def distillation(folder: str, out: Any) -> Any:
-    """On a teacher that is not the student, or there would be nothing to learn."""
-    return trl.DistillationTrainer(
-        folder,
-        teacher_model=another(folder),
-        args=trl.DistillationConfig(
-            **options(out), max_completion_length=6, beta=0.3, temperature=0.9
-        ),
-        train_dataset=Dataset.from_dict({"prompt": TEXTS}),
-    )
-
-
-def gkd(folder: str, out: Any) -> Any:
-    from trl.experimental.gkd import GKDConfig, GKDTrainer
-
-    turns = [
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        for prompt, answer in zip(TEXTS, PAIRS["chosen"], strict=True)
-    ]
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
-    return GKDTrainer(
-        Qwen2ForCausalLM.from_pretrained(folder),
-        teacher_model=another(folder),
-        args=GKDConfig(**options(out), lmbda=0.0, beta=0.3, max_length=32),
-        train_dataset=Dataset.from_dict({"messages": turns}),
-        processing_class=tokenizer,
-    )
-
-
-def another(folder: str) -> Qwen2ForCausalLM:
-    """A teacher with the same tokens."""
-    model = Qwen2ForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(0.5).add_(model.lm_head.weight.roll(1, 0))
-    return model
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("make", "op"),
@@ -155,8 +112,6 @@ def another(folder: str) -> Qwen2ForCausalLM:
         (sft, "linear_token_log_probs"),
         (cpo, "token_log_probs"),
         (tpo, "token_log_probs"),
-        (distillation, "head_divergence"),
-        (gkd, "exact_kl"),
     ],
 )
 def test_steps_under_the_patch_are_those_without_it(make, op, folder, called, tmp_path):

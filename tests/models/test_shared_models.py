@@ -119,23 +119,6 @@ def test_an_error_within_a_forward_is_an_error_of_all(two, way, place):
     assert first[1].startswith(f"{told} 1;") and second[0].startswith(f"{told} 0;")
 
 
-def test_an_error_between_gathers_ends_the_wait_of_others_with_the_group_s_timeout(tmp_path):
-    """And the rank that had it makes no collective that another could take for its own."""
-    pool = RankPool(2, tmp_path, patience=10)
-    try:
-        first, second = pool.run(shared_models.errors_among_gathers, [1])
-    finally:
-        pool.close()
-    assert "on rank 1 within the forward pass: OutOfMemoryError: no room for a layer" in first[0]
-    assert second[0] == "OutOfMemoryError: no room for a layer"
-    assert "got one of this rank alone" in second[1]
-
-
-def test_an_error_of_all_ranks_between_gathers_leaves_them_in_step(two):
-    for found in two.run(shared_models.errors_among_gathers, [0, 1]):
-        assert found == ["OutOfMemoryError: no room for a layer", ""]
-
-
 def test_all_ranks_try_a_model_that_one_has_to(two):
     assert two.run(shared_models.tries_again) == [[1, 2, 2], [1, 2, 2]]
 

@@ -7,11 +7,6 @@ import torch
 from fusedrl.ops.cases import all_cases
 
 EVERY = all_cases(classes=5, sequences=2, length=4, width=3)
-CONSTANT = {name for name in EVERY if name.startswith("importance_weights")}
-DIFFERENTIABLE = [name for name in EVERY if name not in CONSTANT]
-# Their graph is one of torch's functions alone, with what these do under hooks and twice.
-OF_TORCH = ["token_log_probs, V=5 packed mask shift entropy support"]
-OF_KERNELS = [name for name in DIFFERENTIABLE if name not in OF_TORCH]
 FIRST = list({name.split(",")[0]: name for name in reversed(EVERY)}.values())  # of each op
 
 

@@ -9,7 +9,6 @@ import torch
 
 from fusedrl import (
     exact_kl,
-    importance_weights,
     linear_exact_kl,
     linear_token_log_probs,
     token_kl,
@@ -73,18 +72,6 @@ def test_opcheck_token_kl(dtype, has_reward):
     torch.library.opcheck(
         torch.ops.fusedrl.token_kl_backward.default, (*grads, p, q, mask, coeff, 2, True)
     )
-
-
-@pytest.mark.parametrize("kind", SAMPLES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_opcheck_importance_weights(kind, dtype, level):
-    shape, offsets = SAMPLES[kind]
-    p, q = torch.randn(2, *shape[:-1]).to(dtype).unbind()
-    low, high = torch.tensor([0.5, 2.0], dtype=torch.float64).unbind()
-    for mask in (None, torch.rand(shape[:-1]) < 0.7):
-        args = (p, q, mask, offsets, low.clone(), high.clone(), level, level == 1, mask is None)
-        torch.library.opcheck(torch.ops.fusedrl.importance_weights.default, args)
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
@@ -283,43 +270,6 @@ def test_one_graph_over_twenty_coefficients(graphs):
     for coeff in torch.linspace(0.0, 1.0, 20).unbind():
         torch.testing.assert_close(compiled(p, coeff), penalised(p, float(coeff)))
     assert graphs.frame_count == 1
-
-
-@pytest.mark.parametrize("kind", SAMPLES)
-@pytest.mark.parametrize("level", ["token", "geometric"])
-def test_one_graph_over_twenty_bounds(graphs, kind, level):
-    shape, offsets = SAMPLES[kind]
-    p, q = torch.randn(2, *shape[:-1]).unbind()
-    p.requires_grad_()
-
-    def loss(p, high):
-        options = {"offsets": offsets, "level": level, "low": 0.1, "high": high}
-        weights, mismatch = importance_weights(p, q, **options)
-        return (weights * p).sum(), mismatch.total().ess, mismatch.k3
-
-    compiled = torch.compile(loss, backend=graphs, fullgraph=True)
-    for high in torch.linspace(1.0, 3.0, 20).unbind():
-        torch.testing.assert_close(compiled(p, high), loss(p, float(high)))
-    assert graphs.frame_count == 1
-
-
-def test_weights_are_constants_of_a_compiled_graph():
-    torch._dynamo.reset()
-    p, q = torch.randn(2, 9).unbind()
-    offsets = torch.tensor([0, 3, 3, 9])
-
-    def loss(p):
-        weights, mismatch = importance_weights(p * 2, q, offsets=offsets, level="sequence")
-        return (weights * p).sum() + mismatch.k1.sum()
-
-    grads = []
-    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
-        x = p.clone().requires_grad_()
-        function(x).backward()
-        grads.append(x.grad)
-    torch.testing.assert_close(*grads)
-    expected = importance_weights(p * 2, q, offsets=offsets, level="sequence").weights
-    torch.testing.assert_close(grads[0], expected)
 
 
 def test_twenty_lengths_make_at_most_two_graphs(graphs):

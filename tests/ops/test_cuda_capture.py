@@ -10,19 +10,13 @@ import torch
 from fusedrl import linear_token_log_probs, token_kl, token_log_probs
 from fusedrl.ops import _dispatch
 
-from .every_case import CONSTANT, EVERY, leaves_of
+from .every_case import EVERY, leaves_of
 
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
-# The rows of which all classes count are known on the device. Lengths of a list are copied to it,
-# for which the host waits: a graph would read them again when they are gone.
-WAITS = [
-    "importance_weights, V=5 a list",
-    *(x for x in EVERY if x.startswith("linear") and "support" in x),
-]
 
 
 def case_of(name, device):
@@ -36,27 +30,23 @@ def case_of(name, device):
 
 def step_of(name, device):
     """What calls the op and its backward pass, and the inputs that it reads."""
-    case, constant = case_of(name, device), name in CONSTANT
-    inputs = leaves_of(case, device=device, requires_grad=not constant)
+    case = case_of(name, device)
+    inputs = leaves_of(case, device=device)
     upstream = [
         torch.linspace(1, 2, x.numel(), device=device).view_as(x) for x in case.call(inputs)
     ]
 
     def step():
         results = case.call(inputs)
-        if constant:
-            return results
         return [*results, *torch.autograd.grad(results, list(inputs.values()), upstream)]
 
     return step, inputs
 
 
-def each_but(left_out):
-    assert set(left_out) <= EVERY.keys()
-    return pytest.mark.parametrize("name", [name for name in EVERY if name not in left_out])
+each = pytest.mark.parametrize("name", EVERY)
 
 
-@each_but(WAITS)
+@each
 @on_gpu
 def test_no_op_waits_for_the_device(name, device):
     step, _ = step_of(name, device)
@@ -68,7 +58,7 @@ def test_no_op_waits_for_the_device(name, device):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@each_but([*WAITS, *CONSTANT])
+@each
 @on_gpu
 def test_no_backward_pass_waits_where_rows_are_dropped(name, device):
     """The forward pass does, to count the rows of a head."""
@@ -83,7 +73,7 @@ def test_no_backward_pass_waits_where_rows_are_dropped(name, device):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@each_but(WAITS)
+@each
 @on_gpu
 def test_a_graph_holds_an_op_and_its_backward_pass(name, device):
     step, inputs = step_of(name, device)
@@ -104,7 +94,7 @@ def test_a_graph_holds_an_op_and_its_backward_pass(name, device):
         torch.testing.assert_close(got, want, equal_nan=True)
 
 
-@each_but([name for name in EVERY if name in WAITS or not name.startswith("linear")])
+@pytest.mark.parametrize("name", [name for name in EVERY if name.startswith("linear")])
 def test_numbers_may_be_captured_that_an_op_makes_tensors_of(name, monkeypatch):
     """A tensor of the caller's on the CPU is refused; one that is made of a number is not."""
     monkeypatch.setattr(_dispatch, "is_capturing", lambda device: True)

@@ -12,7 +12,6 @@ from fusedrl import linear_token_log_probs, token_log_probs
 OPS = torch.ops.fusedrl
 ROWS, HEAD = torch.linspace(-1, 1, 15).view(3, 5), torch.linspace(-1, 1, 20).view(4, 5)
 TOKENS = torch.tensor([0, 3, 1])
-IDS = torch.tensor([[0, 3], [2, -1], [1, 0]])
 ONE = torch.ones((), dtype=torch.float64)
 NO_PARTITION = torch.tensor([0, 2])
 
@@ -40,20 +39,9 @@ def linear_exact(rows=ROWS, offsets=None, temperature=ONE):
 def policy_loss(rows=ROWS, offsets=None, temperature=ONE):
     head = (rows, HEAD.to(rows.dtype), None)
     constants = (1.0, 0.0, torch.ones(3), None, None, torch.ones(3, 4))
-    options = (0, 0.8, 1.2, 2.0, 2, False, False, False, False, False)
+    options = (0, 0.8, 1.2, 2.0, 2, False, False, False, False)
     return OPS.linear_policy_loss(
         *head, TOKENS, None, offsets, False, temperature, *constants, *options
-    )
-
-
-def top_k(rows=ROWS, offsets=None, temperature=ONE):
-    return OPS.top_k_kl_log_probs(rows, IDS, None, offsets, False, temperature)
-
-
-def linear_top_k(rows=ROWS, offsets=None, temperature=ONE):
-    head = (rows, HEAD.to(rows.dtype), None)
-    return OPS.linear_top_k_kl_log_probs(
-        *head, IDS, None, offsets, False, temperature, 1.0, 0.0, False, 0
     )
 
 
@@ -61,15 +49,11 @@ def kl(rows=ROWS):
     return OPS.token_kl(rows[0], rows[1], None, None, ONE, 0, False)
 
 
-def weights(rows=ROWS, offsets=None):
-    return OPS.importance_weights(rows[0], rows[1], None, offsets, ONE, ONE, 0, False, False)
-
-
-OVER_ROWS = [log_probs, linear, exact, linear_exact, policy_loss, top_k, linear_top_k]
+OVER_ROWS = [log_probs, linear, exact, linear_exact, policy_loss]
 OUTSIDE = torch.tensor([0, 3, 9])
 
 
-@pytest.mark.parametrize("op", [*OVER_ROWS, weights])
+@pytest.mark.parametrize("op", OVER_ROWS)
 def test_offsets(op):
     with pytest.raises(RuntimeError, match=r"^offsets: expected non-decreasing values from 0 to"):
         op(offsets=NO_PARTITION)
@@ -83,7 +67,7 @@ def test_temperature(op):
         op(temperature=-ONE)
 
 
-@pytest.mark.parametrize("op", [*OVER_ROWS, kl, weights])
+@pytest.mark.parametrize("op", [*OVER_ROWS, kl])
 def test_dtype(op):
     with pytest.raises(
         RuntimeError, match=r"^\w+: expected dtype float32, bfloat16 or float16, .*; conv"

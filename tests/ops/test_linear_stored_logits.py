@@ -9,7 +9,7 @@ import pytest
 import torch
 from programs import python
 
-from fusedrl import linear_exact_kl, linear_token_log_probs, linear_top_k_kl
+from fusedrl import linear_exact_kl, linear_token_log_probs
 from fusedrl.ops import _stored
 from fusedrl.ops.exact_kl import DIRECTIONS
 
@@ -30,13 +30,6 @@ def log_probs(heads, options):
     return linear_token_log_probs(hidden, weight, tokens, bias=bias, **options)
 
 
-def top_k(heads, options):
-    (hidden, weight, bias), _ = heads
-    ids = torch.arange(ROWS * 4).view(-1, 4) * 131 % CLASSES
-    teacher = torch.full(ids.shape, -2.0)
-    return linear_top_k_kl(hidden, weight, ids, teacher, bias=bias, **options)
-
-
 def divergence(direction):
     def function(heads, options):
         (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias) = heads
@@ -51,7 +44,7 @@ def divergence(direction):
     return function
 
 
-OPS = {"log_probs": log_probs, "top_k": top_k, **{d: divergence(d) for d in DIRECTIONS}}
+OPS = {"log_probs": log_probs, **{d: divergence(d) for d in DIRECTIONS}}
 
 
 def outcome(op, heads, options, most_bytes):
@@ -86,7 +79,7 @@ def test_the_same_as_multiplied_again(name, dtype, bias, shape):
     heads = head(16, dtype, bias), head(24, dtype, bias)
     values, grads, again, stored = outcome(OPS[name], heads, shape, 1 << 30)
     want, want_grads, _, none = outcome(OPS[name], heads, shape, 0)
-    assert stored == ROWS * FLOATS * (1 if name in ("log_probs", "top_k") else 2)
+    assert stored == ROWS * FLOATS * (1 if name == "log_probs" else 2)
     assert none == 0
     assert torch.equal(values, want)
     for got, twice, other in zip(grads, again, want_grads, strict=True):
@@ -100,7 +93,7 @@ def test_the_same_as_multiplied_again(name, dtype, bias, shape):
 def test_all_of_them_or_none(name):
     """The bound holds for both heads of an op together."""
     heads = head(16, torch.float32, False), head(24, torch.float32, False)
-    count = 1 if name in ("log_probs", "top_k") else 2
+    count = 1 if name == "log_probs" else 2
     need = 4 * count * ROWS * FLOATS
     assert outcome(OPS[name], heads, {}, need)[-1] == count * ROWS * FLOATS
     assert outcome(OPS[name], heads, {}, need - 1)[-1] == 0

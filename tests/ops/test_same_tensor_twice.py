@@ -10,7 +10,6 @@ from fusedrl import (
     linear_exact_kl,
     linear_policy_loss,
     linear_token_log_probs,
-    linear_top_k_kl,
     token_kl,
 )
 
@@ -47,10 +46,6 @@ CASES = {
     "token_kl, no difference": (lambda x: token_kl(x, x, estimator="k1"), (LOG_PROBS,)),
     "linear_policy_loss": (policy_loss, (HIDDEN, WEIGHT)),
     "linear_token_log_probs": (lambda x: linear_token_log_probs(x, x, IDS[:, 0]), (SQUARE,)),
-    "linear_top_k_kl": (
-        lambda x: linear_top_k_kl(x, x, IDS, torch.full((6, 3), -2.0)),
-        (SQUARE,),
-    ),
 }
 
 

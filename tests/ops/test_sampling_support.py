@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_sampler import SAMPLERS, allowed_by_transformers, sampled
 
-from fusedrl import linear_token_log_probs, sampling_support, token_log_probs
+from fusedrl import sampling_support, support_log_probs, token_log_probs
 
 
 def dense(support, classes):
@@ -55,27 +55,113 @@ def test_rows_of_whole_sequences():
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_op_has_the_log_probs_of_the_sampler(name):
-    """Every token of `generate`: its renormalised log-prob there, and here."""
+def test_log_probs_over_the_support_are_those_of_the_sampler(name):
+    """Every token of `generate`, from the hidden states that a trainer computes."""
     run = sampled(name)
     support = sampling_support(run.logits, **run.limits)
     if name != "temperature":
         assert bool((support[1].diff() < run.logits.shape[-1]).all())
         assert int(support[1][-1]) > 0
-    options = {"support": support, "temperature": run.limits["temperature"]}
-    found = token_log_probs(run.logits, run.tokens, **options)
-    torch.testing.assert_close(found, run.log_probs, rtol=0, atol=1e-5)
-    # From the hidden states of a forward pass over all tokens, as a trainer computes them.
     with torch.no_grad():
         hidden = run.model.model(run.sequences).last_hidden_state
     start = run.sequences.shape[1] - run.tokens.shape[1]
-    of_head = linear_token_log_probs(
-        hidden[:, start - 1 : -1], run.model.lm_head.weight, run.tokens, **options
+    head, temperature = run.model.lm_head.weight, run.limits["temperature"]
+    found = support_log_probs(
+        *(hidden[:, start - 1 : -1], head, run.tokens, support), temperature=temperature
     )
-    torch.testing.assert_close(of_head, run.log_probs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, run.log_probs, rtol=0, atol=1e-5)
+    # From logits in memory, which is what the documentation says of them.
+    allowed = dense(support, run.logits.shape[-1]).view_as(run.logits)
+    logits = run.logits.masked_fill(~allowed, -torch.inf)
+    found = token_log_probs(logits, run.tokens, temperature=temperature)
+    torch.testing.assert_close(found, run.log_probs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_and_gradients_of_the_definition(dtype):
+    """Shifted rows of which some are dropped, some truncated and some not."""
+    torch.manual_seed(0)
+    rows = torch.randn(2, 6, 8), torch.randn(40, 8), torch.randn(40)
+    tokens, mask = torch.randint(40, (2, 6)), torch.rand(2, 6) < 0.8
+    allowed = torch.rand(12, 40) < 0.3
+    allowed[::3] = False  # all classes count
+    allowed[allowed.any(-1)] |= torch.nn.functional.one_hot(tokens.flatten(), 40).bool()[
+        allowed.any(-1)
+    ]
+    counts = allowed.sum(-1)
+    support = allowed.nonzero()[:, 1], torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    outside = (~allowed & (counts > 0)[:, None]).view(2, 6, 40)
+    options = {"softcap": 4.0, "scale": 0.8}
+
+    def ours(hidden, weight, bias):
+        return support_log_probs(
+            *(hidden, weight, tokens, support, mask),
+            **options | {"bias": bias, "shift": True, "temperature": 0.7},
+        )
+
+    def definition(hidden, weight, bias):
+        logits = options["scale"] * (hidden[:, :-1] @ weight.T + bias)
+        logits = 4.0 * torch.tanh(logits / 4.0) / 0.7
+        logits = logits.masked_fill(outside[:, 1:], -torch.inf)
+        kept = torch.where(mask[:, 1:, None], logits, 0).log_softmax(-1)
+        found = kept.gather(-1, tokens[:, 1:, None]).squeeze(-1) * mask[:, 1:]
+        return torch.nn.functional.pad(found, (1, 0))
+
+    upstream, results = torch.randn(2, 6), []
+    for function, kind in ((ours, dtype), (definition, torch.float64)):
+        leaves = [x.to(dtype).to(kind).requires_grad_() for x in rows]
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, upstream.to(out))])
+    for mine, truth in zip(*results, strict=True):
+        atol = max(1e-5, torch.finfo(mine.dtype).eps)
+        torch.testing.assert_close(mine.double(), truth.double(), rtol=max(1e-4, atol), atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("ids", "starts", "error", "message"),
+    [
+        ([1, 2], [0, 2], ValueError, r"expected 3 offsets .* from 0 to 2, .* with \[0, 2\]"),
+        ([1, 2], [0, 3, 2], ValueError, "expected 3 offsets"),
+        ([1, 2], [1, 1, 2], ValueError, "expected 3 offsets"),
+        ([1, 2], [0, 1, 1], ValueError, "expected 3 offsets"),
+        ([1, 2], [], TypeError, "expected integer ids"),
+        ([2, 1], [0, 1, 2], ValueError, "expected every kept token among its own ids, got token 0"),
+        ([-1, 1, 2], [0, 2, 3], ValueError, r"expected ids in \[0, 9\) .* got -1 of token 0"),
+        ([1, 2, 9], [0, 1, 3], ValueError, r"expected ids in \[0, 9\) .* got 9 of token 1"),
+        ([1, 1, 2], [0, 2, 3], ValueError, "expected ids in .* that ascend .*, got 1 of token 0"),
+        ([4, 1, 2], [0, 2, 3], ValueError, "expected ids in .* that ascend .*, got 1 of token 0"),
+        ([1.0, 2.0], [0, 1, 2], TypeError, "expected integer ids"),
+        ([[1, 2]], [0, 1, 2], TypeError, "expected integer ids"),
+    ],
+)
+def test_a_support_that_does_not_fit_is_refused(ids, starts, error, message):
+    hidden, weight, tokens = torch.randn(2, 4), torch.randn(9, 4), torch.tensor([1, 2])
+    support = torch.tensor(ids), torch.tensor(starts)
+    with pytest.raises(error, match=f"^support: {message}"):
+        support_log_probs(hidden, weight, tokens, support)
+
+
+def test_what_fits_no_token_is_refused():
+    rows = torch.randn(2, 4), torch.randn(9, 4), torch.tensor([1, 2])
+    support = torch.tensor([1, 2]), torch.tensor([0, 1, 2])
+    with pytest.raises(TypeError, match="support: expected ids and offsets, got NoneType; pass"):
+        support_log_probs(*rows, None)
+    with pytest.raises(ValueError, match="temperature: expected a number"):
+        support_log_probs(*rows, support, temperature=0.0)
+    with pytest.raises(TypeError, match="shift: expected True or False"):
+        support_log_probs(*rows, support, shift=1)
+
+
+def test_the_support_of_a_dropped_token_is_not_read():
+    hidden, weight, tokens = torch.randn(2, 4), torch.randn(9, 4), torch.tensor([1, 2])
+    support = torch.tensor([9, -1, 2, 5]), torch.tensor([0, 2, 4])
+    found = support_log_probs(hidden, weight, tokens, support, torch.tensor([False, True]))
+    assert found[0] == 0
+    logits = (hidden[1] @ weight.T)[[2, 5]]
+    torch.testing.assert_close(found[1], logits.log_softmax(-1)[0])
 
 
 def test_nan_is_not_left_out():
     logits = torch.tensor([[1.0, 2.0, torch.nan, 0.0]])
-    support = sampling_support(logits, top_k=2)
-    assert token_log_probs(logits, torch.tensor([2]), support=support).isnan().all()
+    ids, _ = sampling_support(logits, top_k=2)
+    assert 2 in ids

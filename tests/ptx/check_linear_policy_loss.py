@@ -84,20 +84,6 @@ def check_shifts_and_masks():
     compare(*head(7, 19, 5, torch.float32), nothing)
 
 
-def check_float_gradients():
-    """The weight's, added to a float32 tensor over several blocks of rows."""
-    for dtype in DTYPES:
-        hidden, weight, _, tokens = head(7, 35, 5, dtype)
-        advantages, main = torch.randn(7), torch.ones(35, 5)
-        leaf = weight.clone().requires_grad_()
-        linear_policy_loss(hidden, leaf, tokens, advantages, main_grad=main).loss.backward()
-        exact = weight.double().requires_grad_()
-        linear_policy_loss(hidden.double(), exact, tokens, advantages).loss.backward()
-        assert leaf.grad is None
-        tol = max(TOLERANCE[dtype], 1e-5)  # products of half gradients
-        torch.testing.assert_close(main.double() - 1, exact.grad, rtol=tol, atol=tol)
-
-
 def check_wrong_tokens_stop_the_kernel():
     """A token outside the vocabulary."""
     for dtype, coeff, token in itertools.product(DTYPES, (0.0, 0.1), (-1, 5)):

@@ -151,7 +151,6 @@ def loops(kernel: str, text: str) -> dict[str, dict[str, Any]]:
             "conversions": round(
                 sum(n for k, n in counts.items() if CONVERSIONS.match(k)) / elements, 2
             ),
-            "shared_loads": round(counts["LDS"] / elements, 2),
         }
         if kind not in found or loop["instructions"] < found[kind]["instructions"]:
             found[kind] = loop

@@ -60,16 +60,10 @@ class Writing(_host.Writing):
 
     Attributes:
         version: the number under which it will be published.
-        flat: its bytes.
         views: tensors over it, one for each entry of the layout that is not tied to another.
     """
 
     __slots__ = ()
-
-    @property
-    def flat(self) -> Tensor:
-        """The bytes of the slot."""
-        return self.channel._memory.slot(self.slot)
 
     @property
     def views(self) -> list[Tensor]:

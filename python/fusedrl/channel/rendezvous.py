@@ -222,19 +222,15 @@ def publish_together(
     version: int | None,
     limit: float,
     find: Callable[[], list[Any]],
-    leads: bool | None = None,
-    spread: Callable[[Any], None] = lambda flat: None,
 ) -> int:
     """Publish one version on all ranks that have slots, or none on any.
 
     Args:
         channel: of this rank.
         rendezvous: of all ranks, each of which calls this.
-        version: its number, read on the first rank that leads; one more if ``None``.
+        version: its number, read on the first rank that has slots; one more if ``None``.
         limit: seconds that a rank waits for a free slot.
         find: finds the places of the weights.
-        leads: whether this rank decides on the number; ``None`` if it has slots.
-        spread: sends the bytes of a slot that was written here, or receives them.
 
     Returns:
         The version.
@@ -247,15 +243,12 @@ def publish_together(
         if version is not None:
             count("version", version, 0, MAX_VERSION)
         last = -1 if channel.version is None else channel.version
-        state = [channel.layout.hash, last, version, holds if leads is None else leads]
+        state = [channel.layout.hash, last, version, holds]
         version = rendezvous.agree(patience, state, _next_version)
         places = find()
         with channel.writing(version, timeout=limit) if holds else nullcontext() as writing:
-            sharded = 0 if leads is not None else sum(p.sharded for p in places)
-            rendezvous.agree(patience + limit, sharded, _same_shards)
-            if places:
-                channel.layout.write(places, writing and writing.views)
-            spread(writing)
+            rendezvous.agree(patience + limit, sum(p.sharded for p in places), _same_shards)
+            channel.layout.write(places, writing and writing.views)
             rendezvous.agree(patience + limit)
         rendezvous.version = version
     assert version is not None
@@ -291,7 +284,7 @@ def _refuse_others(expected: str, states: dict[int, Any], remedy: str) -> None:
 def _next_version(states: dict[int, Any]) -> int:
     _refuse_layouts({rank: layout for rank, (layout, *_) in states.items()})
     last = max(last for _, last, _, _ in states.values())
-    wanted = next(wanted for _, _, wanted, leads in states.values() if leads)
+    wanted = next(wanted for _, _, wanted, holds in states.values() if holds)
     if wanted is None:
         return max(last, 0) + 1
     if wanted <= last:

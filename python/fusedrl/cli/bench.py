@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 OPS = (
     *ops.OPS,
     *(
-        "truncated_sampling",
         "retrieve_kl",
         "shared_prefix",
         "ranks",

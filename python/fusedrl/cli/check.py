@@ -3,8 +3,7 @@
 A case runs three times on the same inputs: the compiled kernel and the definition in the dtype
 under test, and the definition in float64, which is taken as the truth. A kernel is allowed the
 error of the definition and a few float32 roundings more; and the gradients of a head on a GPU,
-where those of its logits are rounded, an epsilon of the largest. With ``--engine`` an engine is
-compared with its trainer instead.
+where those of its logits are rounded, an epsilon of the largest.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from fusedrl.cli import check_engine
 from fusedrl.cli.console import Console
 from fusedrl.native import NativeLibraryError
 from fusedrl.ops import OPS
@@ -35,7 +33,7 @@ LEGEND = (
     f"Allowed is the error of the definition in the same dtype plus {TOLERANCE:.1e}.\n"
     "On a GPU the gradients of a head's logits are rounded to its dtype, as in plain\n"
     "torch: its gradients are allowed an epsilon of the largest of them.\n"
-    "- stands where a kernel did not run, or has no gradient."
+    "- stands where a kernel did not run."
 )
 
 EXAMPLES = """\
@@ -43,14 +41,10 @@ examples:
   fusedrl check             # a row for each op, and the cases that failed
   fusedrl check -v          # a row for each case and dtype
   fusedrl check --failed    # the cases that failed, and the summary
-  # why an engine's log-probs are not the trainer's:
-  fusedrl check --engine vllm MODEL
-  fusedrl check --engine vllm MODEL --engine-options '{"dtype": "bfloat16"}'
 
 exit codes:
   0    no error is larger than what is allowed
-  1    one is, or a kernel did not run; or an engine and its trainer differ
-  2    a model could not be loaded
+  1    one is, or a kernel did not run
 """
 
 
@@ -62,10 +56,7 @@ class Errors(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of one case in one dtype; ``failure`` says why a kernel did not run.
-
-    ``gradient`` is ``None`` too where the results are constants.
-    """
+    """What came of one case in one dtype; ``failure`` says why a kernel did not run."""
 
     op: str
     case: str
@@ -88,13 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rows = parser.add_mutually_exclusive_group()
     rows.add_argument("-v", "--verbose", action="store_true", help="print a row for each case")
     rows.add_argument("--failed", action="store_true", help="print only the cases that failed")
-    check_engine.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run every case, and print a row for each op and each case that failed; 1 if any did."""
-    if args.engine or args.model:
-        return check_engine.run(args)
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     console = Console()
@@ -161,7 +149,7 @@ def _table(title: str, results: list[Result], wide: bool) -> Table:
 
 
 def _shown(errors: Errors | None, wide: bool) -> tuple[str, ...]:
-    """The kernel's error and what is allowed, where a kernel ran and has such a result."""
+    """The kernel's error and what is allowed, where a kernel ran."""
     shown = (f"{errors.kernel:.1e}", f"{errors.allowed:.1e}") if errors else ("-", "-")
     return shown if wide else shown[:1]
 
@@ -187,11 +175,9 @@ def _compare(op: str, case: Case, dtype: torch.dtype, device: torch.device) -> R
             max(map(_error, kernel[what], truth[what])),
             max(map(_error, reference[what], truth[what])) + TOLERANCE,
         )
-        if truth[what]
-        else None
         for what in ("forward", "gradient")
     )
-    if gradient is not None and "weight" in inputs and device.type == "cuda":
+    if "weight" in inputs and device.type == "cuda":
         rounding = torch.finfo(dtype).eps * max(x.abs().max().item() for x in truth["gradient"])
         gradient = gradient._replace(allowed=max(gradient.allowed, rounding))
     return Result(op, case.name, dtype, forward, gradient)
@@ -200,8 +186,6 @@ def _compare(op: str, case: Case, dtype: torch.dtype, device: torch.device) -> R
 def _evaluate(case: Case, inputs: dict[str, Tensor], impl: str) -> dict[str, Sequence[Tensor]]:
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     outputs = case.call(leaves, impl=impl)
-    if not any(x.requires_grad for x in outputs):
-        return {"forward": outputs, "gradient": ()}
     # Upstream gradients that differ from token to token, as losses have them.
     upstream = [torch.linspace(-1, 1, x.numel()).view_as(x).to(x) for x in outputs]
     grads = torch.autograd.grad(outputs, list(leaves.values()), upstream)

@@ -56,12 +56,6 @@ def in_trace_of_jit() -> bool:
     return torch._C._is_tracing()
 
 
-@TORCH.needs("torch._C._autograd:_top_saved_tensors_default_hooks")
-def saves_through_hooks() -> bool:
-    """Whether hooks are in force, which may make something else of saved tensors."""
-    return _autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 @TORCH.needs("torch._C._autograd:_get_current_graph_task_keep_graph")
 def graph_is_kept() -> bool:
     """Whether another backward pass may read what was saved for the running one."""
@@ -290,15 +284,6 @@ def constant_in_traces(function: _Function) -> _Function:
     ``torch.compiler.assume_constant_result`` says the same, and imports the compiler.
     """
     vars(function)["_dynamo_marked_constant"] = True
-    return function
-
-
-def in_no_graph_of_its_caller(function: _Function) -> _Function:
-    """Let the trace of a caller stop at a function.
-
-    ``torch.compiler.disable`` says the same, and imports the compiler.
-    """
-    vars(function)["_torchdynamo_disable"] = True
     return function
 
 

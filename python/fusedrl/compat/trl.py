@@ -14,9 +14,6 @@ LOG_PROBS = "_get_per_token_logps_and_entropies"
 TRL.names("trl.trainer.grpo_trainer:GRPOTrainer", (LOSS, LOG_PROBS), "patch_trl replaces it")
 TRL.names("trl.trainer.rloo_trainer:RLOOTrainer", (LOSS, LOG_PROBS), "patch_trl replaces it")
 TRL.names("trl.trainer.dpo_trainer:DPOTrainer", (LOSS,), "patch_trl replaces it")
-(DIVERGENCE_LOSS,) = TRL.names(
-    "trl.trainer.distillation_trainer", ("_chunked_divergence_loss",), "patch_trl replaces it"
-)
 
 
 @TRL.needs("trl.trainer.grpo_trainer:GRPOTrainer._last_world_entropy")

@@ -58,25 +58,6 @@ def workers_of_this_engine() -> tuple[int, int, Any]:
     return world.world_size, world.rank_in_group, world.cpu_group
 
 
-_ROTARY = "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase"
-
-
-@VLLM.needs(f"{_ROTARY}.cos_sin_cache", f"{_ROTARY}.is_neox_style")
-def rope_cosines(model: nn.Module, positions: int) -> list[Tensor]:
-    """The cosines by which a model rotates at the first positions, once for each of its tables.
-
-    They are in the order of transformers, ``[positions, rotated features of a head]``.
-    """
-    tables: dict[int, Tensor] = {}
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "cos_sin_cache"):
-            half = module.cos_sin_cache[:positions].chunk(2, -1)[0].cpu()
-            both = half.repeat(1, 2) if module.is_neox_style else half.repeat_interleave(2, -1)
-            tables[id(module.cos_sin_cache)] = both
-    return list(tables.values())
-
-
 @VLLM.needs("vllm.config:CompilationConfig.static_forward_context")
 def key_value_caches(vllm_config: Any) -> Iterator[Tensor]:
     """The memory of keys and values of this worker's layers."""

@@ -6,9 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
 from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
@@ -16,8 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from fusedrl.compat.trl import DIVERGENCE_LOSS, LOG_PROBS, LOSS
-from fusedrl.integrations import trl_trainers
+from fusedrl.compat.trl import LOG_PROBS, LOSS
 from fusedrl.ops._autograd import first_derivative_only
 from fusedrl.ops.token_log_probs import TokenLogProbs, normalizers, token_log_probs
 from fusedrl.patching import Replacement, Report, chosen_of, replace
@@ -220,8 +217,6 @@ class _ManyClasses(torch.autograd.Function):
 
 _HEAD = "ChunkedLogProbFunction"
 _LOSS = f".{LOSS}"
-_DIVERGENCE = "ChunkedDivergenceFunction"
-_GKD_LOSS = "GKDTrainer.generalized_jsd_loss"
 
 # Methods that stay TRL's, but run in a block in which the head knows the loss, or in which models
 # share prefixes; the latter with their modules.
@@ -241,37 +236,11 @@ _HOMES = {
     _HEAD: "trl.kernels.chunked_logprob",
     f"GRPOTrainer{_LOSS}": "trl.trainer.grpo_trainer",
     f"RLOOTrainer{_LOSS}": "trl.trainer.rloo_trainer",
-    _DIVERGENCE: "trl.kernels.chunked_divergence",
-    DIVERGENCE_LOSS: "trl.trainer.distillation_trainer",
-    _GKD_LOSS: "trl.experimental.gkd.gkd_trainer",
     **_SHARING,
 }
 
-# Modules that only some trainers need, and that may fail to load where they are not used.
-_OF_TRAINERS = (_DIVERGENCE, DIVERGENCE_LOSS, _GKD_LOSS, *_PLANNED, *_SHARING)
-
-# trainer -> what of it is fused, and when it is not
-_NOT_TRIED = "FSDP, DeepSpeed and torch_compile"
-_FUSED_LOSSES = {
-    "GRPOTrainer": "log-probs; the loss too, but for loss_type sapo and vespo, "
-    "top_entropy_quantile < 1, off_policy_mask_threshold, use_bias_correction_kl with a beta where "
-    f"ratios are of sequences or not all 1, delta < 1 + epsilon_high, {_NOT_TRIED}",
-    "RLOOTrainer": f"log-probs; the loss too, but for {_NOT_TRIED}",
-}
-
-# trainer -> the replacement that it uses, and what of it is fused
-_FUSED_DIVERGENCES = {
-    "DistillationTrainer": (
-        _DIVERGENCE,
-        "the divergence and the student's entropy, from hidden states; a head that FSDP or "
-        "DeepSpeed ZeRO-3 shards is gathered first, or left to TRL",
-    ),
-    "GKDTrainer": (
-        _GKD_LOSS,
-        "the divergence, from logits, but for a reduction to one value a class and for a student "
-        "and a teacher of two dtypes",
-    ),
-}
+# Methods in modules that only some trainers need, and that may fail to load for others.
+_OF_TRAINERS = (*_PLANNED, *_SHARING)
 
 logger = logging.getLogger("fusedrl")
 
@@ -291,9 +260,7 @@ def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True
     computes a beginning that several rows of their batch share, such as the prompt of a group, once
     for all of them, where :func:`fusedrl.models.causal_log_probs` would.
 
-    ``ChunkedDivergenceFunction`` and ``_chunked_divergence_loss`` are the divergence of the
-    distillation trainer, which then multiplies only the tokens that count, and
-    ``GKDTrainer.generalized_jsd_loss`` is that of GKD.
+    The losses of the distillation and GKD trainers are not replaced: these run as before.
 
     Trainers that exist already use the fused functions too, and so do modules of TRL that are
     imported later. Modules of yours that imported a function before keep TRL's: ``report.held``
@@ -303,8 +270,6 @@ def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True
         names: what to replace, of ``selective_log_softmax``, ``entropy_from_logits``,
             ``selective_log_softmax_and_entropy``, ``ChunkedLogProbFunction``,
             ``GRPOTrainer._compute_loss``, ``RLOOTrainer._compute_loss``,
-            ``ChunkedDivergenceFunction``, ``_chunked_divergence_loss``,
-            ``GKDTrainer.generalized_jsd_loss``,
             ``GRPOTrainer._get_per_token_logps_and_entropies``,
             ``RLOOTrainer._get_per_token_logps_and_entropies``, ``DPOTrainer._compute_loss`` and
             ``DPOTrainer.compute_ref_log_probs``. By default all of them that the installed TRL has;
@@ -314,8 +279,6 @@ def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True
     Returns:
         A report of what was replaced, and where. It can be printed and iterated, and ``revert()``
         undoes the patch. As a context manager it reverts at the end of the block.
-        ``report.untouched`` maps the trainers of the installed TRL that call none of the functions
-        to the reason, and ``report.in_part`` maps the others to how their loss is computed.
 
     Raises:
         ImportError: TRL is not installed.
@@ -347,15 +310,7 @@ def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True
             raise ValueError(f"names: {problem}; leave {name} out")
         else:
             logger.warning("patch_trl: %s; left out", problem)
-    names = [replacement.name for replacement in replacements]
-    losses = {name: text for name, text in _FUSED_LOSSES.items() if name + _LOSS in names}
-    losses |= {name: text for name, (by, text) in _FUSED_DIVERGENCES.items() if by in names}
-    return replace(
-        "trl",
-        replacements,
-        untouched=partial(trl_trainers.without, names),
-        in_part=partial(trl_trainers.in_part, names, losses),
-    )
+    return replace("trl", replacements)
 
 
 def _ours(name: str) -> tuple[Any, str | None]:
@@ -363,10 +318,7 @@ def _ours(name: str) -> tuple[Any, str | None]:
     if importlib.util.find_spec("trl") is None:
         raise ImportError("trl: expected it to be installed; pip install trl")
     try:
-        with warnings.catch_warnings():
-            if ".experimental." in _HOMES[name]:  # who uses it imports it, and gets the error then
-                warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")
-            theirs = attrgetter(name)(importlib.import_module(_HOMES[name]))
+        theirs = attrgetter(name)(importlib.import_module(_HOMES[name]))
     except Exception as error:
         module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         if isinstance(error, AttributeError) or module.startswith("trl."):
@@ -375,35 +327,18 @@ def _ours(name: str) -> tuple[Any, str | None]:
         if name in _OF_TRAINERS:
             return None, f"{_HOMES[name]} cannot be imported: {type(error).__name__}: {error}"
         raise  # TRL itself needs it
-    if name in (*_PLANNED, *_SHARING):
+    if name in _OF_TRAINERS:
         return _around(name, theirs)
     if name == _HEAD:
         # Its module keeps TRL's own function to fall back on, so it is loaded before the patch.
         from fusedrl.integrations.trl_head import ChunkedLogProbFunction as ours
 
         same = theirs is ours or _arguments(theirs.forward)[1:] == _arguments(ours.apply)
-    elif name == _DIVERGENCE:
-        from fusedrl.integrations.trl_divergence import ChunkedDivergenceFunction as ours
-
-        same = theirs is ours or _arguments(theirs.forward)[1:] == _arguments(ours.apply)
-    elif name in _OF_TRAINERS:
-        ours = _loss_of_a_trainer(name)
-        same = _arguments(theirs) == _arguments(ours)
     else:
         ours = globals()[name]
         taken = _arguments(theirs)
         same = taken == _arguments(ours)[: len(taken)]
     return ours, None if same else f"{name} takes other arguments in this TRL"
-
-
-def _loss_of_a_trainer(name: str) -> Any:
-    if name == _GKD_LOSS:
-        from fusedrl.integrations.trl_gkd import generalized_jsd_loss
-
-        return generalized_jsd_loss
-    from fusedrl.integrations.trl_distillation import chunked_divergence_loss
-
-    return chunked_divergence_loss
 
 
 _methods: WeakSet[Callable[..., Any]] = WeakSet()  # that are ours already

@@ -120,7 +120,7 @@ def _warn_of_truncation(trainer: Any) -> None:
             f"trl: {type(trainer).__name__}: completions are sampled with top_p={top_p}, "
             f"top_k={top_k} and min_p={min_p}, but TRL's log-probs are over all classes: ratios, "
             "KL and gradients are those of another policy; sample with top_p=1, top_k=0 and "
-            "min_p=None, or train with fusedrl.GRPOLoss and the sampler's support"
+            "min_p=None"
         )
 
 

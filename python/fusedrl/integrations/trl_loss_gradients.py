@@ -67,7 +67,7 @@ def log_probs_with_gradients(
     if plan.level == "token":
         terms = autograd.run(task)
     else:
-        terms = two_pass.from_sequence_ratios(task, plan.level, sequences, None)
+        terms = two_pass.from_sequence_ratios(task, plan.level, sequences)
     expected, tolerance = _expected(task, plan.level, sequences, terms)
     if not expected.isfinite().all():  # a gradient that does not count is still multiplied by 0
         return None

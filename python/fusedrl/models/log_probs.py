@@ -13,7 +13,7 @@ from fusedrl.models.checks import check_all_classes, check_vocabulary, logits_of
 from fusedrl.models.ranks import together
 from fusedrl.models.requests import Plan, Request, at_kept_states, request_of
 from fusedrl.models.split import Parts, device_of, vocabulary_of
-from fusedrl.ops import _support, linear_token_log_probs, token_log_probs
+from fusedrl.ops import linear_token_log_probs, token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
 
@@ -27,7 +27,6 @@ def causal_log_probs(
     share_prefixes: bool = True,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
-    support: tuple[Tensor, Tensor] | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> Tensor | TokenLogProbs:
     """Log-prob of every kept token of packed sequences under a transformers causal LM.
@@ -57,8 +56,6 @@ def causal_log_probs(
             compiled. Results differ by rounding.
         temperature: positive divisor of the logits.
         entropy: also return the entropy of each kept token's distribution.
-        support: ids and offsets of the classes that each of the ``N`` tokens was sampled from, on
-            any device, as :func:`fusedrl.token_log_probs` takes them.
         model_kwargs: more arguments of the model's forward where its logits are needed.
 
     Returns:
@@ -83,7 +80,7 @@ def causal_log_probs(
         torch.Size([7])
     """
     with together(model) as step:
-        options: Any = (max_tokens_per_forward, share_prefixes, model_kwargs, support)
+        options: Any = (max_tokens_per_forward, share_prefixes, model_kwargs)
         request = request_of(model, tokens, lengths, mask, *options)
         if step.alone and not request.keeps_some:
             return _nothing(request.model, len(tokens), entropy)
@@ -104,10 +101,7 @@ def _from_states(
     """Log-probs of the kept tokens, and entropies if asked for, from the hidden states."""
     tokens = request.tokens[plan.places]
     which = None
-    support = request.support
-    of_kept = None if support is None else _support.selected(support, plan.places)
-    # A token that sequences share is multiplied with the head once; its supports may differ.
-    if plan.shares and of_kept is None:
+    if plan.shares:  # a token that sequences share is multiplied with the head once
         first, which = plan.distinct(tokens)
         tokens = tokens[first]
 
@@ -119,7 +113,6 @@ def _from_states(
             bias=parts.bias,
             softcap=parts.softcap,
             scale=parts.scale,
-            support=_on(hidden.device, of_kept),
             **parts.shard,
             **options,
         )
@@ -127,12 +120,6 @@ def _from_states(
         return columns if which is None else tuple(x[which.to(x.device)] for x in columns)
 
     return at_kept_states(plan, parts, score)
-
-
-def _on(
-    device: torch.device, support: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor] | None:
-    return None if support is None else (support[0].to(device), support[1].to(device))
 
 
 def _from_logits(request: Request, plan: Plan, options: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -153,14 +140,7 @@ def _from_logits(request: Request, plan: Plan, options: dict[str, Any]) -> tuple
             logits = logits_of(model, output, ids)
             check_all_classes(logits.shape[-1], vocabulary_of(model))
             check_vocabulary(request.tokens, logits.shape[-1], one.places)
-            of_pass = None
-            if request.support is not None:
-                classes, starts = _support.selected(request.support, one.places)
-                counts = starts.new_zeros(ids.numel()).index_copy(0, one.read, starts.diff())
-                of_pass = classes, torch.cat((starts[:1], counts.cumsum(0)))
-            result = token_log_probs(
-                logits, ids, mask, shift=True, support=_on(logits.device, of_pass), **options
-            )
+            result = token_log_probs(logits, ids, mask, shift=True, **options)
             scored.append([column[mask] for column in _columns(result)])
     return tuple(torch.cat(column) for column in zip(*scored, strict=True))
 

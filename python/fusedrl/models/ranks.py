@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.channel.tensors import is_dtensor
 from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharded
-from fusedrl.models.out_of_step import out_of_step
 
 logger = logging.getLogger("fusedrl")
 
@@ -37,14 +36,6 @@ class Ranks(NamedTuple):
 
     groups: tuple[Any, ...]
     gathers: bool
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The global ranks."""
-        ranks = (
-            rank for group in self.groups for rank in distributed.get_process_group_ranks(group)
-        )
-        return tuple(sorted(set(ranks)))
 
     def largest(self, *values: int) -> list[int]:
         """The largest of each value over the ranks. Every rank has to call it."""
@@ -173,7 +164,6 @@ class Step:
     def _meet(self, *values: int, failing: int = 0) -> list[int]:
         """The largest of each value over the ranks, if none of them has had an error."""
         assert self._ranks is not None
-        out_of_step(self._ranks.members).come_back()
         with self.collective(always=True):
             failing, *largest = self._ranks.largest(failing, *values)
         self._settled = True  # whatever comes of it comes to all
@@ -193,10 +183,9 @@ class Step:
         """
         try:
             yield
-        except Exception as error:
+        except Exception:
             if self._ranks is not None and (always or self._ranks.gathers):
                 self._settled = True
-                out_of_step(self._ranks.members).leave(error)
             raise
 
     def total(self, *values: float) -> list[float]:

@@ -33,7 +33,6 @@ from fusedrl.models.probes import UNCOMPILED
 from fusedrl.models.ranks import Step
 from fusedrl.models.sequences import Pass, Scored, nothing_of, passes_of, scored_sequences
 from fusedrl.models.split import Parts, autocast_as, device_of, unwrapped, vocabulary_of
-from fusedrl.ops._support import checked
 
 logger = logging.getLogger("fusedrl")
 
@@ -50,7 +49,6 @@ class Request(NamedTuple):
         limit: the largest number of tokens in a forward pass.
         share: whether a common beginning of sequences may be computed once.
         kwargs: further arguments of the model's forward pass, used when its logits are needed.
-        support: the classes that a sampler left of each token's distribution, on the CPU.
     """
 
     model: Any
@@ -61,7 +59,6 @@ class Request(NamedTuple):
     limit: int | None
     share: bool
     kwargs: dict[str, Any]
-    support: tuple[Tensor, Tensor] | None = None
 
     @property
     def keeps_some(self) -> bool:
@@ -95,11 +92,6 @@ class Request(NamedTuple):
         work = [row for row in self.work if len(row.kept)]
         parts = capabilities.parts
         if parts is not None:
-            if parts.shard and self.support is not None:
-                raise ValueError(
-                    "support: expected None where ranks have parts of the head, got one; leave the "
-                    "head whole"
-                )
             check_all_classes(parts.classes, len(parts.embeddings))
             places = [row.kept + row.start for row in work] or [self.tokens[:0]]
             check_vocabulary(self.tokens, parts.classes, torch.cat(places))
@@ -149,13 +141,9 @@ def request_of(
     max_tokens_per_forward: int | None,
     share_prefixes: bool,
     model_kwargs: Mapping[str, Any] | None,
-    support: Any = None,
 ) -> Request:
     """Check the arguments and make a request of them."""
     lengths = check_sequences(tokens, lengths, mask, max_tokens_per_forward)
-    if support is not None:
-        classes, offsets = checked(support, len(tokens))
-        support = classes.cpu(), offsets.cpu()
     target, context = unwrapped(model)
     check_model(target)
     tokens = tokens.cpu()
@@ -163,7 +151,7 @@ def request_of(
     work = scored_sequences(tokens, lengths, mask)
     kwargs = dict(model_kwargs or {})
     limit = max_tokens_per_forward
-    return Request(target, context, tokens, lengths, work, limit, share_prefixes, kwargs, support)
+    return Request(target, context, tokens, lengths, work, limit, share_prefixes, kwargs)
 
 
 class Plan(NamedTuple):

@@ -15,7 +15,6 @@ from fusedrl.models.ranks import Step, together
 from fusedrl.objectives.arguments import takes
 from fusedrl.objectives.over_ranks import check_data, misshapen_advantage, shares_of, weighed
 from fusedrl.objectives.scores import Scores, scores_of
-from fusedrl.objectives.staleness import PolicyVersionSource
 
 _not_compiled: Any = torch.compiler.disable  # its types hide methods
 
@@ -23,13 +22,7 @@ _not_compiled: Any = torch.compiler.disable  # its types hide methods
 _running: ContextVar[tuple[_GRPOLoss, Scores] | None] = ContextVar("_running", default=None)
 
 
-@takes(
-    "max_tokens_per_forward",
-    "share_prefixes",
-    "average_tokens_across_devices",
-    "max_token_staleness",
-    "policy_version",
-)
+@takes("max_tokens_per_forward", "share_prefixes", "average_tokens_across_devices")
 class GRPOLoss(_GRPOLoss):
     """The clipped loss of GRPO over the tokens of a conversation.
 
@@ -40,10 +33,6 @@ class GRPOLoss(_GRPOLoss):
     With ``kl_mask_threshold``, without aggregation, and in subclasses with an objective of their
     own, log-probs come from :func:`fusedrl.models.causal_log_probs`, which needs one more product
     with the head.
-
-    Where the data has the classes that a truncated sampler left of each token, as
-    :class:`fusedrl.RetrieveLogProb` reads them, log-probs and entropies are those over them. They
-    then have to be computed from hidden states: what is not is refused.
 
     The following cannot be computed from hidden states. It runs as in torchrl's class, and is
     logged once: an actor that is not a ``TransformersWrapper``, a subclass that reads the
@@ -64,15 +53,6 @@ class GRPOLoss(_GRPOLoss):
             Ranks whose gradients are averaged then count by their tokens: the loss of a rank is
             multiplied by its part of all tokens and by the number of ranks. ``False``, as in
             torchrl's class, takes the mean over each rank's own.
-        max_token_staleness: leave out tokens whose version is more than this number behind
-            ``policy_version``. The data has each response's versions under
-            ``"token_policy_version"``, as vLLM's policies report them; they are those of its last
-            tokens. A batch without any other token is refused.
-        policy_version: the version of the weights in training, an integer, or a function that
-            returns it.
-
-    Attributes:
-        stale_tokens: how many tokens ``max_token_staleness`` has left out so far.
 
     Raises:
         TypeError: an unknown argument, which torchrl's class ignores.
@@ -105,9 +85,6 @@ class GRPOLoss(_GRPOLoss):
     max_tokens_per_forward: int | None = None
     share_prefixes: bool = True
     average_tokens_across_devices: bool = False
-    max_token_staleness: int | None = None
-    policy_version: PolicyVersionSource | None = None
-    stale_tokens: int = 0
 
     @_not_compiled  # compiling around the kernels gains nothing; the model itself may be compiled
     def forward(self, tensordict: TensorDictBase) -> Any:

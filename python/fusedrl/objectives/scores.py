@@ -17,11 +17,9 @@ from fusedrl.models.policy_terms import causal_policy_terms
 from fusedrl.models.ranks import Apart, Step
 from fusedrl.models.split import classes_of
 from fusedrl.objectives.loss_terms import LossTerms, loss_terms_of, overridden
-from fusedrl.objectives.staleness import nothing_fresh, without_stale
 from fusedrl.objectives.tokens import CannotFuse, LossBatch, check_readable, log_not_fused, read
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, TermWeights
 from fusedrl.ops.token_log_probs import TokenLogProbs
-from fusedrl.transforms.support import refuse_support, support_in
 
 # The outputs whose gradients come from the terms of linear_policy_loss, in the order of these.
 _OUTPUTS = ("loss_objective", "loss_kl_to_ref", "loss_kl_to_inference", "loss_entropy")
@@ -80,12 +78,6 @@ def scores_of(loss: Any, base: type, tensordict: TensorDictBase, step: Step) -> 
         step.agree(apart=True)
     except Apart:
         why = "torchrl computes that of another rank"
-    refuse_support(tensordict, why)
-    if loss.max_token_staleness is not None:
-        raise ValueError(
-            "max_token_staleness: expected None where a loss is not computed from hidden states, "
-            f"got {loss.max_token_staleness}, and {why}; mask stale tokens in the data"
-        )
     log_not_fused(loss, why)
     return None
 
@@ -96,8 +88,7 @@ def _scores(loss: Any, base: type, tensordict: TensorDictBase, step: Step) -> Sc
     if keys.action not in td or td.get(keys.advantage, None, as_padded_tensor=True) is None:  # pyright: ignore[reportCallIssue]
         return None
     _check(loss, base, td)
-    whole = read(loss.actor_network, loss.masking_strategy, keys.action, td)
-    batch = without_stale(loss, whole, td)
+    batch = read(loss.actor_network, loss.masking_strategy, keys.action, td)
     old: Any = td.get(
         keys.sample_log_prob,
         None,
@@ -115,15 +106,12 @@ def _scores(loss: Any, base: type, tensordict: TensorDictBase, step: Step) -> Sc
     mask = batch.counted & torch.isfinite(old.to(batch.counted.device))
     kept = (batch.counted if loss.entropy_bonus else mask) & ~batch.first
     if step.alone and not bool(kept.any()):
-        if batch is not whole:
-            raise nothing_fresh(loss)
         return None
     unpredicted = batch.first & batch.counted
     # Nothing predicts these tokens, and torchrl puts logits of 0 there.
     uniform = math.log(_classes(loss.actor_network.model)) if bool(unpredicted.any()) else 0.0
     terms = loss_terms_of(loss, td, old.to(mask.device), mask)
-    support = support_in(td, batch.attended, batch.lengths)
-    columns = _columns(loss, batch, kept, terms, support)
+    columns = _columns(loss, batch, kept, terms)
     # Other ranks do not wait for one that computes it once more.
     if step.alone and loss.entropy_bonus and not bool(columns.entropy.isfinite().all()):
         raise CannotFuse("the policy's logits have no finite entropy")
@@ -132,8 +120,6 @@ def _scores(loss: Any, base: type, tensordict: TensorDictBase, step: Step) -> Sc
         log_probs = torch.where(unpredicted, -uniform, log_probs)
         entropies = torch.where(unpredicted, uniform, entropies)
     distribution = TokenDistribution(batch.counted, entropies)
-    if batch is not whole:
-        loss.stale_tokens += int(whole.counted.sum() - batch.counted.sum())
     return Scores(log_probs, distribution, columns.values, mask)
 
 
@@ -157,13 +143,7 @@ class _Columns(NamedTuple):
     entropy: Tensor
 
 
-def _columns(
-    loss: Any,
-    batch: LossBatch,
-    kept: Tensor,
-    terms: LossTerms | None,
-    support: tuple[Tensor, Tensor] | None,
-) -> _Columns:
+def _columns(loss: Any, batch: LossBatch, kept: Tensor, terms: LossTerms | None) -> _Columns:
     wrapper = loss.actor_network
     model, tokens, mask = wrapper.model, batch.packed(batch.ids), batch.packed(kept)
     options = {
@@ -172,8 +152,8 @@ def _columns(
         "entropy": loss.entropy_bonus,
         "model_kwargs": wrapper.generate_kwargs,
     }
-    if terms is None or support is not None:
-        scored = causal_log_probs(model, tokens, batch.lengths, mask, support=support, **options)
+    if terms is None:
+        scored = causal_log_probs(model, tokens, batch.lengths, mask, **options)
         if isinstance(scored, TokenLogProbs):
             return _Columns(None, *scored)
         assert isinstance(scored, Tensor)

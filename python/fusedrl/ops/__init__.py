@@ -1,15 +1,14 @@
-"""The ops: each a package of a public function, its definition in plain torch, and its autograd."""
+"""The ops, each a package of its own, and functions in torch over them."""
 
 from fusedrl.ops.exact_kl import ExactKL, exact_kl
 from fusedrl.ops.importance_weights import ImportanceWeights, Mismatch, importance_weights
 from fusedrl.ops.linear_exact_kl import linear_exact_kl
 from fusedrl.ops.linear_policy_loss import PolicyLoss, RatioStatistics, linear_policy_loss
 from fusedrl.ops.linear_token_log_probs import VocabPart, linear_token_log_probs
-from fusedrl.ops.linear_top_k_kl import linear_top_k_kl
-from fusedrl.ops.sampling_support import sampling_support
+from fusedrl.ops.sampling_support import sampling_support, support_log_probs
 from fusedrl.ops.token_kl import TokenKL, token_kl
 from fusedrl.ops.token_log_probs import TokenLogProbs, token_log_probs
-from fusedrl.ops.top_k_kl import top_k_kl
+from fusedrl.ops.top_k_kl import linear_top_k_kl, top_k_kl
 
 OPS = (
     "token_log_probs",
@@ -18,9 +17,6 @@ OPS = (
     "token_kl",
     "exact_kl",
     "linear_exact_kl",
-    "top_k_kl",
-    "linear_top_k_kl",
-    "importance_weights",
 )
 
 __all__ = [
@@ -39,6 +35,7 @@ __all__ = [
     "linear_token_log_probs",
     "linear_top_k_kl",
     "sampling_support",
+    "support_log_probs",
     "token_kl",
     "token_log_probs",
     "top_k_kl",

@@ -26,7 +26,6 @@ DENSE, NESTED = "a dense tensor", "a nested tensor"
 IMPLS = ("auto", "cpu", "cuda", "triton", "reference")
 NANS = ("propagate", "missing")
 LARGEST = 1e30  # a scalar argument; it, its reciprocal and products with either stay in float32
-FLAGS = ("shift", "entropy", "batch_invariant")  # the options of ops that are on or off
 LIBRARY = {"cpu": "_C", "cuda": "_C_cuda"}
 # What several errors tell to do.
 ONE_A_TOKEN = "give one value for each token"
@@ -149,10 +148,9 @@ def check_choice(
     raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}; {remedy}")
 
 
-def check_flags(options: Mapping[str, object]) -> None:
-    """Refuse anything but a bool, numpy's included, for an op's options that are flags."""
-    for name in FLAGS:
-        value = options.get(name, False)
+def check_flags(**flags: object) -> None:
+    """Refuse anything but a bool, numpy's included, for an op's options that are on or off."""
+    for name, value in flags.items():
         if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
             raise TypeError(f"{name}: expected True or False, got {value!r}; pass one of the two")
 

@@ -32,8 +32,6 @@ def accepts_nested(
     answer that is a named tuple, becomes nested over the offsets of the argument ``over``, or of
     the first one, so that it composes with that tensor.
 
-    Where an op has ``accepts_parts`` too, that is the outer wrapper: it refuses nested rows.
-
     Args:
         companions: arguments that are nested beside the first one, with its sequence lengths.
         optional: companions that may be ``None``.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from typing_extensions import TypedDict  # a part of torch's own installation
 
 
@@ -12,15 +11,8 @@ class RowOptions(TypedDict, total=False):
 
     offsets: Tensor | None
     shift: bool
-    sequence_group: ProcessGroup | None
     temperature: float | Tensor
     impl: str
-
-
-class LogProbOptions(RowOptions, total=False):
-    """Options of log-probs from rows of logits."""
-
-    support: tuple[Tensor, Tensor] | None
 
 
 class LinearOptions(RowOptions, total=False):
@@ -30,10 +22,6 @@ class LinearOptions(RowOptions, total=False):
     softcap: float | None
     scale: float | None
     batch_invariant: bool
-
-
-class LinearLogProbOptions(LinearOptions, LogProbOptions, total=False):
-    """Options of log-probs from hidden states and their head."""
 
 
 class DivergenceOptions(RowOptions, total=False):

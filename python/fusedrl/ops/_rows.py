@@ -57,22 +57,18 @@ def with_unit_stride(rows: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def count_sequences(tokens: Tensor, offsets: Tensor | None) -> int:
-    """How many sequences a batch has; packed rows without offsets are one sequence."""
-    if offsets is not None:
-        return len(offsets) - 1
-    return len(tokens) if tokens.dim() == 2 else 1
-
-
 def sequence_of_tokens(tokens: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:
-    """The number of each token's sequence, flat, and how many sequences there are."""
-    count = count_sequences(tokens, offsets)
+    """The number of each token's sequence, flat, and how many sequences there are.
+
+    Packed tokens without offsets are one sequence.
+    """
     if offsets is not None:
+        count = len(offsets) - 1
         each = torch.arange(count, device=tokens.device)
         index = torch.repeat_interleave(each, offsets.diff(), output_size=tokens.numel())
         return index, count
     places = torch.arange(tokens.numel(), device=tokens.device)
-    return places // max(tokens.shape[-1], 1), count
+    return places // max(tokens.shape[-1], 1), len(tokens) if tokens.dim() == 2 else 1
 
 
 def is_of_sequences(

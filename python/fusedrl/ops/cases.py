@@ -30,7 +30,7 @@ class Case(NamedTuple):
         op: the public function.
         name: what is special about this call.
         inputs: float32 tensors by the names of their arguments. The op differentiates with respect
-            to all of them, unless its results are constants.
+            to all of them.
         others: the other arguments by name, tensors and options.
         results: takes the tensors to compare out of what the op returns.
     """
@@ -51,14 +51,8 @@ class Case(NamedTuple):
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Case:
         """The case with what ``change`` makes of each of its tensors."""
-
-        def changed(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return tuple(map(changed, value))
-            return change(value) if isinstance(value, Tensor) else value
-
         inputs, others = (
-            {name: changed(value) for name, value in values.items()}
+            {name: change(x) if isinstance(x, Tensor) else x for name, x in values.items()}
             for values in (self.inputs, self.others)
         )
         return self._replace(inputs=inputs, others=others)
@@ -105,13 +99,6 @@ class Problem:
         """A class for each token."""
         return torch.randint(self.classes, self.shape, generator=self._generator)
 
-    def support(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The classes that a sampler left of each token: its own and others."""
-        listed = torch.rand((*tokens.shape, self.classes), generator=self._generator) < 0.3
-        listed = listed.scatter(-1, tokens[..., None], True).flatten(0, -2)
-        counts = listed.sum(-1)
-        return listed.nonzero()[:, 1], torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-
     def mask(self) -> Tensor:
         """Which tokens count: about two thirds of them, the first and the last included."""
         mask = torch.rand(self.shape, generator=self._generator) < 0.7
@@ -122,12 +109,6 @@ class Problem:
         """Sequences of the packed batch: one of a token, one of none, and two others."""
         total = self.shape[0] * self.shape[1]
         return torch.tensor([0, 1, 1, total // 2, total])
-
-    def teacher(self) -> dict[str, Tensor]:
-        """Ids of likely classes, of which one token has fewer, and their log-probs."""
-        log_probs, ids = self.logits().log_softmax(-1).topk(min(8, self.classes - 1))
-        ids[:, self.shape[1] // 2, -1] = -1
-        return {"ids": ids, "teacher_log_probs": log_probs}
 
 
 def cases_of(op: str, **size: int) -> Iterator[Case]:

@@ -1,14 +1,23 @@
-"""Which classes a sampler leaves of each row of logits: top-k, top-p and min-p."""
+"""Truncated sampling: which classes a sampler leaves of a row, and log-probs over these alone.
+
+The classes that are left of all tokens, their *support*, are a sparse matrix of a row a token, in
+compressed rows (CSR).
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _dispatch, _rows
+from fusedrl.ops import _dispatch, _head, _rows
+from fusedrl.ops.gathered import logits_of_head
+from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs.reference import rows_of_tokens
 
 _CHUNK = 1 << 23  # logits that are sorted at a time
+_SUPPORT = "pass what sampling_support returns"
 
 
 def sampling_support(
@@ -50,8 +59,8 @@ def sampling_support(
 
     Returns:
         int64 ids ``[S]``, those of a token in ascending order, and int64 offsets ``[N + 1]`` over
-        all tokens, as ``support`` of :func:`token_log_probs` takes them. A row is empty where no
-        class was left out.
+        all tokens, as :func:`support_log_probs` takes them. A row is empty where no class was left
+        out.
 
     Raises:
         TypeError: a mask that is not bool, logits that are not floating point.
@@ -59,13 +68,10 @@ def sampling_support(
 
     Example:
         >>> import torch
-        >>> from fusedrl import sampling_support, token_log_probs
+        >>> from fusedrl import sampling_support
         >>> logits = torch.tensor([[0.6, 0.3, 0.1], [0.4, 0.35, 0.25]]).log()
-        >>> support = sampling_support(logits, top_p=0.7)
-        >>> support
+        >>> sampling_support(logits, top_p=0.7)
         (tensor([0, 1, 0, 1]), tensor([0, 2, 4]))
-        >>> token_log_probs(logits, torch.tensor([0, 1]), support=support).exp()
-        tensor([0.6667, 0.4667])
     """
     _dispatch.check_tensor("logits", logits)
     _rows.check_rows("logits", logits, offsets, shift)
@@ -118,3 +124,135 @@ def _check_limits(top_k: int | None, top_p: float | None, min_p: float | None) -
             raise ValueError(
                 f"min_p: expected a number from 0 to 1, got {min_p!r}; None keeps all classes"
             )
+
+
+def support_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    support: tuple[Tensor, Tensor],
+    mask: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    offsets: Tensor | None = None,
+    shift: bool = False,
+    temperature: float | Tensor = 1.0,
+) -> Tensor:
+    r"""Log-probability of each token under a softmax over its support alone.
+
+    Only the rows of the weight that the support names are multiplied. Gradients reach ``hidden``,
+    ``weight`` and ``bias``. From logits in memory, it is ``token_log_probs`` of the logits with
+    -inf outside of the support.
+
+    Args:
+        hidden: as :func:`linear_token_log_probs` takes it, padded or packed, and so are all
+            arguments but ``support``.
+        weight: ``[V, H]``.
+        tokens: integer class of each token, which is in its own support.
+        support: integer ids ``[S]`` and offsets ``[N + 1]`` over all tokens, as
+            :func:`sampling_support` returns them; an empty row stands for all classes.
+        mask: bool, shaped like ``tokens``; ``None`` keeps all.
+        bias: ``[V]``.
+        softcap: positive bound of the logits.
+        scale: positive factor of the logits.
+        offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
+        shift: token *i* reads row *i - 1* of its own sequence. Its support is its own.
+        temperature: of the sampler.
+
+    Returns:
+        float32 log-probs shaped like ``tokens``; 0 for a dropped one.
+
+    Raises:
+        TypeError: a support that is no pair of integer tensors.
+        ValueError: a support of another number of tokens, ids of a kept token that are no classes
+            or do not ascend, or a kept token outside of its own ids. Nothing is computed then.
+        Exception: what :func:`linear_token_log_probs` raises.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import sampling_support, support_log_probs
+        >>> hidden, weight = torch.ones(2, 1), torch.tensor([[0.6], [0.3], [0.1]]).log()
+        >>> support = sampling_support(hidden @ weight.T, top_p=0.7)
+        >>> support_log_probs(hidden, weight, torch.tensor([0, 1]), support).exp()
+        tensor([0.6667, 0.3333])
+    """
+    _dispatch.check_flags(shift=shift)
+    head = _head.prepare("", hidden, weight, bias, scale, softcap)
+    _rows.check_rows("hidden", head.hidden, offsets, shift)
+    _rows.check_tokens(tokens, "hidden", head.hidden)
+    _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
+    divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, "reference")
+    rows, keep = rows_of_tokens(tokens, offsets, shift)
+    if mask is not None:
+        keep = keep & mask.flatten()
+    ids, of_entries, listed = _entries(support, tokens, keep, len(head.weight))
+    z = logits_of_head(head, rows[of_entries], ids)
+    z = z / divisor.to(z)
+    zeros, own = z.new_zeros(tokens.numel()), ids == tokens.flatten()[of_entries]
+    largest = zeros.detach().scatter_reduce(0, of_entries, z.detach(), "amax", include_self=False)
+    total = zeros.index_add(0, of_entries, (z - largest[of_entries]).exp())
+    log_sum = largest + torch.where(listed, total, 1).log()
+    chosen = zeros.index_add(0, of_entries, torch.where(own, z, 0))
+    log_probs = torch.where(listed, chosen - log_sum, 0).view(tokens.shape)
+    whole = (keep & ~listed).view(tokens.shape)
+    if not bool(whole.any()):
+        return log_probs
+    of_whole: Any = linear_token_log_probs(
+        *(hidden, weight, tokens, whole),
+        bias=bias,
+        softcap=softcap,
+        scale=scale,
+        offsets=offsets,
+        shift=shift,
+        temperature=temperature,
+    )
+    return log_probs + of_whole
+
+
+def _entries(
+    support: tuple[Tensor, Tensor], tokens: Tensor, keep: Tensor, classes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The classes of kept tokens, the token of each class, and which tokens have some."""
+    if not isinstance(support, (tuple, list)) or len(support) != 2:
+        got = _dispatch.kind(support)
+        raise TypeError(f"support: expected ids and offsets, got {got}; {_SUPPORT}")
+    for part in support:
+        _dispatch.check_tensor("support", part)
+        _dispatch.check_device("support", part, tokens.device)
+        if part.dim() != 1 or part.dtype not in _rows.TOKEN_DTYPES:
+            raise TypeError(
+                f"support: expected integer ids [S] and offsets [N + 1], got {part.dtype} "
+                f"{tuple(part.shape)}; {_SUPPORT}"
+            )
+    ids, starts = support
+    counts = starts.diff()
+    ends = [int(starts[0]), int(starts[-1])] if len(starts) == tokens.numel() + 1 else None
+    if ends != [0, len(ids)] or bool((counts < 0).any()):
+        raise ValueError(
+            f"support: expected {tokens.numel() + 1} offsets that grow from 0 to {len(ids)}, the "
+            f"number of ids, got {len(starts)} that begin with {starts[:5].tolist()}; {_SUPPORT}"
+        )
+    listed = keep & (counts > 0)
+    of_entries = torch.repeat_interleave(counts)
+    read = listed[of_entries]
+    ids, of_entries = ids[read], of_entries[read]
+    wrong = (ids < 0) | (ids >= classes)
+    wrong[1:] |= (ids.diff() <= 0) & (of_entries.diff() == 0)
+    if bool(wrong.any()):
+        first = wrong.nonzero()[0]
+        raise ValueError(
+            f"support: expected ids in [0, {classes}) that ascend within each token, got "
+            f"{int(ids[first])} of token {int(of_entries[first])}; {_SUPPORT}"
+        )
+    own = ids == tokens.flatten()[of_entries]
+    missing = listed.clone()
+    missing[of_entries[own]] = False
+    if bool(missing.any()):
+        raise ValueError(
+            f"support: expected every kept token among its own ids, got token "
+            f"{int(missing.nonzero()[0])}, which is not; mask the token, or compute the support "
+            "from the logits that it was sampled from"
+        )
+    return ids, of_entries, listed

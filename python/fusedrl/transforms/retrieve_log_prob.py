@@ -25,7 +25,6 @@ from fusedrl.models.forwards import check_limit
 from fusedrl.models.ranks import together
 from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.reading import TokenBatch, can_read, read, reading_of
-from fusedrl.transforms.support import refuse_support, support_in
 from fusedrl.transforms.wrapper_scores import score_by_itself
 
 
@@ -37,11 +36,6 @@ class RetrieveLogProb(_RetrieveLogProb):
     The log-probs of a ``TransformersWrapper`` come from :func:`fusedrl.models.causal_log_probs` and
     are float32. Sequences are packed if the model allows it, whatever ``pad_model_input`` says, and
     only kept tokens reach the head. Any other wrapper computes its own log-probs.
-
-    Where the data has the classes that a truncated sampler left of each token, log-probs are those
-    over them: ``("sampling_support", "ids")``, ``[S]`` for each sample, and ``("sampling_support",
-    "counts")``, how many of them each token has, as :func:`fusedrl.sampling_support` says; 0 stands
-    for all classes.
 
     Args:
         model: a wrapper with ``generate=False`` and ``return_log_probs=True``.
@@ -176,22 +170,18 @@ class RetrieveLogProb(_RetrieveLogProb):
             next_tensordict = next_tensordict.to(device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             if batch is None:
-                refuse_support(tensordict, f"{type(self.model).__name__} scores by itself")
                 given = tensordict if device is None else tensordict.to(device)
                 with together(model_of(self)) as step:
                     step.agree(apart=True)
                 rows = score_by_itself(self, given)
             else:
-                support = support_in(tensordict, batch.attended, batch.lengths)
-                rows = self._score_batch(batch, support)
+                rows = self._score_batch(batch)
         self._store(next_tensordict, rows)
         if device is not None and original_device is not None:
             next_tensordict = next_tensordict.to(original_device)
         return next_tensordict
 
-    def _score_batch(
-        self, batch: TokenBatch, support: tuple[Tensor, Tensor] | None
-    ) -> list[Tensor]:
+    def _score_batch(self, batch: TokenBatch) -> list[Tensor]:
         wrapper: Any = self.model
         values = causal_log_probs(
             wrapper.model,
@@ -200,7 +190,6 @@ class RetrieveLogProb(_RetrieveLogProb):
             batch.mask,
             max_tokens_per_forward=self.max_tokens_per_forward,
             share_prefixes=self.share_prefixes,
-            support=support,
             model_kwargs=wrapper.generate_kwargs,
         )
         assert isinstance(values, Tensor)

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _rows, _saved_tensors
+from fusedrl.ops import _autograd, _dispatch, _rows
 from fusedrl.ops._nested import accepts_nested
-from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.exact_kl import reference
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
     from fusedrl.ops._options import DivergenceOptions
@@ -70,7 +68,6 @@ def exact_kl(
     entropy: bool,
     **options: Unpack[DivergenceOptions],
 ) -> Tensor | ExactKL: ...
-@accepts_parts("mask")
 @accepts_nested("ref_logits", fields=("kl", "entropy"))
 def exact_kl(
     logits: Tensor,
@@ -82,7 +79,6 @@ def exact_kl(
     entropy: bool = False,
     offsets: Tensor | None = None,
     shift: bool = False,
-    sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     impl: str = "auto",
 ) -> Tensor | ExactKL:
@@ -124,11 +120,6 @@ def exact_kl(
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
             first token of every sequence has divergence 0. Packed logits then need ``offsets``.
             Without it token *i* reads logits row *i*.
-        sequence_group: the process group over whose ranks sequences are split into contiguous
-            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
-            of a part reads the last row of the rank before. Every rank has to call the op, and to
-            differentiate its result. ``offsets`` are those of all ranks' tokens. Nested input is
-            refused.
         temperature: divisor of both logits, from 1e-30 to 1e30. A 0-dim tensor may change under
             ``torch.compile`` without a recompile. No gradient flows to it.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
@@ -158,6 +149,7 @@ def exact_kl(
         >>> exact_kl(policy, ref, direction="jensen_shannon", beta=0.5)
         tensor([0.0338])
     """
+    _dispatch.check_flags(shift=shift, entropy=entropy)
     _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
     divergence = chosen_divergence(direction, beta)
     _check(logits, ref_logits, mask, offsets, shift)
@@ -241,9 +233,7 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         logits, ref_logits, mask, offsets, shift, temperature, beta, with_entropies = args
         kl, entropies, statistics = torch.ops.fusedrl.exact_kl(*args)
-        _saved_tensors.save(
-            ctx, logits, ref_logits, mask, offsets, temperature, entropies, statistics
-        )
+        ctx.save_for_backward(logits, ref_logits, mask, offsets, temperature, entropies, statistics)
         ctx.shift = shift
         ctx.beta = beta
         ctx.with_entropies = with_entropies
@@ -255,7 +245,7 @@ class _Autograd(torch.autograd.Function):
     @_autograd.first_derivative_only("exact_kl")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_kl, grad_entropies = grads
-        saved = _saved_tensors.saved(ctx)
+        saved = ctx.saved_tensors
         logits, ref_logits, mask, offsets, temperature, entropies, statistics = saved
         wants_grad, wants_grad_ref = ctx.needs_input_grad[:2]
         grad, grad_ref = torch.ops.fusedrl.exact_kl_backward(

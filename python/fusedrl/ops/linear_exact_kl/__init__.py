@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _head, _rounding, _rows, _saved_tensors, _stored
+from fusedrl.ops import _autograd, _dispatch, _head, _rounding, _rows, _stored
 from fusedrl.ops._nested import accepts_nested
-from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.exact_kl import ExactKL, answer, chosen_divergence, fake_results
 from fusedrl.ops.linear_exact_kl import reference
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
     from fusedrl.ops._options import LinearDivergenceOptions
@@ -55,7 +53,6 @@ def linear_exact_kl(
     entropy: bool,
     **options: Unpack[LinearDivergenceOptions],
 ) -> Tensor | ExactKL: ...
-@accepts_parts("mask")
 @accepts_nested("ref_hidden", fields=("kl", "entropy"))
 def linear_exact_kl(
     hidden: Tensor,
@@ -75,7 +72,6 @@ def linear_exact_kl(
     ref_scale: float | None = None,
     offsets: Tensor | None = None,
     shift: bool = False,
-    sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     batch_invariant: bool = False,
     impl: str = "auto",
@@ -116,11 +112,6 @@ def linear_exact_kl(
         shift: token *i* reads row *i - 1* of its own sequence; the first token of every sequence
             has divergence 0. Packed hidden states then need ``offsets``. Without it token *i* reads
             row *i*.
-        sequence_group: the process group over whose ranks sequences are split into contiguous
-            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
-            of a part reads the last row of the rank before. Every rank has to call the op, and to
-            differentiate its result. ``offsets`` are those of all ranks' tokens. Nested input is
-            refused.
         temperature: divisor of both logits, from 1e-30 to 1e30. No gradient flows to it.
         batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
             depend on the batch around it.
@@ -148,6 +139,7 @@ def linear_exact_kl(
         True
     """
     divergence = chosen_divergence(direction, beta)
+    _dispatch.check_flags(shift=shift, entropy=entropy, batch_invariant=batch_invariant)
     _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
     _check_tokens(hidden, ref_hidden, mask, offsets, shift)
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
@@ -228,7 +220,7 @@ class _Autograd(torch.autograd.Function):
         kl, entropies, *results = torch.ops.fusedrl.linear_exact_kl(*args, most_bytes)
         saved = [*head, batch_invariant]
         tensors = [x if isinstance(x, Tensor) else None for x in saved]
-        _saved_tensors.save(ctx, entropies, *results, *tensors)
+        ctx.save_for_backward(entropies, *results, *tensors)
         ctx.constants = [None if isinstance(x, Tensor) else x for x in saved]
         ctx.with_entropies = with_entropies
         if not with_entropies:
@@ -239,7 +231,7 @@ class _Autograd(torch.autograd.Function):
     @_autograd.first_derivative_only("linear_exact_kl")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_kl, grad_entropies = grads
-        entropies, statistics, logits, ref_logits, kept, *tensors = _saved_tensors.saved(ctx)
+        entropies, statistics, logits, ref_logits, kept, *tensors = ctx.saved_tensors
         args = [c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True)]
         wanted = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
         found = torch.ops.fusedrl.linear_exact_kl_backward(

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fusedrl.ops import _dispatch, _head, _rows
 from fusedrl.ops._nested import accepts_nested
-from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.linear_policy_loss import autograd, losses
 from fusedrl.ops.linear_policy_loss.autograd import Task
 from fusedrl.ops.linear_policy_loss.statistics import RatioStatistics, ratio_statistics
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["PolicyLoss", "RatioStatistics", "linear_policy_loss"]
 
 _COUNTS = (torch.int64, torch.int32)  # of tokens or sequences, as sums over masks and ranks are
-MAIN_GRAD = "make it with torch.zeros_like(weight, dtype=torch.float32)"
-IMPORTANCE_OPTIONS = ("level", "mode", "low", "high", "nan", "impl")
+IMPORTANCE_OPTIONS = ("level", "mode", "low", "high", "nan")
 
 
 class PolicyLoss(NamedTuple):
@@ -66,11 +64,6 @@ class PolicyLoss(NamedTuple):
     ratio: RatioStatistics
 
 
-@accepts_parts(
-    *("tokens", "mask"),
-    *("old_log_probs", "ref_log_probs", "token_weights", "rollout_log_probs"),
-    per_sequence="advantages",
-)
 @accepts_nested(
     "tokens",
     optional=("mask", "old_log_probs", "ref_log_probs", "token_weights", "rollout_log_probs"),
@@ -92,7 +85,6 @@ def linear_policy_loss(
     importance: Mapping[str, Any] | None = None,
     offsets: Tensor | None = None,
     shift: bool = False,
-    sequence_group: ProcessGroup | None = None,
     loss: str = "grpo",
     ratio: str | None = None,
     clip: float | Sequence[float] | None = None,
@@ -109,8 +101,6 @@ def linear_policy_loss(
     temperature: float | Tensor = 1.0,
     vocab_offset: int | None = None,
     vocab_group: ProcessGroup | None = None,
-    support: tuple[Tensor, Tensor] | None = None,
-    main_grad: Tensor | None = None,
     impl: str = "auto",
 ) -> PolicyLoss:
     r"""Loss of a policy over generated tokens, and its gradients, from the hidden states.
@@ -169,13 +159,6 @@ def linear_policy_loss(
         shift: token *i* reads row *i - 1* of its own sequence, and the first token of every
             sequence has no row. Packed hidden states then need ``offsets``. Without it token *i*
             reads row *i*.
-        sequence_group: the process group over whose ranks sequences are split into contiguous
-            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
-            of a part reads the last row of the rank before. Every rank has to call the op, and to
-            differentiate its result. ``offsets`` and advantages of sequences are those of all
-            ranks. Nested input is refused. A rank's loss is the share of its rows: the losses of
-            all ranks add up to the loss of the batch, and so do their gradients. The result's
-            ``ratio`` is of the rank's own rows.
         loss: a row of the table, which ``ratio``, ``clip`` and ``aggregation`` change.
         ratio: ``"token"``, ``"sequence"`` (the product over the kept tokens of a sequence) or
             ``"geometric"`` (its geometric mean).
@@ -198,13 +181,6 @@ def linear_policy_loss(
         temperature: divisor of the logits, from 1e-30 to 1e30. No gradient flows to it.
         vocab_offset: the first class of ``weight``, where that is a shard of a larger vocabulary.
         vocab_group: the process group whose ranks hold the other shards.
-        support: the classes that the sampler left of each token's distribution, as
-            :func:`token_log_probs` takes it. All log-probs have to be over them, those in
-            ``old_log_probs``, ``ref_log_probs`` and ``rollout_log_probs`` too. Only
-            the rows of the weight that it names are multiplied. Not with a shard of a vocabulary.
-        main_grad: float32 ``[V, H]``; a backward pass that is asked for the weight's gradient adds
-            it there, not rounded, in place of ``weight.grad``. Not with ``vocab_group`` or
-            ``support``.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
             ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
@@ -216,8 +192,7 @@ def linear_policy_loss(
             floating point, an unknown option in ``importance``.
         ValueError: an unknown loss, shapes, dtypes, devices or offsets that do not fit, a
             coefficient without what it weighs, a constant that requires grad.
-        RuntimeError: a kept token outside ``[0, V)`` or its support, ids of a kept token that do
-            not ascend; a second derivative.
+        RuntimeError: a kept token outside ``[0, V)``; a second derivative.
 
     Example:
         >>> import torch
@@ -233,6 +208,7 @@ def linear_policy_loss(
         >>> weight.grad.shape
         torch.Size([100, 8])
     """
+    _dispatch.check_flags(shift=shift, entropy=entropy)
     _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
     surrogate, level, aggregation = losses.recipe_of(
         loss, ratio, aggregation, clip, dual_clip, kl_estimator
@@ -251,8 +227,7 @@ def linear_policy_loss(
     kl_coeff = _coefficient("kl_coeff", kl_coeff)
     entropy_coeff = _coefficient("entropy_coeff", entropy_coeff)
     _check_terms(kl_coeff, ref_log_probs, aggregation, normalizer)
-    _check_main_grad(main_grad, head.weight, {"vocab_group": vocab_group, "support": support})
-    _check_importance(importance, rollout_log_probs, sequence_group)
+    _check_importance(importance, rollout_log_probs)
     chosen = _dispatch.choose(impl, "linear_policy_loss", head.hidden.device, head.hidden.dtype)
     _dispatch.check_counted_on_host(mask, shift, head.hidden.device)
     rows = autograd.Rows(
@@ -262,7 +237,7 @@ def linear_policy_loss(
         shift,
         _dispatch.temperature_tensor(temperature, head.hidden.device, chosen),
     )
-    sequences = losses.sequences_of(tokens, rows.mask, rows.offsets, shift, sequence_group)
+    sequences = losses.sequences_of(tokens, rows.mask, rows.offsets, shift)
     dtype = _dispatch.result_dtype(head.hidden)
     batch = losses.PolicyBatch(
         _advantages(advantages, tokens, sequences, dtype),
@@ -284,19 +259,19 @@ def linear_policy_loss(
         kl=share * kl_coeff if kl_coeff else None,
         entropy=share * -entropy_coeff if entropy_coeff else None,
     )
-    task = Task(head, rows, batch, weights, surrogate, entropy or bool(entropy_coeff), support)
+    task = Task(head, rows, batch, weights, surrogate, entropy or bool(entropy_coeff))
     rollout = _constant("rollout_log_probs", rollout_log_probs, tokens, dtype)
     if rollout is not None:
         kept = sequences.kept
         task = corrected(
             task, rollout, importance or {}, sequences.offsets, kept, vocab_offset, vocab_group
         )
-    if chosen == "reference" or vocab_group is not None or support is not None:
-        terms = from_log_probs(task, level, sequences, chosen, vocab_offset, vocab_group, main_grad)
+    if chosen == "reference" or vocab_group is not None:
+        terms = from_log_probs(task, level, sequences, chosen, vocab_offset, vocab_group)
     elif level == "token":
-        terms = autograd.run(task, main_grad)
+        terms = autograd.run(task)
     else:
-        terms = from_sequence_ratios(task, level, sequences, main_grad)
+        terms = from_sequence_ratios(task, level, sequences)
     detached = terms.values.detach()
     log_probs, entropies = terms.log_probs, terms.entropy if task.entropy else None
     kl = (
@@ -349,7 +324,7 @@ def _check_terms(
 
 
 def _check_importance(
-    importance: Mapping[str, Any] | None, rollout_log_probs: Tensor | None, sequence_group: object
+    importance: Mapping[str, Any] | None, rollout_log_probs: Tensor | None
 ) -> None:
     if importance is None:
         return
@@ -368,38 +343,6 @@ def _check_importance(
         raise ValueError(
             "rollout_log_probs: expected a tensor with importance, got None; pass the log-probs of "
             "the engine that generated, or leave out importance"
-        )
-    if sequence_group is not None and importance.get("level", "token") != "token":
-        raise ValueError(
-            "importance: expected level='token' with sequence_group, as other ratios are of whole "
-            f"sequences, got {importance['level']!r}; leave out the level"
-        )
-
-
-def _check_main_grad(
-    main_grad: Tensor | None, weight: Tensor, excluded: Mapping[str, object]
-) -> None:
-    if main_grad is None:
-        return
-    _dispatch.check_tensor("main_grad", main_grad)
-    for name, value in excluded.items():
-        if value is not None:
-            raise ValueError(f"main_grad: expected None with {name}, got a tensor; use weight.grad")
-    if main_grad.dtype != torch.float32:
-        raise ValueError(f"main_grad: expected torch.float32, got {main_grad.dtype}; {MAIN_GRAD}")
-    like = (weight.shape, weight.device, " like weight", None)
-    _dispatch.check_same("main_grad", main_grad, *like, MAIN_GRAD)
-    if any(
-        n > 1 and step == 0 for n, step in zip(main_grad.shape, main_grad.stride(), strict=True)
-    ):
-        raise ValueError(
-            f"main_grad: expected memory of its own for each element, got strides "
-            f"{main_grad.stride()}; {MAIN_GRAD}"
-        )
-    if torch.is_grad_enabled() and not weight.requires_grad:
-        raise ValueError(
-            "main_grad: expected None with a weight that requires no grad, got a tensor; leave it "
-            "out, or call weight.requires_grad_()"
         )
 
 

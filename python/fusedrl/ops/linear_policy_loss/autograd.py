@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.compat.torch import graph_is_kept
-from fusedrl.ops import _autograd, _dispatch, _rounding, _saved_tensors
+from fusedrl.ops import _autograd, _dispatch, _rounding
 from fusedrl.ops._head import Head
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
 
@@ -52,7 +52,6 @@ class Task(NamedTuple):
     weights: TermWeights
     surrogate: Surrogate
     entropy: bool
-    support: tuple[Tensor, Tensor] | None = None
 
     @property
     def needs_grad(self) -> bool:
@@ -86,14 +85,14 @@ class OpArguments(NamedTuple):
     entropy: bool
 
 
-def run(task: Task, main_grad: Tensor | None = None, separate: bool = False) -> Terms:
+def run(task: Task, separate: bool = False) -> Terms:
     """The terms of a loss whose ratio is that of each token: one product, two more for gradients.
 
     The head is of a dtype that kernels take. Terms may have upstream gradients of their own only
     where they are ``separate``. The host cannot see whether they do without waiting for a device,
     so there the gradients are made in the backward pass: four products.
     """
-    head, rows, batch, weights, surrogate, entropy, _ = task
+    head, rows, batch, weights, surrogate, entropy = task
     code, low, high, most, estimator = surrogate.codes
     call = OpArguments(
         *head[:3],
@@ -109,13 +108,9 @@ def run(task: Task, main_grad: Tensor | None = None, separate: bool = False) -> 
         entropy=entropy,
     )
     if task.needs_grad:
-        of_weight = None
-        if main_grad is not None:
-            of_weight = into_main_grad(call.weight, main_grad)
-            call = call._replace(weight=call.weight.detach())
-        values, results = _autograd.apply(_Autograd, of_weight, separate, *call)
+        values, results = _autograd.apply(_Autograd, separate, *call)
     else:
-        results, *_ = torch.ops.fusedrl.linear_policy_loss(*call, False, False, False, False)
+        results, *_ = torch.ops.fusedrl.linear_policy_loss(*call, False, False, False)
         values = _values(results, call.weights)
     return Terms(values, results[..., LOG_PROB], results[..., ENTROPY])
 
@@ -125,16 +120,14 @@ def _values(results: Tensor, weights: Tensor) -> Tensor:
     return torch.where(weights == 0, 0, terms * weights).flatten(0, -2).sum(0)
 
 
-def _with_gradients(
-    call: OpArguments, wanted: Sequence[bool], in_float: bool
-) -> tuple[Tensor, list[Tensor]]:
+def _with_gradients(call: OpArguments, wanted: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
     """The op's rows, and the gradients of hidden states, weight and bias that are wanted.
 
-    They are float32, but that of the weight is of its dtype unless it is wanted ``in_float``.
+    They are float32, but that of a bfloat16 weight, which is rounded.
     """
     if call.hidden.dtype != torch.float16:
         results, *grads = torch.ops.fusedrl.linear_policy_loss(
-            *call, *wanted, in_float, rounds_grads=_rounding.rounds_grads(call.hidden, call.hidden)
+            *call, *wanted, rounds_grads=_rounding.rounds_grads(call.hidden, call.hidden)
         )
         return results, grads
     # A loss scale comes too late for gradients that are made here: float16 holds those of a token
@@ -142,49 +135,23 @@ def _with_gradients(
     largest = call.weights.abs().amax() if call.weights.numel() else call.weights.new_ones(())
     gain = torch.exp2(-largest.clamp(min=1e-30).log2().ceil())
     scaled = call._replace(weights=call.weights * gain)
-    results, *grads = torch.ops.fusedrl.linear_policy_loss(*scaled, *wanted, True)
+    results, *grads = torch.ops.fusedrl.linear_policy_loss(*scaled, *wanted)
     return results, [grad / gain for grad in grads]
-
-
-def into_main_grad(weight: Tensor, main_grad: Tensor) -> Tensor:
-    """Zeros of a weight's shape, in float32 or better; their gradient is added to ``main_grad``.
-
-    They are a node of their own, which autograd runs where the weight's gradient is asked for.
-    """
-    return _IntoMainGrad.apply(weight, main_grad)  # pyright: ignore[reportReturnType]
-
-
-class _IntoMainGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, main_grad: Tensor) -> Tensor:
-        ctx.main_grad = main_grad
-        return weight.new_zeros((), dtype=_dispatch.result_dtype(weight)).expand(weight.shape)
-
-    @staticmethod
-    @_autograd.first_derivative_only(
-        "linear_policy_loss", "leave out main_grad, and pass impl='reference'"
-    )
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        ctx.main_grad.add_(grads[0])
-        return None, None
 
 
 class _Autograd(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, of_weight: Tensor | None, separate: bool, *args: Any
-    ) -> tuple[Tensor, Tensor]:
-        """``of_weight`` takes the gradient of the weight in float32, in place of the weight."""
-        call, in_float = OpArguments(*args), of_weight is not None
+    def forward(ctx: Any, separate: bool, *args: Any) -> tuple[Tensor, Tensor]:
+        call = OpArguments(*args)
         later = separate and not call.hidden.is_cpu
         wanted = (False, False, False) if later else _wanted(ctx)
-        results, grads = _with_gradients(call, wanted, in_float)
+        results, grads = _with_gradients(call, wanted)
         # Gradients that are made need no constants. The head is kept to see that nobody changes it.
         kept = len(args) if separate else 3
         tensors = [x if isinstance(x, Tensor) and i < kept else None for i, x in enumerate(args)]
-        _saved_tensors.save(ctx, results if separate else None, *grads, *tensors)
+        ctx.save_for_backward(results if separate else None, *grads, *tensors)
         ctx.constants = [None if isinstance(x, Tensor) else x for x in args]
-        ctx.options = (in_float, separate)
+        ctx.separate = separate
         ctx.mark_non_differentiable(results)
         return _values(results, call.weights), results
 
@@ -193,36 +160,32 @@ class _Autograd(torch.autograd.Function):
         "linear_policy_loss", "pass impl='reference', which has a second one"
     )
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        results, grad_hidden, grad_weight, grad_bias, *tensors = _saved_tensors.saved(ctx)
+        results, grad_hidden, grad_weight, grad_bias, *tensors = ctx.saved_tensors
         args = (c if t is None else t for t, c in zip(tensors, ctx.constants, strict=True))
-        call, (in_float, separate) = OpArguments(*args), ctx.options
+        call, separate = OpArguments(*args), ctx.separate
         wanted, factors = _wanted(ctx), upstream[0]
         grads, scale = [grad_hidden, grad_weight, grad_bias], factors[0]
         if separate and not call.hidden.is_cpu:
-            grads = _of_terms(results, call, factors, wanted, in_float)
+            grads = _of_terms(results, call, factors, wanted)
             scale = torch.ones_like(scale)
         elif separate:
             counting = factors[(call.weights != 0).flatten(0, -2).any(0)]
             if len(counting) and bool((counting != counting[0]).any()):
-                grads = _of_terms(results, call, factors, wanted, in_float)
+                grads = _of_terms(results, call, factors, wanted)
                 counting = torch.ones_like(counting)
             scale = counting[0] if len(counting) else scale
-        last_pass = ctx.saved_forms is None and _is_last_pass(scale)
-        dtype = call.hidden.dtype
-        dtypes = (dtype, torch.float32 if in_float else dtype, dtype)
-        of_hidden, of_weight, of_bias = (
-            _scaled(grad, scale, dtype, last_pass) if want else None
-            for grad, want, dtype in zip(grads, wanted, dtypes, strict=True)
+        last_pass = _is_last_pass(scale)
+        scaled = (
+            _scaled(grad, scale, call.hidden.dtype, last_pass) if want else None
+            for grad, want in zip(grads, wanted, strict=True)
         )
-        of_head = (None, of_hidden, None) if in_float else (None, of_hidden, of_weight)
-        first = of_weight if in_float else None
-        return (first, *of_head, of_bias, *(None,) * (len(call) - 3))
+        return (None, *scaled, *(None,) * (len(call) - 3))
 
 
 def _wanted(ctx: Any) -> tuple[bool, bool, bool]:
     """Whether hidden states, weight and bias require gradients."""
-    into_float, _, hidden, weight, bias, *_ = ctx.needs_input_grad
-    return hidden, weight or into_float, bias
+    _, hidden, weight, bias, *_ = ctx.needs_input_grad
+    return hidden, weight, bias
 
 
 def _is_last_pass(scale: Tensor) -> bool:
@@ -252,7 +215,7 @@ def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype, last_pass: bool) ->
 
 
 def _of_terms(
-    results: Tensor, call: OpArguments, factors: Tensor, wanted: Sequence[bool], in_float: bool
+    results: Tensor, call: OpArguments, factors: Tensor, wanted: Sequence[bool]
 ) -> list[Tensor]:
     """Gradients where each term has an upstream gradient of its own: every token's is known."""
     weights = call.weights * factors
@@ -270,7 +233,7 @@ def _of_terms(
         most=most,
         estimator=estimator,
     )
-    return _with_gradients(linear, wanted, in_float)[1]
+    return _with_gradients(linear, wanted)[1]
 
 
 REINFORCE = Surrogate("reinforce", 0.0, 0.0, 0.0, "k3")
@@ -284,8 +247,8 @@ def _fake(
     *options: Any,
     rounds_grads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *_, of_hidden, of_weight, of_bias, in_float = options
-    of_weights = torch.float32 if in_float else weight.dtype
+    *_, of_hidden, of_weight, of_bias = options
+    of_weights = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
     grad_hidden, grad_weight, grad_bias = (
         hidden.new_empty((0,)) if x is None or not want else x.new_empty(x.shape, dtype=dtype)
         for x, want, dtype in (

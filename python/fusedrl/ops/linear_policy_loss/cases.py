@@ -37,8 +37,6 @@ def cases(problem: Problem) -> Iterator[Case]:
     for loss in RECIPES:
         others = columns | options | {"loss": loss}
         yield Case(linear_policy_loss, f"{loss} mask shift", head, others, _loss)
-    others = columns | options | {"support": problem.support(tokens)}
-    yield Case(linear_policy_loss, "grpo mask shift support", head, others, _loss)
 
 
 def _loss(result: PolicyLoss) -> list[Tensor]:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedrl.ops import _dispatch, _rows
-from fusedrl.ops._sequence_parts import summed
 from fusedrl.ops.importance_weights import LEVELS
 from fusedrl.ops.token_kl import ESTIMATORS
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 SURROGATES = ("clip", "clipped_ratio", "cispo", "reinforce")
 RATIOS = LEVELS
@@ -169,20 +165,17 @@ class Sequences(NamedTuple):
         count: the number of sequences.
         kept: whether the token counts.
         offsets: where each sequence starts and ends.
-        group: the ranks over which sequences are split, or ``None``. What concerns a whole sequence
-            is summed over them.
     """
 
     index: Tensor
     count: int
     kept: Tensor
     offsets: Tensor
-    group: ProcessGroup | None = None
 
     def sums(self, values: Tensor) -> Tensor:
         """The sum of ``values`` over the kept tokens of each sequence."""
         values = torch.where(self.kept, values.flatten(), 0)
-        return summed(values.new_zeros(self.count).index_add(0, self.index, values), self.group)
+        return values.new_zeros(self.count).index_add(0, self.index, values)
 
     def lengths(self, dtype: torch.dtype) -> Tensor:
         """The number of kept tokens of each sequence, and 1 where there is none."""
@@ -194,7 +187,6 @@ def sequences_of(
     mask: Tensor | None,
     offsets: Tensor | None,
     shift: bool,
-    group: ProcessGroup | None = None,
 ) -> Sequences:
     """The sequences of a packed batch with offsets, or the rows of a padded one.
 
@@ -209,7 +201,7 @@ def sequences_of(
         kept = kept & mask.flatten()
     if shift:
         kept = kept & (places != offsets[:-1][index])
-    return Sequences(index, count, kept, offsets, group)
+    return Sequences(index, count, kept, offsets)
 
 
 def log_ratios(log_ratio: Tensor, level: str, sequences: Sequences) -> Tensor:
@@ -235,5 +227,5 @@ def shares(
     if aggregation == "sequence":
         divisor = max(sequences.count, 1) if normalizer is None else normalizer
         return kept / sequences.lengths(dtype)[sequences.index] / divisor
-    divisor = summed(kept.sum(), sequences.group).clamp(min=1) if normalizer is None else normalizer
+    divisor = kept.sum().clamp(min=1) if normalizer is None else normalizer
     return kept / divisor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _support
+from fusedrl.ops import _autograd, _dispatch
 from fusedrl.ops.importance_weights import importance_weights
 from fusedrl.ops.linear_policy_loss import autograd
 from fusedrl.ops.linear_policy_loss.autograd import REINFORCE, Task, Terms
@@ -50,21 +50,14 @@ def from_log_probs(
     chosen: str,
     vocab_offset: int | None = None,
     group: ProcessGroup | None = None,
-    main_grad: Tensor | None = None,
 ) -> Terms:
     """The definition over log-probs that differentiate: of the ``chosen`` implementation."""
     by_definition = chosen == "reference" and group is None
     if by_definition:
         head, rows = task.head, task.rows
-        classes = len(head.weight)
-        entries = _support.entries_of(task.support, *rows[:-1], classes)
-        if main_grad is not None:
-            of_weight = autograd.into_main_grad(head.weight, main_grad)
-            head = head._replace(weight=head.weight.detach() + of_weight)
         log_probs, entropy = reference.linear_token_log_probs(
             *(head, rows.tokens, rows.mask, rows.offsets, rows.shift, rows.temperature),
             task.entropy,
-            None if entries is None else entries.allowed(classes),
         )
     else:
         log_probs, entropy = _log_probs(task, vocab_offset, group)
@@ -77,9 +70,7 @@ def from_log_probs(
     return Terms(values, log_probs.detach(), entropy.detach())
 
 
-def from_sequence_ratios(
-    task: Task, level: str, sequences: Sequences, main_grad: Tensor | None
-) -> Terms:
+def from_sequence_ratios(task: Task, level: str, sequences: Sequences) -> Terms:
     """A loss with ratios of whole sequences: log-probs are computed first, and then gradients."""
     with torch.no_grad():
         log_probs, entropy = _log_probs(task)
@@ -92,7 +83,7 @@ def from_sequence_ratios(
             weights=TermWeights((slopes != 0).to(slopes.dtype), entropy=task.weights.entropy),
             surrogate=REINFORCE,
         )
-        values = _WithGradientsOf.apply(values, autograd.run(linear, main_grad).values)
+        values = _WithGradientsOf.apply(values, autograd.run(linear).values)
     return Terms(values, log_probs, torch.zeros_like(log_probs) if entropy is None else entropy)
 
 
@@ -131,7 +122,6 @@ def _log_probs(
         entropy=task.entropy,
         vocab_offset=vocab_offset,
         vocab_group=group,
-        support=task.support,
     )
     if isinstance(result, TokenLogProbs):
         return result.log_probs, result.entropy

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from fusedrl.ops import _autograd, _dispatch, _head, _rows, _support
+from fusedrl.ops import _autograd, _dispatch, _head, _rows
 from fusedrl.ops._nested import accepts_nested
-from fusedrl.ops._sequence_parts import accepts_parts, check_group
-from fusedrl.ops.linear_token_log_probs import autograd, reference, sampled
+from fusedrl.ops.linear_token_log_probs import autograd, reference
 from fusedrl.ops.linear_token_log_probs.shards import VocabPart
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-    from fusedrl.ops._options import LinearLogProbOptions
+    from fusedrl.ops._options import LinearOptions
 
 __all__ = ["VocabPart", "linear_token_log_probs"]
 
@@ -33,7 +32,7 @@ def linear_token_log_probs(
     vocab_offset: int,
     vocab_group: None = None,
     entropy: bool = False,
-    **options: Unpack[LinearLogProbOptions],
+    **options: Unpack[LinearOptions],
 ) -> VocabPart: ...
 @overload
 def linear_token_log_probs(
@@ -45,7 +44,7 @@ def linear_token_log_probs(
     vocab_offset: int | None = None,
     vocab_group: ProcessGroup | None = None,
     entropy: Literal[False] = False,
-    **options: Unpack[LinearLogProbOptions],
+    **options: Unpack[LinearOptions],
 ) -> Tensor: ...
 @overload
 def linear_token_log_probs(
@@ -57,7 +56,7 @@ def linear_token_log_probs(
     vocab_offset: int | None = None,
     vocab_group: ProcessGroup | None = None,
     entropy: Literal[True],
-    **options: Unpack[LinearLogProbOptions],
+    **options: Unpack[LinearOptions],
 ) -> TokenLogProbs: ...
 @overload
 def linear_token_log_probs(
@@ -69,9 +68,8 @@ def linear_token_log_probs(
     vocab_offset: int | None = None,
     vocab_group: ProcessGroup | None = None,
     entropy: bool,
-    **options: Unpack[LinearLogProbOptions],
+    **options: Unpack[LinearOptions],
 ) -> Tensor | TokenLogProbs: ...
-@accepts_parts("tokens", "mask")
 @accepts_nested("tokens", over="tokens", fields=("log_probs", "entropy"))
 def linear_token_log_probs(
     hidden: Tensor,
@@ -84,12 +82,10 @@ def linear_token_log_probs(
     scale: float | None = None,
     offsets: Tensor | None = None,
     shift: bool = False,
-    sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     vocab_offset: int | None = None,
     vocab_group: ProcessGroup | None = None,
-    support: tuple[Tensor, Tensor] | None = None,
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> Tensor | TokenLogProbs | VocabPart:
@@ -125,11 +121,6 @@ def linear_token_log_probs(
         shift: token *i* reads row *i - 1* of its own sequence, as causal models predict; the first
             token of every sequence has log-prob 0. Packed hidden states then need ``offsets``.
             Without it token *i* reads row *i*.
-        sequence_group: the process group over whose ranks sequences are split into contiguous
-            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
-            of a part reads the last row of the rank before. Every rank has to call the op, and to
-            differentiate its result. ``offsets`` are those of all ranks' tokens. Nested input is
-            refused.
         temperature: divisor of the logits, from 1e-30 to 1e30. A 0-dim tensor may change under
             ``torch.compile`` without a recompile. No gradient flows to it.
         entropy: also return the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
@@ -141,10 +132,6 @@ def linear_token_log_probs(
             same hidden states, and gets the log-probs over all classes and the whole gradient of
             the hidden states. Without a group, ``vocab_offset`` makes the op return a
             :class:`VocabPart`, which does not differentiate.
-        support: the classes that the sampler left of each token's distribution, as
-            :func:`token_log_probs` takes it. Only their rows of the weight are multiplied. In half
-            precision the weight's gradient is the sum of two rounded ones where all classes count
-            for some tokens and not for others. Not with a shard of a vocabulary.
         batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
             depend on the batch around it; slower where blocks are not full.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
@@ -159,8 +146,7 @@ def linear_token_log_probs(
         TypeError: a mask that is not bool, hidden states that are not floating point.
         ValueError: shapes, dtypes, devices, offsets or an ``impl`` that do not fit; a scale, a
             softcap or a temperature out of range.
-        RuntimeError: a kept token outside ``[0, V)`` or its support, ids of a kept token that do
-            not ascend; on CUDA, a device-side assert.
+        RuntimeError: a kept token outside ``[0, V)``; on CUDA, a device-side assert.
 
     Example:
         >>> import torch
@@ -173,50 +159,28 @@ def linear_token_log_probs(
         >>> torch.allclose(log_probs, from_logits, atol=1e-5)
         True
     """
+    _dispatch.check_flags(shift=shift, entropy=entropy, batch_invariant=batch_invariant)
     _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     _rows.check_rows("hidden", head.hidden, offsets, shift)
     _rows.check_tokens(tokens, "hidden", head.hidden)
     _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
     check_shard(vocab_offset, vocab_group)
-    if support is not None and vocab_offset is not None:
-        raise ValueError(
-            "support: expected None with vocab_offset, as its ids may be in other shards, got "
-            f"{_dispatch.kind(support)}; pass the whole weight"
-        )
-    if sequence_group is not None and vocab_offset is not None and vocab_group is None:
-        raise ValueError(
-            "vocab_group: expected the process group of the shards beside a sequence_group, as a "
-            "VocabPart is of one rank's rows, got None; pass it, or leave out sequence_group"
-        )
     chosen = _dispatch.choose(
         impl,
         "linear_token_log_probs",
         head.hidden.device,
         head.hidden.dtype,
-        triton=support is None,
+        triton=True,
     )
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
     _dispatch.check_counted_on_host(mask, shift, head.hidden.device)
-    entries = _support.entries_of(support, tokens, mask, offsets, shift, len(head.weight))
     if chosen == "reference":
         _dispatch.check_without_kernel("vocab_offset", vocab_offset, None)
         _dispatch.check_without_kernel("batch_invariant", batch_invariant, False)
         log_probs, row_entropy = reference.linear_token_log_probs(
-            *(head, tokens, mask, offsets, shift, divisor, entropy),
-            None if entries is None else entries.allowed(len(head.weight)),
+            *(head, tokens, mask, offsets, shift, divisor, entropy)
         )
-        return log_probs if row_entropy is None else TokenLogProbs(log_probs, row_entropy)
-    if entries is not None:
-
-        def of_whole(kept: Tensor) -> Any:
-            options = {"offsets": offsets, "shift": shift, "temperature": temperature}
-            options |= {"bias": bias, "softcap": softcap, "scale": scale}
-            options |= {"batch_invariant": batch_invariant}
-            return linear_token_log_probs(hidden, weight, tokens, kept, entropy=entropy, **options)
-
-        values = sampled.logits_of(head, entries)
-        log_probs, row_entropy = _support.joined(entries, values, divisor, entropy, of_whole)
         return log_probs if row_entropy is None else TokenLogProbs(log_probs, row_entropy)
     batch = (
         tokens.to(torch.int64).contiguous(),
@@ -254,5 +218,9 @@ def check_shard(vocab_offset: int | None, vocab_group: ProcessGroup | None) -> N
             f"vocab_offset: expected an integer >= 0, got {vocab_offset!r}; "
             "pass how many classes the shards before this one have"
         )
-    if vocab_group is not None:
-        check_group("vocab_group", vocab_group)
+    if vocab_group is not None and not isinstance(vocab_group, ProcessGroup):
+        raise TypeError(
+            "vocab_group: expected a torch.distributed.ProcessGroup, got "
+            f"{type(vocab_group).__name__}; pass torch.distributed.group.WORLD, or what "
+            "torch.distributed.new_group returns"
+        )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.compat.torch import assert_on_device
-from fusedrl.ops import _autograd, _dispatch, _rounding, _saved_tensors, _stored
+from fusedrl.ops import _autograd, _dispatch, _rounding, _stored
 from fusedrl.ops.linear_token_log_probs.shards import gathered
 from fusedrl.ops.token_log_probs.reference import rows_of_tokens
 
@@ -55,8 +55,7 @@ class _Autograd(torch.autograd.Function):
         scale, softcap, entropy, vocab_offset, batch_invariant = options
         parts, *stored = _statistics(chosen, args, _stored.stored_bytes(hidden))
         log_probs, row_entropy, normalizers = _finish(parts, group, args)
-        _saved_tensors.save(
-            ctx,
+        ctx.save_for_backward(
             *(hidden, weight, bias, tokens, mask, offsets, temperature),
             *(log_probs, row_entropy, normalizers, *stored),
         )
@@ -71,7 +70,7 @@ class _Autograd(torch.autograd.Function):
     )
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
-        saved = _saved_tensors.saved(ctx)
+        saved = ctx.saved_tensors
         hidden, weight, bias, tokens, mask, offsets, temperature, *results = saved
         group, shift, scale, softcap, entropy, vocab_offset, batch_invariant = ctx.options
         _, _, of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad

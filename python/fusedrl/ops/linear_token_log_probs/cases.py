@@ -17,5 +17,3 @@ def cases(problem: Problem) -> Iterator[Case]:
     options = {"shift": True, "entropy": True}
     name = "mask shift softcap entropy"
     yield Case(linear_token_log_probs, name, problem.head(), others | options)
-    others |= {"support": problem.support(others["tokens"])}
-    yield Case(linear_token_log_probs, f"{name} support", problem.head(), others | options)

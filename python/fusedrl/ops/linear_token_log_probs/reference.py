@@ -17,12 +17,8 @@ def linear_token_log_probs(
     shift: bool,
     temperature: Tensor,
     entropy: bool,
-    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The ``token_log_probs`` of the logits of the kept rows; they are 0 elsewhere.
-
-    ``allowed`` is as there.
-    """
+    """The ``token_log_probs`` of the logits of the kept rows; they are 0 elsewhere."""
     rows, keep = reference.rows_of_tokens(tokens, offsets, shift)
     if mask is not None:
         keep = keep & mask.flatten()
@@ -31,10 +27,7 @@ def linear_token_log_probs(
     reference.check_targets(targets, kept, tokens.shape, len(head.weight))
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])[rows[kept]]
     logits = reference_logits(head._replace(hidden=hidden))
-    allowed = None if allowed is None else allowed[kept]
-    results = reference.token_log_probs(
-        logits, targets, None, None, False, temperature, entropy, allowed
-    )
+    results = reference.token_log_probs(logits, targets, None, None, False, temperature, entropy)
     zeros = torch.zeros(tokens.numel(), dtype=logits.dtype, device=logits.device)
     log_probs, row_entropy = (
         None if x is None else zeros.index_put((kept,), x).view(tokens.shape) for x in results

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedrl import native
 from fusedrl.compat.torch import in_dispatch_mode, in_forward_mode, in_trace_of_jit, transform_level
-from fusedrl.ops import _autograd, _dispatch, _saved_tensors
+from fusedrl.ops import _autograd, _dispatch
 
 _EXCHANGE = "__dlpack_c_exchange_api__"  # torch's C functions of DLPack
 
@@ -100,7 +100,7 @@ class _Autograd(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.weight = None if isinstance(coeff, Tensor) else coeff
         coeff = coeff if ctx.weight is None else None
-        _saved_tensors.save(ctx, log_probs, ref_log_probs, mask, coeff)
+        ctx.save_for_backward(log_probs, ref_log_probs, mask, coeff)
         constant = [] if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else [kl]
         constant += [penalised] if reward is None and penalised is not None else []
         ctx.mark_non_differentiable(*constant)
@@ -113,7 +113,7 @@ class _Autograd(torch.autograd.Function):
         of_policy, of_reference, *_ = ctx.needs_input_grad
         grad = grad_ref = None
         if (of_policy or of_reference) and not (grad_kl is None and grad_reward is None):
-            *columns, coeff = _saved_tensors.saved(ctx)
+            *columns, coeff = ctx.saved_tensors
             coeff = coeff if ctx.weight is None else ctx.weight
             columns = grad_kl, grad_reward, *columns
             grad = _gradient(columns, coeff, ctx.estimator, ctx.missing)

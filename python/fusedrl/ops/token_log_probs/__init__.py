@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _rows, _saved_tensors, _support
+from fusedrl.ops import _autograd, _dispatch, _rows
 from fusedrl.ops._nested import accepts_nested
-from fusedrl.ops._sequence_parts import accepts_parts
 from fusedrl.ops.token_log_probs import reference
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-    from fusedrl.ops._options import LogProbOptions
+    from fusedrl.ops._options import RowOptions
 
 __all__ = ["TokenLogProbs", "token_log_probs"]
 
@@ -35,7 +33,7 @@ def token_log_probs(
     mask: Tensor | None = None,
     *,
     entropy: Literal[False] = False,
-    **options: Unpack[LogProbOptions],
+    **options: Unpack[RowOptions],
 ) -> Tensor: ...
 @overload
 def token_log_probs(
@@ -44,7 +42,7 @@ def token_log_probs(
     mask: Tensor | None = None,
     *,
     entropy: Literal[True],
-    **options: Unpack[LogProbOptions],
+    **options: Unpack[RowOptions],
 ) -> TokenLogProbs: ...
 @overload
 def token_log_probs(
@@ -53,9 +51,8 @@ def token_log_probs(
     mask: Tensor | None = None,
     *,
     entropy: bool,
-    **options: Unpack[LogProbOptions],
+    **options: Unpack[RowOptions],
 ) -> Tensor | TokenLogProbs: ...
-@accepts_parts("tokens", "mask")
 @accepts_nested("tokens", over="tokens", fields=("log_probs", "entropy"))
 def token_log_probs(
     logits: Tensor,
@@ -64,10 +61,8 @@ def token_log_probs(
     *,
     offsets: Tensor | None = None,
     shift: bool = False,
-    sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
-    support: tuple[Tensor, Tensor] | None = None,
     impl: str = "auto",
 ) -> Tensor | TokenLogProbs:
     r"""Log-probability of each token under a softmax over its logits.
@@ -89,22 +84,11 @@ def token_log_probs(
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
             first token of every sequence has log-prob 0. Packed logits then need ``offsets``.
             Without it token *i* reads logits row *i*.
-        sequence_group: the process group over whose ranks sequences are split into contiguous
-            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
-            of a part reads the last row of the rank before. Every rank has to call the op, and to
-            differentiate its result. ``offsets`` are those of all ranks' tokens. Nested input is
-            refused.
         temperature: divisor of the logits, from 1e-30 to 1e30. A 0-dim tensor, on the CPU or beside
             the logits, may change under ``torch.compile`` without a recompile. No gradient flows to
             it.
         entropy: also return the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
             gradient.
-        support: the classes that the sampler left of each token's distribution, ``(ids, offsets)``
-            with integer ids ``[S]`` and int64 offsets ``[N + 1]`` over all tokens in order, padding
-            and dropped ones included: token *n* was sampled from
-            ``ids[offsets[n] : offsets[n + 1]]``, which ascend and contain it. An empty row stands
-            for all classes. Log-probs and entropies are those of the softmax over the support
-            alone, and so are gradients. See :func:`sampling_support`.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
             ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
@@ -116,9 +100,8 @@ def token_log_probs(
         TypeError: a mask that is not bool, logits that are not floating point, a sparse tensor, a
             temperature that is no real number.
         ValueError: shapes, devices or offsets that do not fit; a temperature out of range.
-        RuntimeError: a kept token outside ``[0, V)`` or its support, ids of a kept token that do
-            not ascend; in a compiled graph, or where it is a tensor
-            on the GPU, also a temperature that is not finite and positive. On CUDA all are
+        RuntimeError: a kept token outside ``[0, V)``; in a compiled graph, or where it is a tensor
+            on the GPU, also a temperature that is not finite and positive. On CUDA both are
             device-side asserts.
         NotImplementedError: logits with a forward-mode tangent, or inside a transform of
             ``torch.func`` that records a gradient; ``impl="reference"`` takes both.
@@ -134,6 +117,7 @@ def token_log_probs(
         >>> token_log_probs(logits, torch.tensor([0, 1]), offsets=offsets, shift=True)
         tensor([0., 0.])
     """
+    _dispatch.check_flags(shift=shift, entropy=entropy)
     _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
     _rows.check_rows("logits", logits, offsets, shift)
     _rows.check_tokens(tokens, "logits", logits)
@@ -142,20 +126,9 @@ def token_log_probs(
         impl, "token_log_probs", logits.device, logits.dtype, _dispatch.KERNEL_DTYPES
     )
     scale = _dispatch.temperature_tensor(temperature, logits.device, chosen)
-    entries = _support.entries_of(support, tokens, mask, offsets, shift, logits.shape[-1])
     if chosen == "reference":
         log_probs, row_entropy = reference.token_log_probs(
-            *(logits, tokens, mask, offsets, shift, scale, entropy),
-            None if entries is None else entries.allowed(logits.shape[-1]),
-        )
-    elif entries is not None:
-
-        def of_whole(kept: Tensor) -> Any:
-            options = {"offsets": offsets, "shift": shift, "temperature": temperature}
-            return token_log_probs(logits, tokens, kept, entropy=entropy, **options)
-
-        log_probs, row_entropy = _support.joined(
-            *(entries, _support.of_logits(logits, entries), scale, entropy, of_whole)
+            *(logits, tokens, mask, offsets, shift, scale, entropy)
         )
     else:
         logits = _rows.with_unit_stride(logits)
@@ -197,8 +170,8 @@ class _Autograd(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         logits, tokens, mask, offsets, shift, temperature, entropy = args
         log_probs, row_entropy, normalizers = torch.ops.fusedrl.token_log_probs(*args)
-        _saved_tensors.save(
-            ctx, logits, tokens, mask, offsets, temperature, log_probs, row_entropy, normalizers
+        ctx.save_for_backward(
+            logits, tokens, mask, offsets, temperature, log_probs, row_entropy, normalizers
         )
         ctx.shift = shift
         ctx.entropy = entropy
@@ -210,7 +183,7 @@ class _Autograd(torch.autograd.Function):
     @_autograd.first_derivative_only("token_log_probs")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
-        saved = _saved_tensors.saved(ctx)
+        saved = ctx.saved_tensors
         logits, tokens, mask, offsets, temperature, log_probs, row_entropy, normalizers = saved
         grad = torch.ops.fusedrl.token_log_probs_backward(
             grad_log_probs.contiguous(),

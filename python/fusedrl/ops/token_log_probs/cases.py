@@ -23,5 +23,3 @@ def cases(problem: Problem) -> Iterator[Case]:
     others = {"tokens": tokens, "mask": mask, "temperature": torch.tensor(0.7)}
     yield Case(token_log_probs, "mask shift entropy", rows, others | options)
     yield Case(token_log_probs, "packed mask shift entropy", one_by_one, packed | options)
-    others = packed | options | {"support": problem.support(tokens)}
-    yield Case(token_log_probs, "packed mask shift entropy support", one_by_one, others)

@@ -62,12 +62,10 @@ def token_log_probs(
     shift: bool,
     temperature: Tensor,
     entropy: bool,
-    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gather the log-probs from a ``log_softmax`` over the kept rows; they are 0 elsewhere.
 
-    With ``allowed``, bool ``[N, V]``, other classes of a token have no probability. Computes in
-    float32 (float64 for float64 logits) and differentiates through torch's autograd.
+    Computes in float32 (float64 for float64 logits) and differentiates through torch's autograd.
     """
     rows, keep = rows_of_tokens(tokens, offsets, shift)
     if mask is not None:
@@ -75,8 +73,6 @@ def token_log_probs(
     kept = keep.nonzero().squeeze(-1)
     dtype = result_dtype(logits)
     z = logits.reshape(-1, logits.shape[-1])[rows[kept]].to(dtype)
-    if allowed is not None:
-        z = z.masked_fill(~allowed[kept], -torch.inf)
     log_softmax = torch.log_softmax(z / temperature.to(z), dim=-1)
     targets = tokens.flatten()[kept]
     check_targets(targets, kept, tokens.shape, logits.shape[-1])

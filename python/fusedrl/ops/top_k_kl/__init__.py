@@ -1,24 +1,25 @@
-"""Divergence from a teacher of whom the log-probs of a few classes are known, token by token."""
+"""Divergence from a teacher of whom the log-probs of a few classes are known, token by token.
+
+The student's logits of these classes are gathered, and one log-prob a token normalises them.
+"""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _rows, _saved_tensors
+from fusedrl.ops import _dispatch, _head, _rows
 from fusedrl.ops._nested import accepts_nested
-from fusedrl.ops._sequence_parts import accepts_parts
-from fusedrl.ops.top_k_kl import reference, teachers
+from fusedrl.ops.gathered import logits_of_head
+from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
+from fusedrl.ops.token_log_probs import token_log_probs
+from fusedrl.ops.token_log_probs.reference import rows_of_tokens
+from fusedrl.ops.top_k_kl import teachers
+from fusedrl.ops.top_k_kl.teachers import Teacher
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-__all__ = ["top_k_kl"]
+__all__ = ["linear_top_k_kl", "top_k_kl"]
 
 
-@accepts_parts("ids", "teacher_log_probs", "mask")
 @accepts_nested("ids", "teacher_log_probs")
 def top_k_kl(
     logits: Tensor,
@@ -31,9 +32,7 @@ def top_k_kl(
     tail: str = "bucket",
     offsets: Tensor | None = None,
     shift: bool = False,
-    sequence_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
-    impl: str = "auto",
 ) -> Tensor:
     r"""Divergence of a student from a teacher whose k likeliest classes are known.
 
@@ -43,13 +42,11 @@ def top_k_kl(
     ``"reverse"`` :math:`KL(s \| t) = \sum_j s_j (\log s_j - \log t_j)`,
     ``"forward"`` :math:`KL(t \| s)`,
     ``"jensen_shannon"`` :math:`(1 - \beta) KL(s \| m) + \beta KL(t \| m)` with
-    :math:`m = (1 - \beta) s + \beta t`. Every kept row of logits is read once and nothing of its
-    size is kept. Gradients reach the logits alone.
+    :math:`m = (1 - \beta) s + \beta t`. Gradients reach the logits alone.
 
-    The teacher's rest is 1 less the sum of its probabilities, but at least 1e-6: float32 log-probs
-    do not tell it better, and may sum to a little more than 1. There is no rest where the student
-    has nothing outside of the ids (they are all classes, or all others have a logit of -inf) and
-    the teacher has nothing but rounding there.
+    The rest of either side is 1 less the sum of its probabilities, but at least 1e-6: float32
+    log-probs do not tell it better, and may sum to a little more than 1. There is none where the
+    ids are all classes.
 
     A class adds 0 where the distribution that weighs it gives it probability 0 (or underflow). It
     makes a KL +inf where only the other distribution does. The gradient of a -inf logit is 0; other
@@ -57,7 +54,7 @@ def top_k_kl(
 
     Args:
         logits: the student's, ``[N, V]`` packed, ``[B, T, V]`` padded, or jagged ``[B, j, V]``;
-            float32, bfloat16 or float16 (float64 runs through the reference). Dimension V must have
+            float32, bfloat16 or float16 (float64 too). Dimension V must have
             stride 1, otherwise it is copied; other strides are free.
         ids: integer classes that the teacher's log-probs are of, ``[N, k]``, ``[B, T, k]`` or
             jagged ``[B, j, k]``, in any order, every class at most once a token. An id below 0 is
@@ -76,19 +73,13 @@ def top_k_kl(
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict, and
             its own ids and log-probs; the first token of every sequence has divergence 0. Packed
             logits then need ``offsets``. Without it token *i* reads logits row *i*.
-        sequence_group: the process group over whose ranks sequences are split into contiguous
-            parts, in the order of the ranks (context parallelism). With ``shift`` the first token
-            of a part reads the last row of the rank before. Every rank calls, and differentiates.
-            ``offsets`` are those of all ranks' tokens, ``k`` is the same on every rank; nested
-            input is refused.
         temperature: positive divisor of the logits. Pass a 0-dim tensor to vary it under
             ``torch.compile`` without a recompile. No gradient flows to it.
-        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
-            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
         float32 ``[N]``, ``[B, T]`` or jagged like the logits; below 0 by rounding alone. A row of
-        -inf only, a NaN or a +inf gives NaN, and so do ids of -inf only that are renormalised.
+        -inf only, a NaN or a +inf gives NaN to a token with ids, and so do ids of -inf only that
+        are renormalised.
 
     Raises:
         TypeError: a mask that is not bool, ids that are no integers, logits or log-probs that are
@@ -113,60 +104,120 @@ def top_k_kl(
         >>> top_k_kl(logits, ids, teacher, tail="renormalize")  # 1/2, 1/2 against 2/3, 1/3
         tensor([0.0589])
     """
+    _dispatch.check_flags(shift=shift)
     _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
     _rows.check_rows("logits", logits, offsets, shift)
     teacher = teachers.prepare(
         *(logits, "logits", logits.shape[-1], ids, teacher_log_probs, mask, offsets, shift),
         *(direction, beta, tail),
     )
-    chosen = _dispatch.choose(impl, "top_k_kl", logits.device, logits.dtype)
-    divisor = _dispatch.temperature_tensor(temperature, logits.device, chosen)
-    if chosen == "reference":
-        log_probs = reference.log_probs(logits, ids, mask, offsets, shift, divisor)
-    else:
-        batch = (
-            teacher.ids,
-            None if mask is None else mask.contiguous(),
-            None if offsets is None else offsets.to(torch.int64).contiguous(),
-        )
-        args = (_rows.with_unit_stride(logits), *batch, shift, divisor)
-        if _autograd.needs_grad(logits=logits, temperature=divisor):
-            log_probs = _autograd.apply(_Autograd, *args)
-        else:
-            log_probs = torch.ops.fusedrl.top_k_kl_log_probs(*args)[0]
-    return teachers.divergence(log_probs, teacher)
+    rows, _ = rows_of_tokens(teacher.keep, offsets, shift)
+    k = ids.shape[-1]
+    flat = logits.reshape(-1, logits.shape[-1])
+    gathered = flat[rows[:, None], teacher.ids.view(-1, k).clamp(min=0)].view(ids.shape)
+    likeliest, relative = _normalized(gathered.to(teacher.log_probs), teacher, temperature)
+    options = {"offsets": offsets, "shift": shift, "temperature": temperature}
+    log_probs = token_log_probs(logits, likeliest, teacher.keep, **options)
+    return teachers.divergence(relative + log_probs[..., None], teacher)
 
 
-class _Autograd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        logits, ids, mask, offsets, shift, temperature = args
-        log_probs, normalizers = torch.ops.fusedrl.top_k_kl_log_probs(*args)
-        _saved_tensors.save(ctx, logits, ids, mask, offsets, temperature, log_probs, normalizers)
-        ctx.shift = shift
-        return log_probs
+@accepts_nested("ids", "teacher_log_probs")
+def linear_top_k_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    teacher_log_probs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    direction: str = "reverse",
+    beta: float | None = None,
+    tail: str = "bucket",
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    offsets: Tensor | None = None,
+    shift: bool = False,
+    temperature: float | Tensor = 1.0,
+) -> Tensor:
+    r"""The divergence of :func:`top_k_kl` from hidden states and a linear head, without all logits.
 
-    @staticmethod
-    @_autograd.first_derivative_only("top_k_kl")
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, ids, mask, offsets, temperature, log_probs, normalizers = _saved_tensors.saved(ctx)
-        grad = torch.ops.fusedrl.top_k_kl_log_probs_backward(
-            *(grads[0].contiguous(), logits, ids, mask, offsets, ctx.shift, temperature),
-            *(log_probs, normalizers),
-        )
-        return grad, None, None, None, None, None
+    The student's logits are ``scale * (hidden @ weight.T + bias)``, capped to
+    ``softcap * tanh(logits / softcap)`` where a softcap is given. Those of the ids come from their
+    rows of the weight, and one :func:`linear_token_log_probs` normalises them. Gradients reach
+    ``hidden``, ``weight`` and ``bias``, each only where it is required.
+
+    Args:
+        hidden: the student's, ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``;
+            float32, bfloat16 or float16 (float64 too).
+        weight: ``[V, H]`` of the dtype of ``hidden``.
+        ids: integer classes that the teacher's log-probs are of, ``[N, k]``, ``[B, T, k]`` or
+            jagged ``[B, j, k]``, every class at most once a token; one below 0 is no class.
+        teacher_log_probs: floating point, of the shape of ``ids``.
+        mask: bool ``[N]``, ``[B, T]`` or jagged; ``None`` keeps all. A dropped token has divergence
+            exactly 0, and neither its hidden state nor its ids and log-probs are read.
+        direction: ``"reverse"`` KL(student || teacher), ``"forward"`` or ``"jensen_shannon"``.
+        beta: the teacher's share of the mixture, for ``"jensen_shannon"`` alone: 0 (the forward KL,
+            as in GKD), 1 (the reverse KL) or from 1e-30 to below 1. ``None`` is 1/2.
+        tail: ``"bucket"``, the rest as one class more, or ``"renormalize"``, without the rest.
+        bias: ``[V]`` of the dtype of ``weight``.
+        softcap: positive bound of the logits.
+        scale: positive factor of the logits.
+        offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
+        shift: token *i* reads row *i - 1* of its own sequence; the first token of every sequence
+            has divergence 0. Packed hidden states then need ``offsets``. Without it token *i* reads
+            row *i*.
+        temperature: positive divisor of the logits. No gradient flows to it.
+
+    Returns:
+        float32 ``[N]``, ``[B, T]`` or jagged like the hidden states.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`top_k_kl` does.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import linear_top_k_kl, top_k_kl
+        >>> _ = torch.manual_seed(0)
+        >>> hidden, weight = torch.randn(2, 3, 8), torch.randn(100, 8)
+        >>> teacher, ids = torch.randn(2, 3, 100).log_softmax(-1).topk(5)
+        >>> kl = linear_top_k_kl(hidden, weight, ids, teacher, shift=True)
+        >>> torch.allclose(kl, top_k_kl(hidden @ weight.T, ids, teacher, shift=True), rtol=1e-4)
+        True
+    """
+    _dispatch.check_flags(shift=shift)
+    _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
+    head = _head.prepare("", hidden, weight, bias, scale, softcap)
+    _rows.check_rows("hidden", head.hidden, offsets, shift)
+    teacher = teachers.prepare(
+        *(head.hidden, "hidden", len(head.weight), ids, teacher_log_probs),
+        *(mask, offsets, shift, direction, beta, tail),
+    )
+    rows, _ = rows_of_tokens(teacher.keep, offsets, shift)
+    # Prompts are not gathered.
+    kept = (teacher.ids >= 0).flatten().nonzero().squeeze(-1)
+    of_kept = logits_of_head(head, rows[kept // ids.shape[-1]], teacher.ids.flatten()[kept])
+    gathered = of_kept.new_zeros(ids.numel()).index_put((kept,), of_kept).view(ids.shape)
+    likeliest, relative = _normalized(gathered, teacher, temperature)
+    log_probs = linear_token_log_probs(
+        *(head.hidden, head.weight, likeliest, teacher.keep),
+        bias=head.bias,
+        softcap=softcap,
+        scale=scale,
+        offsets=offsets,
+        shift=shift,
+        temperature=temperature,
+    )
+    return teachers.divergence(relative + log_probs[..., None], teacher)
 
 
-def _fake(logits: Tensor, ids: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    rows, k = logits.shape[:-1], ids.shape[-1]
-    dtype = _dispatch.result_dtype(logits)
-    return logits.new_empty((*rows, k + 1), dtype=dtype), logits.new_empty((*rows, 2), dtype=dtype)
-
-
-def _fake_backward(grad_log_probs: Tensor, logits: Tensor, *options: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-_dispatch.register_fakes(
-    {"top_k_kl_log_probs": _fake, "top_k_kl_log_probs_backward": _fake_backward}
-)
+def _normalized(
+    logits: Tensor, teacher: Teacher, temperature: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """The likeliest id of each token, and the log-probs ``[..., k]`` of all less that id's."""
+    absent = (teacher.ids < 0) | (logits == -torch.inf)  # no gradient reaches a banned class
+    divisor = _dispatch.scalar_tensor("temperature", temperature, logits.device)
+    z = logits.masked_fill(absent, -torch.inf) / divisor.to(logits)
+    largest, place = z.max(-1, keepdim=True)
+    # Of classes that are all impossible, none is subtracted.
+    relative = z - largest.masked_fill(largest == -torch.inf, 0)
+    return teacher.ids.gather(-1, place).squeeze(-1).clamp(min=0), relative

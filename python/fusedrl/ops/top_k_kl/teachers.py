@@ -18,6 +18,7 @@ LEAST_REST = 1e-6  # float32 log-probs do not tell a smaller one from none
 # What log-probs of all classes may sum to that were rounded to bfloat16.
 LEAST_PROBABILITY, MOST_PROBABILITY = 0.95, 1.05
 SUM_EXPECTED = "teacher_log_probs: expected log-probs whose probabilities sum to"
+OR_NONE = "mask the token, or set the id to -1"
 NORMALISE = "apply log_softmax over the whole vocabulary, and pass no class twice"
 RENORMALISE = "apply log_softmax over the whole vocabulary, or pass tail='renormalize'"
 
@@ -25,7 +26,7 @@ RENORMALISE = "apply log_softmax over the whole vocabulary, or pass tail='renorm
 class Teacher(NamedTuple):
     """What is known of each token's teacher, and how a student is compared with it."""
 
-    ids: Tensor  # [..., k]
+    ids: Tensor  # [..., k], -1 for no class and for those of tokens that are not compared
     log_probs: Tensor  # [..., k], -inf where there is no class
     rest: Tensor  # [..., 1], the probability of all other classes, to rounding
     keep: Tensor  # [...], which tokens are compared
@@ -62,33 +63,38 @@ def prepare(
     keep = present.view(rows.shape[:-1])
     if mask is not None:
         keep = keep & mask
+    ids = ids.to(torch.int64).contiguous()
     known = (ids >= 0) & keep[..., None]
+    ids = ids.masked_fill(~known, -1)
+    in_order = ids.sort(-1).values
+    _check(in_order >= classes, in_order, f"ids: expected values below {classes}", OR_NONE)
+    twice = (in_order.diff(dim=-1) == 0) & (in_order[..., 1:] >= 0)
+    expected = "ids: expected every class at most once a token"
+    _check(twice, in_order[..., 1:], expected, "set all but one of them to -1")
     dtype = _dispatch.result_dtype(rows)
     log_probs = log_probs.detach().to(dtype).masked_fill(~known, -torch.inf)
     total = log_probs.double().exp().sum(-1, keepdim=True)  # 1 less it keeps few digits
-    more = total > MOST_PROBABILITY
-    _check_total(total, more, f"{SUM_EXPECTED} at most 1 a token", "more", NORMALISE)
+    _check(total > MOST_PROBABILITY, total, f"{SUM_EXPECTED} at most 1 a token", NORMALISE)
     complete = known.sum(-1, keepdim=True) == classes
     if tail == "bucket":
         less = complete & (total < LEAST_PROBABILITY)
         expected = f"{SUM_EXPECTED} 1 a token of which all classes are known"
-        _check_total(total, less, expected, "less", RENORMALISE)
-    ids = ids.to(torch.int64).contiguous()
+        _check(less, total, expected, RENORMALISE)
     return Teacher(ids, log_probs, (1 - total).to(dtype), keep, complete, chosen, tail)
 
 
-def _check_total(total: Tensor, refused: Tensor, expected: str, got: str, remedy: str) -> None:
-    """Refuse probabilities with a wrong sum; on a GPU by an assert, for which nobody waits."""
-    if total.is_cpu and _dispatch.has_values(total):
-        outside = refused.flatten().nonzero()
-        if len(outside):
-            first = int(outside[0])
-            raise RuntimeError(
-                f"{expected}, got {total.flatten()[first]:.3g} at "
-                f"{place_of(first, total.shape[:-1])}; {remedy}"
-            )
+def _check(refused: Tensor, values: Tensor, expected: str, remedy: str) -> None:
+    """Refuse values ``[..., n]`` of tokens; on a GPU by an assert, for which nobody waits."""
+    if not (values.is_cpu and _dispatch.has_values(values)):
+        assert_on_device(~refused.any(), f"{expected}, got others; {remedy}")
         return
-    assert_on_device(~refused.any(), f"{expected}, got {got}; {remedy}")
+    found = refused.flatten(0, -2).nonzero()
+    if len(found):
+        token, place = found[0].tolist()
+        raise RuntimeError(
+            f"{expected}, got {round(values.flatten(0, -2)[token, place].item(), 3)} at "
+            f"{place_of(token, values.shape[:-1])}; {remedy}"
+        )
 
 
 def _check_ids(ids: Tensor, rows: Tensor, like: str) -> None:
@@ -108,9 +114,9 @@ def _check_ids(ids: Tensor, rows: Tensor, like: str) -> None:
 
 
 def divergence(log_probs: Tensor, teacher: Teacher) -> Tensor:
-    """The divergence of a student with log-probs ``[..., k + 1]`` of the ids and of the rest."""
-    absent = (teacher.ids < 0) | ~teacher.keep[..., None]
-    student = log_probs[..., :-1].masked_fill(absent, -torch.inf)
+    """The divergence of a student with log-probs ``[..., k]`` of the ids, -inf of none."""
+    absent = teacher.ids < 0
+    student = log_probs.masked_fill(absent, -torch.inf)
     known, keep = teacher.log_probs, teacher.keep
     if teacher.tail == "renormalize":
         keep = keep & ~absent.all(-1)
@@ -118,17 +124,17 @@ def divergence(log_probs: Tensor, teacher: Teacher) -> Tensor:
             torch.log_softmax(x.masked_fill(~keep[..., None], 0), -1) for x in (student, known)
         )
     else:
-        rests = _rests(log_probs[..., -1:], teacher)
-        student, known = (torch.cat(pair, -1) for pair in zip((student, known), rests, strict=True))
+        of_ids = student.double().exp().sum(-1, keepdim=True)
+        rests = ((1 - of_ids).to(student), teacher.rest)
+        student, known = (
+            torch.cat((x, _log_rest(rest, teacher)), -1)
+            for x, rest in zip((student, known), rests, strict=True)
+        )
     beta, swapped = teacher.divergence
     p, q = (known, student) if swapped else (student, known)
     return divergence_of(p, q, beta).masked_fill(~keep, 0)
 
 
-def _rests(rest: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """The log-probs ``[..., 1]`` of all other classes, under the student and under the teacher."""
-    neither = teacher.complete | ((rest == -torch.inf) & (teacher.rest <= LEAST_REST))
-    return (
-        rest.masked_fill(neither, -torch.inf),
-        teacher.rest.clamp(min=LEAST_REST).log().masked_fill(neither, -torch.inf),
-    )
+def _log_rest(rest: Tensor, teacher: Teacher) -> Tensor:
+    """The log-prob ``[..., 1]`` of all other classes."""
+    return rest.clamp(min=LEAST_REST).log().masked_fill(teacher.complete, -torch.inf)
