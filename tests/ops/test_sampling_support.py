@@ -152,6 +152,28 @@ def test_what_fits_no_token_is_refused():
         support_log_probs(*rows, support, shift=1)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_a_support_of_any_integers(dtype):
+    """As an index, uint8 would be a mask."""
+    hidden, weight = torch.randn(2, 3), torch.randn(4, 3)
+    support = torch.tensor([1, 2, 2, 3]), torch.tensor([0, 2, 4])
+    tokens = torch.tensor([1, 2])
+    wanted = support_log_probs(hidden, weight, tokens, support)
+    narrow = tuple(x.to(dtype) for x in support)
+    assert torch.equal(support_log_probs(hidden, weight, tokens, narrow), wanted)
+    with pytest.raises(ValueError, match="ascend"):
+        support_log_probs(hidden, weight, tokens, (narrow[0].flip(0), narrow[1]))
+
+
+def test_second_derivatives():
+    hidden, weight = torch.randn(2, 3).double(), torch.randn(6, 3).double()
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    support = torch.tensor([1, 3, 2, 5]), torch.tensor([0, 2, 4])
+    assert torch.autograd.gradgradcheck(
+        lambda *head: support_log_probs(*head, torch.tensor([1, 2]), support), leaves
+    )
+
+
 def test_the_support_of_a_dropped_token_is_not_read():
     hidden, weight, tokens = torch.randn(2, 4), torch.randn(9, 4), torch.tensor([1, 2])
     support = torch.tensor([9, -1, 2, 5]), torch.tensor([0, 2, 4])

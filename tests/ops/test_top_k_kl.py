@@ -183,6 +183,35 @@ def test_an_entry_without_an_id_is_not_read():
     torch.testing.assert_close(top_k_kl(logits, *nothing), torch.zeros(4), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("tail", TAILS)
+def test_a_token_without_ids_is_not_read(tail):
+    """It has divergence 0, and a NaN of its row reaches no gradient."""
+    (hidden, weight, _), _, ids, teacher = sample((3,), 20, 4)
+    hidden[0], ids[0] = float("nan"), -1
+    for op, rows in ((top_k_kl, [hidden @ weight.T]), (linear_top_k_kl, [hidden, weight])):
+        leaves = [x.clone().requires_grad_() for x in rows]
+        out = op(*leaves, ids, teacher, tail=tail)
+        assert out[0] == 0
+        grads = torch.autograd.grad(out.sum(), leaves)
+        assert not grads[0][0].any()
+        assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_second_derivatives_in_float64(tail):
+    (hidden, weight, _), _, ids, teacher = sample((3,), 7, 3, torch.float64)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    assert torch.autograd.gradgradcheck(
+        lambda *head: linear_top_k_kl(*head, ids, teacher, tail=tail), leaves
+    )
+
+
+def test_logits_without_those_of_the_last_token():
+    _, logits, ids, teacher = sample((2, 5), 50, 3)
+    wanted = top_k_kl(logits[:, :-1].contiguous(), ids[:, :-1], teacher[:, :-1])
+    assert torch.equal(top_k_kl(logits[:, :-1], ids[:, :-1], teacher[:, :-1]), wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8])
 def test_dtypes_of_ids_and_log_probs(dtype):
     _, logits, ids, teacher = sample((5,), 60, 4)

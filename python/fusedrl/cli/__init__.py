@@ -22,7 +22,7 @@ from fusedrl.cli import stdout
 COMMANDS = {
     "score": "score your chats under a policy and its reference: log-probs, KL, a heat map",
     "demo": "train a tiny policy by GRPO, and score its drift in its own answers",
-    "check": "compare every op with its definition in plain torch on this machine",
+    "check": "compare every kernel with its definition in plain torch on this machine",
     "bench": "time every op beside what it replaces on this machine",
     "info": "print versions, devices and compiled libraries, and what is missing",
 }
@@ -32,7 +32,7 @@ fusedrl: compiled kernels and drop-in torchrl classes for LLM post-training.
 
 Begin here:
   fusedrl demo            # train a tiny policy by GRPO, and score its drift
-  fusedrl check           # compare every op with its definition on this machine
+  fusedrl check           # compare every kernel with its definition on this machine
   fusedrl info            # what is installed, and how to get what is missing
 
 Then:

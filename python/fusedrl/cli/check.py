@@ -1,4 +1,4 @@
-"""``fusedrl check``: every op against its definition in plain torch, on each device.
+"""``fusedrl check``: every kernel against its definition in plain torch, on each device.
 
 A case runs three times on the same inputs: the compiled kernel and the definition in the dtype
 under test, and the definition in float64, which is taken as the truth. A kernel is allowed the

@@ -57,6 +57,14 @@ def with_unit_stride(rows: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
+def index_of(rows: Tensor, batch: Tensor) -> tuple[Tensor, ...]:
+    """Flat rows as an index into a packed or padded batch, which is not copied for it."""
+    if batch.dim() == 2:
+        return (rows,)
+    length = max(batch.shape[1], 1)
+    return rows // length, rows % length
+
+
 def sequence_of_tokens(tokens: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:
     """The number of each token's sequence, flat, and how many sequences there are.
 

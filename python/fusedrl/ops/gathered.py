@@ -26,15 +26,17 @@ class _Products(torch.autograd.Function):
     """``(hidden[rows] * weight[ids]).sum(-1)`` in float32, of which a slice is in memory."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight, rows, ids)
+    def forward(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
         dtype = _dispatch.result_dtype(hidden)
         size = _size(hidden)
         slices = zip(rows.split(size), ids.split(size), strict=True)
         return torch.cat([(hidden[r].to(dtype) * weight[c]).sum(-1) for r, c in slices])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, rows, ids = ctx.saved_tensors
         of_hidden, of_weight = (

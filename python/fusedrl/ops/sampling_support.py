@@ -73,18 +73,19 @@ def sampling_support(
         >>> sampling_support(logits, top_p=0.7)
         (tensor([0, 1, 0, 1]), tensor([0, 2, 4]))
     """
+    _dispatch.check_flags(shift=shift)
     _dispatch.check_tensor("logits", logits)
     _rows.check_rows("logits", logits, offsets, shift)
     tokens = logits.new_empty(logits.shape[:-1], dtype=torch.bool)
     _dispatch.check_mask(mask, tokens.shape, logits.device, " like the rows of logits")
     divisor = _dispatch.temperature_tensor(temperature, logits.device, "reference").item()
     _check_limits(top_k, top_p, min_p)
-    flat = logits.detach().reshape(-1, logits.shape[-1])
     rows, keep = rows_of_tokens(tokens, offsets, shift)
     kept = (keep if mask is None else keep & mask.flatten()).nonzero().squeeze(-1)
     counts, found = torch.zeros_like(rows), [rows.new_empty(0)]
     for part in kept.split(max(_CHUNK // logits.shape[-1], 1)):
-        scores = flat[rows[part]].to(_dispatch.result_dtype(logits)) / divisor
+        scores = logits.detach()[_rows.index_of(rows[part], logits)]
+        scores = scores.to(_dispatch.result_dtype(logits)) / divisor
         left = _left(scores, top_k, top_p, min_p)
         left &= ~left.all(-1, keepdim=True)  # all classes are an empty row
         counts[part] = left.sum(-1)
@@ -226,7 +227,7 @@ def _entries(
                 f"support: expected integer ids [S] and offsets [N + 1], got {part.dtype} "
                 f"{tuple(part.shape)}; {_SUPPORT}"
             )
-    ids, starts = support
+    ids, starts = (part.to(torch.int64) for part in support)
     counts = starts.diff()
     ends = [int(starts[0]), int(starts[-1])] if len(starts) == tokens.numel() + 1 else None
     if ends != [0, len(ids)] or bool((counts < 0).any()):

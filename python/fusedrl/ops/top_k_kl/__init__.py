@@ -49,8 +49,8 @@ def top_k_kl(
     ids are all classes.
 
     A class adds 0 where the distribution that weighs it gives it probability 0 (or underflow). It
-    makes a KL +inf where only the other distribution does. The gradient of a -inf logit is 0; other
-    gradients of an infinite KL are not finite.
+    makes a KL +inf where only the other distribution does. Of a finite one the gradient of a -inf
+    logit is 0; gradients of an infinite one mean nothing.
 
     Args:
         logits: the student's, ``[N, V]`` packed, ``[B, T, V]`` padded, or jagged ``[B, j, V]``;
@@ -113,8 +113,8 @@ def top_k_kl(
     )
     rows, _ = rows_of_tokens(teacher.keep, offsets, shift)
     k = ids.shape[-1]
-    flat = logits.reshape(-1, logits.shape[-1])
-    gathered = flat[rows[:, None], teacher.ids.view(-1, k).clamp(min=0)].view(ids.shape)
+    at = (place[:, None] for place in _rows.index_of(rows, logits))
+    gathered = logits[(*at, teacher.ids.view(-1, k).clamp(min=0))].view(ids.shape)
     likeliest, relative = _normalized(gathered.to(teacher.log_probs), teacher, temperature)
     options = {"offsets": offsets, "shift": shift, "temperature": temperature}
     log_probs = token_log_probs(logits, likeliest, teacher.keep, **options)

@@ -29,7 +29,7 @@ class Teacher(NamedTuple):
     ids: Tensor  # [..., k], -1 for no class and for those of tokens that are not compared
     log_probs: Tensor  # [..., k], -inf where there is no class
     rest: Tensor  # [..., 1], the probability of all other classes, to rounding
-    keep: Tensor  # [...], which tokens are compared
+    keep: Tensor  # [...], which tokens are compared: those without ids are not
     complete: Tensor  # [..., 1], whether the ids are all classes
     divergence: Divergence
     tail: str
@@ -75,7 +75,7 @@ def prepare(
     log_probs = log_probs.detach().to(dtype).masked_fill(~known, -torch.inf)
     total = log_probs.double().exp().sum(-1, keepdim=True)  # 1 less it keeps few digits
     _check(total > MOST_PROBABILITY, total, f"{SUM_EXPECTED} at most 1 a token", NORMALISE)
-    complete = known.sum(-1, keepdim=True) == classes
+    keep, complete = known.any(-1), known.sum(-1, keepdim=True) == classes
     if tail == "bucket":
         less = complete & (total < LEAST_PROBABILITY)
         expected = f"{SUM_EXPECTED} 1 a token of which all classes are known"
@@ -117,11 +117,10 @@ def divergence(log_probs: Tensor, teacher: Teacher) -> Tensor:
     """The divergence of a student with log-probs ``[..., k]`` of the ids, -inf of none."""
     absent = teacher.ids < 0
     student = log_probs.masked_fill(absent, -torch.inf)
-    known, keep = teacher.log_probs, teacher.keep
+    known, dropped = teacher.log_probs, ~teacher.keep
     if teacher.tail == "renormalize":
-        keep = keep & ~absent.all(-1)
         student, known = (
-            torch.log_softmax(x.masked_fill(~keep[..., None], 0), -1) for x in (student, known)
+            torch.log_softmax(x.masked_fill(dropped[..., None], 0), -1) for x in (student, known)
         )
     else:
         of_ids = student.double().exp().sum(-1, keepdim=True)
@@ -132,7 +131,7 @@ def divergence(log_probs: Tensor, teacher: Teacher) -> Tensor:
         )
     beta, swapped = teacher.divergence
     p, q = (known, student) if swapped else (student, known)
-    return divergence_of(p, q, beta).masked_fill(~keep, 0)
+    return divergence_of(p, q, beta).masked_fill(dropped, 0)
 
 
 def _log_rest(rest: Tensor, teacher: Teacher) -> Tensor:
