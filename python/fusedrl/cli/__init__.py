@@ -32,7 +32,7 @@ fusedrl: compiled kernels and drop-in torchrl classes for LLM post-training.
 
 Begin here:
   fusedrl demo            # train a tiny policy by GRPO, and score its drift
-  fusedrl check           # compare every kernel with its definition on this machine
+  fusedrl check           # compare each kernel with its definition here
   fusedrl info            # what is installed, and how to get what is missing
 
 Then:
