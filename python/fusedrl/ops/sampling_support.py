@@ -188,10 +188,10 @@ def support_log_probs(
     rows, keep = rows_of_tokens(tokens, offsets, shift)
     if mask is not None:
         keep = keep & mask.flatten()
-    ids, of_entries, listed = _entries(support, tokens, keep, len(head.weight))
+    ids, of_entries, own, listed = _entries(support, tokens, keep, len(head.weight))
     z = logits_of_head(head, rows[of_entries], ids)
     z = z / divisor.to(z)
-    zeros, own = z.new_zeros(tokens.numel()), ids == tokens.flatten()[of_entries]
+    zeros = z.new_zeros(tokens.numel())
     largest = zeros.detach().scatter_reduce(0, of_entries, z.detach(), "amax", include_self=False)
     total = zeros.index_add(0, of_entries, (z - largest[of_entries]).exp())
     log_sum = largest + torch.where(listed, total, 1).log()
@@ -214,8 +214,8 @@ def support_log_probs(
 
 def _entries(
     support: tuple[Tensor, Tensor], tokens: Tensor, keep: Tensor, classes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The classes of kept tokens, the token of each class, and which tokens have some."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The classes of kept tokens, the token of each and whether it is its own; who has some."""
     if not isinstance(support, (tuple, list)) or len(support) != 2:
         got = _dispatch.kind(support)
         raise TypeError(f"support: expected ids and offsets, got {got}; {_SUPPORT}")
@@ -256,4 +256,4 @@ def _entries(
             f"{int(missing.nonzero()[0])}, which is not; mask the token, or compute the support "
             "from the logits that it was sampled from"
         )
-    return ids, of_entries, listed
+    return ids, of_entries, own, listed

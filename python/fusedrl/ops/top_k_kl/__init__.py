@@ -13,7 +13,6 @@ from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops.gathered import logits_of_head
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs import token_log_probs
-from fusedrl.ops.token_log_probs.reference import rows_of_tokens
 from fusedrl.ops.top_k_kl import teachers
 from fusedrl.ops.top_k_kl.teachers import Teacher
 
@@ -111,10 +110,8 @@ def top_k_kl(
         *(logits, "logits", logits.shape[-1], ids, teacher_log_probs, mask, offsets, shift),
         *(direction, beta, tail),
     )
-    rows, _ = rows_of_tokens(teacher.keep, offsets, shift)
-    k = ids.shape[-1]
-    at = (place[:, None] for place in _rows.index_of(rows, logits))
-    gathered = logits[(*at, teacher.ids.view(-1, k).clamp(min=0))].view(ids.shape)
+    at = (place[:, None] for place in _rows.index_of(teacher.rows, logits))
+    gathered = logits[(*at, teacher.ids.flatten(0, -2).clamp(min=0))].view(ids.shape)
     likeliest, relative = _normalized(gathered.to(teacher.log_probs), teacher, temperature)
     options = {"offsets": offsets, "shift": shift, "temperature": temperature}
     log_probs = token_log_probs(logits, likeliest, teacher.keep, **options)
@@ -192,10 +189,9 @@ def linear_top_k_kl(
         *(head.hidden, "hidden", len(head.weight), ids, teacher_log_probs),
         *(mask, offsets, shift, direction, beta, tail),
     )
-    rows, _ = rows_of_tokens(teacher.keep, offsets, shift)
     # Prompts are not gathered.
     kept = (teacher.ids >= 0).flatten().nonzero().squeeze(-1)
-    of_kept = logits_of_head(head, rows[kept // ids.shape[-1]], teacher.ids.flatten()[kept])
+    of_kept = logits_of_head(head, teacher.rows[kept // ids.shape[-1]], teacher.ids.flatten()[kept])
     gathered = of_kept.new_zeros(ids.numel()).index_put((kept,), of_kept).view(ids.shape)
     likeliest, relative = _normalized(gathered, teacher, temperature)
     log_probs = linear_token_log_probs(

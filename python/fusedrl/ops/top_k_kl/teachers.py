@@ -26,6 +26,7 @@ RENORMALISE = "apply log_softmax over the whole vocabulary, or pass tail='renorm
 class Teacher(NamedTuple):
     """What is known of each token's teacher, and how a student is compared with it."""
 
+    rows: Tensor  # [tokens], which flat row of the batch each token reads
     ids: Tensor  # [..., k], -1 for no class and for those of tokens that are not compared
     log_probs: Tensor  # [..., k], -inf where there is no class
     rest: Tensor  # [..., 1], the probability of all other classes, to rounding
@@ -59,7 +60,7 @@ def prepare(
         *(" like ids", None, "give one log-prob for each id"),
     )
     _dispatch.check_mask(mask, rows.shape[:-1], rows.device, f" for {like}", rows)
-    _, present = rows_of_tokens(rows[..., 0], offsets, shift)
+    read, present = rows_of_tokens(rows[..., 0], offsets, shift)
     keep = present.view(rows.shape[:-1])
     if mask is not None:
         keep = keep & mask
@@ -80,7 +81,7 @@ def prepare(
         less = complete & (total < LEAST_PROBABILITY)
         expected = f"{SUM_EXPECTED} 1 a token of which all classes are known"
         _check(less, total, expected, RENORMALISE)
-    return Teacher(ids, log_probs, (1 - total).to(dtype), keep, complete, chosen, tail)
+    return Teacher(read, ids, log_probs, (1 - total).to(dtype), keep, complete, chosen, tail)
 
 
 def _check(refused: Tensor, values: Tensor, expected: str, remedy: str) -> None:
