@@ -447,7 +447,7 @@ def main() -> int:
     here = machine() | {"torch": torch.__version__, "cuda": torch.version.cuda}
     append(to.results, {"machine": here, "plan": args.minutes, "rehearsal": args.rehearse})
     status = follow(PLANS[args.minutes], to)
-    found = model.measured(model.read(to.results))
+    found = {here.get("name", "here"): model.measured(model.read(to.results))}
     tables = f"{model.row_table(found)}\n\n{model.linear_table(found)}\n"
     (to.out / "measured.md").write_text(tables)
     print(tables)

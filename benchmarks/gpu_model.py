@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -321,7 +321,8 @@ LINEAR = {
 }
 
 
-RESULTS = ROOT / "benchmarks/results/h200/gpu.jsonl"  # of `make gpu`
+RESULTS = {name: ROOT / f"benchmarks/results/{name.lower()}/gpu.jsonl" for name in ("H100", "H200")}
+Cells = dict[str, str]
 
 
 def read(results: Path) -> list[dict[str, Any]]:
@@ -330,7 +331,7 @@ def read(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def measured(records: list[dict[str, Any]]) -> dict[str, str]:
+def measured(records: list[dict[str, Any]]) -> Cells:
     """Cells of the tables: a row kernel's share of the bandwidth, and an op's time and factor."""
     cells = {}
     for record in records:
@@ -346,14 +347,14 @@ def measured(records: list[dict[str, Any]]) -> dict[str, str]:
     return cells
 
 
-def row_table(found: dict[str, str]) -> str:
-    """Markdown: what limits each row kernel, the share of the bandwidth, and what was measured."""
+def row_table(found: Mapping[str, Cells]) -> str:
+    """Markdown: what limits each row kernel, the share of the bandwidth, and what GPUs measured."""
     facts = FACTS["90"]
     lines = [
         "| kernel | registers | loads in flight | instructions | special functions | "
-        + " | ".join(gpu.name for gpu in GPUS)
-        + " | measured |",
-        "|---|---|---|---|---|---|" + "---|" * len(GPUS),
+        + " | ".join((*(gpu.name for gpu in GPUS), *_headings(found)))
+        + " |",
+        "|---|---|---|---|---|" + "---|" * (len(GPUS) + len(found)),
     ]
     for name, passes in KERNELS.items():
         loops = [facts[one.kernel][one.loop] for one in passes]
@@ -368,17 +369,21 @@ def row_table(found: dict[str, str]) -> str:
         for gpu in GPUS:
             limit, share = predict(name, gpu)
             cells.append(f"{100 * share:.0f} %, {limit}")
-        cells.append(found.get(name, ""))
+        cells += [cells_of.get(name, "") for cells_of in found.values()]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def linear_table(found: dict[str, str]) -> str:
+def _headings(found: Mapping[str, Cells]) -> list[str]:
+    return [f"measured, {gpu}" for gpu in found]
+
+
+def linear_table(found: Mapping[str, Cells]) -> str:
     """Markdown: the time of the linear ops, and how many bare products they take as long as."""
-    names = " | ".join(gpu.name for gpu in GPUS)
+    names = " | ".join((*(gpu.name for gpu in GPUS), *_headings(found)))
     lines = [
-        f"| op | rows x hidden x classes | products | {names} | measured |",
-        "|---|---|---|---|" + "---|" * len(GPUS),
+        f"| op | rows x hidden x classes | products | {names} |",
+        "|---|---|---|" + "---|" * (len(GPUS) + len(found)),
     ]
     for name, (op, case, count) in LINEAR.items():
         run = op(case)
@@ -386,11 +391,11 @@ def linear_table(found: dict[str, str]) -> str:
         for gpu in GPUS:
             time, bare = total(run, gpu), bare_product(case, gpu)
             cells.append(f"{1e3 * time:.1f} ms, {time / bare / count:.2f}x")
-        cells.append(found.get(name.split("`")[1], ""))
+        cells += [cells_of.get(name.split("`")[1], "") for cells_of in found.values()]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    cells = measured(read(RESULTS))
-    print(row_table(cells), linear_table(cells), sep="\n\n")
+    of_gpus = {gpu: measured(read(results)) for gpu, results in RESULTS.items()}
+    print(row_table(of_gpus), linear_table(of_gpus), sep="\n\n")

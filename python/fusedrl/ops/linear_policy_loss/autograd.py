@@ -207,10 +207,11 @@ def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype, last_pass: bool) ->
     if in_place and scale.is_cpu and scale == 1:
         return grad
     out = grad if in_place else torch.empty_like(grad, dtype=dtype)
+    if not scale.is_cpu:  # one kernel; a factor without dimensions would be rounded to a half
+        return torch.mul(grad, scale.reshape(1), out=out)
     rows = max(_PART * len(grad) // max(grad.numel(), 1), 1)
     for part, of_part in zip(grad.split(rows), out.split(rows), strict=True):
-        # Torch multiplies halves by a number on the CPU in float32, and by one elsewhere in half.
-        torch.mul(part if scale.is_cpu else part.float(), scale, out=of_part)
+        torch.mul(part, scale, out=of_part)  # in float32, of halves too
     return out
 
 
