@@ -122,13 +122,6 @@ def test_the_page_has_the_tables():
         assert table in page, f"the page has another table; replace it with\n{table}"
 
 
-def test_the_page_says_what_each_number_would_change():
-    _, _, notes = PAGE.read_text().partition("## What a measurement would change")
-    assert notes
-    for name in (*model.KERNELS, *model.LINEAR):
-        assert f"`{name.strip('`').split(',')[0].split('`')[0]}`" in notes
-
-
 def test_what_was_measured_stands_beside_its_prediction(tmp_path):
     def record(job, **figures):
         return {"job": job, "variant": None, "tiny": False, "rows": [], "kernels": {}} | figures
