@@ -405,8 +405,8 @@ def tries_again() -> list[int]:
     """How often each rank tries a model, of which one rank has forgotten what it knew."""
     import fusedrl.models.capabilities as module
 
-    tries, plain = [], module.probe_parts
-    module.probe_parts = lambda *args: tries.append(1) or plain(*args)
+    tries, plain = [], module.compare_parts
+    module.compare_parts = lambda *args: tries.append(1) or plain(*args)
     try:
         model = sharded(model_of("llama"))
         found = []
@@ -414,9 +414,31 @@ def tries_again() -> list[int]:
             causal_log_probs(model, *data_of(0, dist.get_world_size())[dist.get_rank()])
             found.append(len(tries))
             if dist.get_rank() == 1 and len(found) == 1:
-                module._findings.pop(model)
+                module._verdicts.pop(model)
     finally:
-        module.probe_parts = plain
+        module.compare_parts = plain
+    return found
+
+
+def differs_on_one_rank() -> list[bool]:
+    """Whether each rank takes a model apart of which one finds that it may not, then and later."""
+    import fusedrl.models.capabilities as module
+
+    plain, found = module.compare_parts, []
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = sharded(model_of("llama"))
+    if rank == 1:
+        module.compare_parts = lambda *args: plain(*args)._replace(way=module.Way.ALONE)
+    try:
+        for _ in range(2):
+            ours = causal_log_probs(model, *data_of(0, ranks)[rank])
+            expected = definition(model_of("llama"), *data_of(0, ranks)[rank])
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+            known = module.known_capabilities(model)
+            assert known is not None
+            found.append(known.parts is not None)
+    finally:
+        module.compare_parts = plain
     return found
 
 

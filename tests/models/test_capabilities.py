@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedrl.models import capabilities, causal_log_probs
 from fusedrl.models.capabilities import capabilities_of
-from fusedrl.models.probes import _undisturbed
+from fusedrl.models.comparison import _undisturbed
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import definition, model_of
@@ -67,23 +67,47 @@ def hooked_head(model):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "splits", "packs"),
+    ("spoil", "splits", "together"),
     [
         (lambda model: model, True, True),
-        (leaking, True, False),
-        (scaled, False, False),
-        (bespoke, False, False),
-        (hooked, False, False),
-        (hooked_head, False, False),
+        (leaking, False, False),
+        (scaled, False, True),
+        (bespoke, False, True),
+        (hooked, False, True),
+        (hooked_head, False, True),
     ],
 )
-def test_what_would_give_other_numbers_goes_a_slower_way(spoil, splits, packs):
+def test_what_would_give_other_numbers_goes_a_slower_way(spoil, splits, together):
     model = spoil(model_of("llama"))
     found = capabilities_of(model)
-    assert (found.parts is not None, found.packs) == (splits, packs)
+    assert (found.parts is not None, found.together) == (splits, together)
     with torch.no_grad():
         expected = definition(model, TOKENS, LENGTHS, MASK)
         close(causal_log_probs(model, TOKENS, LENGTHS, MASK), expected)
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+@torch.no_grad()
+def test_what_a_model_learns_beside_its_decoder_and_head_counts(buffer):
+    """It may change nothing at first, so that no comparison shows it."""
+    model = model_of("llama")
+    original = type(model).forward
+
+    class Tempered(type(model)):
+        def forward(self, *args, **kwargs):
+            out = original(self, *args, **kwargs)
+            out.logits = out.logits / self.divisor
+            return out
+
+    model.__class__ = Tempered
+    if buffer:
+        model.register_buffer("divisor", torch.ones(()))
+    else:
+        model.divisor = nn.Parameter(torch.ones(()))
+    for _ in range(2):
+        expected = definition(model, TOKENS, LENGTHS, MASK)
+        close(causal_log_probs(model, TOKENS, LENGTHS, MASK), expected)
+        model.divisor.mul_(2)
 
 
 def test_models_of_other_makes_are_asked_for_their_logits():
@@ -158,10 +182,6 @@ def test_a_wrapper_that_passes_attributes_on_is_called_itself():
     assert model.calls
 
 
-def test_a_model_that_returns_float32_logits_of_a_bfloat16_head_splits():
-    assert capabilities_of(model_of("mamba").bfloat16()).parts is not None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_trial_makes_no_copy_of_the_head(dtype):
     model = model_of("llama").to(dtype)
@@ -191,7 +211,7 @@ def test_a_model_is_tried_once_until_its_head_changes():
     model.__class__ = Counting
     for _ in range(3):
         causal_log_probs(model, TOKENS, LENGTHS)
-    assert len(calls) == 2, "the two sequences of the probe"
+    assert len(calls) == 2, "the two sequences of the comparison"
     model.config.final_logit_softcapping = 1.0  # the model itself does not read it
     assert capabilities_of(model).parts is None
 
@@ -199,7 +219,7 @@ def test_a_model_is_tried_once_until_its_head_changes():
 def test_a_model_in_training_is_tried_without_its_dropout():
     model = model_of("llama", attention_dropout=0.5).train()
     random_state = torch.get_rng_state()
-    assert capabilities_of(model).packs
+    assert capabilities_of(model).parts is not None
     assert torch.equal(torch.get_rng_state(), random_state)
     assert model.training
 
@@ -339,7 +359,7 @@ def test_a_compiled_model_stays_compiled(spell):
 
     capabilities_of(model)
     model = spell(model, backend=backend)
-    assert capabilities_of(model).packs and not made, "the trial itself is not compiled"
+    assert capabilities_of(model).parts is not None and not made, "the trial itself is not compiled"
     for calls in (1, 2, 3):
         close(causal_log_probs(model, TOKENS, LENGTHS, MASK), expected)
         assert (len(made), len(called)) == (1, calls)

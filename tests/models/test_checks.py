@@ -60,6 +60,8 @@ def test_lengths_may_be_any_integers(kind):
             r"tokens: expected \[55\] integers.* got \(55,\) of torch.bool",
         ),
         (TOKENS[None], None, ValueError, r"got \(1, 55\) of torch.int64; concatenate"),
+        (TOKENS.float(), None, ValueError, r"tokens: expected \[55\] integers"),
+        (TOKENS, MASK[1:], ValueError, "mask: expected bool of shape"),
     ],
 )
 def test_tokens_and_masks_that_do_not_fit_are_refused(tokens, mask, error, message):

@@ -36,7 +36,7 @@ def test_log_probs_are_those_of_the_cpu(kind):
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_flash_attention_keeps_packed_sequences_apart(kind):
     model = model_of(kind, attention="flash_attention_2", hidden_size=128).bfloat16().cuda()
-    assert capabilities_of(model).packs
+    assert capabilities_of(model).parts is not None
     together = causal_log_probs(model, TOKENS, LENGTHS, MASK)
     alone = causal_log_probs(model, TOKENS, LENGTHS, MASK, max_tokens_per_forward=1)
     close(together, alone, 5e-2)

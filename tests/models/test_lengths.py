@@ -69,7 +69,7 @@ def alone(model: Any, mask: torch.Tensor | None) -> torch.Tensor:
 @torch.no_grad()
 def test_sequences_beyond_the_threshold_run_alone_and_whole(kind, rope_type):
     model = following(kind, rope_type)
-    assert capabilities_of(model).packs and capabilities_of(model).below == TRAINED
+    assert capabilities_of(model).parts is not None and capabilities_of(model).below == TRAINED
     expected = alone(model, None)
     for mask in (MASK, early(LENGTHS)):
         out = causal_log_probs(model, TOKENS, LENGTHS, mask, max_tokens_per_forward=1000)
@@ -118,7 +118,7 @@ def test_padded_batches_are_short_too(kind):
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     found = capabilities_of(model)
-    assert not found.packs and found.below == TRAINED
+    assert found.parts is None and found.together and found.below == TRAINED
     close(causal_log_probs(model, TOKENS, LENGTHS, MASK), alone(model, MASK))
 
 
@@ -149,8 +149,7 @@ def test_a_model_that_follows_the_length_in_secret_runs_alone():
             return (cos, sin) if position_ids.max() < TRAINED else (cos.flip(-1), sin.flip(-1))
 
     model.model.rotary_emb.__class__ = Secret
-    found = capabilities_of(model)
-    assert found.parts is not None and not found.packs and not found.pads
+    assert not capabilities_of(model).together
     for mask in (MASK, early(LENGTHS)):
         close(
             causal_log_probs(model, TOKENS, LENGTHS, mask),
@@ -170,8 +169,7 @@ def test_a_model_that_looks_ahead_runs_alone():
             return out
 
     model.model.__class__ = Ahead
-    found = capabilities_of(model)
-    assert found.parts is not None and not found.packs and not found.pads
+    assert not capabilities_of(model).together
     out = causal_log_probs(model, TOKENS, LENGTHS, early(LENGTHS))
     close(out, definition(model, TOKENS, LENGTHS, early(LENGTHS)))
 
@@ -182,7 +180,7 @@ def test_the_trial_leaves_rotary_embeddings_as_they_were():
     model(input_ids=TOKENS[None])  # the long factors
     model(input_ids=TOKENS[None, :2])  # the short ones, as the probe's sequences have
     before, buffer, state = rotary.inv_freq.clone(), rotary.inv_freq, dict(vars(rotary))
-    assert capabilities.capabilities_of(model).packs
+    assert capabilities.capabilities_of(model).parts is not None
     assert rotary.inv_freq is buffer and torch.equal(buffer, before)
     assert vars(rotary).keys() == state.keys()
     for name, value in state.items():

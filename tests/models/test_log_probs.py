@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fusedrl.models import capabilities, causal_log_probs, log_probs
+from fusedrl.models.split import TESTED
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
 from .tiny import PACKING, VOCAB, definition, model_of
@@ -24,14 +25,14 @@ def close(ours, theirs, tolerance=1e-5):
 
 
 def test_every_type_that_packs_is_tested():
-    assert set(PACKING) == capabilities.PACKABLE
+    assert set(PACKING) == TESTED
 
 
 @pytest.mark.parametrize("kind", [*PACKING, "opt", "gpt2", "mamba"])
 @pytest.mark.parametrize("mask", [MASK, None])
 def test_log_probs_are_those_of_each_sequence_alone(kind, mask):
     model = model_of(kind)
-    assert capabilities.capabilities_of(model).packs == (kind in PACKING)
+    assert (capabilities.capabilities_of(model).parts is not None) == (kind in PACKING)
     with torch.no_grad():
         expected = definition(model, TOKENS, LENGTHS, mask)
         for limit in (None, 20):
@@ -44,7 +45,7 @@ def test_log_probs_are_those_of_each_sequence_alone(kind, mask):
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_eager_attention_packs(kind):
     model = model_of(kind, attention="eager")
-    assert capabilities.capabilities_of(model).packs
+    assert capabilities.capabilities_of(model).parts is not None
     close(causal_log_probs(model, TOKENS, LENGTHS, MASK), definition(model, TOKENS, LENGTHS, MASK))
 
 
@@ -126,22 +127,6 @@ def test_autocast_computes_as_the_model_would():
     close(out, definition(model, TOKENS, LENGTHS, MASK), 0.2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((TOKENS, [N - 1]), "tokens: expected"),
-        ((TOKENS.float(), LENGTHS), "tokens: expected"),
-        ((TOKENS, LENGTHS, MASK[1:]), "mask: expected bool"),
-        ((TOKENS, LENGTHS, MASK.long()), "mask: expected bool"),
-        ((TOKENS.index_fill(0, torch.tensor(7), VOCAB), LENGTHS), "got 100 at token 7; use"),
-        ((TOKENS.index_fill(0, torch.tensor(7), -1), LENGTHS), "got -1 at token 7; use"),
-    ],
-)
-def test_what_does_not_fit_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        causal_log_probs(model_of("llama"), *arguments)
-
-
 def test_a_bound_below_one_is_refused():
     with pytest.raises(ValueError, match="max_tokens_per_forward: expected a positive number"):
         causal_log_probs(model_of("llama"), TOKENS, LENGTHS, max_tokens_per_forward=0)
@@ -168,5 +153,6 @@ def test_a_slower_way_is_logged_once(caplog, monkeypatch):
             causal_log_probs(model_of("opt"), TOKENS, LENGTHS)
             causal_log_probs(model_of("llama"), TOKENS, LENGTHS)
     assert [record.getMessage() for record in caplog.records] == [
-        "OPTForCausalLM: it is not known to keep packed sequences apart; they are padded"
+        "OPTForCausalLM: its type opt with the attention sdpa is not one of the tested; its "
+        "log-probs are computed from all its logits"
     ]

@@ -62,10 +62,7 @@ def hooked(model):
 def test_a_model_that_takes_padding_to_be_on_the_left(way, dtype):
     model = cpmant().to(dtype)
     model = model if way == "parts" else hooked(model)
-    assert (capabilities_of(model).parts is None, capabilities_of(model).pads) == (
-        way == "logits",
-        False,
-    )
+    assert not capabilities_of(model).together
     tokens = TOKENS.clamp(min=1)  # 0 is its padding token
     expected = definition(model, tokens, LENGTHS, MASK)
     close(
@@ -87,7 +84,7 @@ def test_a_model_of_another_make_that_sees_the_width():
 @torch.no_grad()
 def test_others_share_padded_batches():
     for model in (model_of("opt"), hooked(model_of("llama"))):
-        assert capabilities_of(model).pads
+        assert capabilities_of(model).together
         sizes = []
         model.get_input_embeddings().register_forward_hook(
             lambda _, args, out, sizes=sizes: sizes.append(len(args[0]))

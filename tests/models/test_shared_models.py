@@ -123,6 +123,10 @@ def test_all_ranks_try_a_model_that_one_has_to(two):
     assert two.run(shared_models.tries_again) == [[1, 2, 2], [1, 2, 2]]
 
 
+def test_all_ranks_take_the_way_of_the_slowest(two):
+    assert two.run(shared_models.differs_on_one_rank) == [[False, False]] * 2
+
+
 def test_a_module_inside_of_ddp_is_no_way_to_train(two):
     for records in two.run(shared_models.by_itself):
         (text,) = records

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from torch.nn.utils.rnn import pad_sequence
 
+from fusedrl.models.comparison import UNCOMPILED
 from fusedrl.models.prefix_tree import in_order, shared_with_former
-from fusedrl.models.probes import UNCOMPILED
 from fusedrl.models.shared_rows import sharing_prefixes
 
 from .test_shared_prefixes import ATTENTIONS, EXACT, MODELS, drawn, families

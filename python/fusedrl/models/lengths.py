@@ -11,6 +11,7 @@ from fusedrl.compat.torch import buffers_of, parameters_of
 
 # Rotary embeddings whose frequencies depend on the longest position of the call.
 _FOLLOWING = ("dynamic", "longrope", "su")
+_TRAINED = ("original_max_position_embeddings", "max_position_embeddings")
 _CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 # Learned positions may begin at an offset, as those of OPT and BART do.
 _OFFSET = 8
@@ -20,58 +21,30 @@ def shared_below(modules: Sequence[nn.Module]) -> int | None:
     """Sequences that are shorter than this get the same results whatever else is in the call.
 
     ``modules`` are the model and all modules in it. ``None`` if no rotary embedding of the model
-    says that it depends on the length of the call.
+    says that it depends on the length of the call; 0 if it does not say from which length on.
     """
-    bounds = []
-    config = getattr(modules[0], "config", None)
-    for owner, settings in _rope_settings(config):
-        if follows_length(settings.get("rope_type", settings.get("type"))):
-            bounds.append(_bound(settings, owner, config))
-    for module in modules:
-        if _may_have(module, "rope_type") and follows_length(getattr(module, "rope_type", None)):
-            own = getattr(module, "config", None)
-            trained = {"max_position_embeddings": getattr(module, "original_max_seq_len", None)}
-            bounds.append(_bound(trained, own, config))
-    return min(bounds, default=None)
+    settings = [*_settings(getattr(modules[0], "config", None))]
+    settings += [vars(module) for module in modules if "rope_type" in vars(module)]
+    if not any(_follows(x.get("rope_type", x.get("type"))) for x in settings):
+        return None
+    told = [x.get(name) for x in settings for name in (*_TRAINED, "original_max_seq_len")]
+    return min((length for length in told if isinstance(length, int)), default=0)
 
 
-def _may_have(module: nn.Module, name: str) -> bool:
-    """Whether a lookup is worth it: ``nn.Module.__getattr__`` is slow for a missing name."""
-    kind: Any = type(module)
-    own = kind.__getattr__ is not nn.Module.__getattr__
-    return own or name in vars(module) or hasattr(kind, name)
-
-
-def follows_length(rope_type: Any) -> bool:
+def _follows(rope_type: Any) -> bool:
     """Whether a rotary type, or one of those by layer type, depends on the length of the call."""
-    if isinstance(rope_type, Mapping):
-        return any(map(follows_length, rope_type.values()))
-    return isinstance(rope_type, str) and any(name in rope_type for name in _FOLLOWING)
+    kinds = rope_type.values() if isinstance(rope_type, Mapping) else [rope_type]
+    return any(isinstance(x, str) and any(name in x for name in _FOLLOWING) for x in kinds)
 
 
-def _bound(*holders: Any) -> int:
-    """The smallest length at which frequencies may change; 0 if it is not known."""
-    names = ("original_max_position_embeddings", "max_position_embeddings")
-    told = []
-    for holder in holders:
-        values = holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {})
-        told += [values[name] for name in names if isinstance(values.get(name), int)]
-    return min(told, default=0)
-
-
-def _rope_settings(config: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Each mapping in a configuration and in those nested in it, with its parent."""
+def _settings(config: Any) -> Iterator[Mapping[str, Any]]:
+    """A configuration, those nested in it, and each mapping in them."""
     pending = [config]
     while pending:
-        owner = pending.pop()
-        nested = list(getattr(owner, "__dict__", {}).values())
-        while nested:
-            value = nested.pop()
-            if isinstance(value, Mapping):
-                yield owner, value
-                nested += value.values()
-            elif hasattr(value, "model_type"):
-                pending.append(value)
+        value = pending.pop()
+        value = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        yield value
+        pending += [x for x in value.values() if isinstance(x, Mapping) or hasattr(x, "model_type")]
 
 
 def context_of(config: Any) -> int | None:

@@ -31,13 +31,12 @@ def causal_log_probs(
 ) -> Tensor | TokenLogProbs:
     """Log-prob of every kept token of packed sequences under a transformers causal LM.
 
-    The head is multiplied with those hidden states only that predict kept tokens. Several sequences
-    share a row if the model is known to keep them apart; otherwise sequences of similar lengths are
-    padded. A model that cannot be taken apart into decoder and head computes all its logits. What a
-    model allows is tried with 13 tokens, once for each model and again when something in it
-    changes. Nothing after the last kept token of a packed sequence is computed. A sequence that is
-    so long that it would change the results of others in the same forward pass (LongRoPE, dynamic
-    NTK) runs alone.
+    Several sequences share a row of the decoder, nothing after the last kept token of each is
+    computed, and the head is multiplied with those hidden states only that predict kept tokens.
+    This is so for types of models that are tested, if they agree with their own logits where they
+    are used first, and after a change. All others compute their own logits, of padded batches. A
+    sequence that is so long that it would change the results of others in the same forward pass
+    (LongRoPE, dynamic NTK) runs alone.
 
     Args:
         model: the model, a peft model around one, or :class:`fusedrl.models.WithoutAdapters`.
@@ -47,9 +46,8 @@ def causal_log_probs(
         max_tokens_per_forward: largest number of tokens in one forward pass, including padding; a
             longer sequence runs alone. ``None`` takes 512 on a CPU, 16384 with flash attention, and
             4096 otherwise. The default is at least 4096 (1024 with eager attention) where sequences
-            share a beginning, and where FSDP gathers weights for each pass and the model's type is
-            known to keep packed sequences apart. If several ranks ask a model for its logits, which
-            may be sharded over them, all tokens go into one pass.
+            share a beginning, and where FSDP gathers weights for each pass. If several ranks ask a
+            model for its logits, which may be sharded over them, all tokens go into one pass.
         share_prefixes: compute a beginning of at least 32 tokens that several sequences share once
             for all of them, where the model's type and attention (sdpa, eager) are known to allow
             it, and in blocks of 16 tokens. It does not do so in a model that drops out or is

@@ -28,8 +28,8 @@ from fusedrl.models.checks import (
     check_vocabulary,
     context_checked,
 )
+from fusedrl.models.comparison import UNCOMPILED
 from fusedrl.models.prefix_tree import Part
-from fusedrl.models.probes import UNCOMPILED
 from fusedrl.models.ranks import Step
 from fusedrl.models.sequences import Pass, Scored, nothing_of, passes_of, scored_sequences
 from fusedrl.models.split import Parts, autocast_as, device_of, unwrapped, vocabulary_of
@@ -78,7 +78,7 @@ class Request(NamedTuple):
             tries, most = step.agree(tries=found is None, passes=len(passes))
             if tries or found is None:
                 known_ids = int(self.tokens.max()) + 1 if len(self.tokens) else 1
-                found = capabilities_of(self.model, known_ids, self.kwargs, afresh=True)
+                found = capabilities_of(self.model, known_ids, self.kwargs, step)
                 passes = self._passes(found, step.alone)
                 _, most = step.agree(passes=len(passes))
             log_shared(self.model, [part for one in passes for part in one.parts])

@@ -100,8 +100,8 @@ def passes_of(
     together, alone = [], []
     for row in work:
         short = capabilities.below is None or len(row.tokens) < capabilities.below
-        (together if short and (capabilities.packs or capabilities.pads) else alone).append(row)
-    if capabilities.packs:
+        (together if short and capabilities.together else alone).append(row)
+    if capabilities.parts is not None:
         passes = _packed_passes(capabilities, together, device, limit, most, may_share, follows)
     else:
         grouped = forwards.padded([len(row.tokens) for row in together], limit)
@@ -155,7 +155,7 @@ def _packed(
     follows: bool,
 ) -> Pass:
     """One row of sequences, kept apart by positions that start again, or by a mask."""
-    inputs = row_of([row.tokens for row in rows], parts, device)
+    inputs = prefix_tree.row_of([row.tokens for row in rows], parts, device)
     made = Pass(inputs, rows, parts, follows)
     if made.shares:
         made = made._replace(follows=True)
@@ -164,19 +164,6 @@ def _packed(
         assert whole is not None
         inputs["attention_mask"] = mask_of(parts, whole.config, whole.embeddings)
     return made
-
-
-def row_of(rows: Sequence[Tensor], parts: Sequence[Part], device: torch.device) -> dict[str, Any]:
-    """The ids and positions of one row of sequences, each with the tokens of its own."""
-    common = [len(part.path) - part.own for part in parts]
-    ids = torch.cat([row[first:] for row, first in zip(rows, common, strict=True)])
-    positions = torch.cat(
-        [
-            torch.arange(first, len(part.path), device="cpu")
-            for part, first in zip(parts, common, strict=True)
-        ]
-    )
-    return {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
 
 
 def _padded(rows: list[Scored], device: torch.device) -> Pass:

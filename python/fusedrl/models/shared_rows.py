@@ -20,10 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models import prefix_tree
 from fusedrl.models.capabilities import capabilities_of, may_share, sharing_parts
-from fusedrl.models.probes import UNCOMPILED
+from fusedrl.models.comparison import UNCOMPILED
 from fusedrl.models.ranks import ranks_of
 from fusedrl.models.requests import log_shared
-from fusedrl.models.sequences import row_of
 from fusedrl.models.split import Parts, chain_of
 from fusedrl.models.tree_mask import mask_of
 
@@ -111,7 +110,7 @@ class _SharedRows:
         self._places = places
         # Functions that are compiled by themselves would be compiled once for each tree.
         self._uncompiled.enter_context(UNCOMPILED)
-        row = row_of(rows, parts, kwargs["input_ids"].device)
+        row = prefix_tree.row_of(rows, parts, kwargs["input_ids"].device)
         row["attention_mask"] = mask_of(parts, self._parts.config, self._parts.embeddings)
         return (), {**kwargs, **row}
 

@@ -13,10 +13,28 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.channel.tensors import is_dtensor
-from fusedrl.compat.torch import COMPILED_CALL, class_of, is_fully_sharded, uncompiled
+from fusedrl.compat.torch import (
+    COMPILED_CALL,
+    buffers_of,
+    class_of,
+    is_fully_sharded,
+    parameters_of,
+    uncompiled,
+)
+from fusedrl.compat.transformers import attention_of
 from fusedrl.models.as_forward import as_forward
-from fusedrl.models.signature import is_hooked
+from fusedrl.models.signature import is_hooked, modules_of
 from fusedrl.models.without_adapters import WithoutAdapters
+
+# Types that are decoder and head alone, in which attention alone mixes tokens, each tested in
+# tests/models with sequences longer than its windows. A comparison is too short to show a window.
+TESTED = frozenset(
+    (
+        *("cohere", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral"),
+        *("olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
+    )
+)
+ATTENTIONS = frozenset(("eager", "sdpa", "flash_attention_2", "flash_attention_3"))
 
 
 class CannotSplit(Exception):
@@ -186,22 +204,30 @@ def split(model: Any) -> Parts:
     """The parts of a transformers causal LM, or of peft's, torch's and DDP's wrappers around one.
 
     Raises:
-        CannotSplit: the model has no such parts, or a call of its decoder and head would leave
-            something out: hooks on the model or the head, prompt learning, or the way in which a
-            sharded or quantised head is multiplied.
+        CannotSplit: the model's type is not :data:`TESTED`, or a call of its decoder and head would
+            leave something out: hooks on the model or the head, what it learns elsewhere, or the
+            way in which a sharded or quantised head is multiplied.
     """
     chain = chain_of(model)
     base = chain[-1]
     for wrapper in chain:
-        configs = getattr(wrapper, "peft_config", {}).values()
-        if any(config.is_prompt_learning for config in configs):
-            raise CannotSplit("it learns prompts, which enter outside of the decoder")
+        for adapters in getattr(wrapper, "peft_config", {}).values():
+            if adapters.is_prompt_learning:
+                raise CannotSplit("it learns prompts, which enter outside of the decoder")
+            if getattr(adapters, "alora_invocation_tokens", None):
+                raise CannotSplit("it has adapters that some tokens activate")
     # Asked of the class, because FSDP passes attributes on but would not see this forward.
     if not all(hasattr(type(base), name) for name in ("get_decoder", "get_output_embeddings")):
         raise CannotSplit("it is no transformers model with a decoder and output embeddings")
     decoder, head = base.get_decoder(), base.get_output_embeddings()
-    if decoder is None or decoder is base:
-        raise CannotSplit("it names no decoder")
+    if decoder is None or decoder is base or not hasattr(base, "config"):
+        raise CannotSplit("it names no decoder, or has no configuration")
+    config = base.config.get_text_config()
+    kind, attention = config.model_type, attention_of(config)
+    if kind not in TESTED or attention not in ATTENTIONS:
+        raise CannotSplit(
+            f"its type {kind} with the attention {attention} is not one of the tested"
+        )
     kind = class_of(head)
     if kind is not nn.Linear:
         name = f"{kind.__module__}.{kind.__qualname__}"
@@ -213,9 +239,9 @@ def split(model: Any) -> Parts:
         raise CannotSplit("the weight of its head is sharded or offloaded")
     if any(map(is_hooked, {*chain, head})):
         raise CannotSplit("it has hooks, which would not see the forward")
-    if not hasattr(base, "config"):
-        raise CannotSplit("it has no configuration")
-    config = base.config.get_text_config()
+    around = modules_of(chain[0], without=(decoder, head))
+    if any(parameters_of(module) or buffers_of(module) for module in around):
+        raise CannotSplit("it has parameters or buffers beside its decoder and head")
     decode = _compiled_as(decoder, *chain)
     return Parts(
         model,
@@ -224,7 +250,7 @@ def split(model: Any) -> Parts:
         decode,
         head,
         _scale(config),
-        _softcap(config),
+        getattr(config, "final_logit_softcapping", None),
         config,
         shared=gathered or any(isinstance(m, DistributedDataParallel) for m in chain),
         gathered=gathered,
@@ -254,17 +280,7 @@ def compiler_of(module: nn.Module) -> Callable[..., Any] | None:
     return getattr(module, "dynamo_ctx", None)
 
 
-def _softcap(config: Any) -> float | None:
-    """The cap of the logits, by the names that transformers' configurations give it."""
-    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    caps = (getattr(config, name, None) for name in names)
-    return next((cap for cap in caps if cap is not None), None)
-
-
 def _scale(config: Any) -> float | None:
     """The factor of the logits, by the names that transformers' configurations give it."""
-    for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
     divisor = getattr(config, "logits_scaling", None)  # Granite
-    return None if divisor is None else 1 / divisor
+    return getattr(config, "logit_scale", None) if divisor is None else 1 / divisor  # Cohere

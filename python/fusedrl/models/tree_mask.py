@@ -229,5 +229,5 @@ def mask_of(parts: Sequence[Part], config: Any, like: Tensor) -> Tensor | Mappin
     short = window is not None and window < longest
     if not mixed:
         return made(window if short else None)
-    full = made(None)  # in this form for the probe too, whose tokens are within every window
+    full = made(None)  # in this form too if all tokens are within every window
     return {"full_attention": full, "sliding_attention": made(window) if short else full}
