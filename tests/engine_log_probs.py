@@ -39,16 +39,12 @@ def answer_to(prompt: list[int], completion: Any) -> Answer:
     return Answer(prompt, tokens, log_probs, spans)
 
 
-async def sampled(
-    engine: Any, name: str, prompt: list[int], tokens: int, lora_request: Any = None
-) -> Answer:
+async def sampled(engine: Any, name: str, prompt: list[int], tokens: int) -> Answer:
     """An ``AsyncLLM``'s answer to one request."""
     from vllm import SamplingParams
 
     settings = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, ignore_eos=True)
-    request = engine.generate(
-        {"prompt_token_ids": prompt}, settings, name, lora_request=lora_request
-    )
+    request = engine.generate({"prompt_token_ids": prompt}, settings, name)
     outputs = [output async for output in request]
     return answer_to(prompt, outputs[-1].outputs[0])
 

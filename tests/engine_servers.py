@@ -36,12 +36,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(
-    folder: Path, port: int, log: Path, *options: str, seconds: float = 500
-) -> Iterator[str]:
+def server(folder: Path, port: int, log: Path, seconds: float = 500) -> Iterator[str]:
     """The address of a server that answers, until the block ends."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *_OPTIONS, *options]
+    command += ["--host", "127.0.0.1", "--port", str(port), *_OPTIONS]
     path = os.pathsep.join(filter(None, sys.path))  # where its workers find the faults of a test
     environ = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
     address = f"http://127.0.0.1:{port}"
@@ -136,15 +134,11 @@ def engine_processes() -> list[int]:
 
 
 def generated(
-    address: str,
-    prompt: list[int] = PROMPT,
-    tokens: int = 12,
-    temperature: float = 0,
-    model: str = "tiny",
+    address: str, prompt: list[int] = PROMPT, tokens: int = 12, temperature: float = 0
 ) -> dict[str, Any]:
     """The tokens of a request, with their log-probs and the spans of their versions."""
     settings = {"max_tokens": tokens, "temperature": temperature, "ignore_eos": True, "logprobs": 0}
-    fields = {"model": model, "token_ids": prompt, "sampling_params": settings}
+    fields = {"model": "tiny", "token_ids": prompt, "sampling_params": settings}
     [choice] = post(address, "inference/v1/generate", fields)["choices"]
     return choice
 
@@ -159,9 +153,9 @@ def answer_of(prompt: list[int], choice: dict[str, Any]) -> Answer:
     )
 
 
-def completed(address: str, model: str = "tiny") -> dict[str, Any]:
+def completed(address: str) -> dict[str, Any]:
     """The greedy answer of the route that others know."""
     fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    fields = {"model": model, "return_token_ids": True, **fields}
+    fields = {"model": "tiny", "return_token_ids": True, **fields}
     [choice] = post(address, "v1/completions", fields)["choices"]
     return choice

@@ -88,16 +88,12 @@ def expected(model: Any, prompt: list[int] = PROMPT, tokens: int = 12) -> list[i
 
 
 def completion(
-    llm: Any,
-    prompt: list[int] = PROMPT,
-    tokens: int = 12,
-    logprobs: int | None = None,
-    lora_request: Any = None,
+    llm: Any, prompt: list[int] = PROMPT, tokens: int = 12, lora_request: Any = None
 ) -> Any:
     """What an engine answers with the most likely tokens."""
     from vllm import SamplingParams
 
-    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=logprobs)
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     [request] = llm.generate(
         [{"prompt_token_ids": prompt}], greedy, use_tqdm=False, lora_request=lora_request
     )

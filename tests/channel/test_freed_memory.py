@@ -175,7 +175,7 @@ def test_adapters_whose_memory_is_freed_are_not_merged():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["0"], init_lora_weights=False)
     adapted = peft.get_peft_model(nn.Sequential(nn.Linear(4, 4)), config)
-    with WeightChannel.create(adapted, adapters="merged") as channel:
+    with WeightChannel.create(adapted, merge_adapters=True) as channel:
         channel.publish()
         lora = next(p for name, p in adapted.named_parameters() if "lora_A" in name)
         lora.data.untyped_storage().resize_(0)

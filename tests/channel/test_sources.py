@@ -20,8 +20,8 @@ from fusedrl.channel.sources import places_of
 peft = pytest.importorskip("peft")
 
 
-def values(weights: Any, adapters: str | None = None) -> dict[str, torch.Tensor]:
-    places = places_of(weights, adapters)
+def values(weights: Any, merge_adapters: bool = False) -> dict[str, torch.Tensor]:
+    places = places_of(weights, merge_adapters)
     return {name: place.value() for name, place in places.items() if place.persistent}
 
 
@@ -182,67 +182,13 @@ def test_mapped_tensors_are_plain():
 
 def test_adapters_without_an_adapted_model_are_refused():
     for weights in (nn.Linear(1, 1), {"w": torch.ones(1)}):
-        with pytest.raises(ValueError, match="adapters: expected a"):
-            places_of(weights, "only")
-    with pytest.raises(ValueError, match="adapters: expected one of"):
-        places_of(adapted(model_of("qwen2")), "all")
+        with pytest.raises(ValueError, match="merge_adapters: expected a"):
+            places_of(weights, True)
 
 
 def test_a_peft_model_has_the_names_of_its_state_dict():
     model = adapted(model_of("qwen2"), modules_to_save=["norm"])
     assert equal(values(model), model.state_dict())
-
-
-def test_adapters_only_are_what_the_base_model_does_not_have():
-    model = adapted(model_of("qwen2"), modules_to_save=["norm"])
-    model.add_adapter("second", peft.LoraConfig(target_modules=["o_proj"]))
-    only = values(model, "only")
-    state = model.state_dict()
-    marks = (".lora_A.", ".lora_B.", ".modules_to_save.")
-    assert only.keys() == {name for name in state if any(mark in name for mark in marks)}
-    assert any("o_proj.lora_A.second" in name for name in only)
-    assert all(torch.equal(only[name], state[name]) for name in only)
-
-
-def test_base_weights_that_are_trained_go_with_the_adapters():
-    model = adapted(model_of("qwen2"), bias="lora_only")
-    extra = {name for name in values(model, "only") if ".lora_" not in name}
-    assert extra and all(name.endswith("_proj.base_layer.bias") for name in extra)
-
-
-def test_readers_of_adapters_only_keep_their_base():
-    trained = adapted(model_of("qwen2"))
-    layout = Layout.of(trained, adapters="only")
-    assert layout.partial and Layout.from_json(layout.to_json()).partial
-    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    for weights in (trained, trained.state_dict(), TensorDict.from_module(trained)):
-        torch._foreach_copy_(views, list(layout.named(weights).values()))
-    reader = adapted(model_of("qwen2"))
-    with torch.no_grad():
-        for name, param in reader.named_parameters():
-            if "lora_" in name:
-                param.zero_()
-    Target(reader, layout).alias(views)
-    assert equal(reader.state_dict(), trained.state_dict())
-    with pytest.raises(ValueError, match="module: expected a peft model"):
-        Target(model_of("qwen2"), layout)
-
-
-class Quantised(torch.Tensor):
-    """A type that keeps scales beside its bytes, as those of a quantised base model do."""
-
-
-def test_adapters_of_a_quantised_base_are_published():
-    trained = adapted(model_of("qwen2"))
-    for part in trained.modules():
-        if (base := getattr(part, "base_layer", None)) is not None:
-            quantised = base.weight.data.as_subclass(Quantised)
-            base.weight = nn.Parameter(quantised, requires_grad=False)
-    layout = Layout.of(trained, adapters="only")
-    for weights in (trained, trained.state_dict(), TensorDict.from_module(trained)):
-        assert layout.named(weights).keys() == layout.view_of.keys()
-    with pytest.raises(TypeError, match="got Quantised; publish the dequantised"):
-        Layout.of(trained)
 
 
 LORA = {
@@ -268,13 +214,12 @@ def test_merged_weights_are_those_of_merge_and_unload_and_change_nothing(kind, d
                 param.add_(torch.randn_like(param), alpha=0.1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     flags = [p.requires_grad for p in model.parameters()]
-    merged = values(model, "merged")
+    merged = values(model, True)
     assert equal(merged, unloaded(model).state_dict())
     assert not equal(merged, base.state_dict())
     assert equal(model.state_dict(), before)
     assert [p.requires_grad for p in model.parameters()] == flags
-    layout = Layout.of(model, adapters="merged")
-    assert not layout.partial
+    layout = Layout.of(model, merge_adapters=True)
     assert equal(dict(zip(merged, layout.named(model).values(), strict=True)), merged)
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
     layout.write(layout.matched(model), views)
@@ -309,7 +254,7 @@ def test_layers_of_every_sort_are_merged_as_peft_merges_them(options):
     base = Blocks()
     model = adapted(base, **options)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    merged = values(model, "merged")
+    merged = values(model, True)
     assert equal(merged, unloaded(model).state_dict())
     assert not equal(merged, base.state_dict())
     assert equal(model.state_dict(), before)
@@ -318,24 +263,24 @@ def test_layers_of_every_sort_are_merged_as_peft_merges_them(options):
 def test_all_active_adapters_are_merged_and_no_other():
     model = adapted(model_of("qwen2"))
     model.add_adapter("second", peft.LoraConfig(init_lora_weights=False, target_modules=["o_proj"]))
-    one = values(model, "merged")
+    one = values(model, True)
     assert equal(one, unloaded(model).state_dict())
     model.base_model.set_adapter(["default", "second"])
-    both = values(model, "merged")
+    both = values(model, True)
     assert equal(both, unloaded(model).state_dict())
     assert not equal(one, both)
 
 
 def test_adapters_that_are_merged_in_place_are_not_merged_again():
     model = adapted(model_of("qwen2"))
-    expected = values(model, "merged")
+    expected = values(model, True)
     model.merge_adapter()
-    assert equal(values(model, "merged"), expected)
+    assert equal(values(model, True), expected)
 
 
 def test_merged_weights_load_into_the_plain_model_and_not_into_the_adapted():
     model = adapted(model_of("qwen2"))
-    layout = Layout.of(model, adapters="merged")
+    layout = Layout.of(model, merge_adapters=True)
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
     torch._foreach_copy_(views, list(layout.named(model).values()))
     reader = copy.deepcopy(model_of("qwen2"))
@@ -356,10 +301,10 @@ def test_an_adapted_embedding_is_not_tied_to_its_head_any_more():
     base.tie_weights()
     assert base.lm_head.weight is base.model.embed_tokens.weight
     model = adapted(base, target_modules=["embed_tokens"])
-    merged = values(model, "merged")
+    merged = values(model, True)
     assert torch.equal(merged["lm_head.weight"], base.lm_head.weight)
     assert not torch.equal(merged["model.embed_tokens.weight"], base.lm_head.weight)
-    layout = Layout.of(model, adapters="merged")
+    layout = Layout.of(model, merge_adapters=True)
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
     layout.write(layout.matched(model), views)
     with pytest.raises(ValueError, match=r"lm_head.weight: expected the values of model.embed"):
@@ -370,7 +315,7 @@ def test_adapters_inside_of_a_larger_module_are_found():
     model = nn.ModuleDict(
         {"policy": torch.compile(adapted(model_of("qwen2"))), "v": nn.Linear(1, 1)}
     )
-    merged = values(model, "merged")
+    merged = values(model, True)
     expected = {f"policy.{name}" for name in model_of("qwen2").state_dict()}
     assert merged.keys() == expected | {"v.weight", "v.bias"}
 
@@ -378,18 +323,18 @@ def test_adapters_inside_of_a_larger_module_are_found():
 def test_prompt_learning_cannot_be_merged():
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     model = peft.get_peft_model(copy.deepcopy(model_of("qwen2")), config)
-    with pytest.raises(TypeError, match="got prompt learning; use adapters='only'"):
-        places_of(model, "merged")
-    assert "prompt_encoder.default.embedding.weight" in values(model, "only")
+    with pytest.raises(TypeError, match="got prompt learning; leave out merge"):
+        places_of(model, True)
+    assert "prompt_encoder.default.embedding.weight" in values(model)
 
 
 def test_merged_adapters_of_sharded_models_are_made_whole(group):
     from torch.distributed.fsdp import fully_shard
 
     model = adapted(model_of("qwen2"))
-    expected = values(model, "merged")
+    expected = values(model, True)
     fully_shard(model)
-    assert equal(values(model, "merged"), expected)
+    assert equal(values(model, True), expected)
 
 
 def test_weights_whose_memory_is_freed_are_refused():

@@ -24,21 +24,19 @@ def loaded(module: str, name: str) -> tuple[type, ...]:
 
 def has_adapters(module: nn.Module) -> bool:
     """Whether any part of ``module`` is adapted by peft."""
-    return any(base_child(type(part)) is not None for part in module.modules())
+    return any(_adapts(type(part)) for part in module.modules())
 
 
 @cache
-def base_child(kind: type[nn.Module]) -> str | None:
-    """The attribute under which a module of peft keeps the module that it adapts, else ``None``."""
-    for home, name, child in (
-        ("peft.peft_model", "PeftModel", "base_model"),
-        ("peft.tuners.tuners_utils", "BaseTuner", "model"),
-        ("peft.tuners.tuners_utils", "BaseTunerLayer", "base_layer"),
-        ("peft.utils.other", "AuxiliaryTrainingWrapper", "original_module"),
-    ):
-        if issubclass(kind, loaded(home, name)):
-            return child
-    return None
+def _adapts(kind: type[nn.Module]) -> bool:
+    """Whether a module is one of peft's, around the module that it adapts."""
+    homes = (
+        ("peft.peft_model", "PeftModel"),
+        ("peft.tuners.tuners_utils", "BaseTuner"),
+        ("peft.tuners.tuners_utils", "BaseTunerLayer"),
+        ("peft.utils.other", "AuxiliaryTrainingWrapper"),
+    )
+    return any(issubclass(kind, loaded(home, name)) for home, name in homes)
 
 
 def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
@@ -48,12 +46,12 @@ def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
         TypeError: the adapters do not change weights, as those of prompt learning do not.
     """
     layer = None
-    while base_child(type(module)) is not None:
+    while _adapts(type(module)):
         if isinstance(module, loaded("peft.peft_model", "PeftModel")):
             if any(config.is_prompt_learning for config in module.peft_config.values()):
                 raise TypeError(
                     f"weights: {name or 'the model'}: expected adapters that change weights, got "
-                    "prompt learning; use adapters='only'"
+                    "prompt learning; leave out merge_adapters"
                 )
             module = module.base_model
         elif isinstance(module, loaded("peft.tuners.tuners_utils", "BaseTuner")):

@@ -145,7 +145,7 @@ class WeightChannel:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         checksum: bool = False,
-        adapters: Literal["only", "merged"] | None = None,
+        merge_adapters: bool = False,
         max_readers: int = 256,
         timeout: float = 60.0,
         holds: bool | None = None,
@@ -168,9 +168,9 @@ class WeightChannel:
             dtype: dtype of all floating entries in the channel; their own if ``None``.
             checksum: publish a checksum of the bytes, which readers compare. It costs one more pass
                 over the weights on both sides, and on a GPU a wait for it.
-            adapters: what is published of a peft model: ``"only"`` the adapters' weights, or the
-                base model's weights with the adapters ``"merged"`` into them. ``None`` publishes
-                all entries as they are.
+            merge_adapters: whether a peft model is published as the base model's weights, with the
+                adapters merged into them, which is what an engine or a plain model loads.
+                Otherwise all entries are published as they are.
             max_readers: largest number of readers at a time.
             timeout: seconds that publisher and readers wait unless a call says otherwise.
             holds: whether this rank of a sharded model has slots, such as the first rank of each
@@ -195,7 +195,7 @@ class WeightChannel:
         count("max_readers", max_readers, 1, 4096)
         timeout = seconds("timeout", timeout)
         rank_timeout = seconds("rank_timeout", rank_timeout)
-        layout = Layout.of(weights, dtype=dtype, adapters=adapters)
+        layout = Layout.of(weights, dtype=dtype, merge_adapters=merge_adapters)
         places = layout.matched(weights)
         ranks = ranks_of_shards(places)
         where = torch.device(device or ("cpu" if ranks else places[0].tensor.device))
@@ -309,7 +309,7 @@ class WeightChannel:
     def _can_keep(self, weights: Any, places: list[Place]) -> bool:
         if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):
             return False
-        if self.layout.adapters is not None or any(place.computed for place in places):
+        if self.layout.merged or any(place.computed for place in places):
             return False
         # Names that the layout ties may be two tensors, which can get different values at any time.
         tensors = {place.name: place.tensor for place in module_places(weights)}

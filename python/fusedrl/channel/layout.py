@@ -68,7 +68,7 @@ class Layout:
 
     Args:
         entries: in the order of the model, tied names after the one that they are tied to.
-        adapters: how a peft model's weights were taken, see :meth:`of`.
+        merged: whether a peft model's adapters are merged into the weights.
         transient: buffers of the model that no state dict has, and that are therefore not stored;
             published weights may include them.
 
@@ -88,7 +88,7 @@ class Layout:
     """
 
     entries: tuple[Entry, ...]
-    adapters: str | None = None
+    merged: bool = False
     transient: tuple[str, ...] = ()
     nbytes: int = field(init=False, compare=False)
     stored: tuple[Entry, ...] = field(init=False, compare=False)
@@ -115,7 +115,7 @@ class Layout:
 
     @classmethod
     def of(
-        cls, weights: Any, dtype: torch.dtype | None = None, adapters: str | None = None
+        cls, weights: Any, dtype: torch.dtype | None = None, merge_adapters: bool = False
     ) -> Layout:
         """The layout of weights; their values are not read.
 
@@ -123,7 +123,7 @@ class Layout:
             weights: what :func:`~fusedrl.channel.sources.places_of` takes.
             dtype: that of every floating point entry, such as ``torch.bfloat16``; ``None`` keeps
                 the dtypes of the weights.
-            adapters: ``None``, ``"only"`` or ``"merged"``, for peft models.
+            merge_adapters: as for :func:`~fusedrl.channel.sources.places_of`.
 
         Raises:
             TypeError: weights of another type, or an entry that is no plain tensor.
@@ -135,7 +135,7 @@ class Layout:
                 f"dtype: expected a float of 16 bits or more, got {dtype}; smaller ones need "
                 "scales: publish the quantised tensors as they are"
             )
-        places = places_of(weights, adapters).values()
+        places = places_of(weights, merge_adapters).values()
         entries: dict[str, Entry] = {}
         first_of: dict[tuple[Any, ...], str] = {}
         end = 0
@@ -150,13 +150,8 @@ class Layout:
             end = max(end, _round_up(start + entry.nbytes, _ALIGNMENT))
         if problem := _problem(list(entries)):
             raise ValueError(f"weights: {problem}; pass a model's weights under its own names")
-        rest = () if adapters == "only" else (p.name for p in places if not p.persistent)
-        return cls(tuple(entries.values()), adapters, tuple(rest))
-
-    @property
-    def partial(self) -> bool:
-        """Whether the layout has adapters only, so that readers' modules have other names too."""
-        return self.adapters == "only"
+        rest = (place.name for place in places if not place.persistent)
+        return cls(tuple(entries.values()), merge_adapters, tuple(rest))
 
     @property
     def hash(self) -> str:
@@ -166,7 +161,7 @@ class Layout:
     def to_json(self) -> str:
         """The layout as text for another process."""
         entries = [{**asdict(e), "dtype": dtype_name(e.dtype)} for e in self.entries]
-        fields = {"adapters": self.adapters, "transient": self.transient, "entries": entries}
+        fields = {"merged": self.merged, "transient": self.transient, "entries": entries}
         return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
@@ -177,7 +172,7 @@ class Layout:
             Entry(**{**e, "shape": tuple(e["shape"]), "dtype": DTYPES[e["dtype"]]})
             for e in fields["entries"]
         ]
-        return cls(tuple(entries), fields["adapters"], tuple(fields["transient"]))
+        return cls(tuple(entries), fields["merged"], tuple(fields["transient"]))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of ``flat``, uint8 of at least ``nbytes`` bytes, one for each stored entry."""
@@ -289,9 +284,9 @@ class Layout:
     def _collected(self, weights: Any) -> tuple[Mapping[str, Place], PrefixChange]:
         """The places of weights by this layout's names, and how their own names were changed."""
         try:
-            places = places_of(weights, self.adapters if self.adapters == "merged" else None)
+            places = places_of(weights, self.merged)
         except ValueError:
-            if self.adapters != "merged":
+            if not self.merged:
                 raise
             places = places_of(weights)  # the caller has merged them
         reading = match_prefixes(places, {*self.view_of, *self.transient})
@@ -332,7 +327,7 @@ class Layout:
         ]
         known = {*self.view_of, *self.transient}
         more = [p for n, p in places.items() if p.persistent and n not in known]
-        if more and not self.partial:  # a further name of a tensor that is stored is no difference
+        if more:  # a further name of a tensor that is stored is no difference
             stored = {place.identity() for same in copies.values() for place in same}
             for place in more:
                 check_supported(place.name, place.tensor, argument)

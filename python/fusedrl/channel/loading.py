@@ -35,7 +35,7 @@ class Target:
         module: a module with the layout's names and shapes. Names that the layout ties may be
             separate tensors. One tensor may have two entries of the layout: :meth:`alias` and
             :meth:`copy` then check that their values are equal.
-        layout: the layout of the weights. If it is partial, ``module`` has other names too.
+        layout: the layout of the weights.
 
     Raises:
         TypeError: an entry of the module is not a plain tensor.
@@ -183,17 +183,10 @@ def _places(module: nn.Module, layout: Layout) -> tuple[list[Place], list[tuple[
 
     Each of the latter is a later entry, its first entry, and the tensor.
     """
-    adapted = has_adapters(module)
-    if layout.adapters == "merged" and adapted:
+    if layout.merged and has_adapters(module):
         raise ValueError(
             "module: expected a model without adapters for weights that they are merged into, got "
-            "one with; load into the base model, or publish with adapters='only'"
-        )
-    if layout.partial and not adapted:
-        raise ValueError(
-            "module: expected a peft model for weights of adapters alone, got a "
-            f"{type(module).__name__} without adapters; add them with get_peft_model, or publish "
-            "with adapters='merged'"
+            "one with; load into the base model, or publish without merge_adapters"
         )
     places = {place.name: place for place in module_places(module)}
     _, differences = layout.compared(places, "module", layout.stored)

@@ -24,8 +24,6 @@ from fusedrl.compat.torch import (
     unsaved_buffers_of,
 )
 
-ADAPTERS = (None, "only", "merged")
-
 
 @dataclass(slots=True)
 class Place:
@@ -41,7 +39,6 @@ class Place:
     home: dict[str, Any] | None = None
     key: str = ""
     persistent: bool = True
-    adapter: bool = False
     layer: nn.Module | None = None
     merge: Callable[[], Tensor] | None = None
 
@@ -105,7 +102,7 @@ class ModuleSnapshot:
         )
 
 
-def places_of(weights: Any, adapters: str | None = None) -> dict[str, Place]:
+def places_of(weights: Any, merge_adapters: bool = False) -> dict[str, Place]:
     """The places of ``weights`` by name; nothing is computed or gathered yet.
 
     For a module they include buffers that are not persistent, because a tensordict of a module has
@@ -116,35 +113,27 @@ def places_of(weights: Any, adapters: str | None = None) -> dict[str, Place]:
             A module's names are those of the module inside DistributedDataParallel,
             ``torch.compile`` and checkpoint wrappers: without ``module.`` and ``_orig_mod.``.
             Entries that are not tensors have places too.
-        adapters: what is taken of a peft model. ``None``: all that its state dict has.
-            ``"only"``: the adapters, and what else is trained. ``"merged"``: the base model's
-            weights with the active adapters merged in, under the base model's names; the model
-            itself does not change.
+        merge_adapters: whether a peft model has the places of its base model, whose values have
+            the active adapters merged in; the model itself does not change. Otherwise it has those
+            of its state dict.
 
     Raises:
         TypeError: weights of another type.
-        ValueError: two entries have one name, or ``adapters`` is given and there are none.
+        ValueError: two entries have one name, or there are no adapters to merge.
     """
-    if adapters not in ADAPTERS:
-        raise ValueError(
-            f"adapters: expected one of {ADAPTERS}, got {adapters!r}; None takes all entries of a "
-            "state dict as they are"
-        )
     # TensorDictParams are a module too.
     if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
-        places = module_places(weights, merged=adapters == "merged")
-        if adapters is not None and not peft.has_adapters(weights):
+        places = module_places(weights, merge_adapters)
+        if merge_adapters and not peft.has_adapters(weights):
             raise ValueError(
-                f"adapters: expected a model with peft's adapters for {adapters!r}, got a "
-                f"{type(weights).__name__} without; pass adapters=None"
+                f"merge_adapters: expected a model with peft's adapters, got a "
+                f"{type(weights).__name__} without; leave merge_adapters out"
             )
-        if adapters == "only":
-            places = (s for s in places if s.adapter or (s.persistent and s.tensor.requires_grad))
     elif isinstance(weights, (TensorDictBase, Mapping)):
-        if adapters is not None:
+        if merge_adapters:
             raise ValueError(
-                f"adapters: expected a peft model for {adapters!r}, got "
-                f"{type(weights).__name__}; pass the model, or the entries and adapters=None"
+                f"merge_adapters: expected a peft model, got {type(weights).__name__}; pass the "
+                "model, or leave merge_adapters out"
             )
         places = _mapping_places(weights, "")
     else:
@@ -198,7 +187,7 @@ def module_places(module: nn.Module, merged: bool = False) -> Iterator[Place]:
         module: any module.
         merged: whether to leave out peft's modules, and merge adapters into the base's weights.
     """
-    yield from _walk("", module, merged, False)
+    yield from _walk("", module, merged)
 
 
 class _Merged:
@@ -221,7 +210,7 @@ class _Merged:
 
 
 def _walk(
-    prefix: str, module: nn.Module, merged: bool, adapter: bool, within: _Merged | None = None
+    prefix: str, module: nn.Module, merged: bool, within: _Merged | None = None
 ) -> Iterator[Place]:
     module = _unwrapped(module)
     if merged:
@@ -230,21 +219,19 @@ def _walk(
         if layer is not None and within is None:  # an outer layer merges those inside of it, too
             within = _Merged(layer, prefix)
     _check_module(prefix, module)
-    base = peft.base_child(type(module))
-    own = adapter if base is None else True
     unsaved = unsaved_buffers_of(module)
     for kind, home in (("parameter", parameters_of(module)), ("buffer", buffers_of(module))):
         for key, tensor in home.items():
             if tensor is not None:
                 name = prefix + key
                 persistent = kind == "parameter" or key not in unsaved
-                place = Place(name, tensor, kind, home, key, persistent, own)
+                place = Place(name, tensor, kind, home, key, persistent)
                 if within is not None:
                     place.layer, place.merge = within.layer, partial(within.value, name)
                 yield place
     for key, child in children_of(module).items():
         if child is not None:
-            yield from _walk(f"{prefix}{key}.", child, merged, own and key != base, within)
+            yield from _walk(f"{prefix}{key}.", child, merged, within)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

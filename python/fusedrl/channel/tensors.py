@@ -69,7 +69,7 @@ def check_supported(name: str, tensor: Any, argument: str = "weights") -> None:
         remedy = "use it within deepspeed.zero.GatheredParameters"
     elif type(local) not in _PLAIN:
         got = type(local).__name__
-        remedy = "publish the dequantised or whole tensors, or the adapters alone"
+        remedy = "publish the dequantised or whole tensors"
     elif local.device.type == "meta":
         got, remedy = "a meta tensor", "load the model's weights first"
     elif local.layout is not torch.strided or local.is_nested:

@@ -47,11 +47,6 @@ class EngineFollower(Following):
                 "policy: expected an engine that nothing else gives weights to, got one that "
                 "follows a channel already; shut down the other collector first"
             )
-        if reader.layout.adapters == "only":
-            raise ValueError(
-                "channel: expected all weights of a model, got those of its adapters alone; update "
-                "with EngineWeights, or create the channel with adapters='merged'"
-            )
         self._updates = Updates(handle, lambda: reader.version, engine, timeout=TIMEOUT_S)
         try:
             self._updates.open()

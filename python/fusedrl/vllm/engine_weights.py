@@ -8,18 +8,14 @@ import asyncio
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusedrl.channel import WeightChannel
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.vllm.channel_socket import ChannelSocket
 from fusedrl.vllm.engines import InFlight, engine_of
-from fusedrl.vllm.lora_adapters import PeftAdapters, lora_request
 from fusedrl.vllm.updates import Updates, to_its_end
-
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
 
 
 class EngineWeights:
@@ -31,16 +27,14 @@ class EngineWeights:
 
     Args:
         channel: a channel with the weights of the engine's model, under the names of its
-            checkpoint; or, with ``adapters="only"``, with its LoRA adapters alone, for requests
-            that pass :attr:`lora_request`, or :attr:`lora_name` to a server. It is not closed here.
+            checkpoint: that of a peft model with ``merge_adapters=True``. It is not closed here.
         engine: a ``vllm.LLM``, an ``AsyncLLM``, or the address of a server that runs with
             ``VLLM_SERVER_DEV_MODE=1``, whose workers call this address too; ``None`` on ranks of a
             sharded model whose end of the channel has no slots. It runs on this machine
             and was started with
             ``WeightTransferConfig(backend="fusedrl")``. An ``LLM`` takes calls of one thread at a
             time, so that no other thread may be within ``generate()`` during an update. Update an
-            ``AsyncLLM`` with :meth:`update_async`. Adapters need ``enable_lora=True`` and their
-            ``max_lora_rank``, and in a server :class:`ServedAdapters`.
+            ``AsyncLLM`` with :meth:`update_async`.
         in_flight: what happens to running requests. With ``"recompute"`` they go on, and the keys
             and values of their tokens are computed again with the new weights. With ``"wait"`` the
             update begins when they have ended.
@@ -52,18 +46,10 @@ class EngineWeights:
             engine has parts of two versions, and generates nothing until an update succeeds.
         verify: whether each update compares every layer with what an engine that starts with the
             published weights has, the layers that vLLM packs included. It takes a second load.
-        lora_name: the name of the adapters of a channel with ``adapters="only"``, in the place of
-            those that the engine has under this name; ``None`` for a name of the channel's own.
-
-    Attributes:
-        lora_name: the name of the adapters, which is the ``model`` of a server's requests that they
-            shall answer; ``None`` for a channel with all weights of a model.
 
     Raises:
         TypeError: another kind of engine.
-        ValueError: the engine was started without the backend, or vLLM does not have such adapters,
-            for example DoRA; the message says what does not fit. Or a ``lora_name`` without
-            adapters.
+        ValueError: the engine was started without the backend.
 
     Example:
         >>> from fusedrl import WeightChannel
@@ -85,24 +71,17 @@ class EngineWeights:
         timeout: float = 60.0,
         keep_previous: bool = True,
         verify: bool = False,
-        lora_name: str | None = None,
     ) -> None:
         if in_flight not in ("recompute", "wait"):
             raise ValueError(
                 f"in_flight: expected 'recompute' or 'wait', got {in_flight!r}; 'recompute' lets "
                 "running requests go on, 'wait' lets them end first"
             )
-        if lora_name is not None and channel.layout.adapters != "only":
-            raise ValueError(
-                "lora_name: expected None for a channel with all weights of a model, got "
-                f"{lora_name!r}; create the channel with adapters='only'"
-            )
         self.channel = channel
-        self.lora_name = lora_name
         timeout = seconds("timeout", timeout)
         self._updating = threading.Lock()
         renew_in_children(self, _updating=threading.Lock)
-        self._adapters = self._socket = self._updates = None
+        self._socket = self._updates = None
         if not channel.holds:
             if engine is not None:
                 raise ValueError(
@@ -110,9 +89,6 @@ class EngineWeights:
                     "read them; pass the engine where channel.holds is true"
                 )
             return
-        if channel.layout.adapters == "only":
-            self._adapters = PeftAdapters(channel, lora_name)
-            self.lora_name = self._adapters.name
         called = engine_of(engine, timeout)
         self._socket = None if socket is None else ChannelSocket(channel, socket)
         self._updates = Updates(
@@ -124,33 +100,12 @@ class EngineWeights:
             timeout=timeout,
             keep_previous=keep_previous,
             verify=verify,
-            adapters=self._adapters,
         )
 
     @property
     def version(self) -> int | None:
         """The version that the engine has loaded last; ``None`` before the first."""
         return self.channel.version if self._updates is None else self._updates.version
-
-    @property
-    def lora_request(self) -> LoRARequest | None:
-        """The ``lora_request`` of requests that the channel's adapters shall answer.
-
-        It is ``None`` for a channel with all weights of a model, which answer every request. You
-        may keep it: it names the adapters in the engine's memory, where each version replaces the
-        one before.
-
-        Raises:
-            RuntimeError: the engine has not got the adapters yet. A request that names them before
-                would end the engine, which looks for a file then.
-        """
-        if self._adapters is None:
-            return None
-        if self.version is None:
-            raise RuntimeError(
-                "lora_request: expected adapters that the engine has, got none; call update() first"
-            )
-        return lora_request(self._adapters.name, self._adapters.update.number)
 
     def update(self, weights: Any = None, version: int | None = None) -> int:
         """Publish weights, and wait until the engine has loaded them.
@@ -224,8 +179,6 @@ class EngineWeights:
             raise
 
     def _published(self, weights: Any, version: int | None) -> int:
-        if self._adapters is not None:
-            self._adapters.read(weights)
         published = self.channel.publish(weights, version)
         assert published is not None  # on_full="block"
         return published

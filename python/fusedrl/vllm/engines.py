@@ -18,7 +18,6 @@ from typing import Any, Literal
 from fusedrl.compat.vllm import offline_engine_has_ended, runs_in_this_process
 
 BACKEND = "fusedrl"
-ADAPTERS_ROUTE = "fusedrl/adapters"  # of ServedAdapters
 InFlight = Literal["recompute", "wait"]
 # Seconds that workers have for loading a version, or for finding out that it does not exist.
 _LOADING = 60.0
@@ -54,8 +53,6 @@ class Engine:
         drop_keys: drops keys and values, those of running requests and of a connector included;
             returns whether all of them could be dropped.
         drop_encoded: drops what the encoder has computed.
-        name_adapters: has a server's requests name adapters of a number if they are loaded, and
-            otherwise checks that they could.
     """
 
     key: int | str
@@ -70,7 +67,6 @@ class Engine:
     name: Callable[[str], Any]
     drop_keys: Callable[[], Any]
     drop_encoded: Callable[[], Any]
-    name_adapters: Callable[[str, int, bool], Any]
 
     async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """The answer to a call, or an error once the engine has ended, where vLLM would wait."""
@@ -231,9 +227,6 @@ class Server(Engine):
         drop = "reset_prefix_cache?reset_running_requests=true&reset_external=true"
         self.drop_keys = lambda: json.loads(self._post(drop))["success"]
         self.drop_encoded = lambda: self._post("reset_encoder_cache")
-        self.name_adapters = lambda name, number, are_loaded: self._post(
-            ADAPTERS_ROUTE, {"name": name, "number": number, "are_loaded": are_loaded}
-        )
 
     def _end(self) -> str | None:
         if self._is_healthy():
@@ -271,7 +264,7 @@ class Server(Engine):
         except urllib.error.HTTPError as error:
             raise RuntimeError(
                 f"engine: expected {self._server}/{path.partition('?')[0]} to succeed, got "
-                f"{error.code}: {_reason(error, path)}; the server's log says more"
+                f"{error.code}: {_reason(error)}; the server's log says more"
             ) from error
         except TimeoutError as error:
             raise TimeoutError(
@@ -285,10 +278,8 @@ class Server(Engine):
             ) from error
 
 
-def _reason(error: urllib.error.HTTPError, path: str) -> str:
+def _reason(error: urllib.error.HTTPError) -> str:
     """The reason that a server gives for a call that failed."""
-    if error.code == 404 and path == ADAPTERS_ROUTE:
-        return "no such call; start the server with --middleware fusedrl.vllm.ServedAdapters"
     if error.code == 404:
         return "no such call; start the server with VLLM_SERVER_DEV_MODE=1"
     text = error.read().decode(errors="replace")

@@ -47,10 +47,6 @@ class ModelWeights:
         # A load that failed may have left layers which the next one treats in another way.
         self._is_known_to_load = False
 
-    def staged(self, views: Sequence[Tensor], _: Any, verify: bool) -> Callable[[], None]:
-        """What loads one version, as :meth:`load`."""
-        return lambda: self.load(views, verify)
-
     @torch.no_grad()
     def load(self, views: Sequence[Tensor], verify: bool = False) -> None:
         """Load one version.
@@ -98,7 +94,7 @@ class ModelWeights:
 
     def _wrong_after(self, weights: vllm.Weights, every: bool, rounding: float = 0.0) -> list[str]:
         """What in the model differs from what a start with these weights would make."""
-        # Layers with adapters are within others of vLLM's.
+        # With enable_lora, layers are within others of vLLM's.
         layers = {
             name.replace(".base_layer", ""): layer
             for name, layer in self._model.named_modules()
@@ -173,7 +169,8 @@ def _way_in(vllm_config: Any, layout: Layout) -> WayIn:
     raise ValueError(
         f"channel: expected the weights of {vllm_config.model_config.architecture} as its "
         "checkpoint has them, got others; create the channel from the model that the engine "
-        "runs, or from a dict with the names of its checkpoint" + listed(fit.unused + fit.wrong)
+        "runs, from a peft model with merge_adapters=True, or from a dict with the names of its "
+        "checkpoint" + listed(fit.unused + fit.wrong)
     )
 
 

@@ -8,6 +8,7 @@ import contextlib
 import socket as sockets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,9 +22,8 @@ from vllm.distributed.weight_transfer.base import (
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.layout import listed
 from fusedrl.channel.reader import Lease
-from fusedrl.compat.vllm import connectors_that_keep, drop_adapters_of_files, key_value_caches
+from fusedrl.compat.vllm import connectors_that_keep, key_value_caches
 from fusedrl.vllm.agreement import Ranks
-from fusedrl.vllm.lora_adapters import LoraWeights
 from fusedrl.vllm.model_weights import ModelWeights
 from fusedrl.vllm.pause_guard import PauseGuard, check_reachable
 from fusedrl.vllm.updates import BUSY, Attempt
@@ -43,7 +43,6 @@ class VersionUpdate:
         attempt: the name of the :class:`Attempt`.
         keep: whether to hold the version afterwards, so that a later update can go back to it.
         verify: whether to compare every layer with what the channel has.
-        adapters: the fields of an ``AdapterUpdate``, for a channel with ``adapters="only"``.
     """
 
     version: int
@@ -51,7 +50,6 @@ class VersionUpdate:
     attempt: str = ""
     keep: bool = True
     verify: bool = False
-    adapters: dict[str, Any] | None = None
 
 
 @dataclass
@@ -95,17 +93,13 @@ class Change:
         attempt: its name.
         undo: loads what the model had before; ``None`` if nothing holds that.
         version: that the whole model has got; ``None`` while it may have parts of two.
-        is_of_adapters: whether the model's own weights are as they were.
-        held: the version of these, if it is to be held.
-        put_back: what puts back the adapters of files that were dropped with those.
+        held: the version, if it is to be held.
     """
 
     attempt: str
     undo: Callable[[], None] | None
-    is_of_adapters: bool
     version: int | None = None
     held: Held | None = None
-    put_back: Callable[[], None] | None = None
 
 
 class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMessage]):
@@ -126,7 +120,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._reader: WeightReader | None = None
-        self._weights: ModelWeights | LoraWeights | None = None
+        self._weights: ModelWeights | None = None
         self._is_in_parts = False  # the model has parts of two versions
         self._held: Held | None = None  # what the model has after the last update that is over
         self._change: Change | None = None  # of an update that is not over
@@ -192,24 +186,19 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
                         f"version: expected {update.version}, got a channel that has published "
                         f"{lease.version} since; ask for that one"
                     )
-                return lease, weights.staged(lease.views, update.adapters, update.verify)
+                return lease, partial(weights.load, lease.views, update.verify)
 
             if (staged := ranks.all_or_none(stage)) is None:
                 return
             lease, load = staged
             if (change := self._change) is None:
-                of_adapters = isinstance(weights, LoraWeights)
-                former = self._held and self._held.load
-                undo = weights.undo(update.adapters) if of_adapters else former
-                change = self._change = Change(update.attempt, undo, of_adapters)
+                change = self._change = Change(update.attempt, self._held and self._held.load)
             if not self._loaded(load, change):
                 return
             change.version = update.version
-            if not change.is_of_adapters:
-                change.put_back = change.put_back or drop_adapters_of_files(self.model)
-                if update.keep:
-                    change.held = Held(lease, load)
-                    leased.pop_all()
+            if update.keep:
+                change.held = Held(lease, load)
+                leased.pop_all()
 
     def _undo(self, attempt: str) -> None:
         """Load what the model had before an attempt, if that has touched the model."""
@@ -228,8 +217,6 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
 
         load = ranks.all_or_none(former)
         if load is not None and self._loaded(load, change):
-            if change.put_back is not None:
-                change.put_back()
             self._change = None
 
     def _loaded(self, load: Callable[[], None], change: Change) -> bool:
@@ -237,7 +224,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         held, change.held, change.version = change.held, None, None
         self._release(held)
         _refuse_to_run(self.model)
-        self._is_in_parts = self._is_in_parts or not change.is_of_adapters
+        self._is_in_parts = True
 
         def attempt() -> bool:
             load()
@@ -248,9 +235,8 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
 
         if Ranks.of_this_process().all_or_none(attempt) is None:
             return False
-        self._is_in_parts = self._is_in_parts and change.is_of_adapters
-        if not self._is_in_parts:
-            _let_run(self.model)
+        self._is_in_parts = False
+        _let_run(self.model)
         return True
 
     def _end(self, attempt: str) -> None:
@@ -261,7 +247,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         if change is None or change.attempt != attempt:
             return
         self._change = None
-        if change.version is not None and not change.is_of_adapters:
+        if change.version is not None:
             former, self._held = self._held, change.held
             self._release(former)
 
@@ -286,11 +272,10 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         ranks = Ranks.of_this_process()
         with contextlib.ExitStack() as opened:
 
-            def check() -> tuple[WeightReader, ModelWeights | LoraWeights]:
+            def check() -> tuple[WeightReader, ModelWeights]:
                 reader = opened.enter_context(_opened(address))
                 check_connectors(self.vllm_config)
-                kind = LoraWeights if reader.layout.adapters == "only" else ModelWeights
-                return reader, kind(self.model, self.vllm_config, reader.layout)
+                return reader, ModelWeights(self.model, self.vllm_config, reader.layout)
 
             if (fitting := ranks.all_or_none(check)) is None:
                 return False

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from fusedrl.channel import WeightHandle
 from fusedrl.vllm.engines import Engine, InFlight
-from fusedrl.vllm.lora_adapters import PeftAdapters
 from fusedrl.vllm.token_versions import STARTED_WITH
 
 Value = TypeVar("Value")
@@ -75,7 +74,6 @@ class Updates:
         timeout: seconds that the engine's workers wait for a version.
         keep_previous: as for :class:`~fusedrl.vllm.EngineWeights`.
         verify: as for :class:`~fusedrl.vllm.EngineWeights`.
-        adapters: those of a channel with adapters alone.
 
     Attributes:
         version: the version that the engine was given last; ``None`` before the first.
@@ -92,7 +90,6 @@ class Updates:
         timeout: float = 60.0,
         keep_previous: bool = True,
         verify: bool = False,
-        adapters: PeftAdapters | None = None,
     ) -> None:
         self.version: int | None = None
         self._address = asdict(handle) if socket is None else {**asdict(handle), "socket": socket}
@@ -101,7 +98,6 @@ class Updates:
         self._in_flight: InFlight = in_flight
         self._timeout = timeout
         self._options = {"timeout": timeout, "keep": keep_previous, "verify": verify}
-        self._adapters = adapters
         self._left_paused = False  # by an update that failed, perhaps under a version's label
 
     def check_synchronous(self) -> None:
@@ -151,7 +147,6 @@ class Updates:
     async def _load(self, version: int) -> int:
         engine = self._engine
         attempt = Attempt(engine.address)
-        await self._name_adapters(are_loaded=False)
         _LAST[engine.key] = self
         try:
             await self._hold(attempt)
@@ -180,16 +175,11 @@ class Updates:
             raise
         self.version, self._left_paused = version, False
         await self._end(attempt)
-        # Not before nothing takes them away any more, as a request without its adapters would end
-        # the engine.
-        await self._name_adapters(are_loaded=True)
         return version
 
     async def _send(self, version: int, attempt: Attempt) -> int:
         """Let the workers load a version, or a later one; its number."""
         update: dict[str, Any] = {**self._options, "attempt": attempt.name}
-        if self._adapters is not None:
-            update["adapters"] = asdict(self._adapters.update)
         for _ in range(_TRIES):
             try:
                 await self._tell(update={**update, "version": version})
@@ -204,12 +194,6 @@ class Updates:
             f"version: expected one that the engine can lease within {_TRIES} tries, got a channel "
             "that is published to faster; publish less often"
         )
-
-    async def _name_adapters(self, are_loaded: bool) -> None:
-        """Have a server know the adapters' name; requests of other engines have their number."""
-        if self._adapters is not None and self._engine.address is not None:
-            name, number = self._adapters.name, self._adapters.update.number
-            await self._engine.ask(self._engine.name_adapters, name, number, are_loaded)
 
     async def _tell(self, **message: Any) -> None:
         # The address is sent each time, as the engine may have been restarted, or read another one.

@@ -67,7 +67,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             ``None`` takes alias if dtypes and devices fit and the collector compiles nothing, and
             copy otherwise.
         device: where the channel lies; that of the weights if ``None``.
-        adapters: what is sent of a peft model, as for :meth:`WeightChannel.create`.
         timeout: seconds that each wait may take.
         checksum: as for :meth:`WeightChannel.create`.
 
@@ -106,7 +105,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         slots: int = 3,
         mode: Literal["alias", "copy"] | None = None,
         device: torch.device | str | None = None,
-        adapters: Literal["only", "merged"] | None = None,
         timeout: float = 60.0,
         checksum: bool = False,
     ) -> None:
@@ -121,7 +119,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             "dtype": dtype,
             "slots": slots,
             "device": device,
-            "adapters": adapters,
             "timeout": seconds("timeout", timeout),
             "checksum": checksum,
         }
@@ -194,10 +191,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         if not isinstance(source, Mapping):
             source = module_of(source)
             self.buffers = unsaved_buffers(source)
-        options = dict(self._options)
-        if self.strategy_str == "state_dict" and hasattr(source, "merge_and_unload"):
-            options["adapters"] = options["adapters"] or "merged"
-        self._channel = WeightChannel.create(source, **options)
+        merges = self.strategy_str == "state_dict" and hasattr(source, "merge_and_unload")
+        self._channel = WeightChannel.create(source, merge_adapters=merges, **self._options)
         self._handle = self._channel.handle
         if context is not None:
             self._end_with(context)

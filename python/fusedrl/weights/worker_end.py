@@ -102,7 +102,7 @@ def replace_by_copy(collector: Any, model_id: str, layout: Layout) -> Callable[[
     """Replace the policy of a collector in the trainer's process by a copy.
 
     The trainer goes on with the original, which its optimiser may write at any time. Weights that
-    no version brings, such as the frozen base of a model with adapters, stay shared.
+    no version brings, such as those of a part that is not published, stay shared.
 
     Args:
         collector: torchrl's ``Collector``, or ours of dialogs.
