@@ -69,7 +69,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         device: where the channel lies; that of the weights if ``None``.
         adapters: what is sent of a peft model, as for :meth:`WeightChannel.create`.
         timeout: seconds that each wait may take.
-        checksum: as for :meth:`WeightChannel.create`.
 
     Raises:
         ValueError: the weights do not fit, or an update names some workers only: a channel serves
@@ -108,7 +107,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         device: torch.device | str | None = None,
         adapters: Literal["only", "merged"] | None = None,
         timeout: float = 60.0,
-        checksum: bool = False,
     ) -> None:
         if mode not in (None, "alias", "copy"):
             raise ValueError(
@@ -123,7 +121,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             "device": device,
             "adapters": adapters,
             "timeout": seconds("timeout", timeout),
-            "checksum": checksum,
         }
         self._pid = os.getpid()
         self._handle: WeightHandle | None = None
