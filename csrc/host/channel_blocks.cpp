@@ -239,7 +239,7 @@ class Writing {
           despite_interrupts([&] { channel.attr("_memory").attr("after_write")(slot); });
       if (interrupt) std::rethrow_exception(interrupt);
       if (publish)
-        end_->commit(slot, version, channel.attr("_sum")(slot).cast<uint64_t>());
+        end_->commit(slot, version);
       else
         end_->abort();
     } catch (...) {

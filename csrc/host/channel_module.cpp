@@ -100,7 +100,6 @@ void signal_at(const std::string& step, int signal) {
 }  // namespace
 
 void bind_channel(py::module_& m) {
-  py::register_local_exception<Damaged>(m, "DamagedError", PyExc_RuntimeError);
   py::register_local_exception_translator(&raise_os_error);
 
   py::class_<ReaderState>(m, "ReaderState", "One reader of a channel, as its publisher sees it.")
@@ -114,7 +113,7 @@ void bind_channel(py::module_& m) {
       .def(py::init(&make_publisher), py::arg("slots"), py::arg("slot_bytes"),
            py::arg("max_readers"), py::arg("session"), py::arg("manifest"))
       .def("try_begin", &Publisher::try_begin, "Lock a slot that nobody leases, or None.")
-      .def("commit", &Publisher::commit, py::arg("slot"), py::arg("version"), py::arg("checksum"))
+      .def("commit", &Publisher::commit, py::arg("slot"), py::arg("version"))
       .def("abort", &Publisher::abort)
       .def("version", &Publisher::version, "The published version, -1 before the first.")
       .def("fd", &Publisher::fd)
@@ -151,7 +150,6 @@ void bind_channel(py::module_& m) {
           py::arg("version"), py::arg("seconds"))
       .def("publisher", &Reader::publisher)
       .def("publisher_pid", &Reader::publisher_pid)
-      .def("checksum", &Reader::checksum, py::arg("slot"))
       .def("manifest", [](const Reader& reader) { return py::bytes(reader.manifest()); })
       .def("require_open", &Reader::require_open)
       .def("slot_count", [](const Reader& reader) { return reader.geometry().slots; })

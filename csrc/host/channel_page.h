@@ -15,19 +15,15 @@
 #include <atomic>
 #include <csignal>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 #include <string_view>
 
 namespace fusedrl::channel {
 
-// The number at its end changes with this page, and with what is written as the manifest.
-constexpr char magic[8] = {'f', 'u', 's', 'e', 'd', 'r', 'l', 3};
+// The number at its end changes with this page, and with what is written as the manifest: a reader
+// of another version of the package is refused by it.
+constexpr char magic[8] = {'f', 'u', 's', 'e', 'd', 'r', 'l', 4};
 constexpr uint64_t max_slots = 64;  // a reader's leases are the bits of one word
-constexpr uint64_t max_entries = 4096;
-constexpr uint32_t max_pid = 1 << 22;  // the kernel's own limit
 constexpr int64_t no_version = -1;
-constexpr int64_t max_version = (int64_t{1} << 55) - 1;
 
 enum class SlotState : uint32_t { empty, writing, ready };
 
@@ -39,7 +35,6 @@ constexpr uint64_t rounded(uint64_t bytes) {
 struct alignas(64) Slot {
   std::atomic<SlotState> state;
   std::atomic<int64_t> version;
-  std::atomic<uint64_t> checksum;
   std::atomic<uint32_t> releases;  // orders what readers read before what is written next
 };
 
@@ -70,7 +65,6 @@ struct Header {
 
 struct ControlPage {
   Header header;
-  uint64_t digest;  // of the header and the manifest
 
   alignas(64) std::atomic<uint64_t> published;  // version << 8 | slot + 1; 0: nothing yet
   std::atomic<uint32_t> sequence;               // futex: a commit, or the end of the channel
@@ -90,37 +84,13 @@ inline uint64_t Geometry::slots_offset() const {
   return rounded(manifest_offset() + manifest_bytes);
 }
 
-// FNV-1a: a change of any single byte changes the digest.
-inline uint64_t digest_of(const Header& header, std::string_view manifest) {
-  uint64_t digest = 0xcbf29ce484222325;
-  const auto add = [&](std::string_view bytes) {
-    for (const char byte : bytes) digest = (digest ^ static_cast<uint8_t>(byte)) * 0x100000001b3;
-  };
-  add({reinterpret_cast<const char*>(&header), sizeof(header)});
-  add(manifest);
-  return digest;
-}
-
-// Thrown where something other than the channel has written into its control page.
-struct Damaged : std::runtime_error {
-  explicit Damaged(const std::string& what)
-      : std::runtime_error("channel: expected its control page as fusedrl wrote it, got " + what +
-                           "; something else writes into its memory: make another channel") {}
-};
-
 struct Published {
   int64_t version = no_version;
   int slot = -1;
 
-  // Throws Damaged for a word that no publisher of `slots` slots writes.
-  static Published of(uint64_t word, uint64_t slots) {
+  static Published of(uint64_t word) {
     if (word == 0) return {};
-    const Published published{static_cast<int64_t>(word >> 8), static_cast<int>(word & 0xff) - 1};
-    if (published.slot < 0 || published.slot >= static_cast<int64_t>(slots) ||
-        published.version > max_version)
-      throw Damaged("a published word of slot " + std::to_string(published.slot) + " of " +
-                    std::to_string(slots) + " under version " + std::to_string(published.version));
-    return published;
+    return {static_cast<int64_t>(word >> 8), static_cast<int>(word & 0xff) - 1};
   }
   uint64_t word() const {
     return slot < 0 ? 0 : static_cast<uint64_t>(version) << 8 | static_cast<uint64_t>(slot + 1);

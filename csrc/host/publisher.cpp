@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -26,23 +25,13 @@ Publisher::Publisher(std::unique_ptr<MemoryFile> file, const Geometry& geometry,
   std::memcpy(header.session, session.data(), sizeof(header.session));
   header.publisher_pid = getpid();
   header.geometry = geometry;
-  page_->digest = digest_of(header, manifest);
   for (Slot& slot : page_->slot) slot.version = no_version;
   std::memcpy(head_->data() + geometry.manifest_offset(), manifest.data(), manifest.size());
   if (!file_->try_lock_exclusive(alive_lock)) throw std::logic_error("a new file is locked");
 }
 
-int64_t Publisher::version() const {
-  const uint64_t word = page_->published.load(std::memory_order_relaxed);
-  if (word != published_.word())
-    throw Damaged("the published word " + std::to_string(word) + " instead of " +
-                  std::to_string(published_.word()));
-  return published_.version;
-}
-
 std::optional<int> Publisher::try_begin() {
   require_open();
-  version();
   abort();
   const int slots = static_cast<int>(geometry_.slots);
   for (int i = 1; i <= slots; ++i) {
@@ -58,10 +47,9 @@ std::optional<int> Publisher::try_begin() {
   return std::nullopt;
 }
 
-void Publisher::commit(int slot, int64_t version, uint64_t checksum) {
+void Publisher::commit(int slot, int64_t version) {
   require_open();
   Slot& entry = page_->slot[slot];
-  entry.checksum.store(checksum, std::memory_order_relaxed);
   entry.version.store(version, std::memory_order_relaxed);
   entry.state.store(SlotState::ready, std::memory_order_release);
   at(Step::commit_marked);
@@ -96,12 +84,8 @@ std::vector<ReaderState> Publisher::readers(bool forget_dead) {
     if (pids.died != 0) states.push_back({pids.died, false, {}, no_version});
     if (pids.present == 0) continue;
     const int64_t applied = entry.applied.load(std::memory_order_acquire);
-    if (applied < no_version || applied > published_.version)
-      throw Damaged("version " + std::to_string(applied) + " applied by reader entry " +
-                    std::to_string(i) + ", of " + std::to_string(published_.version) +
-                    " published");
     states.push_back(
-        {pids.present, alive, alive ? leased_by(entry, i) : std::vector<int64_t>{}, applied});
+        {pids.present, alive, alive ? leased_by(entry) : std::vector<int64_t>{}, applied});
   }
   return states;
 }
@@ -112,9 +96,6 @@ Pids Publisher::pids_of(ReaderEntry& entry, uint64_t index, bool forget_dead, bo
   for (;;) {
     uint64_t word = entry.pids.load(std::memory_order_acquire);
     const Pids pids = Pids::of(word);
-    if (std::max(pids.died, pids.present) > max_pid)
-      throw Damaged("pid " + std::to_string(std::max(pids.died, pids.present)) +
-                    " in reader entry " + std::to_string(index));
     *alive = pids.present != 0 && file_->locked_elsewhere(reader_lock + index);
     const uint64_t known = *alive ? Pids{0, pids.present}.word() : 0;
     const bool still = forget_dead && known != word
@@ -124,16 +105,12 @@ Pids Publisher::pids_of(ReaderEntry& entry, uint64_t index, bool forget_dead, bo
   }
 }
 
-std::vector<int64_t> Publisher::leased_by(const ReaderEntry& entry, uint64_t index) const {
+std::vector<int64_t> Publisher::leased_by(const ReaderEntry& entry) const {
   const uint64_t leased = entry.leased.load(std::memory_order_acquire);
-  if (geometry_.slots < max_slots && leased >> geometry_.slots != 0)
-    throw Damaged("leases of slots beyond the last in reader entry " + std::to_string(index));
   std::vector<int64_t> versions;
   for (uint64_t slot = 0; slot < geometry_.slots; ++slot) {
     if (!(leased >> slot & 1)) continue;
     const int64_t version = page_->slot[slot].version;
-    if (version < no_version || version > max_version)
-      throw Damaged("version " + std::to_string(version) + " in slot " + std::to_string(slot));
     // A reader that comes too late names its slot for a moment, whose write may have been aborted.
     if (version != no_version) versions.push_back(version);
   }

@@ -29,12 +29,11 @@ class Publisher {
   ~Publisher() { close(); }
 
   std::optional<int> try_begin();
-  void commit(int slot, int64_t version, uint64_t checksum);
+  void commit(int slot, int64_t version);
   // Gives up the slot that was begun, if one was.
   void abort();
 
-  // Throws Damaged if the page says anything else.
-  int64_t version() const;
+  int64_t version() const { return published_.version; }
   int fd() const { return file_->fd(); }
   bool is_open() const { return file_->is_open(); }
   // A descriptor for another process, which the caller closes.
@@ -42,7 +41,7 @@ class Publisher {
   std::shared_ptr<Mapping> slots() const { return slots_; }
   char* slot(int index) const { return slots_->data() + index * geometry_.slot_bytes; }
 
-  // The readers that are open, and those that died since they were last forgotten. Throws Damaged.
+  // The readers that are open, and those that died since they were last forgotten.
   std::vector<ReaderState> readers(bool forget_dead);
   // The value that wait() compares with. Read it before you check the condition that you wait for.
   uint32_t progress();
@@ -56,9 +55,8 @@ class Publisher {
  private:
   void require_open() const { file_->fd(); }
   Pids pids_of(ReaderEntry& entry, uint64_t index, bool forget_dead, bool* alive);
-  std::vector<int64_t> leased_by(const ReaderEntry& entry, uint64_t index) const;
+  std::vector<int64_t> leased_by(const ReaderEntry& entry) const;
 
-  // Copies of what the page says, so that nothing depends on what others write there.
   const Geometry geometry_;
   Published published_;
   std::optional<int> begun_;

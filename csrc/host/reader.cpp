@@ -19,7 +19,7 @@ Reader::Reader(int64_t pid, int fd, const std::string& session) {
   read_header(session);
   head_ = std::make_shared<Mapping>(*file_, 0, geometry().slots_offset(), true);
   page_ = reinterpret_cast<ControlPage*>(head_->data());
-  read_manifest();
+  manifest_.assign(head_->data() + geometry().manifest_offset(), geometry().manifest_bytes);
   if (geometry().slot_bytes > 0)
     slots_ = std::make_shared<Mapping>(*file_, geometry().slots_offset(),
                                        geometry().slots * geometry().slot_bytes, false);
@@ -27,8 +27,7 @@ Reader::Reader(int64_t pid, int fd, const std::string& session) {
 }
 
 void Reader::read_header(const std::string& session) {
-  const uint64_t bytes = file_->bytes();
-  if (bytes < sizeof(ControlPage)) throw std::invalid_argument("other shared memory");
+  if (file_->bytes() < sizeof(ControlPage)) throw std::invalid_argument("other shared memory");
   const Mapping page(*file_, 0, sizeof(ControlPage), false);
   std::memcpy(&header_, page.data(), sizeof(header_));
   if (std::memcmp(header_.magic, magic, sizeof(magic)) != 0)
@@ -36,18 +35,6 @@ void Reader::read_header(const std::string& session) {
   if (session.size() != sizeof(header_.session) ||
       std::memcmp(header_.session, session.data(), session.size()) != 0)
     throw std::invalid_argument("another session");
-  const Geometry& sizes = header_.geometry;
-  // Bounds are checked first, so that the sums do not overflow.
-  if (sizes.slots < 1 || sizes.slots > max_slots || sizes.max_readers < 1 ||
-      sizes.max_readers > max_entries || sizes.slot_bytes > bytes || sizes.manifest_bytes > bytes ||
-      sizes.file_bytes() != bytes)
-    throw Damaged("sizes that do not add up to the memory's " + std::to_string(bytes) + " bytes");
-}
-
-void Reader::read_manifest() {
-  manifest_.assign(head_->data() + geometry().manifest_offset(), geometry().manifest_bytes);
-  if (page_->digest != digest_of(header_, manifest_))
-    throw Damaged("a header or a layout that its digest does not fit");
 }
 
 void Reader::enter() {
@@ -77,27 +64,6 @@ void Reader::enter() {
   throw std::overflow_error(std::to_string(geometry().max_readers));
 }
 
-Published Reader::published() {
-  // Loaded before the word, which therefore is not older.
-  const int64_t seen = seen_.load(std::memory_order_acquire);
-  for (uint64_t word = page_->published.load(std::memory_order_acquire);;) {
-    const Published current = Published::of(word, geometry().slots);
-    if (current.version < seen)
-      throw Damaged("version " + std::to_string(current.version) + " as published after " +
-                    std::to_string(seen));
-    if (current.slot < 0 || holds(current)) {
-      if (current.version > seen) seen_.store(current.version, std::memory_order_release);
-      return current;
-    }
-    // A slot is written again only after another one is published.
-    const uint64_t again = page_->published.load(std::memory_order_acquire);
-    if (again == word)
-      throw Damaged("version " + std::to_string(current.version) + " as published in slot " +
-                    std::to_string(current.slot) + ", which does not hold it");
-    word = again;
-  }
-}
-
 bool Reader::holds(const Published& published) const {
   const Slot& slot = page_->slot[published.slot];
   return slot.state.load(std::memory_order_acquire) == SlotState::ready &&
@@ -107,20 +73,13 @@ bool Reader::holds(const Published& published) const {
 void Reader::take(Lease& lease, bool apply) {
   require_open();  // first, as another thread may have held a forked child's mutex at the fork
   std::lock_guard guard(mutex_);
-  int64_t missed = no_version;
   for (int i = 0; i < tries; ++i) {
     const Published current = published();
     if (current.slot < 0) return;
-    // The version was missed because the publisher had moved on to a later one.
-    if (current.version == missed)
-      throw Damaged("version " + std::to_string(missed) + " as published in slot " +
-                    std::to_string(current.slot) + ", which is locked for writing");
     at(Step::lease_loaded);
     const int slot = current.slot;
-    if (leases_[slot] == 0 && !lock(slot)) {
-      missed = current.version;
-      continue;
-    }
+    // If the publisher writes the slot by now, it has published a later version.
+    if (leases_[slot] == 0 && !lock(slot)) continue;
     if (holds(current)) {
       at(Step::lease_validated);
       ++leases_[slot];
@@ -130,7 +89,6 @@ void Reader::take(Lease& lease, bool apply) {
       return;
     }
     if (leases_[slot] == 0) unlock(slot);
-    missed = current.version;
   }
 }
 
@@ -202,9 +160,7 @@ void Reader::wait(int64_t version, double seconds) {
 }
 
 PublisherState Reader::publisher() const {
-  const uint32_t closed = page_->closed.load(std::memory_order_acquire);
-  if (closed > 1) throw Damaged("the mark " + std::to_string(closed) + " of a channel's end");
-  if (closed == 1) return PublisherState::closed;
+  if (page_->closed.load(std::memory_order_acquire)) return PublisherState::closed;
   return file_->locked_elsewhere(alive_lock) ? PublisherState::open : PublisherState::dead;
 }
 

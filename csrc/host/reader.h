@@ -18,23 +18,18 @@ enum class PublisherState { open, closed, dead };
 // Threads may share a reader: a slot is locked at its first lease and unlocked at its last release.
 class Reader {
  public:
-  // Throws std::invalid_argument if the file is not the channel of `session`, Damaged if its
-  // control page is not as the publisher wrote it, and std::overflow_error if it has its largest
-  // number of readers already.
+  // Throws std::invalid_argument if the file is not the channel of `session`, and
+  // std::overflow_error if it has its largest number of readers already.
   Reader(int64_t pid, int fd, const std::string& session);
   ~Reader() { close(); }
 
   void applied(int64_t version);
 
-  // Throws Damaged.
-  int64_t version() { return published().version; }
+  int64_t version() const { return published().version; }
   // Returns when `version` or a later one is published, the channel ends, or after the time given.
   void wait(int64_t version, double seconds);
   PublisherState publisher() const;
   int64_t publisher_pid() const { return header_.publisher_pid; }
-  uint64_t checksum(int slot) const {
-    return page_->slot[slot].checksum.load(std::memory_order_relaxed);
-  }
 
   // Throws std::runtime_error once closed, or in a child of the process that opened it.
   void require_open() const { file_->fd(); }
@@ -54,23 +49,22 @@ class Reader {
   void take(class Lease& lease, bool apply);
   void share(Lease& lease, const std::atomic<int>& slot);
   void release(Lease& lease);
-  Published published();
+  Published published() const {
+    return Published::of(page_->published.load(std::memory_order_acquire));
+  }
   bool holds(const Published& published) const;
   void read_header(const std::string& session);
-  void read_manifest();
   void enter();
   bool lock(int slot);
   void unlock(int slot);
   void tell_publisher();
 
-  // Copies of what was checked, as the page may change afterwards.
   Header header_;
   std::string manifest_;
   std::unique_ptr<MemoryFile> file_;
   std::shared_ptr<Mapping> head_, slots_;  // slots are read-only here
   ControlPage* page_;
   ReaderEntry* entry_ = nullptr;
-  std::atomic<int64_t> seen_{no_version};  // the newest version that was published so far
   std::atomic<bool> ended_{false};
   std::mutex mutex_;
   std::array<int, max_slots> leases_{};
@@ -81,7 +75,7 @@ class Reader {
 class Lease {
  public:
   // Takes the current version. Nothing is held if none is published yet, or if the publisher has
-  // moved on at each attempt. With `apply`, the version is also noted as applied. Throws Damaged.
+  // moved on at each attempt. With `apply`, the version is also noted as applied.
   Lease(std::shared_ptr<Reader> reader, bool apply);
   // Takes what another lease has. Nothing is held if that one is released.
   Lease(const Lease& other);

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 EMPTY, WRITING, READY = "EMPTY", "WRITING", "READY"
 # Where a program stands when at none of its steps.
-IDLE, BLOCKED, UNDO, DONE, RELOAD, CLAIM = -1, -2, -3, -4, -5, -6
+IDLE, BLOCKED, UNDO, DONE = -1, -2, -3, -4
 PUBLISH = ("lock", "writing", "copy first", "copy second", "version", "ready", "unlock", "publish")
-PEEK = ("load", "peek state", "peek version")
-LEASE = (*PEEK, "lock", "check state", "check version", "release")  # leased when at "release"
+LEASE = ("load", "lock", "check state", "check version", "release")  # leased when at "release"
 
 
 class Slot(NamedTuple):
@@ -49,16 +48,11 @@ class Publisher(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """How many leases it still takes, the step to come, and the word that it loaded.
-
-    ``missed`` is the version that it came too late for: who finds it published again claims that
-    the page is damaged.
-    """
+    """How many leases it still takes, the step to come, and the word that it loaded."""
 
     left: int
     at: int = 0
     word: Word = Word()
-    missed: int = 0
 
 
 class Reader(NamedTuple):
@@ -122,7 +116,6 @@ class Protocol:
     unlocks_at: int = 0  # leases of a file on a slot that are left when the slot is unlocked
     releases: int = 1  # how often a lease counts as released
     death_unlocks: bool = True
-    claims_at_once: bool = False  # a reader that comes too late once takes that for damage
     slots: int = 3
     readers: int = 1
     threads: int = 1  # of each reader
@@ -197,26 +190,16 @@ class Protocol:
         """The next step of a reader's thread, if there is one."""
         reader = state.readers[r]
         me = reader.threads[t]
-        if me.at in (DONE, CLAIM) or (me.at == 0 and not state.word.version):
+        if me.at == DONE or (me.at == 0 and not state.word.version):
             return
-        step = {UNDO: "undo", RELOAD: "reload"}.get(me.at) or self.lease[me.at]
-        loads = step in ("load", "reload")
-        after = me._replace(at=me.at + 1, word=state.word if loads else me.word)
+        step = "undo" if me.at == UNDO else self.lease[me.at]
+        after = me._replace(at=me.at + 1, word=state.word if step == "load" else me.word)
         i = after.word.slot
         slot, says = state.slots[i], f"reader {r}, thread {t}: {step}, slot {i}"
         if step == "lock" and not reader.counts[i] and state.refuses(i, shared=True):
-            again = CLAIM if self.claims_at_once else 0
-            says, after = f"{says}: refused", Thread(me.left, again, missed=me.word.version)
+            says, after = f"{says}: refused", Thread(me.left)
         elif step == "lock":
             reader = reader.leasing(i)
-        elif step == "reload":
-            after = after._replace(at=CLAIM if state.word == me.word else 1)
-        elif step == "peek state" and slot.state != READY:
-            says, after = f"{says}: {slot.state}", me._replace(at=RELOAD)
-        elif step == "peek version" and slot.version != me.word.version:
-            says, after = f"{says}: {slot.version}", me._replace(at=RELOAD)
-        elif step == "peek version" and slot.version == me.missed:
-            after = me._replace(at=CLAIM)
         elif step == "check state" and slot.state != READY:
             says, after = f"{says}: {slot.state}", me._replace(at=UNDO)
         elif step == "check version" and slot.version != me.word.version:
@@ -229,8 +212,7 @@ class Protocol:
                 reader.releasing(i, self.unlocks_at, times),
                 me.left - (step == "release"),
             )
-            missed = me.word.version if step == "undo" else 0
-            after = Thread(left, missed=missed) if left else Thread(0, DONE)
+            after = Thread(left) if left else Thread(0, DONE)
         reader = reader._replace(threads=with_item(reader.threads, t, after))
         yield says, state._replace(readers=with_item(state.readers, r, reader))
 
@@ -244,8 +226,6 @@ class Protocol:
         if word.version and state.slots[word.slot] != Slot(READY, *(word.version,) * 3):
             return f"published names version {word.version}, which its slot does not hold"
         for r, reader in enumerate(state.readers):
-            if any(thread.at == CLAIM for thread in reader.threads):
-                return f"reader {r} claims damage where there is none"
             for thread in filter(self.leased, reader.threads):
                 slot, version = state.slots[thread.word.slot], thread.word.version
                 if slot.first != slot.second:
@@ -285,8 +265,6 @@ class Protocol:
             for _ in range(2 * len(self.lease)):
                 if self.leased(now.readers[r].threads[t]):
                     break
-                if now.readers[r].threads[t].at == CLAIM:
-                    return f"reader {r}, thread {t} claims damage where there is none"
                 [(_, now)] = self.thread_moves(now, r, t)
             else:
                 return f"reader {r}, thread {t} gets no lease though nobody else moves"

@@ -315,19 +315,6 @@ def test_readers_memory_of_the_cpu_is_read_only(channel, reader):
     assert flags == "r--s"
 
 
-def test_checksums_tell_of_bytes_that_something_else_wrote():
-    with WeightChannel.create(workers.weights_of(0), checksum=True) as channel:
-        publish(channel)
-        with channel.handle.open() as reader:
-            with reader.lease() as lease:
-                assert lease.version == 1
-            publish(channel)
-            channel._memory.slot(1)[100] ^= 4
-            with pytest.raises(RuntimeError, match=r"checksum: expected .* for version 2"):
-                reader.lease()
-            assert channel.readers()[0].leased == ()
-
-
 def test_publishing_without_weights_takes_those_of_the_module_it_was_made_from():
     model = nn.Linear(2, 1)
     with WeightChannel.create(model) as channel, channel.handle.open() as reader:

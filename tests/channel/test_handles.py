@@ -100,3 +100,22 @@ def test_the_channel_passes_through_a_socket(channel):
         channel.send_to(ours)
         with channel.handle.open(theirs) as reader, reader.lease() as lease:
             assert workers.version_in(lease.weights) == 1
+
+
+def test_a_channel_of_another_version_of_the_package_is_refused(channel):
+    [number] = os.pread(channel.handle.fd, 1, 7)
+    os.pwrite(channel.handle.fd, bytes([number + 1]), 7)
+    with pytest.raises(RuntimeError, match="no channel of this version of fusedrl begins with"):
+        channel.handle.open()
+    assert channel.readers() == []
+
+
+def test_memory_that_somebody_may_shrink_is_not_opened(channel):
+    """Its readers would end by SIGBUS."""
+    fd = os.memfd_create("other")
+    os.truncate(fd, 1 << 20)
+    try:
+        with pytest.raises(RuntimeError, match="shared memory that is not sealed"):
+            type(channel.handle)(os.getpid(), fd, channel.handle.session).open()
+    finally:
+        os.close(fd)

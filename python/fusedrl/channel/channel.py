@@ -24,7 +24,7 @@ from fusedrl.channel.forking import is_mine, renew_in_children
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.limits import no_channel, reserve
-from fusedrl.channel.memory import FullError, Manifest, Memory, checksum
+from fusedrl.channel.memory import FullError, Manifest, Memory
 from fusedrl.channel.rendezvous import (
     Rendezvous,
     check_ends,
@@ -101,7 +101,6 @@ class WeightChannel:
         slots: tuple[Memory, _host.Publisher] | None,
         *,
         session: str,
-        checksum: bool,
         timeout: float,
         rank_timeout: float,
     ) -> None:
@@ -111,7 +110,6 @@ class WeightChannel:
         self.skipped = 0
         self.rank_timeout = rank_timeout
         self._session = session
-        self._checksum = checksum
         self._timeout = timeout
         self._rendezvous: Rendezvous | None = None  # of the ranks that publish together
         self._known: tuple[ModuleSnapshot, list[Place]] | None = None  # what the template has
@@ -144,7 +142,6 @@ class WeightChannel:
         slots: int = 3,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        checksum: bool = False,
         merge_adapters: bool = False,
         max_readers: int = 256,
         timeout: float = 60.0,
@@ -166,8 +163,6 @@ class WeightChannel:
             device: where the slots lie and readers compute. ``None`` takes that of the weights, and
                 host memory for sharded weights: beside its shard, a GPU would hold whole models.
             dtype: dtype of all floating entries in the channel; their own if ``None``.
-            checksum: publish a checksum of the bytes, which readers compare. It costs one more pass
-                over the weights on both sides, and on a GPU a wait for it.
             merge_adapters: whether a peft model is published as the base model's weights, with the
                 adapters merged into them, which is what an engine or a plain model loads.
                 Otherwise all entries are published as they are.
@@ -203,14 +198,13 @@ class WeightChannel:
         if holds is None:
             holds = not ranks or dist.get_rank() == ranks[0]
         session = secrets.token_hex(16)
-        manifest = Manifest(layout, timeout, checksum, Memory.MANIFEST)
+        manifest = Manifest(layout, timeout, Memory.MANIFEST)
         with nullcontext() if rendezvous is None else rendezvous.collective():
             channel = cls(
                 weights,
                 layout,
                 reserve(manifest, where, slots, max_readers, session) if holds else None,
                 session=session,
-                checksum=checksum,
                 timeout=timeout,
                 rank_timeout=rank_timeout,
             )
@@ -370,10 +364,6 @@ class WeightChannel:
                 return
             self._end.wait(progress, min(remaining, SLICE_S))
             let_interrupts_in()
-
-    def _sum(self, slot: int) -> int:
-        """The checksum of a slot that has been written, 0 where none is wanted."""
-        return checksum(self._memory.slot(slot)) if self._checksum else 0
 
     def _next(self, version: int | None) -> int:
         last = self._end.version()

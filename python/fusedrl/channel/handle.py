@@ -36,9 +36,9 @@ class WeightHandle:
                 than the publisher, such as containers on one machine.
 
         Raises:
-            RuntimeError: the publisher is gone, this process cannot see it or may not, the channel
-                is damaged or has ``max_readers`` readers, or this process has too many open files.
-                The message says which.
+            RuntimeError: the publisher is gone or has another version of this package, this process
+                cannot see it or may not, the channel has ``max_readers`` readers, or this process
+                has too many open files. The message says which.
         """
         if socket is None:
             return self._reader(self.pid, self.fd)

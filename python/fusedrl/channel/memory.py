@@ -80,13 +80,11 @@ class Manifest(NamedTuple):
     Attributes:
         layout: the layout of a slot.
         timeout: seconds that publisher and readers wait unless a call says otherwise.
-        checksum: whether each version comes with a checksum of its bytes.
         memory: what a reader needs to open the slots, with their ``"kind"``.
     """
 
     layout: Layout
     timeout: float
-    checksum: bool
     memory: dict[str, Any]
 
     def to_bytes(self) -> bytes:
@@ -95,11 +93,6 @@ class Manifest(NamedTuple):
 
     @classmethod
     def of(cls, text: bytes) -> Manifest:
-        """The description that another process wrote, whose digest the memory's header has."""
+        """The description that another process wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "layout": Layout.from_json(fields["layout"])})
-
-
-def checksum(slot: Tensor) -> int:
-    """The sum of a slot's 64-bit words, modulo 2^64."""
-    return int(slot.view(torch.int64).sum()) & (2**64 - 1)

@@ -16,7 +16,7 @@ from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.loading import Target, own
-from fusedrl.channel.memory import Manifest, Memory, checksum
+from fusedrl.channel.memory import Manifest, Memory
 
 # Seconds within which a signal, or the end of the publisher, is noticed.
 SLICE_S = 0.05
@@ -105,11 +105,9 @@ class WeightReader:
         self.session = session
         self.layout = manifest.layout
         self._timeout = manifest.timeout
-        self._checksum = manifest.checksum
         self._memory: Memory = _open_memory(manifest, end)
         self.device = self._memory.device
         self._slots: dict[int, _SlotViews] = {}
-        self._verified: dict[int, int] = {}
         self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
         # Memory that owns a lease, and the parameters that were made to lie there.
         self._kept: list[tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Tensor]]]] = []
@@ -146,8 +144,7 @@ class WeightReader:
 
         Raises:
             TimeoutError: it was not published in time.
-            RuntimeError: the publisher has ended (the message names its process id), or the
-                channel's memory is damaged.
+            RuntimeError: the publisher has ended; the message names its process id.
         """
         count("version", version, 0, MAX_VERSION)
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
@@ -192,8 +189,7 @@ class WeightReader:
 
         Raises:
             TimeoutError: no such version was published in time.
-            RuntimeError: there is no such version and the publisher has ended, the bytes do not
-                have the checksum that the publisher wrote, or the channel's memory is damaged.
+            RuntimeError: there is no such version and the publisher has ended.
         """
         return self._lease(min_version, timeout, apply=True)
 
@@ -210,23 +206,12 @@ class WeightReader:
                 )
         try:
             self._memory.before_read(lease.slot)
-            if self._checksum and self._verified.get(lease.slot) != lease.version:
-                self._verify(lease.slot, lease.version)
         except BaseException:
             lease.release()
             raise
         if self._memory.asynchronous:
             lease.after_use = self._release_later
         return lease
-
-    def _verify(self, slot: int, version: int) -> None:
-        written, read = self._end.checksum(slot), checksum(self._memory.slot(slot))
-        if written != read:
-            raise RuntimeError(
-                f"checksum: expected {written:#x} for version {version}, got {read:#x}; something "
-                "else writes into the channel's memory, or the memory is faulty"
-            )
-        self._verified[slot] = version
 
     def _of_slot(self, slot: int) -> _SlotViews:
         known = self._slots.get(slot)

@@ -68,7 +68,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             copy otherwise.
         device: where the channel lies; that of the weights if ``None``.
         timeout: seconds that each wait may take.
-        checksum: as for :meth:`WeightChannel.create`.
 
     Raises:
         ValueError: the weights do not fit, or an update names some workers only: a channel serves
@@ -106,7 +105,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         mode: Literal["alias", "copy"] | None = None,
         device: torch.device | str | None = None,
         timeout: float = 60.0,
-        checksum: bool = False,
     ) -> None:
         if mode not in (None, "alias", "copy"):
             raise ValueError(
@@ -120,7 +118,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             "slots": slots,
             "device": device,
             "timeout": seconds("timeout", timeout),
-            "checksum": checksum,
         }
         self._pid = os.getpid()
         self._handle: WeightHandle | None = None

@@ -86,7 +86,7 @@ void publish(Publisher& publisher) {
       publisher.abort();
       continue;
     }
-    publisher.commit(*slot, version, 0);
+    publisher.commit(*slot, version);
     if (mistake == "write_after_commit") write(publisher.slot(*slot), version);
     if (version % 50 == 1) publisher.readers(true);
   }
