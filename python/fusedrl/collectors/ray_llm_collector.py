@@ -23,7 +23,7 @@ SECONDS_TO_END = 10.0
 WEIGHTS = ("policy_or_weights", "weights", "policy", "policy_weights")  # arguments of an update
 
 
-@dataclass(eq=False)
+@dataclass(kw_only=True, eq=False)
 class RayOptions(DialogOptions):
     """The arguments of :class:`fusedrl.RayLLMCollector`."""
 
