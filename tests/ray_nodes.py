@@ -1,4 +1,4 @@
-"""Ray for the tests: a cluster of two nodes of this machine, started by the first that needs it."""
+"""Ray for the tests: one node, started by the first that needs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import ray_forks
 
-NODES = ["left", "right"]
 NAMESPACE = "fusedrl-tests"
 
 
@@ -21,48 +20,42 @@ class Nodes:
     """The cluster, while there is one."""
 
     def __init__(self) -> None:
-        self._cluster: Any = None
+        self._runs = False
         self._on_sigterm: Any = None
 
-    def start(self) -> Any:
-        """The cluster, where no actor runs, and whose workers can import the tests' modules."""
-        if self._cluster is not None:
+    def start(self) -> None:
+        """A cluster where no actor runs, and whose workers can import the tests' modules."""
+        if self._runs:
             end_actors()
-            return self._cluster
+            return
         import ray
-        from ray.cluster_utils import Cluster
 
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
-        node = {"num_cpus": 2, "object_store_memory": 80 * 2**20}  # /dev/shm may be small
-        head = {
-            **node,
-            "include_dashboard": False,
-            "resources": {NODES[0]: 1},
-            "_system_config": {"prestart_worker_first_driver": False},  # they are no forks
-        }
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self._cluster.add_node(**node, resources={NODES[1]: 1})
-        tests = str(Path(__file__).parent)
-        environment: dict[str, Any] = {"env_vars": {"PYTHONPATH": tests, "OMP_NUM_THREADS": "1"}}
+        folders = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
+        variables = {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
+        environment: dict[str, Any] = {"env_vars": variables}
         if sys.platform == "linux":
             environment["py_executable"] = ray_forks.EXECUTABLE
         ray.init(
-            address=self._cluster.address,
+            address="local",  # not that of another process
+            num_cpus=4,
+            object_store_memory=80 * 2**20,  # /dev/shm may be small
+            include_dashboard=False,
             namespace=NAMESPACE,
             log_to_driver=False,
             runtime_env=environment,
+            _system_config={"prestart_worker_first_driver": False},  # they are no forks
         )
-        return self._cluster
+        self._runs = True
 
     def stop(self) -> None:
         """End it, and with it what Ray does to this process."""
-        if self._cluster is None:
+        if not self._runs:
             return
         import ray
 
         ray.shutdown()
-        self._cluster.shutdown()
-        self._cluster = None
+        self._runs = False
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
 

@@ -45,7 +45,7 @@ FIGURES_VARY = {"docs/start/first-loss.md"}
 # page -> the tests that run it
 ELSEWHERE = {
     "docs/tutorials/weights-into-vllm.md": "tests/engines/test_docs.py",
-    "docs/tutorials/ray-cluster.md": "tests/collectors/cluster/test_ray_docs.py",
+    "docs/tutorials/ray-cluster.md": "tests/collectors/test_ray_llm_collector.py",
 }
 SECOND_NAMES = {"aSyncDataCollector"}  # of classes, which have the examples of the first
 NAMES = [name for name in fusedrl.__all__ if name not in {"__version__", *SECOND_NAMES}]

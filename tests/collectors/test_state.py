@@ -72,9 +72,8 @@ def test_a_state_that_does_not_fit_changes_nothing(collect, change, error, told)
     collector.next()
     state = collect(scaled(), policy=policy(), track_policy_version=True).state_dict()
     before = copy.deepcopy(collector.state_dict())
-    for load in (collector.check_state_dict, collector.load_state_dict):
-        with pytest.raises(error, match=told):
-            load(change({**state, "frames": 2, "policy_version": 5}))
+    with pytest.raises(error, match=told):
+        collector.load_state_dict(change({**state, "frames": 2, "policy_version": 5}))
     torch.testing.assert_close(collector.state_dict(), before, rtol=0, atol=0)
     del state["traj_pool"]
     collector.load_state_dict({**state, "policy_version": 5})

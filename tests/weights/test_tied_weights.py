@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,8 +27,7 @@ from fusedrl import (
     VanillaLocalWeightUpdater,
     WeightChannel,
 )
-from fusedrl.collectors.cluster.dialog_actor import DialogActor
-from fusedrl.transport import deserialize
+from fusedrl.collectors.ray_llm_collector import DialogActor, stored
 from fusedrl.weights.copying import unwrap
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -293,17 +293,15 @@ def test_worker_processes_of_torchrl_take_each_form(forked, how):
 
 
 @pytest.mark.parametrize("tied", TIES)
-def test_an_actor_takes_each_form(tied):
-    """What runs in an actor of a RayLLMCollector, without Ray."""
-    pytest.importorskip("ray")
-    actor = DialogActor()
+def test_an_actor_takes_each_form(tied, monkeypatch):
+    """What runs in the actor of a RayLLMCollector, without Ray."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "put", lambda value: pickle.loads(pickle.dumps(value, protocol=5)))
     policy = policy_of("qwen2", tied)
-    options = {"env": Numbers(), "policy": policy, "policy_factory": None}
-    actor.make({**options, "dialog_turns_per_batch": 2}, {"seed": 0}, 0, 1)
-    for version, (name, weights, action) in enumerate(updates("qwen2", tied), 1):
-        actor.publish(weights, version)
-        batch = deserialize(actor.collect().batch)
-        assert set(batch["action"].flatten().tolist()) == {action}, name
+    actor = DialogActor(0, env=Numbers(), policy=policy, dialog_turns_per_batch=2)
+    for name, weights, action in updates("qwen2", tied):
+        actor.update_policy_weights_(stored(weights))
+        assert set(actor.next()["action"].flatten().tolist()) == {action}, name
     actor.shutdown()
 
 

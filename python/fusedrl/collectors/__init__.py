@@ -3,11 +3,11 @@
 # torchrl's own class for a change of version is used unchanged.
 from torchrl.envs.llm.transforms.policy_version import VersionChange
 
-from fusedrl.collectors.cluster.ray_llm_collector import RayLLMCollector
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.policy_version import PolicyVersion
 from fusedrl.collectors.process.async_collector import AsyncCollector, aSyncDataCollector
 from fusedrl.collectors.progress import turn_metrics
+from fusedrl.collectors.ray_llm_collector import RayLLMCollector
 
 __all__ = [
     "AsyncCollector",

@@ -30,7 +30,7 @@ class Ready(NamedTuple):
 
 
 class BatchStream:
-    """The batches of turns that run here, of a worker, or of actors.
+    """The batches of turns that run here, or of a worker.
 
     Ctrl-C changes nothing while this waits for a batch. After that, the batch is counted, prepared
     and stored as a whole, and it is kept until it is handed out. Each batch is handed out once,
@@ -94,14 +94,12 @@ class BatchStream:
             with uninterrupted():
                 if not self._count(arrived):
                     continue
-                facts = self._facts(arrived)
-                turns = 0 if arrived.batch is None else arrived.batch.numel()
-                most = self.max_staleness if turns else None  # None: a buffer has it already
-                drops = facts.are_too_old(most, self.dropped, self.counter)
+                facts = BatchFacts(self._collector, arrived.batch)
+                drops = facts.are_too_old(self.max_staleness, self.dropped, self.counter)
                 self._request()
                 advance(facts)
                 if drops:
-                    self.dropped += turns
+                    self.dropped += arrived.batch.numel()
                 else:
                     self.ready = Ready(self._stored(arrived.batch))
             del arrived, facts
@@ -109,7 +107,7 @@ class BatchStream:
 
     def _stored(self, batch: Any) -> Any:
         """A batch to hand out, or ``None`` once it is in the buffer."""
-        batch = None if batch is None else self._finished(batch)
+        batch = self._finished(batch)
         if batch is None or self.buffer is None:
             return batch
         with self.storing:
@@ -133,10 +131,6 @@ class BatchStream:
     def _request(self) -> None:
         """Let the source collect what will be needed next."""
         raise NotImplementedError
-
-    def _facts(self, arrived: Any) -> BatchFacts:
-        """What is known of a batch before any postprocessing."""
-        return BatchFacts(self._collector, arrived.batch)
 
     def _finished(self, batch: Any) -> Any:
         """A batch after the postprocessing that is done in this process."""

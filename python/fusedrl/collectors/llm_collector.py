@@ -401,10 +401,6 @@ class LLMCollector(LoopCollector):
         with self._versions.between_turns():
             super().load_state_dict(own, **kwargs)
 
-    def check_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
-        """Raise what :meth:`load_state_dict` raises, and load nothing."""
-        self._own_part(state_dict, kwargs)
-
     def _own_part(self, state_dict: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """What there is to load of a state, which is checked, and torchrl's arguments for it."""
         self._require_open()

@@ -75,11 +75,16 @@ class CollectorOptions(TurnOptions):
     replay_buffer: Any = None
     reset_at_each_iter: bool = False
     weight_updater: Any = None
+    weight_sync_schemes: dict[str, Any] | None = None
+    queue: Any = None
+    channel: WeightHandle | WeightReader | None = None
     channel_mode: Literal["alias", "copy"] = "alias"
     track_policy_version: bool | PolicyVersion = False
     max_staleness: int | None = None
     progress: bool = False
     verbose: bool = False
+
+    channel_kinds: ClassVar[tuple[type, ...]] = (WeightHandle, WeightReader)
 
     def __post_init__(self) -> None:
         """Check what holds of every collector."""
@@ -99,6 +104,38 @@ class CollectorOptions(TurnOptions):
                 "no memory, copy keeps the addresses of the parameters"
             )
         check_progress(self.progress)
+        self._check_ways()
+
+    def _check_ways(self) -> None:
+        """Check that weights come in one way, and that batches go one way."""
+        if self.queue is not None and self.replay_buffer is not None:
+            raise RuntimeError(
+                "queue: expected a queue or a replay_buffer, got both; fill the buffer where the "
+                "queue is read"
+            )
+        self.refuse_both(
+            ("weight_updater", "weight_sync_schemes"),
+            ("weight_updater", "channel"),
+            ("weight_sync_schemes", "channel"),
+        )
+        if self.channel is None:
+            return
+        if not isinstance(self.channel, self.channel_kinds):
+            kinds = " or a ".join(kind.__name__ for kind in self.channel_kinds)
+            raise TypeError(
+                f"channel: expected a {kinds}, got {type(self.channel).__name__}; pass "
+                "channel.handle"
+            )
+        if self.has_uuids:
+            raise ValueError(
+                "track_policy_version: expected integer versions, which a channel has, got UUIDs; "
+                "pass True or PolicyVersion('int')"
+            )
+
+    @property
+    def buffer(self) -> Any:
+        """The replay buffer, or what stands in its place for a queue."""
+        return self.replay_buffer if self.queue is None else QueueBuffer(self.queue)
 
     @property
     def completed(self) -> bool:
@@ -153,51 +190,8 @@ class CollectorOptions(TurnOptions):
                 raise TypeError(f"{name}: expected it or {other}, got both; drop one")
 
 
-@dataclass(kw_only=True, eq=False)
-class ChannelOptions(CollectorOptions):
-    """Further arguments of collectors whose weights may come through a channel of others."""
-
-    weight_sync_schemes: dict[str, Any] | None = None
-    queue: Any = None
-    channel: WeightHandle | WeightReader | None = None
-
-    channel_kinds: ClassVar[tuple[type, ...]] = (WeightHandle, WeightReader)
-
-    @property
-    def buffer(self) -> Any:
-        """The replay buffer, or what stands in its place for a queue."""
-        return self.replay_buffer if self.queue is None else QueueBuffer(self.queue)
-
-    def __post_init__(self) -> None:
-        """Check that weights come in one way, and that batches go one way."""
-        super().__post_init__()
-        if self.queue is not None and self.replay_buffer is not None:
-            raise RuntimeError(
-                "queue: expected a queue or a replay_buffer, got both; fill the buffer where the "
-                "queue is read"
-            )
-        self.refuse_both(
-            ("weight_updater", "weight_sync_schemes"),
-            ("weight_updater", "channel"),
-            ("weight_sync_schemes", "channel"),
-        )
-        if self.channel is None:
-            return
-        if not isinstance(self.channel, self.channel_kinds):
-            kinds = " or a ".join(kind.__name__ for kind in self.channel_kinds)
-            raise TypeError(
-                f"channel: expected a {kinds}, got {type(self.channel).__name__}; pass "
-                "channel.handle"
-            )
-        if self.has_uuids:
-            raise ValueError(
-                "track_policy_version: expected integer versions, which a channel has, got UUIDs; "
-                "pass True or PolicyVersion('int')"
-            )
-
-
 @dataclass(eq=False)
-class DialogOptions(ChannelOptions):
+class DialogOptions(CollectorOptions):
     """The arguments of :class:`fusedrl.LLMCollector`."""
 
     env: Any

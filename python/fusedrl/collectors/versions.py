@@ -38,6 +38,7 @@ class Versions:
         follower: what switches the policy's weights, if they come through a channel.
         settle: waits, for a number of seconds at most, until environments that step beside the
             turns no longer compute with the policy; returns whether they have ended.
+        patience: seconds that an update waits for turns, and a turn for an update.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,7 @@ class Versions:
         self._updates = False  # whether the owner of the lock is an update
         self._numbered = False  # whether the weights of that update come with their version
         self._counting = threading.Lock()
+        self.patience = WAIT_S
         renew_in_children(
             self, _lock=threading.RLock, _first_place=threading.Lock, _counting=threading.Lock
         )
@@ -126,14 +128,14 @@ class Versions:
 
     def _alone(self, updates: bool, expected: str) -> _host.Entered:
         """Hold the lock in a block, which gives the number of the weights."""
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + self.patience
         waiting: list[_host.Acquired] = []
         try:
             if not is_mine(self._lock):
                 for lock in (self._first_place, self._lock):
                     waiting.append(_host.Acquired(lock, max(deadline - time.monotonic(), 0.0)))
                     if not waiting[-1].held:
-                        raise _late(expected)
+                        raise self._late(expected)
                 self._updates = updates
             elif updates and not self._updates:
                 raise RuntimeError(
@@ -145,6 +147,12 @@ class Versions:
         finally:
             for lock in waiting:
                 lock.release()
+
+    def _late(self, expected: str) -> TimeoutError:
+        return TimeoutError(
+            f"{expected} within {self.patience:.0f} s, got none; pass channel=, where turns and "
+            "updates do not wait for each other"
+        )
 
     def _tag(self, version: int | None) -> Version | None:
         """The number of the weights that are computed with, if versions are tracked."""
@@ -207,8 +215,8 @@ class Versions:
             return
         expected = "weights: expected the end of the turn that computes with the former ones"
         with self._alone(True, expected):
-            if not self.settle(WAIT_S):
-                raise _late(expected)
+            if not self.settle(self.patience):
+                raise self._late(expected)
             yield
 
     def refuse_beside_channel(self) -> None:
@@ -236,10 +244,3 @@ class Versions:
             if hasattr(updater, name):
                 push = getattr(updater, name)
                 setattr(updater, name, partial(between_turns, push))
-
-
-def _late(expected: str) -> TimeoutError:
-    return TimeoutError(
-        f"{expected} within {WAIT_S:.0f} s, got none; pass channel=, where turns and updates do "
-        "not wait for each other"
-    )

@@ -16,7 +16,7 @@ from torchrl.envs.utils import ExplorationType
 from fusedrl.channel import WeightHandle
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.options import (
-    ChannelOptions,
+    CollectorOptions,
     Policy,
     TurnOptions,
     check_patience,
@@ -66,7 +66,7 @@ class FrameOptions:
 
 
 @dataclass(eq=False)
-class AsyncOptions(ChannelOptions, FrameOptions):
+class AsyncOptions(CollectorOptions, FrameOptions):
     """The arguments of :class:`fusedrl.AsyncCollector`."""
 
     create_env_fn: Any

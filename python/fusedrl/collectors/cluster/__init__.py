@@ -1,1 +1,0 @@
-"""``RayLLMCollector``: collectors in actors of a Ray cluster."""

@@ -1,0 +1,249 @@
+"""torchrl's ``RayLLMCollector``: dialogs that are collected in an actor of a Ray cluster."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.collectors import BaseCollector
+from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
+
+from fusedrl.channel.sources import places_of, ranks_of_shards
+from fusedrl.collectors.llm_collector import LLMCollector
+from fusedrl.collectors.options import DialogOptions, arguments_of
+from fusedrl.compat.torchrl import ray_buffer_client
+from fusedrl.transport import Serialized, deserialize, serialize
+from fusedrl.weights.ray_store import StoredWeights
+
+SECONDS_TO_END = 10.0
+WEIGHTS = ("policy_or_weights", "weights", "policy", "policy_weights")  # arguments of an update
+
+
+@dataclass(kw_only=True, eq=False)
+class RayOptions(DialogOptions):
+    """The arguments of :class:`fusedrl.RayLLMCollector`."""
+
+    ray_init_config: dict[str, Any] | None = None
+    remote_config: dict[str, Any] | None = None
+    sync_iter: bool = True
+    num_cpus: float | None = None
+    num_gpus: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the actor."""
+        super().__post_init__()
+        client = ray_buffer_client(self.replay_buffer)
+        if self.replay_buffer is not None and client is None:
+            raise TypeError(
+                "replay_buffer: expected a RayReplayBuffer, got a "
+                f"{type(self.replay_buffer).__name__}, of which the actor would fill a copy; make "
+                "a RayReplayBuffer, or extend this one with the batches that you iterate over"
+            )
+        self.replay_buffer = client
+
+    def of_actor(self) -> dict[str, Any]:
+        """The arguments of the :class:`LLMCollector` in the actor."""
+        return {field.name: getattr(self, field.name) for field in fields(DialogOptions)}
+
+    def of_ray(self) -> dict[str, Any]:
+        """Ray's options for the actor; those in ``remote_config`` come first."""
+        # While one thread collects ahead, another one takes an update or the end.
+        known = {"max_concurrency": 1 if self.sync_iter else 2}
+        known |= {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+        given = {name: value for name, value in known.items() if value is not None}
+        return given | (self.remote_config or {})
+
+
+class DialogActor(LLMCollector):
+    """A collector in a process of its own; all turns that a batch runs have one version."""
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        # Weights are views of Ray's store, which nobody writes.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        super().__init__(**options)
+        self._versions.patience = 1e9  # a batch may take hours
+        self._batches = iter(self)
+        torch.manual_seed(seed)  # all processes start with the same; a factory may have set one
+
+    def rollout(self) -> TensorDictBase:
+        """As for :class:`LLMCollector`; an update waits for the end of the batch."""
+        with self._versions.held():
+            return super().rollout()
+
+    def collect(self) -> tuple[Serialized | None, ...]:
+        """One batch, ``None`` if a replay buffer has it; no batch if all turns have run."""
+        for batch in self._batches:
+            return (None if batch is None else serialize(batch.clear_device_()),)
+        return ()
+
+    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
+        """As for :class:`LLMCollector`, but nobody trains the policy in this process.
+
+        Raises:
+            ValueError: there are no weights, and there is no updater or scheme that has them.
+        """
+        given = [*args, *map(kwargs.get, WEIGHTS)]
+        updates = self.weight_updater or self._weight_sync_schemes
+        if not updates and all(weights is None for weights in given):
+            raise ValueError(
+                "policy_or_weights: expected weights, got none; pass the trained policy, its "
+                "tensordict or its state dict"
+            )
+        super().update_policy_weights_(*args, **kwargs)
+
+    def increment_version(self) -> None:
+        """Count a version; a batch that is being collected keeps its own."""
+        with self._versions.one_update():
+            pass
+
+
+class RayLLMCollector(_RayLLMCollector):
+    """Collects dialogs in an actor of a Ray cluster, which is an :class:`LLMCollector`.
+
+    It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Environment and
+    policy live in the actor. An update puts the weights into Ray's object store, from which the
+    actor copies them into its policy, and counts one version. It waits for the end of the batch
+    that is being collected, so that all turns which a batch runs have one version.
+
+    Args:
+        env: an environment, or a function that makes one in the actor.
+        policy: the policy, which is sent to the actor.
+        policy_factory: a function that makes the policy in the actor, instead of ``policy``.
+        replay_buffer: a ``RayReplayBuffer``, which the actor extends; the iterator yields ``None``.
+        weight_updater: an updater, or a function that makes one, which runs in the actor.
+        ray_init_config: arguments of ``ray.init``, which is called unless Ray runs.
+        remote_config: Ray's options for the actor: ``resources``, ``scheduling_strategy``, ...
+        sync_iter: with ``True`` the actor collects while you wait for a batch. With ``False`` it
+            collects the next batch while you use the last one.
+        num_cpus: number of CPUs of the actor, unless ``remote_config`` names it.
+        num_gpus: number of GPUs of the actor, unless ``remote_config`` names it.
+
+    Further arguments are those of :class:`fusedrl.LLMCollector`, in the actor.
+
+    Raises:
+        TypeError, ValueError: as for :class:`LLMCollector`, or a buffer of this process.
+        RuntimeError: Ray is not installed.
+        ray.exceptions.RayActorError: later, with its reason: the actor could not make its
+            collector, or is dead. What the collector raises is raised here, with its traceback.
+
+    Example:
+        >>> from fusedrl import RayLLMCollector
+        >>> def collect(make_env, make_policy, trained):
+        ...     collector = RayLLMCollector(
+        ...         make_env,
+        ...         policy_factory=make_policy,
+        ...         dialog_turns_per_batch=64,
+        ...         track_policy_version=True,
+        ...         num_gpus=1,
+        ...     )
+        ...     for batch in collector:
+        ...         yield batch
+        ...         collector.update_policy_weights_(trained)
+        ...     collector.shutdown()
+    """
+
+    closed = True  # until the actor is asked for
+
+    @arguments_of(RayOptions)
+    def __init__(self, options: RayOptions) -> None:
+        _start_ray(options.ray_init_config)
+        self.sync_iter, self.replay_buffer = options.sync_iter, options.replay_buffer
+        self._pending: Any = None  # the reference to a batch that was not handed out yet
+        seed = int(torch.randint(2**62, ()))
+        self._collector = DialogActor.as_remote(options.of_ray()).remote(seed, **options.of_actor())
+        self.remote_collectors = [self._collector]  # as RayRemoteWeightUpdater takes them
+        self.closed = False
+
+    def __del__(self) -> None:
+        """Nothing: an actor ends with its last handle, which another process may have."""
+
+    def _take(self, ahead: bool) -> tuple[TensorDictBase | None, ...]:
+        """One batch, or none at the end; ``ahead`` lets the actor collect another one."""
+        import ray
+
+        if self._pending is None:
+            self._pending = self._collector.collect.remote()
+        try:
+            taken = ray.get(self._pending)
+        except Exception:  # after Ctrl-C the batch is still to come
+            self._pending = None
+            raise
+        self._pending = self._collector.collect.remote() if ahead and taken else None
+        return tuple(None if batch is None else deserialize(batch) for batch in taken)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches until all turns have run; ``None`` each where a buffer gets them."""
+        while taken := self._take(ahead=not self.sync_iter):
+            yield taken[0]
+
+    def next(self) -> Any:
+        """The next batch; ``None`` at the end, and if a replay buffer gets it."""
+        return next(iter(self._take(ahead=False)), None)
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, **options: Any) -> None:
+        """Update the policy's weights between two batches, and count one version.
+
+        Args:
+            policy_or_weights: a tensordict, a module or a state dict. Only a weight updater does
+                without.
+            options: further arguments of :meth:`LLMCollector.update_policy_weights_`.
+
+        Raises:
+            ValueError: there are no weights, several ranks have parts of them, or they do not fit.
+                Nothing has changed then.
+            ray.exceptions.RayActorError: the actor is dead.
+        """
+        import ray
+
+        options["policy_or_weights"] = policy_or_weights
+        sent = {name: stored(options[name]) for name in WEIGHTS if options.get(name) is not None}
+        ray.get(self._collector.update_policy_weights_.remote(**(options | sent)))
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End the actor after its current turn, or kill it after ``timeout=10`` seconds."""
+        import ray
+        from ray.exceptions import RayActorError
+
+        if self.closed or not ray.is_initialized():
+            return
+        self.closed = True
+        try:
+            end = self._collector.shutdown.remote(close_env=close_env)
+            ended, _ = ray.wait([end], timeout=SECONDS_TO_END if timeout is None else timeout)
+            for answer in ended:
+                ray.get(answer)
+        except RayActorError:
+            pass  # it has ended already
+        finally:
+            ray.kill(self._collector)
+
+    async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()
+
+
+def _start_ray(config: dict[str, Any] | None) -> None:
+    try:
+        import ray
+    except ImportError as error:
+        raise RuntimeError("ray: expected it to be installed; pip install ray") from error
+    if not ray.is_initialized():
+        from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
+
+        ray.init(**(DEFAULT_RAY_INIT_CONFIG if config is None else config))
+
+
+def stored(weights: Any) -> Any:
+    """A reference to weights in Ray's store, from which the processes of a node read them."""
+    import ray
+
+    places = places_of(weights)
+    if ranks := ranks_of_shards(places.values()):
+        raise ValueError(
+            f"policy_or_weights: expected whole tensors, got parts on the ranks {ranks}; publish "
+            "the model on every rank by a WeightChannel, and pass a lease's weights"
+        )
+    named: Any = TensorDict({name: place.tensor for name, place in places.items()})
+    return ray.put(StoredWeights(named.unflatten_keys(".")))
