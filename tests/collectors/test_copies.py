@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import time
 from functools import partial
 
 import pytest
 import torch
+import torchrl.collectors.llm
 from counting_dialogs import Counting, Numbers, policy, seen
-from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
+from tensordict import lazy_stack
 from torchrl.data import Unbounded
-from torchrl.data.llm import History
 from torchrl.envs import AsyncEnvPool
 
-from fusedrl.collectors.turn_data import TurnCopies
+from fusedrl import LLMCollector
 
 IDS = ("collector", "traj_ids")
+POOLS = {
+    "threads": {"backend": "threading", "stack": "lazy"},
+    "threads, dense": {"backend": "threading", "stack": "dense"},
+    "processes": {"backend": "multiprocessing", "stack": "lazy"},
+    "processes, slots": {"backend": "multiprocessing", "stack": "lazy", "exchange": "shm"},
+}
 MODES = [{}, {"flatten_data": True}, {"yield_completed_trajectories": True}]
 
 
-class Buffered(Counting):
-    """Writes what its steps return into the same tensors."""
-
-    def _step(self, tensordict):
-        state = super()._step(tensordict)
-        for key in ("seen", "done", "terminated"):
-            buffer = self.__dict__.setdefault(f"written {key}", state[key].clone())
-            state.set(key, buffer.copy_(state[key]))
-        return state
-
-
 class LateBuffers(Counting):
-    """Returns new tensors for some turns, then the same one every second turn."""
+    """Returns new tensors for some turns, then the same one every second turn.
+
+    One that writes into what it is given while it steps is in no collector's power.
+    """
 
     def _step(self, tensordict):
         state = super()._step(tensordict)
@@ -63,13 +62,12 @@ def test_a_policy_with_a_buffer(collect, mode, lazy):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("kind", [Buffered, LateBuffers])
-def test_an_environment_with_buffers(collect, kind, mode):
+def test_an_environment_with_buffers(collect, mode):
     options = {"dialog_turns_per_batch": 12, "total_dialog_turns": 36} | mode
     keys = ("seen", ("next", "seen"), "done", ("next", "done"), IDS)
     whole, kept = (
         [[batch[key].tolist() for key in keys] for batch in collect(env, **options)]
-        for env in (Counting(2, 5), kind(2, 5))
+        for env in (Counting(2, 5), LateBuffers(2, 5))
     )
     assert whole == kept
 
@@ -133,141 +131,6 @@ def test_a_batch_shares_no_memory_with_the_environment(collect):
     assert (batch["action"] >= 0).all()
 
 
-class TestWithoutCopies:
-    """For those that reuse nothing."""
-
-    def test_turns_are_what_the_policy_returned(self, collect):
-        made = []
-
-        def remembering(turn):
-            made.append(policy(turn)["action"])
-            return turn
-
-        batch = collect(policy=remembering, dialog_turns_per_batch=16, copy_turns=False).next()
-        kept = [batch[:, n]["action"].data_ptr() for n in range(8)]
-        assert kept == [action.data_ptr() for action in made]
-
-    @pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
-    def test_one_tensordict_for_two_turns_is_refused(self, collect, mode):
-        answers = []
-
-        def forgetful(turn):
-            answers.append(policy(turn))
-            return answers[0]
-
-        with pytest.raises(RuntimeError, match="copy_turns: expected a tensordict of its own"):
-            list(collect(Counting(2, 3, lazy=True), policy=forgetful, copy_turns=False, **mode))
-
-
-class TestCopies:
-    """Copies know the private layout of tensordict's classes, which a release may change."""
-
-    def test_of_chats(self):
-        chats = [[{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}]] * 2
-        turn = TensorDict(history=History.from_chats(chats), batch_size=2).to_lazystack(0)
-        copy = TurnCopies().after(turn)
-        assert copy["history"].content == turn["history"].content
-        copy["history"].tensordicts[0].content = ["other", "words"]
-        assert turn["history"].content[0] == ["2?", "4"]
-
-    def test_of_stacks_of_several_lengths(self):
-        rows = [TensorDict(ids=torch.arange(n), text=f"of {n}") for n in (1, 3)]
-        turn, copies = lazy_stack(rows), TurnCopies()
-        copies.before(turn)
-        rows[1]["ids"].fill_(7)
-        rows[1]["text"] = "another"
-        rows[1]["more"] = torch.ones(1)
-        later = copies.after(turn)
-        assert [row.tolist() for row in later.get("ids", as_list=True)] == [[0], [0, 1, 2]]
-        assert later[1]["more"].tolist() == [1]
-        assert later[1]["text"] == "another"  # it is another one, not the same written into
-
-    def test_of_names_and_devices(self):
-        turn = TensorDict(a=torch.ones(2), batch_size=2, names=["dialog"], device="cpu")
-        copy = TurnCopies().after(turn)
-        assert copy.names == ["dialog"] and copy.device == turn.device and not copy.is_locked
-        assert TurnCopies().after(turn.lock_()).set("b", torch.ones(2)) is not None
-
-    def test_of_what_shares_memory(self):
-        flags = torch.zeros(2, 1, dtype=torch.bool)
-        turn, copies = TensorDict(done=flags, terminated=flags, batch_size=2), TurnCopies()
-        copies.before(turn)
-        flags.fill_(True)
-        made = copies.after(turn)
-        made["done"].logical_not_()
-        assert made["done"].all() and not made["terminated"].any()
-
-    @pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
-    def test_of_columns_that_differ_from_row_to_row(self, lazy):
-        rows = [
-            TensorDict(a=torch.ones(1), n=TensorDict(b=torch.ones(2))),
-            TensorDict(a=torch.ones(1, dtype=torch.int64), n=TensorDict(b=torch.ones(300))),
-            TensorDict(a=torch.ones(2), c=torch.ones(()), n=TensorDict(b=torch.zeros(2))),
-        ]
-        turn = lazy_stack(rows) if lazy else TensorDict(rows=lazy_stack(rows), batch_size=3)
-        made = TurnCopies().after(turn)
-        for row, copy in zip(rows, (made if lazy else made.get("rows")).tensordicts, strict=True):
-            assert copy.keys() == row.keys() and copy["a"].dtype == row["a"].dtype
-            assert torch.equal(copy["a"], row["a"]) and torch.equal(copy["n", "b"], row["n", "b"])
-            assert copy["n", "b"].data_ptr() != row["n", "b"].data_ptr()
-
-
-@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_an_environment_that_writes_into_a_nested_entry_with_the_name_next(collect, mode, lazy):
-    class Writing(Counting):
-        def _step(self, tensordict):
-            for row in tensordict.unbind(0):
-                row["info", "next"].fill_(-1)
-            return super()._step(tensordict)
-
-    def planning(turn):
-        info = TensorDict({"next": 10 * turn["seen"]}, turn.batch_size)
-        return policy(turn).set("info", info.to_lazystack(0) if lazy else info)
-
-    batch = collect(Writing(2, 5, lazy), policy=planning, **mode).next()
-    assert torch.equal(batch["info", "next"], 10 * batch["seen"])
-
-
-@pytest.mark.parametrize("mode", MODES[1:], ids=str)
-def test_rows_have_objects_of_their_own(collect, mode):
-    def planning(turn):
-        return policy(turn).set("plan", NonTensorData([0], batch_size=turn.batch_size))
-
-    batch = collect(Counting(3, 2), policy=planning, **{"dialog_turns_per_batch": 9} | mode).next()
-    for n, row in enumerate(batch.unbind(0)):
-        row.get("plan").data.append(n)
-    assert [row.get("plan").data for row in batch.unbind(0)] == [[0, n] for n in range(len(batch))]
-
-
-@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_an_environment_that_appends_to_a_list(collect, mode, lazy):
-    class Logging(Counting):
-        """Returns the same list at every step, which grows."""
-
-        def _state(self, **more):
-            log = self.__dict__.setdefault("log", [])
-            log.append(len(log))
-            logs = [NonTensorData(log) for _ in range(2)]
-            self.lazy, before = False, self.lazy
-            state = super()._state(**more).set("log", NonTensorStack(*logs))
-            self.lazy = before
-            return state.to_lazystack(0) if before else state
-
-    def logs(batch):
-        return [len(row["next"].get("log").data) for row in batch.reshape(-1).unbind(0)]
-
-    collector = collect(
-        Logging(2, 5, lazy), **{"dialog_turns_per_batch": 12, "total_dialog_turns": 24} | mode
-    )
-    batch = collector.next()
-    before = logs(batch)
-    assert len(set(before)) > 3  # not as the list is by now
-    collector.next()
-    assert logs(batch) == before
-
-
 def test_entries_of_a_batch_share_no_memory(collect):
     batch = collect(dialog_turns_per_batch=16).next()
     before = batch[IDS].clone()
@@ -275,24 +138,58 @@ def test_entries_of_a_batch_share_no_memory(collect):
     assert (batch[IDS] == before + 100).all()
 
 
-def test_a_change_of_an_entry_is_no_change_of_another():
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+def test_a_change_of_a_row_is_no_change_of_another(collect, lazy):
     """Autograd would refuse to differentiate what it saved of the others."""
-    copy = TurnCopies().after(lazy_stack([TensorDict({"x": torch.ones(2)}, []) for _ in range(8)]))
-    weight = torch.ones(2, requires_grad=True)
-    loss = (weight * copy[1]["x"]).sum()
-    copy[2]["x"].add_(1)
+    batch = collect(Counting(2, 5, lazy), flatten_data=True).next()
+    weight = torch.ones(1, requires_grad=True)
+    loss = (weight * batch[0]["next", "reward"]).sum()
+    batch[1]["next", "reward"].add_(1)
     loss.backward()
-    assert weight.grad.tolist() == [1.0, 1.0]
+    assert weight.grad.item() == batch[0]["next", "reward"].item()
+
+
+class Wide(Numbers):
+    """Its observations have eight more entries, of ``[64, 32]`` a row."""
+
+    def __init__(self, rows: int | None = 64, lazy: bool = False) -> None:
+        super().__init__(rows, 2, lazy)
+        shape = (*self.batch_size, 64, 32)
+        self.wide = {f"wide {n}": torch.rand(shape) for n in range(8)}
+        for key, value in self.wide.items():
+            self.observation_spec[key] = Unbounded(value.shape)
+
+    def _state(self, **more):
+        return super()._state(**more, **self.wide)
+
+
+LOOPS = {
+    "turns, dense": Wide,
+    "turns, lazy": partial(Wide, lazy=True),
+    "pool": lambda: AsyncEnvPool([partial(Wide, None)] * 8, **POOLS["threads, dense"]),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "mode", [*MODES, {"yield_only_last_steps": True, "dialog_turns_per_batch": 32}], ids=str
+)
+def test_a_row_pickles_to_the_size_of_torchrls(loop, mode):
+    sizes = []
+    for kind in (LLMCollector, torchrl.collectors.llm.LLMCollector):
+        made = kind(LOOPS[loop](), policy=policy, **{"dialog_turns_per_batch": 64} | mode)
+        sizes.append(len(pickle.dumps(next(iter(made)).reshape(-1)[0])))
+        made.shutdown()
+    assert sizes[0] <= 1.2 * sizes[1]
 
 
 class Taking(Numbers):
-    """Says which action it took, after a while, and may then write into what it was given."""
+    """Says which action it took, after a while."""
 
-    def __init__(self, seed: int, turns: int, writes: bool) -> None:
+    def __init__(self, seed: int, turns: int) -> None:
         super().__init__(1, turns)
         self.observation_spec["taken"] = Unbounded((1, 1), dtype=torch.int64)
         self.draw, self.taken = random.Random(seed), torch.zeros(1, 1, dtype=torch.int64)
-        self.writes = writes
 
     def _state(self, **more):
         return super()._state(**more).set("taken", self.taken.clone())
@@ -301,17 +198,9 @@ class Taking(Numbers):
         time.sleep(self.draw.uniform(0, 0.002))
         self.taken = tensordict["action"].clone()
         time.sleep(self.draw.uniform(0, 0.002))
-        for key in ("action", "seen") if self.writes else ():
-            tensordict[key].fill_(-5)
         return super()._step(tensordict)
 
 
-POOLS = {
-    "threads": {"backend": "threading", "stack": "lazy"},
-    "threads, dense": {"backend": "threading", "stack": "dense"},
-    "processes": {"backend": "multiprocessing", "stack": "lazy"},
-    "processes, slots": {"backend": "multiprocessing", "stack": "lazy", "exchange": "shm"},
-}
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
 
 
@@ -337,8 +226,7 @@ def test_the_action_of_a_turn_is_the_one_that_the_environment_took(collect, kind
         del written[:-12]
         return answer
 
-    writes = kind == "threads"  # other pools return other tensors than they were given
-    makers = [partial(Taking, seed + n, draw.randint(1, 4), writes) for n in range(3)]
+    makers = [partial(Taking, seed + n, draw.randint(1, 4)) for n in range(3)]
     pool = AsyncEnvPool(makers, **POOLS[kind])
     collector = collect(pool, policy=writing, yield_completed_trajectories=True)
     batches = [collector.rollout() for _ in range(8)]

@@ -38,7 +38,7 @@ class Reports:
         return actions
 
 
-@pytest.mark.parametrize("mode", [{}, {"flatten_data": True}, {"copy_turns": False}], ids=str)
+@pytest.mark.parametrize("mode", [{}, {"flatten_data": True}], ids=str)
 @pytest.mark.parametrize("rows", [PADDED, RAGGED], ids=["padded", "ragged"])
 def test_a_turn_has_the_oldest_version_of_its_tokens(collect, rows, mode):
     env = Counting(lazy=rows is RAGGED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
+from torchrl.data.llm import History
 from torchrl.modules.llm.policies import LogProbs
 
 from fusedrl.compat import tensordict as compat
@@ -19,6 +20,29 @@ def test_tensordict_has_the_name(place):
 def test_this_release_is_as_known():
     assert list(compat.differences()) == []
     assert compat.is_as_known()
+
+
+@pytest.mark.parametrize("names", [None, ["dialog"]])
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
+def test_a_copy_is_a_clone(names, lazy):
+    chats = [[{"role": "user", "content": text}] for text in ("a", "b")]
+    given = TensorDict(
+        {
+            "seen": torch.arange(2),
+            "text": NonTensorData("one", batch_size=(2,)),
+            "history": History.from_chats(chats),
+            "next": {"done": torch.zeros(2, 1, dtype=torch.bool)},
+        },
+        batch_size=(2,),
+        names=names,
+    )
+    given = given.to_lazystack(0) if lazy else given
+    made, cloned = compat.copy_of(given.lock_()), given.clone()
+    assert type(made) is type(cloned) and made.names == cloned.names and not made.is_locked
+    assert str(made) == str(cloned) and (made == cloned).all()
+    for key in ("seen", ("next", "done")):
+        made[key].fill_(7)
+        assert torch.equal(given[key], cloned[key])
 
 
 def test_a_tensorclass_holds_its_tensors_in_a_tensordict():

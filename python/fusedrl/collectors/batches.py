@@ -1,8 +1,4 @@
-"""Queues in which turns wait until there are enough of them, and where batches of them go.
-
-A queue that is ``by_row`` takes each turn as a list with a tensordict for each row, and others take
-it as one tensordict.
-"""
+"""Queues in which turns wait until there are enough of them, and where batches of them go."""
 
 from __future__ import annotations
 
@@ -12,8 +8,10 @@ from collections import deque
 from itertools import chain
 from typing import Any
 
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torchrl.envs import AsyncEnvPool
+
+from fusedrl.compat.tensordict import copy_of
 
 logger = logging.getLogger("fusedrl")
 
@@ -25,18 +23,12 @@ class TurnBatches:
         wanted: turns in a batch.
     """
 
-    by_row = False
     completed = False
 
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted
         self.pending = 0
         self._turns: list[Any] = []
-
-    @property
-    def cuts(self) -> bool:
-        """Whether there is a batch that ends within dialogs, which go on with its tensors."""
-        return self.pending >= self.wanted
 
     def skip(self, over: list[bool]) -> bool:
         """Whether a turn is only counted and is in no batch; always false here."""
@@ -71,8 +63,6 @@ class RowBatches:
         only_last: whether it has each finished dialog's last turn only.
     """
 
-    by_row = True
-
     def __init__(
         self, rows: int, wanted: int, completed: bool = False, only_last: bool = False
     ) -> None:
@@ -81,11 +71,6 @@ class RowBatches:
         self._running: list[list[Any]] = [[] for _ in range(rows)]  # None: that is only counted
         self._finished: deque[list[Any]] = deque()
         self._ready = 0  # turns of finished dialogs
-
-    @property
-    def cuts(self) -> bool:
-        """As for :class:`TurnBatches`."""
-        return not self.completed and self.pending >= self.wanted
 
     def length(self, index: int) -> int:
         """The number of turns of a running dialog."""
@@ -100,13 +85,14 @@ class RowBatches:
         self.pending += len(over)
         return True
 
-    def add(self, rows: list[Any], over: list[bool]) -> int:
+    def add(self, turn: TensorDictBase, over: list[bool]) -> int:
         """Keep one turn of every dialog; returns how many turns no batch will have.
 
         Args:
-            rows: the turns.
-            over: for each turn, whether it is the last of its dialog.
+            turn: the turn, a copy.
+            over: for each dialog, whether the turn is its last.
         """
+        rows = rows_of(turn)
         if self.completed and True in over:
             return sum(map(self.add_row, range(len(rows)), rows, over))
         for turns, row in zip(self._running, rows, strict=True):
@@ -152,6 +138,16 @@ class RowBatches:
         lost, self.pending = self.pending - self._ready, self._ready
         self._running = [[] for _ in self._running]
         return lost
+
+
+def rows_of(turn: TensorDictBase) -> list[Any]:
+    """The elements of a turn that was copied, each with memory of its own.
+
+    A view, when it is kept or pickled, would take the tensors of all rows with it.
+    """
+    if isinstance(turn, LazyStackedTensorDict) and turn.batch_dims == 1:
+        return turn.tensordicts
+    return [copy_of(row) for row in turn.reshape(-1).unbind(0)]
 
 
 def batches_of(

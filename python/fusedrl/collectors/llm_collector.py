@@ -74,9 +74,6 @@ class LLMCollector(LoopCollector):
             is newest when it begins. Before the first version it computes with the policy's own
             weights, as version 0. A handle is opened here and closed at shutdown.
         channel_mode: ``"alias"`` or ``"copy"``, as for :meth:`fusedrl.WeightReader.load_into`.
-        copy_turns: copy what policy and environment return, because they may write into it later.
-            Pass ``False`` if they return new tensors at each turn; batches then share memory with
-            what they keep.
         track_policy_version: whether to tag turns, or the :class:`PolicyVersion` that tags them. It
             is added to the environment unless it is there; an ``AsyncEnvPool`` needs none.
         max_staleness: drop a batch if its oldest turn is more than this number of versions behind
@@ -160,7 +157,7 @@ class LLMCollector(LoopCollector):
             self.yield_only_last_steps,
         )
         loop = PoolLoop if self.async_envs else TurnLoop
-        self._loop = loop(self.env, batches, self._versions, options.copy_turns, self.total_frames)
+        self._loop = loop(self.env, batches, self._versions, self.total_frames)
         for inner in getattr(env, "envs", ()) if self.async_envs else ():
             inner.register_collector(self)  # environments in processes cannot know the collector
 

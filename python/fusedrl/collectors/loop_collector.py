@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+    is_tensorclass,
+)
 from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 
 from fusedrl.collectors.batch_stream import BatchStream, Ready
-from fusedrl.collectors.turn_data import private_keys
 from fusedrl.collectors.versions import Versions
+from fusedrl.compat.tensordict import tensordict_of
 from fusedrl.weights.copying import write_weights
 from fusedrl.weights.follow import refuse_another_policy
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
@@ -89,7 +97,7 @@ class LoopCollector(_LLMCollector):
     def _postproc(self, batch: TensorDictBase) -> TensorDictBase:
         # torchrl lists all keys of a batch, which takes time for many rows.
         batch = batch if self.postproc is None else self.postproc(batch)
-        private: Any = list(private_keys(batch))
+        private: Any = list(_private_keys(batch))
         return batch.exclude(*private, inplace=True) if private else batch
 
     def _maybe_fallback_update(
@@ -113,6 +121,17 @@ class LoopCollector(_LLMCollector):
 
     def _count(self, frames: int) -> None:
         self._increment_frames(frames)
+
+
+def _private_keys(row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Keys with a part that begins with ``_``; for stacked rows, those of the first row."""
+    while isinstance(row, LazyStackedTensorDict) or is_tensorclass(row):
+        row = tensordict_of(row) if is_tensorclass(row) else row.tensordicts[0]
+    for key, value in row.items():
+        if key.startswith("_"):
+            yield (*path, key)
+        elif is_tensor_collection(value) and not is_non_tensor(value):
+            yield from _private_keys(value, (*path, key))
 
 
 class RolloutBatches(BatchStream):

@@ -56,7 +56,6 @@ class TurnOptions:
     yield_completed_trajectories: bool | None = None
     async_envs: bool | None = None
     flatten_data: bool | None = None
-    copy_turns: bool = True
 
 
 @dataclass(kw_only=True, eq=False)
@@ -159,11 +158,6 @@ class CollectorOptions(TurnOptions):
             raise TypeError(
                 "dialog_turns_per_batch: expected a number of turns, got None; it may be left out "
                 "with yield_completed_trajectories only"
-            )
-        if not isinstance(self.copy_turns, bool):
-            raise TypeError(
-                f"copy_turns: expected a bool, got {self.copy_turns!r}; False is for policies and "
-                "environments that return new tensors at each turn"
             )
         if not self.yield_only_last_steps:
             return

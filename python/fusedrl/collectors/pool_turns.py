@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from typing import Any
@@ -14,27 +13,14 @@ from torch import nn
 
 from fusedrl.collectors.batches import RowBatches
 from fusedrl.collectors.policy_version import stamp_turn
-from fusedrl.collectors.turn_data import TurnCopies, ended, rows_of, tag
-from fusedrl.collectors.turns import Policy, TurnLoop, call_by_length
+from fusedrl.collectors.turns import IDS, Policy, TurnLoop, call_by_length, ended
+from fusedrl.compat.tensordict import copy_of
 from fusedrl.compat.torchrl import (
     env_indices,
     forget_steps,
     steps_have_ended,
     will_take_policy,
 )
-
-
-@dataclass
-class Asked:
-    """A turn that an environment of the pool is stepping.
-
-    Attributes:
-        version: the policy's version when it was called for the turn.
-        copies: copies of what the environment was given, if turns are copied.
-    """
-
-    version: Any
-    copies: TurnCopies | None
 
 
 class PoolLoop(TurnLoop):
@@ -52,7 +38,8 @@ class PoolLoop(TurnLoop):
         self._prepared: tuple[Any, Any] = (None, None)  # the follower and the policy
         self._running = False
         self._failed: Exception | None = None  # the error that ended a pool of processes
-        self._asked: dict[int, Asked] = {}  # by environment; nothing is carried meanwhile
+        # The version of each turn that an environment steps; nothing is carried meanwhile.
+        self._asked: dict[int, Any] = {}
         # Dialogs that wait because the rest of the budget may be used up by others.
         self._waiting: dict[int, TensorDictBase] = {}
 
@@ -137,16 +124,12 @@ class PoolLoop(TurnLoop):
         carried = self._carried
         indices = env_indices(self._env, carried)
         with self._versions.held() as version:
-            actions = call_by_length(policy, carried)
+            # The policy is called again, and may write there, while the environments step.
+            answers = copy_of(call_by_length(policy, carried))
             self.watch.lap("policy")
-            copies = TurnCopies() if self._copies else None
-            if copies is not None:
-                # The policy is called again, and may write there, while the environments step.
-                actions = TurnCopies().after(actions)
-                copies.before(actions)  # before an environment can write into the actions
             with self._environments():
-                self._env.async_step_and_maybe_reset_send(actions)
-        self._asked.update(dict.fromkeys(indices, Asked(version, copies)))
+                self._env.async_step_and_maybe_reset_send(answers)
+        self._asked.update(dict.fromkeys(indices, version))
         self._carried = None  # only now, so that a policy that raises is called again
         self.watch.lap("env")
 
@@ -160,13 +143,11 @@ class PoolLoop(TurnLoop):
         watch.lap("env")
         indices, mask = env_indices(self._env, turn), ended(turn)
         rows = [self._own(row, index) for index, row in zip(indices, turn.unbind(0), strict=True)]
-        ids = self.trajectories.ids.clone()
-        tag(rows, [ids[index] for index in indices])
         watch.turns += turn.numel()
         watch.lap("stamping")
         if isinstance(batches, RowBatches):
             for index, row, over in zip(indices, rows, mask, strict=True):
-                self.frames += batches.add_row(index, rows_of(row)[0], bool(over.any()))
+                self.frames += batches.add_row(index, row.reshape(-1)[0], bool(over.any()))
         else:
             batches.add(lazy_stack(rows), [])
         self.trajectories.renew(mask, indices)
@@ -175,17 +156,13 @@ class PoolLoop(TurnLoop):
             self._ask(policy)
         elif batches.completed:
             self._hold(indices)
-        elif batches.cuts and not self._copies:
-            self._carried = self._carried.clone()  # the caller may change the batch
 
     def _own(self, row: TensorDictBase, index: int) -> TensorDictBase:
-        """One environment's turn, tagged with its version."""
-        asked = self._asked.pop(index)
-        if asked.copies is not None:
-            row = asked.copies.after(row)
-        if asked.version is not None:
-            stamp_turn(row, asked.version)
-        return row
+        """A copy of one environment's turn, tagged with its version and its trajectory."""
+        row, version = copy_of(row), self._asked.pop(index)
+        if version is not None:
+            stamp_turn(row, version)
+        return row.set(IDS, self.trajectories.ids[index].clone())
 
     def _hold(self, indices: list[int]) -> None:
         """Near the end of the budget, run only the dialogs that can use it, the longest first."""

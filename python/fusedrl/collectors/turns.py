@@ -13,11 +13,11 @@ from torch import Tensor
 from fusedrl.collectors.batches import RowBatches, TurnBatches
 from fusedrl.collectors.policy_version import stamp_turn
 from fusedrl.collectors.progress import Stopwatch
-from fusedrl.collectors.turn_data import IDS, TurnCopies, ended, rows_of, tag
 from fusedrl.collectors.versions import Versions
-from fusedrl.compat.tensordict import get_entry
+from fusedrl.compat.tensordict import copy_of, get_entry
 from fusedrl.compat.torchrl import trajectory_numbers
 
+IDS = ("collector", "traj_ids")
 PROMPT = ("history", "prompt")  # what torchrl's chats give to its wrappers of language models
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -61,7 +61,6 @@ class TurnLoop:
         env: the environment, which steps all dialogs at a time.
         batches: the queue in which turns wait for a batch.
         versions: the versions of the policy's weights.
-        copies: whether turns are copied.
         total: number of turns to run in all.
 
     Attributes:
@@ -75,16 +74,14 @@ class TurnLoop:
         env: Any,
         batches: TurnBatches | RowBatches,
         versions: Versions,
-        copies: bool,
         total: float,
     ) -> None:
         self._env, self._batches, self._versions = env, batches, versions
-        self._copies, self._total = copies, total
+        self._total = total
         self.frames = 0
         self.trajectories = Trajectories()
         self.watch = Stopwatch()
         self._carried: Any = None  # the policy's next input; None before a reset
-        self._last: Any = None  # the turn before
 
     def prepare(self, policy: Any) -> None:
         """Do nothing: transforms that score with the policy need no preparation."""
@@ -103,48 +100,24 @@ class TurnLoop:
             self.trajectories.begin(self._env.batch_size, self._env.device)
             watch.lap("env")
         with self._versions.held() as version:
-            actions = call_by_length(policy, self._carried)
+            answers = call_by_length(policy, self._carried)
             watch.lap("policy")
-            copies = TurnCopies() if self._copies else None
-            if copies is not None:
-                copies.before(actions)  # before the environment can write into the actions
-            turn, self._carried = self._env.step_and_maybe_reset(actions)
+            turn, self._carried = self._env.step_and_maybe_reset(answers)
             watch.lap("env")
         mask = ended(turn)
         over = mask.flatten().tolist()
         watch.turns += len(over)
         if not self._batches.skip(over):
-            turn = self._checked(turn) if copies is None else copies.after(turn)
+            turn = copy_of(turn)  # policy and environment may write into theirs
             if version is not None:
                 # The environment has tagged "next" with what the tracker says.
                 stamp_turn(turn, version, following=self._versions.tracker.version != version)
-            self._add(turn, over)
+            turn.set(IDS, self.trajectories.ids.clone())
+            watch.lap("stamping")
+            self.frames += self._batches.add(turn, over)
             if True in over:
                 self.trajectories.renew(mask)
-            if copies is None and self._batches.cuts:
-                self._carried = self._carried.clone()  # the caller may change the batch
         watch.lap("queueing")
-
-    def _checked(self, turn: TensorDictBase) -> TensorDictBase:
-        if turn is self._last:
-            raise RuntimeError(
-                "copy_turns: expected a tensordict of its own for each turn, got that of the turn "
-                "before; leave out copy_turns=False"
-            )
-        self._last = turn
-        return turn
-
-    def _add(self, turn: TensorDictBase, over: list[bool]) -> None:
-        ids = self.trajectories.ids.clone()
-        if not self._batches.by_row:
-            turn.set(IDS, ids)
-            self.watch.lap("stamping")
-            self._batches.add(turn, over)
-            return
-        rows = rows_of(turn, own=self._copies)
-        tag(rows, ids.flatten().unbind(0))
-        self.watch.lap("stamping")
-        self.frames += self._batches.add(rows, over)
 
     def scoring(self) -> AbstractContextManager[Any]:
         """Give the policy that transforms score with the version of the turn."""
@@ -158,6 +131,14 @@ class TurnLoop:
         """
         self._carried = None
         self.frames += self._batches.forget(finished)
+
+
+def ended(turn: TensorDictBase) -> Tensor:
+    """Whether the turn is the last of each dialog, in the shape of the batch."""
+    done: Any = turn.get(("next", "done"))
+    if done.numel() == turn.numel():
+        return done.reshape(turn.batch_size)
+    return done.reshape(*turn.batch_size, -1).any(-1)
 
 
 def call_by_length(

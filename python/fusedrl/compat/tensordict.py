@@ -1,9 +1,9 @@
 """What is needed of tensordict beyond its public interface.
 
-The public interface takes microseconds for each entry of each sample, so samples are read, copied
-and pickled by their attributes: in ``csrc/host/tensordicts.cpp``, ``csrc/host/trees.cpp`` and
-``transport/pickling.py``. What does so asks :func:`is_as_known` first, and takes the public
-interface if this release of tensordict looks different.
+The public interface takes microseconds for each entry of each sample, so samples are read and
+pickled by their attributes: in ``csrc/host/tensordicts.cpp`` and ``transport/pickling.py``. What
+does so asks :func:`is_as_known` first, and takes the public interface if this release of
+tensordict looks different.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    TensorDict,
+    is_non_tensor,
+    lazy_stack,
+)
 
 from fusedrl.compat.library import Library
 
@@ -42,6 +48,20 @@ _OF_TENSORCLASS = {ENTRIES, FIELDS}
 def tensordict_of(tensorclass: Any) -> Any:
     """The tensordict that holds the fields of a tensorclass."""
     return tensorclass._tensordict
+
+
+@TENSORDICT.needs("tensordict:TensorDict._new_unsafe")
+def copy_of(value: Any) -> Any:
+    """A copy with tensors of its own, as ``clone`` makes it, which takes ten times as long.
+
+    Nearly all of that is for texts, of which ``clone`` copies the wrappers alone.
+    """
+    if type(value) is LazyStackedTensorDict and not any(value.names):
+        return LazyStackedTensorDict(*map(copy_of, value.tensordicts), stack_dim=value.stack_dim)
+    if type(value) is TensorDict and not any(value.names):
+        entries = {key: copy_of(entry) for key, entry in value.items()}
+        return TensorDict._new_unsafe(entries, batch_size=value.batch_size, device=value.device)
+    return value if is_non_tensor(value) else value.clone()
 
 
 @cache
